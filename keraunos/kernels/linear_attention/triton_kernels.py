@@ -1,0 +1,487 @@
+"""The Triton kernels of the gated linear recurrence; ``triton.py`` says how they make a forward and a backward.
+
+Sequences are cut into chunks of BT tokens, and for the sequence split into segments of L tokens. Rows of a tile are in
+the order of memory; ``o_p`` is their place in the order of the recurrence, so that running backwards is index arithmetic.
+An adjoint run (ADJOINT) carries the gradient of the state: a token's own gate acts after the token, not before it, and
+the softmax scale acts on what enters the state, not on what is read from it.
+
+Every decay is ``exp2`` of a sum of gates over exactly the tokens that it spans, taken as a product with a 0/1 matrix:
+no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0, ``-inf`` included.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Stands for -inf in sums of gates: 0 * CLOSED is 0, exp of it is 0, and every 16-bit format holds it exactly.
+CLOSED = tl.constexpr(-16384.0)
+
+
+@triton.jit
+def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr):
+    """Slot -> (sequence, its first token, its length, segment). Sequence n owns the slots from ``begin // L + n``."""
+    if PACKED:
+        i_n = i_s
+        if SPLIT:
+            o_n = tl.arange(0, BN)
+            m_n = o_n < N - 1
+            b_begin = tl.load(cu_seqlens + 1 + o_n, mask=m_n, other=0).to(tl.int64)
+            i_n = tl.sum((m_n & (b_begin // L + o_n + 1 <= i_s)).to(tl.int32), 0)
+        begin = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - begin
+        i_g = i_s - (begin // L + i_n) if SPLIT else begin * 0
+    else:
+        count = tl.cdiv(T, L) if SPLIT else 1
+        i_n = i_s // count
+        begin = tl.full([], 0, tl.int64)
+        length = begin + T
+        i_g = begin + i_s % count
+    return i_n, begin, length, i_g
+
+
+@triton.jit
+def ones_dot(m, x, TERMS: tl.constexpr):
+    """``m @ x`` of a 0/1 matrix, exact to ``8 * TERMS`` bits of x: the tensor cores see x as that many bf16 parts."""
+    # By way of float32: the interpreter casts only that to bf16 by value.
+    m = m.to(tl.float32).to(tl.bfloat16)
+    b_x = x.to(tl.bfloat16)
+    b_y = tl.dot(m, b_x)
+    for _ in tl.static_range(TERMS - 1):
+        x = x.to(tl.float32) - b_x.to(tl.float32)
+        b_x = x.to(tl.bfloat16)
+        b_y = tl.dot(m, b_x, b_y)
+    return b_y
+
+
+@triton.jit
+def load_gate(p_g, m_g):
+    """Gates, at least CLOSED, 0 outside the sequence."""
+    return tl.maximum(tl.load(p_g, mask=m_g, other=0.0).to(tl.float32), CLOSED)
+
+
+@triton.jit
+def load_gamma(gamma, i_b, i_h, stride_gamma_b):
+    """The constant gate of a head, base 2; finite, so that no tokens' worth of it is 0."""
+    return tl.maximum(tl.load(gamma + i_b * stride_gamma_b + i_h).to(tl.float32), CLOSED) * LOG2E
+
+
+@triton.jit
+def scan_kernel(
+    q, k, v, g, gamma, intra, h0, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, N, L,
+    o, ht, hs, total,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr,
+    PACKED: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr,
+    CHUNKS: tl.constexpr, STATE_T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walk a sequence, or one segment of it, chunk by chunk, with a tile of the state in registers.
+
+    ``o_i = sum_{j <= i} decay_ij (q_i . k_j) v_j``, for a tile of BV of the V dimensions of v. Everything is computed
+    transposed, values by tokens: then the state ``[BV, BK]`` and the decayed v are left operands, which the tensor cores
+    read from registers, and only the masked ``k q^T`` passes through shared memory.
+
+    GATE: 0 none, 1 per token ``[B, T, H]``, 2 per token and dimension of k ``[B, T, H, K]`` (then ``intra`` holds the
+    decayed, scaled, masked ``q k^T`` of each chunk). INIT: 0 zeros, 1 h0 of the sequence, 2 h0 of the segment. FINAL: 0
+    none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of the segment. CHUNKS: write the state before
+    each chunk to hs. STATE_T: h0 and ht are ``[V, K]`` in memory.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_h = (tl.program_id(0) // NV) % H
+    i_s = tl.program_id(0) // (NV * H)
+    i_n, begin, length, i_g = locate(cu_seqlens, i_s, T, N, L, PACKED, SPLIT, BN)
+    if SPLIT:
+        if i_g * L >= length and i_g > 0:
+            return
+        if FINAL == 2:
+            # Nobody continues from the last segment.
+            if (i_g == 0) if REVERSE else ((i_g + 1) * L >= length):
+                return
+    i_b = 0 if PACKED else i_n.to(tl.int64)
+    first = i_g * L if SPLIT else i_g
+    size = (tl.minimum(length - first, L) if SPLIT else length).to(tl.int32)
+
+    o_t = tl.arange(0, BT)
+    o_p = (BT - 1 - o_t) if REVERSE else o_t
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    base = begin + first
+    p_q = q + i_b * stride_qb + base * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh
+    p_k = k + i_b * stride_kb + base * stride_kt + (i_h // RK).to(tl.int64) * stride_kh
+    p_v = v + i_b * stride_vb + base * stride_vt + (i_h // RV).to(tl.int64) * stride_vh
+    row = i_b * T + base  # of a contiguous [B, T, H, ...]
+    dtype: tl.constexpr = k.dtype.element_ty
+
+    o_s = o_v[:, None] * (K if STATE_T else 1) + o_k[None, :] * (1 if STATE_T else V)
+    m_s = m_v[:, None] & m_k[None, :]
+    if INIT > 0:
+        i_init = (i_n if INIT == 1 else i_s).to(tl.int64) * H + i_h
+        b_s = tl.load(h0 + i_init * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BV, BK]
+    else:
+        b_s = tl.zeros([BV, BK], dtype=tl.float32)
+
+    b_gamma = 0.0
+    if GAMMA:
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+    m_pair = o_p[:, None] <= o_p[None, :]  # [BT (j), BT (i)]
+    # Transposed like the product that it weighs: decay from the key's token (row) to the query's (column).
+    b_pair = tl.where(m_pair, tl.exp2(b_gamma * tl.maximum(o_p[None, :] - o_p[:, None], 0)) * scale, 0.0)
+    b_sum = tl.zeros([BK], dtype=tl.float32)  # of the gates, for total
+    b_sum1 = 0.0
+
+    n_c = tl.cdiv(size, BT)
+    for i in range(n_c):
+        i_c = (n_c - 1 - i) if REVERSE else i
+        t0 = (i_c * BT).to(tl.int64)
+        left = tl.minimum(size - i_c * BT, BT)
+        m_t = o_t < left
+        if CHUNKS:
+            n_t = tl.cdiv(T, BT)
+            i_slot = (begin // BT + i_n) if PACKED else (i_b * n_t)
+            i_slot += first // BT + i_c
+            p_s = hs + (i_slot * H + i_h) * K * V + o_v[:, None] + o_k[None, :] * V
+            tl.store(p_s, b_s.to(hs.dtype.element_ty), mask=m_s)
+        b_k = tl.load(p_k + t0 * stride_kt + o_t[:, None] * stride_kt + o_k[None, :],
+                      mask=m_t[:, None] & m_k[None, :], other=0.0)  # [BT, BK] # fmt: skip
+        b_v = tl.load(p_v + t0 * stride_vt + o_t[:, None] * stride_vt + o_v[None, :],
+                      mask=m_t[:, None] & m_v[None, :], other=0.0)  # [BT, BV] # fmt: skip
+
+        # Tokens up to and including this row, and tokens after it, in the order of the recurrence.
+        n_upto = tl.maximum((left - o_t) if REVERSE else (o_t + 1), 0) - (1 if ADJOINT else 0)
+        n_after = tl.maximum(o_t if REVERSE else (left - 1 - o_t), 0) + (1 if ADJOINT else 0)
+        b_row = b_gamma * tl.maximum(n_upto, 0)  # [BT] decay from the chunk's start
+        b_col = b_gamma * n_after  # [BT] decay to the chunk's end
+        b_all = b_gamma * left
+        if GATE > 0:
+            p_g = g + i_b * stride_gb + (base + t0) * stride_gt + i_h * stride_gh
+            m_upto = (o_p[:, None] > o_p[None, :]) if ADJOINT else (o_p[:, None] >= o_p[None, :])
+            m_after = (o_p[:, None] <= o_p[None, :]) if ADJOINT else (o_p[:, None] < o_p[None, :])
+        if GATE == 1:
+            b_g = load_gate(p_g + o_t * stride_gt, m_t)  # [BT]
+            b_row += tl.sum(tl.where(m_upto, b_g[None, :], 0.0), 1) * LOG2E
+            b_col += tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1) * LOG2E
+            b_sum1 += tl.sum(b_g, 0)
+            b_all += tl.sum(b_g, 0) * LOG2E
+            if OUTPUT:
+                # Rows t, columns i: the gates up to i; the product with m_after keeps those after j.
+                m_to = (o_p[:, None] < o_p[None, :]) if ADJOINT else (o_p[:, None] <= o_p[None, :])
+                b_between = ones_dot(m_after, tl.where(m_to, b_g[:, None], 0.0), TERMS)
+                b_between = b_between * LOG2E + b_gamma * tl.maximum(o_p[None, :] - o_p[:, None], 0)
+                b_pair = tl.where(m_pair, tl.exp2(b_between) * scale, 0.0)
+        if GATE == 2:
+            b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_t[:, None] & m_k[None, :])  # [BT, BK]
+            b_sumk = tl.sum(b_g, 0)
+            b_sum += b_sumk
+
+        if OUTPUT:
+            b_q = tl.load(p_q + t0 * stride_qt + o_t[:, None] * stride_qt + o_k[None, :],
+                          mask=m_t[:, None] & m_k[None, :], other=0.0)  # [BT, BK] # fmt: skip
+            if GATE == 2:
+                b_to = tl.exp2(ones_dot(m_upto, b_g, TERMS) * LOG2E + b_row[:, None])  # [BT, BK]
+                b_o = tl.dot(b_s.to(dtype), tl.trans((b_q.to(tl.float32) * b_to).to(dtype)), input_precision=PRECISION)
+                if not ADJOINT:
+                    b_o *= scale
+                # intra is [query's token, key's token]; in an adjoint run the two change places.
+                o_a = (o_t[:, None] * H * BT + o_t[None, :]) if ADJOINT else (o_t[None, :] * H * BT + o_t[:, None])
+                m_a = m_t[:, None] & m_t[None, :]
+                p_a = intra + ((row + t0) * H + i_h) * BT
+                b_a = tl.load(p_a + o_a, mask=m_a, other=0.0)  # [BT (j), BT (i)]
+            else:
+                b_o = tl.dot(b_s.to(dtype), tl.trans(b_q), input_precision=PRECISION)  # [BV, BT]
+                b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BT (j), BT (i)]
+                b_to = tl.exp2(b_row) * (1.0 if ADJOINT else scale)
+                b_o *= b_to[None, :]
+                b_a = (b_a * b_pair).to(dtype)
+            b_o = tl.dot(tl.trans(b_v), b_a, b_o, input_precision=PRECISION)
+            p_o = o + ((row + t0) * H + i_h) * V + o_t[None, :] * (H * V) + o_v[:, None]
+            tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v[:, None] & m_t[None, :])
+
+        if GATE == 2:
+            b_left = tl.exp2(ones_dot(m_after, b_g, TERMS) * LOG2E + b_col[:, None])
+            b_k = (b_k.to(tl.float32) * (b_left * (scale if ADJOINT else 1.0))).to(dtype)
+            b_u = tl.trans(b_v)
+            b_s *= tl.exp2(b_all + b_sumk * LOG2E)[None, :]
+        else:
+            b_s *= tl.exp2(b_all)
+            b_left = tl.exp2(b_col) * (scale if ADJOINT else 1.0)
+            b_u = tl.trans((b_v.to(tl.float32) * b_left[:, None]).to(dtype))  # [BV, BT]
+        b_s = tl.dot(b_u, b_k, b_s, input_precision=PRECISION)
+
+    if FINAL > 0:
+        write = True
+        if SPLIT and FINAL == 1:
+            write = (i_g == 0) if REVERSE else ((i_g + 1) * L >= length)
+        if write:
+            i_final = (i_n if FINAL == 1 else i_s).to(tl.int64) * H + i_h
+            tl.store(ht + i_final * K * V + o_s, b_s, mask=m_s)
+    if FINAL == 2 and i_v == 0:
+        i_total = i_s.to(tl.int64) * H + i_h
+        if GATE == 1:
+            tl.store(total + i_total, b_sum1)
+        if GATE == 2:
+            tl.store(total + i_total * K + o_k, b_sum, mask=m_k)
+
+
+@triton.jit
+def combine_kernel(
+    local, total, gamma, h0, cu_seqlens, stride_gamma_b, T, N, L,
+    starts,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, INIT: tl.constexpr,
+):  # fmt: skip
+    """Each segment's incoming state ``[slots, H, K, V]`` from the segments' own states, walking a sequence's segments."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_k = tl.program_id(0) % NK
+    i_h = (tl.program_id(0) // NK) % H
+    i_n = tl.program_id(0) // (NK * H)
+    _, begin, length, _ = locate(cu_seqlens, i_n, T, N, L, PACKED, False, 1)
+    i_b = 0 if PACKED else i_n.to(tl.int64)
+    n_g = tl.maximum(tl.cdiv(length, L), 1).to(tl.int32)
+    slot0 = (begin // L + i_n) if PACKED else i_b * n_g
+    o_k = i_k * BK + tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+    o_s = o_k[:, None] * V + o_v[None, :]
+    if INIT:
+        b_s = tl.load(h0 + (i_n.to(tl.int64) * H + i_h) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
+    else:
+        b_s = tl.zeros([BK, BV], dtype=tl.float32)
+    b_gamma = 0.0
+    if GAMMA:
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+    for i in range(n_g):
+        i_g = (n_g - 1 - i) if REVERSE else i
+        i_slot = (slot0 + i_g) * H + i_h
+        tl.store(starts + i_slot * K * V + o_s, b_s, mask=m_s)
+        if i < n_g - 1:
+            b_all = b_gamma * tl.minimum(length - i_g * L, L).to(tl.float32)
+            if GATE == 2:
+                b_all += tl.load(total + i_slot * K + o_k, mask=o_k < K, other=0.0) * LOG2E
+                b_s *= tl.exp2(b_all)[:, None]
+            elif GATE == 1:
+                b_s *= tl.exp2(b_all + tl.load(total + i_slot) * LOG2E)
+            else:
+                b_s *= tl.exp2(b_all)
+            b_s += tl.load(local + i_slot * K * V + o_s, mask=m_s, other=0.0)
+
+
+@triton.jit
+def level(o_p, i_l):
+    """One level of halving: blocks of 2 * 2**i_l tokens, whose later half looks back at its earlier half.
+
+    Returns ``later`` ``[BT]``, which half a token is in; ``m_sum`` ``[BT, BT]``, whose gates lie between a token and
+    the boundary of the halves; ``m_pair`` ``[BT, BT]``, which pairs the level covers (row looks at column or back).
+    """
+    o_b = o_p >> i_l
+    later = (o_b & 1) == 1
+    same = o_b[:, None] == o_b[None, :]
+    m_sum = same & tl.where(later[:, None], o_p[None, :] <= o_p[:, None], o_p[None, :] > o_p[:, None])
+    m_pair = (o_b[:, None] ^ 1) == o_b[None, :]
+    return later, m_sum, m_pair
+
+
+@triton.jit
+def intra_kernel(
+    q, k, g, gamma, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
+    stride_gamma_b, scale, T, N,
+    intra,
+    H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, LOG_BT: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``scale * sum_k q_ik k_jk exp(gates between j and i)`` for the pairs j <= i of a chunk, vector gates.
+
+    By halving: at each level the pairs between the halves of a block factor at their boundary into
+    ``exp(gates from the boundary to i) * exp(gates from j to the boundary)``, both at most 1, so each level is one tile
+    ``y = (q in later halves, k in earlier halves) * factor`` and one product ``y y^T``; the diagonal has no decay.
+    """
+    i_h = tl.program_id(0) % H
+    i_s = tl.program_id(0) // H
+    i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, BT, PACKED, True, BN)
+    if i_c * BT >= length:
+        return
+    i_b = 0 if PACKED else i_n.to(tl.int64)
+    base = begin + i_c * BT
+    o_t = tl.arange(0, BT)
+    m_t = o_t < length - i_c * BT
+    o_p = (BT - 1 - o_t) if REVERSE else o_t
+    p_q = q + i_b * stride_qb + base * stride_qt + i_h * stride_qh
+    p_k = k + i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh
+    p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh
+    dtype: tl.constexpr = q.dtype.element_ty
+    b_gamma = 0.0
+    if GAMMA:
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+
+    b_a = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        m_k = m_t[:, None] & (o_k < K)[None, :]
+        b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+        b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+        b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k)
+        b_a += tl.where(o_p[:, None] == o_p[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
+        for i_l in range(LOG_BT):
+            later, m_sum, m_pair = level(o_p, i_l)
+            b_e = ones_dot(m_sum, b_g, TERMS) * LOG2E
+            if GAMMA:
+                b_e += b_gamma * tl.sum(m_sum.to(tl.int32), 1)[:, None]
+            b_y = (tl.where(later[:, None], b_q, b_k) * tl.exp2(b_e)).to(dtype)  # [BT, BK]
+            b_l = tl.dot(b_y, tl.trans(b_y), input_precision=PRECISION)
+            b_a += tl.where(m_pair & later[:, None], b_l, 0.0)
+    p_a = intra + ((i_b * T + base + o_t[:, None]) * H + i_h) * BT + o_t[None, :]
+    tl.store(p_a, (b_a * scale).to(dtype), mask=m_t[:, None])
+
+
+@triton.jit
+def gradient_kernel(
+    q, k, v, g, gamma, do, hs, dhs, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N,
+    dq, dk, dg,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BT: tl.constexpr, LOG_BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, REVERSE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dg of one chunk, for a tile of BK of the K dimensions.
+
+    ``hs`` holds the state before each chunk and ``dhs`` the gradient of the state after it. A gate is in every pair that
+    spans it, so dg_t is a sum over pairs j < t <= i: within the chunk level by level, from before the chunk through q and
+    dq, to after it through k and dk, and across it through both states. All these are sums of what is there, never
+    differences that cancel. With scalar or constant gates (GATE < 2) dg is one value per token and tile of K.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_k = tl.program_id(0) % NK
+    i_h = (tl.program_id(0) // NK) % H
+    i_s = tl.program_id(0) // (NK * H)
+    i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, BT, PACKED, True, BN)
+    if i_c * BT >= length:
+        return
+    i_b = 0 if PACKED else i_n.to(tl.int64)
+    base = begin + i_c * BT
+    left = tl.minimum(length - i_c * BT, BT).to(tl.int32)
+    o_t = tl.arange(0, BT)
+    m_t = o_t < left
+    o_p = (BT - 1 - o_t) if REVERSE else o_t
+    o_k = i_k * BK + tl.arange(0, BK)
+    m_k = m_t[:, None] & (o_k < K)[None, :]
+    dtype: tl.constexpr = q.dtype.element_ty
+    p_v = v + i_b * stride_vb + base * stride_vt + (i_h // R) * stride_vh
+    p_o = do + i_b * stride_ob + base * stride_ot + i_h * stride_oh
+    i_state = (i_s.to(tl.int64) * H + i_h) * K * V
+
+    b_da = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    b_across = tl.zeros([BK], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = m_t[:, None] & (o_v < V)[None, :]
+        b_v = tl.load(p_v + o_t[:, None] * stride_vt + o_v[None, :], mask=m_v, other=0.0)  # [BT, BV]
+        b_do = tl.load(p_o + o_t[:, None] * stride_ot + o_v[None, :], mask=m_v, other=0.0)  # [BT, BV]
+        o_s = o_k[:, None] * V + o_v[None, :]
+        m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+        b_h = tl.load(hs + i_state + o_s, mask=m_s, other=0.0)  # [BK, BV]
+        b_dh = tl.load(dhs + i_state + o_s, mask=m_s, other=0.0)  # [BK, BV]
+        b_da = tl.dot(b_do, tl.trans(b_v), b_da, input_precision=PRECISION)
+        b_dq = tl.dot(b_do, tl.trans(b_h), b_dq, input_precision=PRECISION)
+        b_dk = tl.dot(b_v, tl.trans(b_dh), b_dk, input_precision=PRECISION)
+        b_across += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+    b_da *= scale
+
+    p_q = q + i_b * stride_qb + base * stride_qt + i_h * stride_qh
+    p_k = k + i_b * stride_kb + base * stride_kt + (i_h // R) * stride_kh
+    b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+    b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+    b_gamma = 0.0
+    if GAMMA:
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+    n_upto = tl.maximum((left - o_t) if REVERSE else (o_t + 1), 0)
+    n_after = tl.maximum(o_t if REVERSE else (left - 1 - o_t), 0)
+    b_row = b_gamma * n_upto
+    b_col = b_gamma * n_after
+    b_all = b_gamma * left
+    if GATE > 0:
+        p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh
+    m_upto = o_p[:, None] >= o_p[None, :]
+    m_after = o_p[:, None] < o_p[None, :]
+    row = (i_b * T + base) * H + i_h
+
+    if GATE == 2:
+        b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k)  # [BT, BK]
+        b_dq *= tl.exp2(ones_dot(m_upto, b_g, TERMS) * LOG2E + b_row[:, None]) * scale
+        b_dk *= tl.exp2(ones_dot(m_after, b_g, TERMS) * LOG2E + b_col[:, None])
+        b_across *= tl.exp2(tl.sum(b_g, 0) * LOG2E + b_all)
+        b_dg = ones_dot(m_after | (o_p[:, None] == o_p[None, :]), b_q.to(tl.float32) * b_dq, DG_TERMS)
+        b_dg += ones_dot(o_p[:, None] > o_p[None, :], b_k.to(tl.float32) * b_dk, DG_TERMS)
+        b_dg += b_across[None, :]
+        # Row looks at column in the lower triangle; mirrored, so that one product per level gives both dq and dk.
+        b_w = tl.where(m_upto, b_da, tl.trans(b_da))
+        b_d = tl.sum(tl.where(o_p[:, None] == o_p[None, :], b_da, 0.0), 1)
+        b_dq += b_d[:, None] * b_k.to(tl.float32)
+        b_dk += b_d[:, None] * b_q.to(tl.float32)
+        for i_l in range(LOG_BT):
+            later, m_sum, m_pair = level(o_p, i_l)
+            b_e = ones_dot(m_sum, b_g, TERMS) * LOG2E
+            if GAMMA:
+                b_e += b_gamma * tl.sum(m_sum.to(tl.int32), 1)[:, None]
+            b_e = tl.exp2(b_e)
+            b_y = tl.where(later[:, None], b_q, b_k).to(tl.float32) * b_e  # [BT, BK]
+            b_z = tl.dot(tl.where(m_pair, b_w, 0.0).to(dtype), b_y.to(dtype), input_precision=PRECISION)
+            b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_y * b_z, DG_TERMS)
+            b_z *= b_e
+            b_dq += tl.where(later[:, None], b_z, 0.0)
+            b_dk += tl.where(later[:, None], 0.0, b_z)
+        p_dg = dg + row * K + o_t[:, None] * (H * K) + o_k[None, :]
+        tl.store(p_dg, b_dg.to(dg.dtype.element_ty), mask=m_k)
+    else:
+        b_between = b_gamma * tl.maximum(o_p[:, None] - o_p[None, :], 0)  # [BT (i), BT (j)]
+        if GATE == 1:
+            b_g = load_gate(p_g + o_t * stride_gt, m_t)  # [BT]
+            b_row += tl.sum(tl.where(m_upto, b_g[None, :], 0.0), 1) * LOG2E
+            b_col += tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1) * LOG2E
+            b_all += tl.sum(b_g, 0) * LOG2E
+            b_after = tl.where(o_p[:, None] > o_p[None, :], b_g[:, None], 0.0)  # [BT (t), BT (j)]
+            b_between += ones_dot(m_upto, b_after, TERMS) * LOG2E
+        b_pair = tl.where(m_upto, tl.exp2(b_between), 0.0)
+        b_dq *= (tl.exp2(b_row) * scale)[:, None]
+        b_dk *= tl.exp2(b_col)[:, None]
+        b_rq = tl.sum(b_q.to(tl.float32) * b_dq, 1)  # [BT] what the token reads from before the chunk
+        b_rk = tl.sum(b_k.to(tl.float32) * b_dk, 1)  # [BT] what it leaves to after the chunk
+        b_da *= b_pair
+        b_w = b_da.to(dtype)
+        b_dq = tl.dot(b_w, b_k, b_dq, input_precision=PRECISION)
+        b_dk = tl.dot(tl.trans(b_w), b_q, b_dk, input_precision=PRECISION)
+        b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_da  # [BT (i), BT (j)]
+        # Pairs j < t <= i: the product keeps j < t, the sum over rows i >= t.
+        b_x = tl.dot(b_a.to(dtype), m_after.to(tl.float32).to(dtype), input_precision=PRECISION)  # [BT (i), BT (t)]
+        b_x += b_rq[:, None]
+        b_dg = tl.sum(tl.where(m_upto, b_x, 0.0), 0)
+        b_dg += tl.sum(tl.where(m_after, b_rk[:, None], 0.0), 0)
+        b_dg += tl.sum(b_across, 0) * tl.exp2(b_all)
+        i_kb = i_k * (1 if PACKED else N) + i_b
+        tl.store(dg + (i_kb * T + base + o_t) * H + i_h, b_dg, mask=m_t)
+
+    tl.store(dq + row * K + o_t[:, None] * (H * K) + o_k[None, :], b_dq.to(dq.dtype.element_ty), mask=m_k)
+    tl.store(dk + row * K + o_t[:, None] * (H * K) + o_k[None, :], b_dk.to(dk.dtype.element_ty), mask=m_k)
+
+
+@triton.jit
+def sum_kernel(x, R, D, y, BR: tl.constexpr, BD: tl.constexpr):
+    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order."""
+    n_d = tl.cdiv(D, BD)
+    i_m = (tl.program_id(0) // n_d).to(tl.int64)
+    o_d = (tl.program_id(0) % n_d) * BD + tl.arange(0, BD)
+    o_r = tl.arange(0, BR)
+    b_y = tl.zeros([BR, BD], dtype=tl.float32)
+    for i_r in range(0, R, BR):
+        m_x = (i_r + o_r < R)[:, None] & (o_d < D)[None, :]
+        b_y += tl.load(x + (i_m * R + i_r + o_r[:, None]) * D + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+    tl.store(y + i_m * D + o_d, tl.sum(b_y, 0).to(y.dtype.element_ty), mask=o_d < D)
