@@ -1,0 +1,69 @@
+"""Attention kernels for JAX and PyTorch: lightning attention, gated linear attention and softmax attention."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from keraunos import decay as decay
+    from keraunos.kernels.registry import Backend as Backend
+    from keraunos.kernels.registry import Platform as Platform
+    from keraunos.kernels.registry import UnsupportedError as UnsupportedError
+    from keraunos.kernels.registry import detect_platform as detect_platform
+    from keraunos.kernels.registry import kernel_registry as kernel_registry
+    from keraunos.modules.gla_attention import GLAttention as GLAttention
+    from keraunos.modules.gla_attention import GLAttentionConfig as GLAttentionConfig
+    from keraunos.modules.gla_attention import gla_attention as gla_attention
+    from keraunos.modules.lightning_attention import LightningAttention as LightningAttention
+    from keraunos.modules.lightning_attention import LightningAttentionConfig as LightningAttentionConfig
+    from keraunos.modules.lightning_attention import lightning_attention as lightning_attention
+
+# Public name -> the module that defines it, imported at its first use: importing keraunos loads no framework.
+_HOME = {
+    "AutotunePolicy": "ops.selection",
+    "Backend": "kernels.registry",
+    "Choice": "ops.selection",
+    "Config": "ops.kernel",
+    "ConfigCache": "ops.cache",
+    "ConfigSelectorChain": "ops.selection",
+    "Executor": "ops.executor",
+    "GLAttention": "modules.gla_attention",
+    "GLAttentionConfig": "modules.gla_attention",
+    "Invocation": "ops.kernel",
+    "Kernel": "ops.kernel",
+    "LightningAttention": "modules.lightning_attention",
+    "LightningAttentionConfig": "modules.lightning_attention",
+    "PersistentCache": "ops.cache",
+    "Platform": "kernels.registry",
+    "Tuner": "ops.tuner",
+    "UnsupportedError": "kernels.registry",
+    "create_default_executor": "ops.executor",
+    "detect_platform": "kernels.registry",
+    "explain": "ops.executor",
+    "gla_attention": "modules.gla_attention",
+    "kernel_registry": "kernels.registry",
+    "lightning_attention": "modules.lightning_attention",
+    "overlay_cache": "ops.selection",
+    "policy_override": "ops.selection",
+}
+_MODULES = ("decay",)
+
+__all__ = ["__version__", *_MODULES, *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"keraunos.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"keraunos.{name}")
+    else:
+        raise AttributeError(f"module 'keraunos' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
