@@ -1,0 +1,52 @@
+"""The gradient of the gated linear recurrence, token by token in NumPy float64."""
+
+import numpy as np
+
+
+def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlens, doutput, dfinal_state,
+                         *, softmax_scale=None, reverse=False, dtype=np.float64):  # fmt: skip
+    """Gradients of :func:`reference.linear_attention` for its six float arguments, None where one is None.
+
+    With ``dS_t`` the gradient of ``S_t`` (from ``o_t`` and from everything later): ``dq_t = scale S_t do_t``,
+    ``dk_t = dS_t v_t``, ``dv_t = dS_t^T k_t``, ``dg_t = exp(g_t) * sum_v(S_{t-1} * dS_t)``, ``dS_{t-1}`` gets
+    ``exp(g_t) * dS_t``.
+    """
+    q, k, v, do = (np.asarray(x).astype(dtype) for x in (query, key, value, doutput))
+    (B, T, H, K), (G, V) = q.shape, v.shape[2:]
+    k, v = (np.repeat(x, H // G, axis=2) for x in (k, v))
+    scale = np.asarray(K**-0.5 if softmax_scale is None else softmax_scale, dtype)
+    gate = np.zeros((B, T, H, K), dtype)
+    if g is not None:
+        gate = gate + np.asarray(g).astype(dtype).reshape(B, T, H, -1)
+    if g_gamma is not None:
+        gate = gate + np.broadcast_to(np.asarray(g_gamma).astype(dtype), (B, H))[:, None, :, None]
+    sequences = [(b, 0, T) for b in range(B)]
+    if cu_seqlens is not None:
+        sequences = [(0, int(a), int(b)) for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+    dq, dk, dv, dgate = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros_like(gate)
+    dstates = np.zeros((len(sequences), H, K, V), dtype)
+    if dfinal_state is not None:
+        dstates = np.array(dfinal_state).astype(dtype)
+    for n, (b, start, end) in enumerate(sequences):
+        tokens = list(range(start, end))[:: -1 if reverse else 1]
+        state = np.zeros((H, K, V), dtype)
+        if initial_state is not None:
+            state = np.array(initial_state[n]).astype(dtype)
+        before = []
+        for t in tokens:
+            before.append(state)
+            state = np.exp(gate[b, t])[..., None] * state + k[b, t, :, :, None] * v[b, t, :, None, :]
+            dq[b, t] = scale * (state * do[b, t, :, None, :]).sum(-1)
+        for t, state in zip(reversed(tokens), reversed(before), strict=True):
+            dstate = dstates[n] + scale * q[b, t, :, :, None] * do[b, t, :, None, :]
+            dk[b, t] = (dstate * v[b, t, :, None, :]).sum(-1)
+            dv[b, t] = (dstate * k[b, t, :, :, None]).sum(-2)
+            decayed = np.exp(gate[b, t])[..., None] * dstate
+            dgate[b, t] = (decayed * state).sum(-1)
+            dstates[n] = decayed
+    dk, dv = (x.reshape(B, T, G, H // G, -1).sum(3) for x in (dk, dv))
+    dg = None if g is None else (dgate if np.ndim(g) == 4 else dgate.sum(-1))
+    dgamma = None
+    if g_gamma is not None:
+        dgamma = dgate.sum((1, 3)) if np.ndim(g_gamma) == 2 else dgate.sum((0, 1, 3))
+    return dq, dk, dv, dg, dgamma, None if initial_state is None else dstates
