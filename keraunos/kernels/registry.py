@@ -1,0 +1,300 @@
+"""Which implementations exist, and which of them can run a call.
+
+A row is one implementation of one algorithm: ``(algorithm, platform, backend, priority)`` and a target, given as an
+object or as ``"module:name"``, which is imported when a call needs it. Adding an implementation is one row.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keraunos.ops.kernel import Config, Invocation
+
+
+class Platform(StrEnum):
+    """Who computes: the technique an implementation is written in."""
+
+    TRITON = "triton"
+    PALLAS = "pallas"
+    CUDA = "cuda"
+    XLA = "xla"
+    TORCH = "torch"
+    AUTO = "auto"
+
+
+class Backend(StrEnum):
+    """Where it is computed: the kind of device an implementation is for."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    TPU = "tpu"
+    ANY = "any"
+
+
+class UnsupportedError(ValueError):
+    """No implementation that was allowed can run the call; the message gives each one's reason."""
+
+
+def _no_limits(inv: Invocation) -> str | None:
+    return None
+
+
+def _as_given(inv: Invocation, cfg: Config) -> Config:
+    return cfg
+
+
+def _only_heuristic(inv: Invocation, cfg: Config) -> Iterable[Config]:
+    return [cfg]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way of computing an algorithm, and what the choice of its configuration needs to know.
+
+    Attributes:
+        fn: the low-level function; takes the algorithm's arguments and the keyword ``cfg``.
+        fields: the configuration fields that it reads.
+        unsupported: why it cannot run a call, or None if it can.
+        heuristic: ``(inv, cfg) -> cfg`` with every field that it reads set to a good value for the call.
+        candidates: ``(inv, cfg) -> configurations`` worth timing.
+        config: its own configuration class, if it is not the operation's.
+        source: its source file, if it is not the function's.
+    """
+
+    fn: Callable[..., Any]
+    fields: tuple[str, ...] = ()
+    unsupported: Callable[[Invocation], str | None] = _no_limits
+    heuristic: Callable[[Invocation, Any], Any] = _as_given
+    candidates: Callable[[Invocation, Any], Iterable[Any]] = _only_heuristic
+    config: type[Config] | None = None
+    source: str | None = None
+
+    def __call__(self, *args, **kwargs):
+        return self.fn(*args, **kwargs)
+
+    @functools.cached_property
+    def source_version(self) -> str:
+        """A hash of the source file (and of those named after it): a change makes stored configurations stale."""
+        fn, digest = inspect.unwrap(self.fn), hashlib.sha256()
+        try:
+            path = Path(self.source or inspect.getsourcefile(fn) or "")
+        except TypeError:  # no Python function
+            return "unknown"
+        if path.is_file():
+            for file in sorted(path.parent.glob(f"{path.stem}*.py")):
+                digest.update(file.read_bytes())
+        else:
+            # Typed in, not in a file.
+            _hash_code(fn.__code__, digest)
+        return digest.hexdigest()[:12]
+
+
+def _hash_code(code: Any, digest: Any) -> None:
+    digest.update(code.co_code)
+    for constant in code.co_consts:
+        if hasattr(constant, "co_code"):
+            _hash_code(constant, digest)
+        else:
+            digest.update(repr(constant).encode())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the registry."""
+
+    algorithm: str
+    platform: str
+    backend: str
+    priority: int
+    frameworks: tuple[str, ...] = ("jax", "torch")
+    target: Any = field(default=None, compare=False)
+
+    @functools.cached_property
+    def implementation(self) -> Implementation:
+        if not isinstance(self.target, str):
+            return self.target
+        module, name = self.target.split(":")
+        return getattr(importlib.import_module(module), name)
+
+    def unsupported(self, inv: Invocation) -> str | None:
+        """Why this row cannot run the call, or None."""
+        if inv.framework not in self.frameworks:
+            return f"takes {' or '.join(self.frameworks)} arrays, not {inv.framework}"
+        if self.backend not in (Backend.ANY, inv.backend):
+            return f"needs a {self.backend} device; the call's arrays are on {inv.backend}"
+        try:
+            implementation = self.implementation
+        except ImportError as error:
+            return f"cannot be imported: {error}"
+        return implementation.unsupported(inv)
+
+
+class KernelRegistry:
+    """All implementations, best first within an algorithm."""
+
+    def __init__(self):
+        self._rows: list[Row] = []
+        self.generation = 0
+
+    def register(
+        self,
+        algorithm: str,
+        platform: str,
+        backend: str = Backend.ANY,
+        priority: int = 0,
+        *,
+        frameworks: tuple[str, ...] = ("jax", "torch"),
+        **about: Any,
+    ) -> Callable[[Any], Any]:
+        """Register what the returned decorator is applied to: a function, an Implementation or "module:name".
+
+        Args:
+            algorithm: the operation it computes, such as ``"gla"``.
+            platform: one of :class:`Platform`, or a new name, which ``platform=`` then accepts.
+            backend: the device kind it needs.
+            priority: of the rows that can run a call, the one with the highest priority does.
+            frameworks: whose arrays it takes.
+            about: the fields of :class:`Implementation` other than ``fn``, when it is applied to a function.
+
+        Raises:
+            ValueError: the row is taken, or the platform is ``auto``.
+        """
+        platform, backend = str(platform), str(Backend(backend))
+        if platform == Platform.AUTO:
+            raise ValueError("register: platform 'auto' is the choice among the others and cannot be registered")
+
+        def add(target):
+            made = target
+            if callable(target) and not isinstance(target, Implementation):
+                made = Implementation(target, **about)
+            elif about:
+                raise TypeError(f"register: {', '.join(about)} describe a function; the target already is complete")
+            row = Row(algorithm, platform, backend, priority, frameworks, made)
+            if row in self._rows:
+                raise ValueError(
+                    f"register: {algorithm} on {platform}/{backend} with priority {priority} is registered already"
+                )
+            self._rows.append(row)
+            self._rows.sort(key=lambda r: -r.priority)
+            self.generation += 1
+            return target
+
+        return add
+
+    def unregister(self, row: Row) -> None:
+        """Take a row out again."""
+        self._rows.remove(row)
+        self.generation += 1
+
+    def rows(self, algorithm: str | None = None) -> tuple[Row, ...]:
+        """The rows of an algorithm (or all), best first."""
+        return tuple(r for r in self._rows if algorithm in (None, r.algorithm))
+
+    def platforms(self, algorithm: str) -> list[str]:
+        """The names that ``platform=`` accepts for an algorithm, best first."""
+        return list(dict.fromkeys(r.platform for r in self.rows(algorithm)))
+
+    def find(self, algorithm: str, platform: str | None = None, backend: str = Backend.ANY) -> list[Row]:
+        """The rows that the names allow, best first.
+
+        Raises:
+            ValueError: no such algorithm, or no such platform for it.
+        """
+        rows = self.rows(algorithm)
+        if not rows:
+            raise ValueError(f"no algorithm {algorithm!r}; registered: {sorted({r.algorithm for r in self._rows})}")
+        if platform not in (None, Platform.AUTO) and platform not in self.platforms(algorithm):
+            raise ValueError(
+                f"{algorithm}: unknown platform {platform!r}; expected one of {[*self.platforms(algorithm), 'auto']}"
+            )
+        if backend not in list(Backend):
+            raise ValueError(f"{algorithm}: unknown backend {backend!r}; expected one of {[str(b) for b in Backend]}")
+        return [
+            r
+            for r in rows
+            if platform in (None, Platform.AUTO, r.platform)
+            and (backend == Backend.ANY or r.backend in (Backend.ANY, backend))
+        ]
+
+    def get(self, algorithm: str, platform: str | None = None, backend: str = Backend.ANY) -> Implementation:
+        """The low-level function of an algorithm on a platform.
+
+        Raises:
+            ValueError: no such algorithm or platform.
+            UnsupportedError: the platform has nothing for that backend, or cannot be imported here.
+        """
+        reasons = []
+        for row in self.find(algorithm, platform, backend):
+            try:
+                return row.implementation
+            except ImportError as error:
+                reasons.append(f"{row.platform}: cannot be imported: {error}")
+        raise UnsupportedError(
+            f"{algorithm}: nothing for platform {platform!r}, backend {backend!r}. {'; '.join(reasons)}"
+        )
+
+    def choose(self, inv: Invocation, platform: str | None = None, backend: str = Backend.ANY) -> tuple[Row, list[str]]:
+        """The best row that can run the call, and why better ones were passed over.
+
+        Raises:
+            ValueError: unknown names.
+            UnsupportedError: none can; the message gives each one's reason.
+        """
+        passed = []
+        for row in self.find(inv.op_id, platform, backend):
+            reason = row.unsupported(inv)
+            if reason is None:
+                return row, passed
+            passed.append(f"{row.platform}: {reason}")
+        raise UnsupportedError(f"{inv.op_id}: no platform can run this call. {'; '.join(passed)}")
+
+
+kernel_registry = KernelRegistry()
+
+for _algorithm in ("gla", "lightning_attn"):
+    _family = "keraunos.kernels.linear_attention"
+    kernel_registry.register(_algorithm, Platform.XLA, Backend.ANY, 10, frameworks=("jax",))(
+        f"{_family}.xla:{_algorithm}"
+    )
+
+
+def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str:
+    """The platform that calls of an algorithm get on this machine's default device.
+
+    Args:
+        algorithm: such as ``"gla"``.
+        platform: a name is checked and returned; ``"auto"`` or None asks for the best one for the device and the
+            framework loaded (JAX if both are).
+
+    Returns:
+        The platform's name. A call with unusual shapes or dtypes may get another one: ask ``keraunos.explain``.
+
+    Raises:
+        ValueError: unknown algorithm or platform.
+        UnsupportedError: nothing is registered for this device.
+    """
+    rows = kernel_registry.find(algorithm, platform)
+    if platform not in (None, Platform.AUTO):
+        return str(platform)
+    from keraunos import frontends
+
+    name = "torch" if "torch" in sys.modules and "jax" not in sys.modules else "jax"
+    backend = frontends.get(name).default_device().backend
+    for row in rows:
+        if name in row.frameworks and row.backend in (Backend.ANY, backend):
+            try:
+                row.implementation  # noqa: B018
+            except ImportError:
+                continue
+            return row.platform
+    raise UnsupportedError(f"{algorithm}: no platform for {name} on {backend}")
