@@ -1,0 +1,58 @@
+"""The only code that knows a framework: launching, differentiation, devices. One module per framework."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Device(NamedTuple):
+    """Where a call runs."""
+
+    backend: str  # "cpu", "gpu" or "tpu"
+    kind: str  # such as "NVIDIA H200"
+
+
+def framework_of(x: Any) -> str | None:
+    """``"jax"`` or ``"torch"`` for an array of theirs, else None. Imports neither."""
+    for name, array in (("jax", "Array"), ("torch", "Tensor")):
+        module = sys.modules.get(name)
+        if module is not None and isinstance(x, getattr(module, array, ())):
+            return name
+    return None
+
+
+@functools.cache
+def get(framework: str) -> Any:
+    """The front end's module."""
+    return importlib.import_module(f"keraunos.frontends.{framework}")
+
+
+def differentiable(forward: Callable, backward: Callable) -> Callable:
+    """One function ``(args, opts) -> outputs`` with gradients, for the arrays of either framework.
+
+    Args:
+        forward: ``(args, opts) -> (outputs, residuals)``.
+        backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
+    """
+    wrapped: dict[str | None, Callable] = {}
+
+    def call(args, opts):
+        framework = framework_of(args[0])
+        if framework not in wrapped:
+            wrapped[framework] = get(framework).differentiable(forward, backward)
+        return wrapped[framework](args, opts)
+
+    return call
+
+
+def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
+           constants: dict[str, Any], **options: Any) -> tuple[Any, ...]:  # fmt: skip
+    """Launch a Triton kernel through the framework whose arrays ``inputs`` holds; see the front ends."""
+    framework = next(name for name in map(framework_of, inputs.values()) if name)
+    return get("jax_triton" if framework == "jax" else "torch").launch(
+        kernel, grid, inputs, outputs, constants, **options
+    )

@@ -1,0 +1,208 @@
+"""What every platform of the linear recurrence is given and what it must return.
+
+A platform module (``xla.py``, ``torch.py``, ``triton.py``, ...) defines two functions which know this page only::
+
+    forward(args: Args, opts: Options) -> ((output, final_state), residuals)
+    backward(args: Args, residuals, (doutput, dfinal_state), opts: Options) -> Args   # gradients, None where there is none
+
+and hands them to :func:`kernels`, which makes of them the registered functions ``gla`` and ``lightning_attn``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keraunos import decay, frontends
+from keraunos.kernels.registry import Implementation, UnsupportedError
+from keraunos.ops.kernel import Config, Invocation
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+class Args(NamedTuple):
+    """The arrays of one call; absent ones are ``None``."""
+
+    query: Any  # [B, T, H, K]
+    key: Any  # [B, T, G, K]
+    value: Any  # [B, T, G, V]
+    g: Any = None  # [B, T, H, K] or [B, T, H], log, <= 0
+    g_gamma: Any = None  # [H] or [B, H], log, <= 0
+    initial_state: Any = None  # [N, H, K, V]
+    cu_seqlens: Any = None  # [N + 1], int
+
+
+class Options(NamedTuple):
+    """The compile-time part of one call; hashable."""
+
+    softmax_scale: float
+    reverse: bool
+    cfg: Config  # complete: every field that the platform reads has a value
+    gamma_is_constant: bool = False  # g_gamma is no input of the user's: no gradient for it
+
+
+def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False) -> Invocation:
+    """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
+
+    Raises:
+        TypeError: an argument is no array of the query's framework, or has a wrong dtype.
+        ValueError: a shape does not fit.
+    """
+    fail = functools.partial(_fail, op_id)
+    framework = frontends.framework_of(args.query)
+    if framework is None:
+        fail(TypeError, "query", f"is {_kind(args.query)}", "a jax.Array or a torch.Tensor", "")
+    frontend = frontends.get(framework)
+    dtype = frontend.dtype_name(args.query)
+    for name, x in zip(Args._fields, args, strict=True):
+        if x is None:
+            if name in ("query", "key", "value"):
+                fail(TypeError, name, "is None", "an array", "")
+            continue
+        if frontends.framework_of(x) != framework and not (name == "g_gamma" and isinstance(x, np.ndarray)):
+            fail(TypeError, name, f"is {_kind(x)}", f"an array of {framework}", "like query")
+        own = _dtype(frontend, x)
+        if name == "cu_seqlens":
+            if own not in ("int32", "int64"):
+                fail(TypeError, name, f"has dtype {own}", "int32 or int64", "token offsets")
+        elif own not in FLOATS:
+            fail(TypeError, name, f"has dtype {own}", " or ".join(FLOATS), "")
+        elif name in ("key", "value") and own != dtype:
+            fail(TypeError, name, f"has dtype {own}", dtype, "like query")
+    if args.query.ndim != 4:
+        fail(ValueError, "query", f"has shape {tuple(args.query.shape)}", "[B, T, H, K]", "")
+    B, T, H, K = args.query.shape
+    for name, x, last in (("key", args.key, "K"), ("value", args.value, "V")):
+        if x.ndim != 4 or tuple(x.shape[:2]) != (B, T):
+            fail(ValueError, name, f"has shape {tuple(x.shape)}", f"[B, T, G, {last}] = ({B}, {T}, G, {last})", "")
+    G, V = args.value.shape[2:]
+    if tuple(args.key.shape[2:]) != (G, K):
+        fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[B, T, G, K] = {(B, T, G, K)}",
+             "with G like value and K like query")  # fmt: skip
+    if min(H, G, K, V) < 1:
+        fail(ValueError, "query", f"has H = {H}, G = {G}, K = {K}, V = {V}", "sizes of at least 1", "")
+    if H % G:
+        fail(ValueError, "key", f"has G = {G} heads", f"a divisor of H = {H}", "query heads share them evenly")
+    if args.g is not None and tuple(args.g.shape) not in ((B, T, H, K), (B, T, H)):
+        fail(ValueError, "g", f"has shape {tuple(args.g.shape)}",
+             f"[B, T, H, K] = {(B, T, H, K)} or [B, T, H] = {(B, T, H)}", "like query")  # fmt: skip
+    if args.g_gamma is not None and tuple(args.g_gamma.shape) not in ((H,), (B, H)):
+        fail(ValueError, "g_gamma", f"has shape {tuple(args.g_gamma.shape)}", f"[H] = {(H,)} or [B, H] = {(B, H)}",
+             "one decay per query head")  # fmt: skip
+    if isinstance(args.g_gamma, np.ndarray) and not (args.g_gamma <= 0).all():
+        fail(ValueError, "g_gamma", f"has a value {args.g_gamma.max()}", "<= 0", "it is the log of a decay")
+    N = B
+    if args.cu_seqlens is not None:
+        if args.cu_seqlens.ndim != 1 or args.cu_seqlens.shape[0] < 2:
+            fail(ValueError, "cu_seqlens", f"has shape {tuple(args.cu_seqlens.shape)}", "[N + 1] with N >= 1", "")
+        if B != 1:
+            fail(ValueError, "query", f"has B = {B}", "B = 1 with cu_seqlens", "packed sequences lie in one row")
+        N = args.cu_seqlens.shape[0] - 1
+    if args.initial_state is not None and tuple(args.initial_state.shape) != (N, H, K, V):
+        fail(ValueError, "initial_state", f"has shape {tuple(args.initial_state.shape)}",
+             f"[N, H, K, V] = {(N, H, K, V)}", "one state per sequence and query head")  # fmt: skip
+    if softmax_scale is not None and not (isinstance(softmax_scale, numbers.Real) and math.isfinite(softmax_scale)):
+        fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number", "to learn it, scale the query")
+    if not isinstance(reverse, bool | np.bool_):
+        fail(TypeError, "reverse", f"is {reverse!r}", "True or False", "")
+    device = frontend.device_of(args.query)
+    return Invocation(
+        op_id=op_id,
+        framework=framework,
+        backend=device.backend,
+        device=device.kind,
+        dims={"B": B, "T": T, "H": H, "G": G, "K": K, "V": V, "N": N},
+        lengths=frozenset("BTN"),
+        arrays={
+            name: (_dtype(frontend, x), x.ndim) for name, x in zip(Args._fields, args, strict=True) if x is not None
+        },
+        options={"reverse": bool(reverse)},
+        arguments=args._asdict(),
+    )
+
+
+def _dtype(frontend, x) -> str:
+    return x.dtype.name if isinstance(x, np.ndarray) else frontend.dtype_name(x)
+
+
+def _kind(x) -> str:
+    return f"of type {type(x).__module__}.{type(x).__qualname__}" if x is not None else "None"
+
+
+def _fail(op_id, error, name, got, wanted, why):
+    raise error(f"{op_id}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
+
+
+def constant_decay(op_id: str, num_heads: int, layer_idx: Any, num_layers: Any, log_decay: Any) -> Any:
+    """Lightning's decay per head: ``log_decay``, or the formula for a layer as a NumPy array.
+
+    Raises:
+        ValueError: both or neither are given, a value is positive, or the layer is out of range.
+        TypeError: ``layer_idx`` or ``num_layers`` is no integer.
+    """
+    if log_decay is None:
+        if layer_idx is None or num_layers is None:
+            raise ValueError(f"{op_id}: expected layer_idx and num_layers, or log_decay; got neither pair nor decay")
+        if isinstance(layer_idx, int):
+            return _lightning(num_heads, layer_idx, num_layers)
+        return decay.lightning(num_heads, layer_idx, num_layers)
+    if layer_idx is not None or num_layers is not None:
+        raise ValueError(f"{op_id}: got log_decay and layer_idx or num_layers; expected one or the other")
+    if frontends.framework_of(log_decay):
+        return log_decay
+    return np.asarray(log_decay, np.float32)
+
+
+_lightning = functools.lru_cache(maxsize=1024)(decay.lightning)
+
+
+def kernels(
+    source: str,
+    forward: Callable,
+    backward: Callable,
+    *,
+    fields: tuple[str, ...],
+    heuristic: Callable,
+    candidates: Callable,
+    unsupported: Callable = lambda inv: None,
+) -> tuple[Implementation, Implementation]:
+    """The implementations ``(gla, lightning_attn)`` that a platform module registers.
+
+    Args:
+        source: the module's ``__file__``.
+        forward, backward: as at the top of this page.
+        fields, heuristic, candidates, unsupported: see :class:`Implementation`.
+    """
+    call = frontends.differentiable(forward, backward)
+
+    def run(op_id, args, softmax_scale, reverse, cfg):
+        if cfg is None:
+            inv = describe(op_id, args, softmax_scale, reverse)
+            reason = unsupported(inv)
+            if reason:
+                raise UnsupportedError(f"{op_id}: {reason}")
+            cfg = heuristic(inv, Config())
+        scale = args.query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        return call(args, Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray)))
+
+    def gla(query, key, value, g=None, g_gamma=None, softmax_scale=None, initial_state=None, reverse=False,
+            cu_seqlens=None, *, cfg=None):  # fmt: skip
+        """Gated linear attention, ``(output, final_state)``; see :func:`keraunos.gla_attention`."""
+        args = Args(query, key, value, g, g_gamma, initial_state, cu_seqlens)
+        return run("gla", args, softmax_scale, reverse, cfg)
+
+    def lightning_attn(query, key, value, layer_idx=None, num_layers=None, softmax_scale=None, initial_state=None,
+                       reverse=False, cu_seqlens=None, *, log_decay=None, cfg=None):  # fmt: skip
+        """Lightning attention, ``(output, final_state)``; see :func:`keraunos.lightning_attention`."""
+        gamma = constant_decay("lightning_attn", query.shape[2], layer_idx, num_layers, log_decay)
+        args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
+        return run("lightning_attn", args, softmax_scale, reverse, cfg)
+
+    return tuple(
+        Implementation(fn, fields, unsupported, heuristic, candidates, source=source) for fn in (gla, lightning_attn)
+    )
