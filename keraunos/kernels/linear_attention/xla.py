@@ -1,0 +1,393 @@
+"""The gated linear recurrence in ``jax.numpy``: chunks of tokens in a scan, on CPU, GPU and TPU.
+
+Within a chunk every pair (query i, key j <= i) is a matrix product weighted by the decay between them; from chunk to
+chunk only the state ``[K, V]`` travels. Decays are products of factors <= 1, each the exponential of a sum of gates taken
+over exactly the tokens it spans: no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0.
+
+The backward keeps the inputs, recomputes the state before each chunk, and walks the chunks back with the gradient of the
+state: memory grows by ``K * V / chunk`` values a token and head, not by ``K * V``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from keraunos.frontends import jax as frontend
+from keraunos.kernels.linear_attention.interface import Args, Options, kernels
+
+FIELDS = ("block_q",)
+
+# Stands for -inf in sums: finite, so that 0 * gate is 0 in the triangular products, and exp of it is 0.
+_CLOSED = -1e30
+
+
+def heuristic(inv, cfg):
+    """Chunks of 64 tokens: fewer waste the matrix units, more spend the time on pairs inside the chunk."""
+    return replace(cfg, block_q=64)
+
+
+def candidates(inv, cfg):
+    return [replace(cfg, block_q=c) for c in (16, 32, 64, 128, 256)]
+
+
+class _Chunks(NamedTuple):
+    """Where each step of the scan works: one row per chunk, in the order of the recurrence."""
+
+    begin: Any  # [n] first token
+    end: Any  # [n] one past its last token; begin == end: nothing to do
+    sequence: Any  # [n] whose state it continues; N: nobody's
+    first: Any  # [n] bool: starts from the initial state
+    last: Any  # [n] bool: ends in the final state
+
+
+def _chunks(args: Args, opts: Options, C: int) -> _Chunks:
+    T = args.query.shape[1]
+    if args.cu_seqlens is None:
+        cu, N = jnp.array([0, T], jnp.int32), 1
+    else:
+        cu, N = args.cu_seqlens.astype(jnp.int32), args.cu_seqlens.shape[0] - 1
+    count = -(-(cu[1:] - cu[:-1]) // C)  # chunks of each sequence
+    stop = jnp.cumsum(count)
+    n = -(-T // C) if args.cu_seqlens is None else T // C + N
+    i = jnp.arange(n, dtype=jnp.int32)
+    sequence = jnp.searchsorted(stop, i, side="right").astype(jnp.int32)
+    s = jnp.minimum(sequence, N - 1)
+    local = i - (stop - count)[s]
+    ordinal = count[s] - 1 - local if opts.reverse else local
+    live = sequence < N
+    begin = jnp.where(live, cu[s] + ordinal * C, 0)
+    end = jnp.where(live, jnp.minimum(begin + C, cu[s + 1]), 0)
+    return _Chunks(begin, end, sequence, live & (local == 0), live & (local == count[s] - 1))
+
+
+class _Walker:
+    """Reads and writes chunks of the arrays of one call as ``[B, H, C, dim]`` in the order of the recurrence."""
+
+    def __init__(self, args: Args, opts: Options):
+        self.args, self.opts = args, opts
+        self.B, self.T, self.H, self.K = args.query.shape
+        self.G, self.V = args.value.shape[2:]
+        # A window of C tokens must fit into T; a power of two, for the halving of vector gates.
+        self.C = min(opts.cfg.block_q, 1 << (self.T.bit_length() - 1))
+        self.whole = args.cu_seqlens is None and self.T % self.C == 0
+        self.dtype = jnp.promote_types(args.query.dtype, jnp.float32)
+        exact = args.query.dtype in (jnp.float32, jnp.float64)
+        self.precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
+        self.chunks = _chunks(args, opts, self.C)
+
+    def mm(self, equation, a, b):
+        return jnp.einsum(equation, a, b, precision=self.precision)
+
+    def zeros(self, shape, dtype=None):
+        return frontend.zeros(shape, dtype or self.dtype, self.args)
+
+    def rows(self, chunk: _Chunks):
+        """The window's start, and which of its rows belong to the chunk (None: all), in the order of the recurrence."""
+        start = jnp.minimum(chunk.begin, self.T - self.C)
+        if self.whole:
+            return start, None
+        row = start + jnp.arange(self.C)
+        valid = (row >= chunk.begin) & (row < chunk.end)
+        return start, valid[::-1] if self.opts.reverse else valid
+
+    def read(self, x, chunk):
+        """``[B, T, heads(, dim)] -> [B, H, C(, dim)]``; rows outside the chunk are zero."""
+        start, valid = self.rows(chunk)
+        x = jax.lax.dynamic_slice_in_dim(x, start, self.C, axis=1)
+        x = x[:, ::-1] if self.opts.reverse else x
+        x = jnp.swapaxes(x, 1, 2).astype(self.dtype)
+        if valid is not None:
+            x = jnp.where(valid[:, None] if x.ndim == 4 else valid, x, 0)
+        return jnp.repeat(x, self.H // x.shape[1], axis=1)
+
+    def write(self, buffer, x, chunk):
+        """Put ``[B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over the query heads that share a head."""
+        start, valid = self.rows(chunk)
+        heads = buffer.shape[2]
+        if heads != self.H:
+            x = x.reshape(self.B, heads, self.H // heads, *x.shape[2:]).sum(2)
+        x = jnp.swapaxes(x, 1, 2).astype(buffer.dtype)
+        if valid is not None:
+            old = jax.lax.dynamic_slice_in_dim(buffer, start, self.C, axis=1)
+            old = old[:, ::-1] if self.opts.reverse else old
+            x = jnp.where(valid.reshape(1, -1, *[1] * (x.ndim - 2)), x, old)
+        x = x[:, ::-1] if self.opts.reverse else x
+        return jax.lax.dynamic_update_slice_in_dim(buffer, x, start, axis=1)
+
+    def qkv(self, chunk):
+        q, k, v = (self.read(x, chunk) for x in self.args[:3])
+        return q * self.opts.softmax_scale, k, v
+
+    def decay(self):
+        """A function chunk -> decay inside the chunk; a constant one is computed once, outside the scan."""
+        g, gamma = self.args.g, self.args.g_gamma
+        kind = _Vector if g is not None and g.ndim == 4 else _Scalar
+        gamma = jnp.zeros((1, self.H), self.dtype) if gamma is None else gamma.astype(self.dtype)
+        gamma = jnp.broadcast_to(jnp.maximum(gamma, _CLOSED)[..., None], (*gamma.shape, self.C))
+        gamma = gamma if gamma.ndim == 3 else gamma[None]  # [1 or B, H, C]
+        if g is None and self.whole:
+            constant = kind(self, gamma)
+            return lambda chunk: constant
+
+        def at(chunk):
+            _, valid = self.rows(chunk)
+            a = gamma if valid is None else jnp.where(valid, gamma, 0)
+            if g is None:
+                return kind(self, a)
+            return kind(self, jnp.maximum(self.read(g, chunk), _CLOSED) + (a if g.ndim == 3 else a[..., None]))
+
+        return at
+
+    def initial(self):
+        """The states as given, ``[N, H, K, V]``; zeros where there are none."""
+        shape = self.args.query.shape[0] if self.args.cu_seqlens is None else self.args.cu_seqlens.shape[0] - 1
+        if self.args.initial_state is None:
+            return self.zeros((shape, self.H, self.K, self.V))
+        return self.args.initial_state.astype(self.dtype)
+
+    def enter(self, state, states, flag, chunk):
+        """The state that a chunk starts from: its sequence's own where ``flag`` is set, else the one carried."""
+        if self.args.cu_seqlens is None:
+            return state
+        return jnp.where(flag, states.at[chunk.sequence].get(mode="clip")[None], state)
+
+    def leave(self, state, states, chunk):
+        """Record the state after a chunk as its sequence's."""
+        if self.args.cu_seqlens is None:
+            return state
+        return states.at[chunk.sequence].set(state[0], mode="drop")
+
+    def carry(self, states):
+        """What the scan over chunks starts with: batch rows walk together, packed sequences one after another."""
+        return states if self.args.cu_seqlens is None else self.zeros((1, self.H, self.K, self.V))
+
+
+class _Scalar:
+    """Decay inside a chunk for one gate per token and head, ``a: [B, H, C]``."""
+
+    def __init__(self, walker: _Walker, a):
+        self.mm, i = walker.mm, jnp.arange(walker.C)
+        self.below = i[:, None] > i
+        between = jnp.cumsum(jnp.where(self.below, a[..., None], 0), axis=-2)
+        self.pair = jnp.where(i[:, None] >= i, jnp.exp(between), 0)  # [B, H, C, C], from j to i
+        self.enter = jnp.exp(jnp.cumsum(a, axis=-1))[..., None]  # [B, H, C, 1], from the chunk's start to i
+        self.leave = self.pair[..., -1, :, None]  # [B, H, C, 1], from j to the chunk's end
+        self.total = self.enter[..., -1:, :]  # [B, H, 1, 1]
+
+    def inside(self, q, k, v):
+        """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
+        return self.mm("bhij,bhjv->bhiv", self.mm("bhik,bhjk->bhij", q, k) * self.pair, v)
+
+    def inside_backward(self, q, k, v, do, need_gate):
+        """Gradients of :meth:`inside` for q, k, v and the gates ``[B, H, C]``."""
+        scores, dscores = self.mm("bhik,bhjk->bhij", q, k), self.mm("bhiv,bhjv->bhij", do, v) * self.pair
+        dq, dk = self.mm("bhij,bhjk->bhik", dscores, k), self.mm("bhij,bhik->bhjk", dscores, q)
+        dv = self.mm("bhij,bhiv->bhjv", scores * self.pair, do)
+        if not need_gate:
+            return dq, dk, dv, None
+        # Gate t scales the pairs i >= t > j. The diagonal is no such pair and is left out, not cancelled.
+        pairs = jnp.where(self.below, scores * dscores, 0)
+        crossing = self.mm("bhij,jt->bhit", pairs, self.below.T.astype(pairs.dtype))
+        return dq, dk, dv, jnp.where(self.below.T, 0, crossing).sum(-2)
+
+    def across_backward(self, x, y, z):
+        """Gradient of the gates ``[B, H, C]`` from what crosses the chunk's borders.
+
+        x ``[B, H, C, K]`` came in and reached query i; y went out from key j; z ``[B, H, K, V]`` passed through.
+        """
+        x, y = x.sum(-1, keepdims=True), y.sum(-1, keepdims=True)
+        return (_from(self.mm, x) + _before(self.mm, y))[..., 0] + z.sum((-1, -2))[..., None]
+
+
+class _Vector:
+    """Decay inside a chunk for a gate per key dimension, ``a: [B, H, C, K]``.
+
+    The chunk is halved again and again. Between the right and the left half of a block, the decay from j to i is
+    exp(gates from the middle to i) * exp(gates after j up to the middle): two factors <= 1, and a matrix product. Both
+    are products of the factors of smaller blocks, so that each gate is exponentiated once.
+    """
+
+    def __init__(self, walker: _Walker, a):
+        self.mm, C = walker.mm, walker.C
+        # The decay within blocks of m tokens: from the block's start through each token; after it to the block's end.
+        through, after, m = jnp.exp(a), jnp.ones_like(a), 1
+        self.levels = []  # (m, [B, H, C, K]: to the middle of the block of 2m tokens, or from there)
+        while m < C:
+            is_right = (jnp.arange(C) // m % 2 == 1)[:, None]
+            self.levels.append((m, jnp.where(is_right, through, after)))
+            blocks = through.reshape(*a.shape[:2], C // (2 * m), 2, m, a.shape[-1])
+            left, right = (
+                jnp.broadcast_to(blocks[:, :, :, half : half + 1, -1:], blocks.shape).reshape(a.shape)
+                for half in (0, 1)
+            )
+            through, after = jnp.where(is_right, left * through, through), jnp.where(is_right, after, after * right)
+            m *= 2
+        self.enter, self.leave = through, after
+        self.total = jnp.swapaxes(self.enter[..., -1:, :], -1, -2)  # [B, H, K, 1]
+
+    def inside(self, q, k, v):
+        """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
+        o = (q * k).sum(-1, keepdims=True) * v
+        for m, decay in self.levels:
+            scores = self.mm("...ik,...jk->...ij", _right(q * decay, m), _left(k * decay, m))
+            o = o + _join(None, self.mm("...ij,...jv->...iv", scores, _left(v, m)))
+        return o
+
+    def inside_backward(self, q, k, v, do, need_gate):
+        """Gradients of :meth:`inside` for q, k, v and the gates ``[B, H, C, K]``."""
+        diagonal = (do * v).sum(-1, keepdims=True)
+        dq, dk, dv = diagonal * k, diagonal * q, (q * k).sum(-1, keepdims=True) * do
+        da = jnp.zeros_like(q)
+        for m, decay in self.levels:
+            q_right, k_left = _right(q * decay, m), _left(k * decay, m)
+            v_left, do_right = _left(v, m), _right(do, m)
+            scores = self.mm("...ik,...jk->...ij", q_right, k_left)
+            dscores = self.mm("...iv,...jv->...ij", do_right, v_left)
+            dq_right = self.mm("...ij,...jk->...ik", dscores, k_left)
+            dk_left = self.mm("...ij,...ik->...jk", dscores, q_right)
+            dqk = _join(dk_left, dq_right) * decay
+            is_right = (jnp.arange(q.shape[2]) // m % 2 == 1)[:, None]
+            dq, dk = dq + jnp.where(is_right, dqk, 0), dk + jnp.where(is_right, 0, dqk)
+            dv = dv + _join(self.mm("...ij,...iv->...jv", scores, do_right), None)
+            if need_gate:
+                da = da + _join(_before(self.mm, k_left * dk_left), _from(self.mm, q_right * dq_right))
+        return dq, dk, dv, da
+
+    def across_backward(self, x, y, z):
+        """Gradient of the gates ``[B, H, C, K]`` from what crosses the chunk's borders; see :class:`_Scalar`."""
+        return _from(self.mm, x) + _before(self.mm, y) + z.sum(-1)[..., None, :]
+
+
+def _left(x, m):
+    """The left half of each block of 2m tokens: ``[B, H, C, dim] -> [B, H, C / 2m, m, dim]``."""
+    return x.reshape(*x.shape[:2], -1, 2, m, x.shape[-1])[:, :, :, 0]
+
+
+def _right(x, m):
+    return x.reshape(*x.shape[:2], -1, 2, m, x.shape[-1])[:, :, :, 1]
+
+
+def _join(left, right):
+    """The blocks from their halves; None: zeros."""
+    given = right if left is None else left
+    halves = [jnp.zeros_like(given) if x is None else x for x in (left, right)]
+    return jnp.stack(halves, axis=3).reshape(*given.shape[:2], -1, given.shape[-1])
+
+
+def _from(mm, x):
+    """Sum over the tokens from t on; ``x: [..., C, dim]``."""
+    t = jnp.arange(x.shape[-2])
+    return mm("ti,...ik->...tk", (t[:, None] <= t).astype(x.dtype), x)
+
+
+def _before(mm, x):
+    """Sum over the tokens before t."""
+    t = jnp.arange(x.shape[-2])
+    return mm("ti,...ik->...tk", (t[:, None] > t).astype(x.dtype), x)
+
+
+def _advance(w, state, k, v, decay):
+    """The state after a chunk."""
+    return decay.total * state + w.mm("bhjk,bhjv->bhkv", k * decay.leave, v)
+
+
+def forward(args: Args, opts: Options):
+    """``((output, final_state), ())``: the backward needs the inputs only."""
+    if not args.query.shape[1]:
+        return _no_tokens(args), ()
+    w = _Walker(args, opts)
+    decay_at = w.decay()
+
+    def step(carry, chunk):
+        state, states, output = carry
+        q, k, v = w.qkv(chunk)
+        decay = decay_at(chunk)
+        state = w.enter(state, states, chunk.first, chunk)
+        o = decay.inside(q, k, v) + w.mm("bhik,bhkv->bhiv", q * decay.enter, state)
+        state = _advance(w, state, k, v, decay)
+        return (state, w.leave(state, states, chunk), w.write(output, o, chunk)), None
+
+    states = w.initial()
+    output = w.zeros((w.B, w.T, w.H, w.V), args.query.dtype)
+    (_, states, output), _ = jax.lax.scan(step, (w.carry(states), states, output), w.chunks)
+    return (output, states), ()
+
+
+def _no_tokens(args: Args):
+    (B, _, H, K), V = args.query.shape, args.value.shape[-1]
+    N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+    dtype = jnp.promote_types(args.query.dtype, jnp.float32)
+    states = jnp.zeros((N, H, K, V), dtype) if args.initial_state is None else args.initial_state.astype(dtype)
+    return jnp.zeros((B, 0, H, V), args.query.dtype), states
+
+
+def _states_before(w: _Walker, decay_at):
+    """The state before each chunk, ``[n, B, H, K, V]``."""
+
+    states = w.initial()
+
+    def step(state, chunk):
+        state = w.enter(state, states, chunk.first, chunk)
+        k, v = w.read(w.args.key, chunk), w.read(w.args.value, chunk)
+        return _advance(w, state, k, v, decay_at(chunk)), state
+
+    return jax.lax.scan(step, w.carry(states), w.chunks)[1]
+
+
+def backward(args: Args, residuals, grads, opts: Options) -> Args:
+    """The gradients of ``args``, from those of the output and of the final state."""
+    doutput, dfinal = grads
+    if not args.query.shape[1]:
+        return jax.vjp(_no_tokens, args)[1](grads)[0]
+    w = _Walker(args, opts)
+    decay_at = w.decay()
+    need_gate = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
+
+    def step(carry, xs):
+        dstate, dstates, dgamma, (dq_, dk_, dv_, dg_) = carry
+        chunk, state = xs
+        q, k, v = w.qkv(chunk)
+        do = w.read(doutput, chunk)
+        decay = decay_at(chunk)
+        dstate = w.enter(dstate, dstates, chunk.last, chunk)
+        q_enter, k_leave = q * decay.enter, k * decay.leave
+        dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
+        dq, dk, dv, da = decay.inside_backward(q, k, v, do, need_gate)
+        dq, dk = dq + decay.enter * dq_enter, dk + decay.leave * dk_leave
+        dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
+        if need_gate:
+            da = da + decay.across_backward(q_enter * dq_enter, k_leave * dk_leave, decay.total * state * dstate)
+            dgamma = dgamma + _gamma_gradient(w, da, chunk)
+            dg_ = None if dg_ is None else w.write(dg_, da, chunk)
+        dstate = decay.total * dstate + w.mm("bhik,bhiv->bhkv", q_enter, do)
+        dq_ = w.write(dq_, dq * opts.softmax_scale, chunk)
+        buffers = dq_, w.write(dk_, dk, chunk), w.write(dv_, dv, chunk), dg_
+        return (dstate, w.leave(dstate, dstates, chunk), dgamma, buffers), None
+
+    dstates = dfinal.astype(w.dtype)
+    buffers = tuple(None if x is None else w.zeros(x.shape, x.dtype) for x in args[:4])
+    carry = (w.carry(dstates), dstates, w.zeros((w.B, w.H)), buffers)
+    (_, dstates, dgamma, buffers), _ = jax.lax.scan(step, carry, (w.chunks, _states_before(w, decay_at)), reverse=True)
+    dgamma = None if args.g_gamma is None else (dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0))
+    if opts.gamma_is_constant:
+        dgamma = None
+    dinitial = None if args.initial_state is None else dstates
+    grads = Args(*buffers, dgamma, dinitial)
+    return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, grads, strict=True)))
+
+
+def _gamma_gradient(w: _Walker, da, chunk):
+    """The sum of the gates' gradients over the chunk's own tokens, ``[B, H]``."""
+    _, valid = w.rows(chunk)
+    if valid is not None:
+        da = jnp.where(valid if da.ndim == 3 else valid[:, None], da, 0)
+    return da.sum(tuple(range(2, da.ndim)))
+
+
+gla, lightning_attn = kernels(
+    __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates
+)
