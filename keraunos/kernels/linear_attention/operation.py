@@ -1,0 +1,124 @@
+"""What the operations of the linear recurrence tell the tuner: inputs of their own, and the right results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention.interface import FLOATS, Args
+from keraunos.kernels.linear_attention.reference import linear_attention
+from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
+from keraunos.ops.kernel import Config, Invocation, Kernel
+
+_SHAPES = {
+    "query": "BTHK", "key": "BTGK", "value": "BTGV", "g": "BTHK", "g_gamma": "BH", "initial_state": "NHKV",
+}  # fmt: skip
+
+
+class LinearOperation(Kernel):
+    """An operation of the linear recurrence.
+
+    Attributes:
+        arguments: the names of the arrays that ``run`` takes, in order.
+    """
+
+    arguments: ClassVar[tuple[str, ...]]
+
+    def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
+                   G: int | None = None, V: int | None = None, N: int | None = None, gate: str | None = None,
+                   state: bool = False, reverse: bool = False) -> Invocation:  # fmt: skip
+        """The description of a call from its sizes, for tuning ahead.
+
+        Args:
+            framework: "jax" or "torch".
+            dtype: of query, key and value.
+            B, T, H, K, G, V: sizes; G defaults to H and V to K.
+            N: number of packed sequences; None: not packed.
+            gate: "vector", "scalar", "constant" or "none"; None: what the operation usually has.
+            state: an initial state is given.
+            reverse: run from the last token to the first.
+
+        Raises:
+            ValueError: a size or name is wrong.
+        """
+        gates = {"none": (), "constant": (("g_gamma", "float32", 1),)}
+        if "g" in self.arguments:
+            gates |= {"scalar": (("g", dtype, 3),), "vector": (("g", dtype, 4),)}
+        gate = gate or ("vector" if "g" in self.arguments else "constant")
+        if gate not in gates or (gate == "none" and "g" not in self.arguments):
+            raise ValueError(f"{self.op_id}: gate is {gate!r}; expected one of {sorted(gates)}")
+        if dtype not in FLOATS:
+            raise ValueError(f"{self.op_id}: dtype is {dtype!r}; expected one of {list(FLOATS)}")
+        G, V = G or H, V or K
+        if min(B, T, H, K, G, V, N or 1) < 1 or H % G or (N is not None and B != 1):
+            raise ValueError(
+                f"{self.op_id}: sizes B={B} T={T} H={H} G={G} K={K} V={V} N={N}; expected at least 1, "
+                "G a divisor of H, and B = 1 with N"
+            )
+        given = dict.fromkeys(("query", "key", "value"), (dtype, 4))
+        given |= {name: (of, ndim) for name, of, ndim in gates[gate]}
+        given |= {"initial_state": ("float32", 4)} if state else {}
+        given |= {"cu_seqlens": ("int32", 1)} if N is not None else {}
+        device = frontends.get(framework).default_device()
+        dims = {"B": B, "T": T, "H": H, "G": G, "K": K, "V": V, "N": N or B}
+        # A NumPy array stands for a decay that the call computes from constants.
+        arguments = {"g_gamma": np.zeros(H, np.float32)} if gate == "constant" else {}
+        arrays = {name: given[name] for name in Args._fields if name in given}
+        return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
+                          {"reverse": reverse}, arguments)  # fmt: skip
+
+    def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
+        """See :func:`sample`."""
+        made = sample(inv, seed)._asdict()
+        return tuple(made[name] for name in self.arguments), dict(inv.options)
+
+    def check_calls(self, inv: Invocation, cfgs: Sequence[Config]) -> list[Invocation]:
+        """Two chunks of the longest candidate, so several of the others; and a length that no chunk divides."""
+        chunk = max([cfg.block_q or 64 for cfg in cfgs])
+        ratio = min(inv.dims["H"] // inv.dims["G"], 2)
+        groups = min(inv.dims["G"], 2 // ratio)
+        B, N = min(inv.dims["B"], 2), min(inv.dims["N"], 3)
+        small = {**inv.dims, "B": B, "N": N if "cu_seqlens" in inv.arrays else B, "H": groups * ratio, "G": groups}
+        return [replace(inv, dims={**small, "T": T}) for T in (2 * chunk, chunk + chunk // 2 + 1)]
+
+    def reference(self, args: Sequence[Any], kwargs: dict, dtype: Any) -> tuple:
+        """Output and final state."""
+        return linear_attention(**dict(zip(self.arguments, args, strict=True)), **kwargs, dtype=dtype)
+
+    def reference_vjp(self, args: Sequence[Any], kwargs: dict, cotangents: Sequence[Any], dtype: Any) -> tuple:
+        """A gradient for each float argument."""
+        given = Args(**dict(zip(self.arguments, args, strict=True)))
+        found = linear_attention_vjp(*given, *cotangents, **kwargs, dtype=dtype)
+        gradients = dict(zip(Args._fields, found, strict=False))  # none for the offsets, the last argument
+        return tuple(gradients.get(name) for name in self.arguments)
+
+
+def sample(inv: Invocation, seed: int) -> Args:
+    """Random arguments of a call's shapes and dtypes, on a device of its kind.
+
+    Query, key, value and state are normal; gates are -0.1 times the square of a normal, a memory of about ten tokens.
+    Packed sequences have random lengths.
+    """
+    measure = frontends.get(f"{inv.framework}_measure")
+    rng = np.random.default_rng(seed)
+    made = {}
+    for i, (name, (dtype, ndim)) in enumerate(inv.arrays.items()):
+        if name == "cu_seqlens":
+            cuts = np.sort(rng.integers(0, inv.dims["T"] + 1, inv.dims["N"] - 1))
+            made[name] = measure.array(np.array([0, *cuts, inv.dims["T"]]), dtype, inv.backend)
+            continue
+        letters = _SHAPES[name]
+        letters = letters[-ndim:] if name == "g_gamma" else letters[:ndim]
+        shape = tuple(inv.dims[d] for d in letters)
+        if name == "g_gamma" and isinstance(inv.arguments.get(name), np.ndarray):
+            made[name] = (-0.1 * rng.normal(size=shape) ** 2).astype(dtype)
+        elif name in ("g", "g_gamma"):
+            x = measure.normal(shape, dtype, 100 * seed + i, inv.backend)
+            made[name] = -0.1 * x * x
+        else:
+            made[name] = measure.normal(shape, dtype, 100 * seed + i, inv.backend)
+    return Args(**made)

@@ -1,0 +1,142 @@
+"""The only dispatcher: every public operation goes through an Executor."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from keraunos.frontends import framework_of, get
+from keraunos.kernels.registry import kernel_registry
+from keraunos.ops.cache import ConfigCache, PersistentCache
+from keraunos.ops.kernel import Config, Kernel
+from keraunos.ops.selection import Choice, ConfigSelectorChain, _overlays, default_policy
+from keraunos.ops.tuner import Tuner
+
+_log = logging.getLogger("keraunos")
+_explaining: ContextVar[bool] = ContextVar("keraunos_explaining", default=False)
+
+
+class _Explained(BaseException):
+    """Carries the choice out of a call that :func:`explain` stopped before its kernel."""
+
+    def __init__(self, choice: Choice):
+        self.choice = choice
+
+
+class Executor:
+    """Runs operations: checks the call, chooses platform and configuration, launches.
+
+    What a call gets is remembered by its shapes, dtypes and options, so that a warm call costs a few microseconds here,
+    and nothing at all inside a jitted function.
+
+    Args:
+        chain: how configurations are chosen.
+    """
+
+    def __init__(self, chain: ConfigSelectorChain):
+        self.chain = chain
+        self._remembered: dict[Any, Config] = {}
+        self._seen: set[str] = set()
+
+    def __call__(self, kernel: Kernel, *args: Any, _cfg: Config | None = None, platform: str | None = None,
+                 **kwargs: Any) -> Any:  # fmt: skip
+        """Run ``kernel`` on ``args``.
+
+        Args:
+            kernel: the operation.
+            args: its arrays; absent ones are None.
+            _cfg: an explicit configuration: wins over every cache and is never stored.
+            platform: the platform asked for.
+            kwargs: the operation's options; hashable.
+
+        Raises:
+            ValueError, TypeError: the call is wrong, or no platform can run it.
+        """
+        if _overlays.get() or _explaining.get():
+            return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
+        key = (kernel, _cfg, platform, self.chain.policy, self.chain.cache.generation, kernel_registry.generation,
+               *kwargs, *kwargs.values(), *map(_signature, args))  # fmt: skip
+        try:
+            cfg = self._remembered[key]
+        except (KeyError, TypeError):  # new, or an option that cannot be hashed and that bind() refuses
+            cfg = self._choose(kernel, args, kwargs, _cfg, platform).cfg
+            if len(self._remembered) >= 65536:
+                self._remembered.clear()
+            self._remembered[(*key[:4], self.chain.cache.generation, *key[5:])] = cfg
+        return kernel.run(*args, cfg=cfg, **kwargs)
+
+    def _choose(self, kernel, args, kwargs, cfg, platform) -> Choice:
+        inv = kernel.bind(*args, **kwargs)
+        explaining = _explaining.get()
+        choice = self.chain.choose(kernel, inv, cfg, platform, measure=not explaining)
+        if explaining:
+            raise _Explained(choice)
+        if choice.key not in self._seen:
+            self._seen.add(choice.key)
+            _log.info("%s", choice)
+        return choice
+
+
+def _signature(x: Any) -> Any:
+    """What of an argument the choice may depend on."""
+    if x is None:
+        return None
+    framework = framework_of(x)
+    if framework is None:
+        # A constant given as a NumPy array, whose values are checked at each call.
+        return (x.shape, x.dtype, bool((x <= 0).all())) if isinstance(x, np.ndarray) else x
+    return x.shape, x.dtype, get(framework).device_of(x)
+
+
+def create_default_executor() -> Executor:
+    """A new executor with memory and disk caches and a tuner; ``KERAUNOS_AUTOTUNE_POLICY`` sets its policy.
+
+    Raises:
+        ValueError: the variable is neither ``autotune`` nor ``heuristics``.
+    """
+    if os.environ.get("KERAUNOS_LOG", "0") not in ("", "0") and not _log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("keraunos: %(message)s"))
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
+    return Executor(ConfigSelectorChain(ConfigCache(), default_policy(), Tuner(), PersistentCache("configurations")))
+
+
+default_executor = functools.cache(create_default_executor)
+default_executor.__doc__ = "The executor that the public functions share, made at the first call."
+
+
+def explain(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
+    """Which platform and configuration a call would get, from which tier, and why the others were passed over.
+
+    Args:
+        operation: a public function, such as ``keraunos.gla_attention``.
+        args, kwargs: the call's own.
+
+    Returns:
+        A :class:`Choice`; printing it tells the whole. Nothing is launched, tuned or stored.
+
+    Raises:
+        ValueError, TypeError: what the call itself would raise.
+
+    Example:
+        >>> import jax.numpy as jnp, keraunos
+        >>> q = jnp.ones((1, 64, 2, 16))
+        >>> choice = keraunos.explain(keraunos.gla_attention, q, q, q, platform="xla")
+        >>> choice.platform, choice.tier
+        ('xla', 'heuristic')
+    """
+    token = _explaining.set(True)
+    try:
+        operation(*args, **kwargs)
+    except _Explained as explained:
+        return explained.choice
+    finally:
+        _explaining.reset(token)
+    raise TypeError(f"explain: {operation!r} is no operation of keraunos: it returned without asking for a platform")

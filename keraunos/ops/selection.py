@@ -1,0 +1,276 @@
+"""Which configuration a call gets: explicit, overlay, memory, disk, shipped, autotune, heuristic."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from keraunos.kernels.registry import Platform, Row, UnsupportedError, kernel_registry
+from keraunos.ops.cache import ConfigCache, PersistentCache, cache_key, find_shipped
+from keraunos.ops.kernel import Config, Invocation, Kernel
+from keraunos.ops.tuner import Tuner
+
+_log = logging.getLogger("keraunos")
+
+TIERS = ("explicit", "overlay", "memory", "disk", "shipped", "autotune", "heuristic")
+
+
+@dataclass(frozen=True)
+class AutotunePolicy:
+    """What to do for a call that no cache knows.
+
+    Attributes:
+        allow_autotune: False: never measure anything.
+        cache_miss_fallback: ``"autotune"`` or ``"heuristics"``.
+        validate_backward: time forward plus backward, and drop candidates whose gradient is wrong.
+
+    Raises:
+        ValueError: ``cache_miss_fallback`` is neither.
+    """
+
+    allow_autotune: bool = True
+    cache_miss_fallback: str = "heuristics"
+    validate_backward: bool = False
+
+    def __post_init__(self):
+        if self.cache_miss_fallback not in ("autotune", "heuristics"):
+            raise ValueError(
+                f"AutotunePolicy: cache_miss_fallback is {self.cache_miss_fallback!r}; "
+                "expected 'autotune' or 'heuristics' (KERAUNOS_AUTOTUNE_POLICY sets it for the linear operations)"
+            )
+
+
+def default_policy() -> AutotunePolicy:
+    """The policy that ``KERAUNOS_AUTOTUNE_POLICY`` sets: ``autotune`` or ``heuristics``, which is the default.
+
+    Raises:
+        ValueError: the variable is neither.
+    """
+    return AutotunePolicy(cache_miss_fallback=os.environ.get("KERAUNOS_AUTOTUNE_POLICY") or "heuristics")
+
+
+_policy: ContextVar[AutotunePolicy | None] = ContextVar("keraunos_policy", default=None)
+_overlays: ContextVar[tuple[ConfigCache, ...]] = ContextVar("keraunos_overlays", default=())
+
+
+@contextlib.contextmanager
+def policy_override(policy: AutotunePolicy | None = None, **changes: Any) -> Iterator[AutotunePolicy]:
+    """Use another policy inside the block, in this thread or task only.
+
+    Args:
+        policy: the policy; if None, that of the block around this one, or else the default policy.
+        changes: fields to change in it.
+
+    Example:
+        >>> import keraunos
+        >>> with keraunos.policy_override(cache_miss_fallback="autotune") as policy:
+        ...     policy.cache_miss_fallback
+        'autotune'
+    """
+    changed = replace(policy or _policy.get() or default_policy(), **changes)
+    token = _policy.set(changed)
+    try:
+        yield changed
+    finally:
+        _policy.reset(token)
+
+
+@contextlib.contextmanager
+def overlay_cache(cache: ConfigCache | dict[str, Config]) -> Iterator[ConfigCache]:
+    """Look configurations up here first inside the block, in this thread or task only; the innermost overlay wins.
+
+    Args:
+        cache: from keys (as ``keraunos.explain`` shows them) to configurations.
+    """
+    overlay = cache if isinstance(cache, ConfigCache) else ConfigCache(cache)
+    token = _overlays.set((overlay, *_overlays.get()))
+    try:
+        yield overlay
+    finally:
+        _overlays.reset(token)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The platform and configuration that a call gets, and how they were found.
+
+    Attributes:
+        cfg: the complete configuration.
+        tier: which step gave it, one of ``TIERS``.
+        platform: who computes.
+        key: what is looked up in the caches.
+        passed: why better platforms were passed over.
+        missed: for each step before ``tier``, why it gave nothing.
+        unused: fields of an explicit configuration that the platform does not have.
+    """
+
+    cfg: Config
+    tier: str
+    platform: str
+    key: str
+    passed: list[str] = field(default_factory=list)
+    missed: dict[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.platform}: {self.cfg.to_json()} ({self.tier})", f"  key: {self.key}"]
+        lines += [f"  passed over {reason}" for reason in self.passed]
+        lines += [f"  {tier}: {reason}" for tier, reason in self.missed.items()]
+        lines += [f"  {self.platform} has no {name}: not used" for name in self.unused]
+        return "\n".join(lines)
+
+
+class ConfigSelectorChain:
+    """Finds a call's platform and configuration.
+
+    Args:
+        cache: the memory tier.
+        policy: what to do for a call that no cache knows; :func:`policy_override` wins over it.
+        tuner: measures candidates; None: nothing is ever tuned.
+        persistent: the disk tier; None: nothing is read or stored.
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache | None = None,
+        policy: AutotunePolicy | None = None,
+        tuner: Tuner | None = None,
+        persistent: PersistentCache | None = None,
+    ):
+        self.cache = cache if cache is not None else ConfigCache()
+        self._own_policy = policy or AutotunePolicy()
+        self.tuner = tuner
+        self.persistent = persistent
+        self._failed: dict[tuple[str, bool], str] = {}
+        # One tuning at a time: two would disturb each other's clocks, and one key needs only one.
+        self._tuning = threading.Lock()
+
+    @property
+    def policy(self) -> AutotunePolicy:
+        """The policy in force."""
+        return _policy.get() or self._own_policy
+
+    def choose(self, kernel: Kernel, inv: Invocation, cfg: Config | None = None, platform: str | None = None,
+               *, measure: bool = True) -> Choice:  # fmt: skip
+        """The platform and configuration for a call.
+
+        Args:
+            kernel: the operation.
+            inv: the call.
+            cfg: the explicit configuration; its platform counts if ``platform`` leaves the choice.
+            platform: the platform asked for.
+            measure: False: where this would tune, tell so instead (for ``explain``).
+
+        Raises:
+            ValueError: ``cfg`` and ``platform`` name different platforms, or a name is unknown.
+            TypeError: ``cfg`` is no configuration.
+            UnsupportedError: no platform that is allowed can run the call.
+        """
+        row, passed = self._row(inv, cfg, platform)
+        key = cache_key(inv, row)
+        steps = {
+            "explicit": lambda: self._explicit(kernel, inv, row, cfg),
+            "overlay": lambda: self._overlay(kernel, inv, row, key),
+            "memory": lambda: self._memory(kernel, inv, row, key),
+            "disk": lambda: self._disk(kernel, inv, row, key),
+            "shipped": lambda: self._shipped(kernel, inv, row, key),
+            "autotune": lambda: self._autotune(kernel, inv, row, key, measure),
+            "heuristic": lambda: kernel.heuristic_cfg(inv, row),
+        }
+        missed: dict[str, str] = {}
+        for tier, look in steps.items():
+            found = look()
+            if isinstance(found, Config):
+                return Choice(found, tier, row.platform, key, passed, missed, _unused(cfg, row))
+            missed[tier] = found
+        raise UnsupportedError(f"{inv.op_id}: {row.platform} gave no configuration: {missed}")
+
+    def _row(self, inv: Invocation, cfg: Config | None, platform: str | None) -> tuple[Row, list[str]]:
+        backend = "any"
+        if cfg is not None:
+            if not isinstance(cfg, Config):
+                raise TypeError(f"{inv.op_id}: cfg is {cfg!r}; expected a configuration such as keraunos.ops.Config")
+            backend = cfg.backend
+            if platform in (None, Platform.AUTO):
+                platform = cfg.platform
+            elif cfg.platform not in (Platform.AUTO, platform):
+                raise ValueError(
+                    f"{inv.op_id}: platform={platform!r}, but cfg is for {cfg.platform!r}; expected the same"
+                )
+        return kernel_registry.choose(inv, platform, backend)
+
+    def _explicit(self, kernel, inv, row, cfg) -> Config | str:
+        return kernel.heuristic_cfg(inv, row, partial=cfg) if cfg is not None else "no cfg was given"
+
+    def _overlay(self, kernel, inv, row, key) -> Config | str:
+        overlays = _overlays.get()
+        for overlay in overlays:
+            if (found := overlay.get(key)) is not None:
+                return kernel.heuristic_cfg(inv, row, partial=found)
+        return "no entry" if overlays else "none is in force"
+
+    def _memory(self, kernel, inv, row, key) -> Config | str:
+        found = self.cache.get(key, self.policy.validate_backward)
+        return "no entry" if found is None else kernel.heuristic_cfg(inv, row, partial=found)
+
+    def _disk(self, kernel, inv, row, key) -> Config | str:
+        if self.persistent is None:
+            return "not in use"
+        backward = self.policy.validate_backward
+        found = self.persistent.find(key, inv.device, row.implementation.config or kernel.config, backward)
+        if isinstance(found, Config):
+            self.cache.put(key, found, backward)
+        return found
+
+    def _shipped(self, kernel, inv, row, key) -> Config | str:
+        config = row.implementation.config or kernel.config
+        return find_shipped(key, inv.device, config, self.policy.validate_backward)
+
+    def _autotune(self, kernel, inv, row, key, measure) -> Config | str:
+        policy = self.policy
+        backward = policy.validate_backward
+        if self.tuner is None:
+            return "no tuner"
+        if not policy.allow_autotune or policy.cache_miss_fallback != "autotune":
+            return "the policy says heuristics"
+        if failed := self._failed.get((key, backward)):
+            return failed
+        candidates = kernel.candidate_cfgs(inv, row)
+        if len(candidates) < 2:
+            return f"{row.platform} has nothing to tune for this call"
+        if not measure:
+            return f"would time {len(candidates)} candidates at the first call"
+        with self._tuning:
+            # Another thread may have tuned this key while this one waited.
+            if (found := self.cache.get(key, backward)) is not None:
+                return found
+            return self._tune(self.tuner, kernel, inv, key, candidates, backward)
+
+    def _tune(self, tuner, kernel, inv, key, candidates, backward) -> Config | str:
+        try:
+            result = tuner.tune(kernel, inv, candidates, backward=backward)
+            failed = "" if result.winner else f"all candidates failed: {result.reasons()}"
+        except Exception as error:
+            # Whatever went wrong, such as too little memory for inputs of its own, the call can do without tuning.
+            failed = f"it could not be done: {type(error).__name__}: {error}"
+        if failed:
+            self._failed[key, backward] = failed
+            _log.warning("autotune of %s: %s; the heuristic's configuration is used", key, failed)
+            return failed
+        self.cache.put(key, result.winner, backward)
+        if self.persistent is not None:
+            self.persistent.put(key, inv.device, result.to_json())
+        return result.winner
+
+
+def _unused(cfg: Config | None, row: Row) -> tuple[str, ...]:
+    if cfg is None:
+        return ()
+    given = set(cfg.to_json()) - {"platform", "backend"}
+    return tuple(sorted(given - set(row.implementation.fields)))
