@@ -155,18 +155,21 @@ class PersistentCache:
         entry = self.entries(path).get(key)
         return f"no entry in {path}" if entry is None else _winner(entry, config, backward)
 
-    def put(self, key: str, device: str, entry: dict[str, Any]) -> bool:
+    def put(self, key: str, device: str, entry: dict[str, Any], keep: Callable[[str], bool] = lambda key: True) -> bool:
         """Store one entry, beside whatever other processes have stored meanwhile.
 
         Args:
             key: as :func:`cache_key` makes it.
             device: the kind of device.
             entry: as :meth:`keraunos.ops.tuner.TuneResult.to_json` makes it.
+            keep: of the entries there, those whose key it accepts stay.
 
         Returns:
             Whether it was stored; if not, the reason was logged.
         """
-        return self._change(self.path(device), device, lambda entries: {**entries, key: entry})
+        return self._change(
+            self.path(device), device, lambda entries: {**{k: e for k, e in entries.items() if keep(k)}, key: entry}
+        )
 
     def clear(self, path: Path, keep: Callable[[str], bool] = lambda key: False) -> bool:
         """Drop the entries of a file other than those whose key ``keep`` accepts; see :meth:`put` for the result."""
@@ -304,6 +307,17 @@ def find_shipped(key: str, device: str, config: type[Config], backward: bool = F
     if found:
         return f"its entry was measured with another version of the kernel (source {found[-1][0]}, now {source})"
     return f"no entry for {device}"
+
+
+def ship(key: str, device: str, entry: dict[str, Any]) -> bool:
+    """Store one entry among those shipped, in place of those that other versions had for the call.
+
+    Returns:
+        Whether it was stored; if not, the reason was logged.
+    """
+    call, _ = split_key(key)
+    shipped = PersistentCache("tuned", str(shipped_directory()))
+    return shipped.put(key, device, entry, keep=lambda other: split_key(other)[0] != call)
 
 
 _said: set[tuple[str, str]] = set()
