@@ -1,0 +1,127 @@
+"""A byte-level language model of linear attention: one function trains it, reads a prompt and writes a byte."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import keraunos
+
+VOCABULARY = 256
+# A learned gate keeps sigmoid(x) ** (1 / 16) of the state per token, as in the GLA paper: without the root a fresh
+# model would forget half of everything at every byte.
+GATE_TEMPERATURE = 16.0
+
+Params = dict[str, Any]
+States = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model; the default is what learns fastest per second on two CPU cores.
+
+    Args:
+        width: Channels of the residual stream.
+        heads: Attention heads; each has `width // heads` channels for keys and as many for values.
+        blocks: The kind of attention in each block, from the first to the last.
+        context: Bytes per training window.
+    """
+
+    width: int = 96
+    heads: int = 3
+    blocks: tuple[Literal["lightning", "gla"], ...] = ("lightning", "gla", "lightning")
+    context: int = 256
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.width // self.heads
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Draws the parameters: every matrix keeps the variance of its input, and every block starts as the identity."""
+    embed_key, *block_keys = jax.random.split(key, 1 + len(config.blocks))
+    return {
+        "embed": jax.random.normal(embed_key, (VOCABULARY, config.width)),
+        "blocks": [_init_block(config, kind, k) for kind, k in zip(config.blocks, block_keys, strict=True)],
+        "norm": jnp.ones(config.width),
+        "head": jnp.zeros((config.width, VOCABULARY)),
+    }
+
+
+def init_states(config: ModelConfig, batch: int) -> States:
+    """The state before the first byte: one `[batch, heads, head_dim, head_dim]` array of zeros per block."""
+    shape = (batch, config.heads, config.head_dim, config.head_dim)
+    return tuple(jnp.zeros(shape, jnp.float32) for _ in config.blocks)
+
+
+def forward(
+    params: Params, tokens: jax.Array, states: States, config: ModelConfig, platform: str | None = None
+) -> tuple[jax.Array, States]:
+    """Predicts every next byte of a piece of text, given the state that the text before it left.
+
+    Args:
+        params: From `init_params`.
+        tokens: Bytes `[B, T]`; any T, also 1, so training, reading a prompt and generating are this one function.
+        states: The state of each attention layer before the first of these bytes.
+        config: The sizes.
+        platform: The platform that computes the attention; `None` lets keraunos choose.
+
+    Returns:
+        Logits of the next byte `[B, T, 256]`, and the states after the last byte.
+    """
+    x = params["embed"][tokens]
+    after = []
+    for i, (block, kind, state) in enumerate(zip(params["blocks"], config.blocks, states, strict=True)):
+        mixed, state = _attention(block, _rms_norm(x) * block["attention_norm"], state, i, kind, config, platform)
+        x = x + mixed
+        x = x + _mlp(block, _rms_norm(x) * block["mlp_norm"])
+        after.append(state)
+    return (_rms_norm(x) * params["norm"]) @ params["head"], tuple(after)
+
+
+def _init_block(config: ModelConfig, kind: str, key: jax.Array) -> Params:
+    width = config.width
+    keys = iter(jax.random.split(key, 6))
+
+    def matrix(rows: int, columns: int) -> jax.Array:
+        return jax.random.normal(next(keys), (rows, columns)) * rows**-0.5
+
+    block = {
+        "attention_norm": jnp.ones(width),
+        "query_key_value": matrix(width, 3 * width),
+        "output_gate": matrix(width, width),
+        "output": jnp.zeros((width, width)),
+        "mlp_norm": jnp.ones(width),
+        "up": matrix(width, 4 * width),
+        "down": jnp.zeros((4 * width, width)),
+    }
+    if kind == "gla":
+        block["forget_gate"] = matrix(width, width)
+    return block
+
+
+def _attention(
+    block: Params, x: jax.Array, state: jax.Array, index: int, kind: str, config: ModelConfig, platform: str | None
+) -> tuple[jax.Array, jax.Array]:
+    heads = (*x.shape[:2], config.heads, config.head_dim)
+    query, key, value = (part.reshape(heads) for part in jnp.split(jax.nn.silu(x @ block["query_key_value"]), 3, -1))
+    options: dict[str, Any] = {"return_state": True, "platform": platform}
+    if kind == "gla":
+        g = jax.nn.log_sigmoid(x @ block["forget_gate"]).reshape(heads) / GATE_TEMPERATURE
+        o, state = keraunos.gla_attention(query, key, value, g, None, state, **options)
+    else:
+        layers = len(config.blocks)
+        o, state = keraunos.lightning_attention(query, key, value, state, layer_idx=index, num_layers=layers, **options)
+    # A sum over the past grows with its length: the norm per head takes that out again.
+    o = _rms_norm(o).reshape(x.shape)
+    return (o * jax.nn.silu(x @ block["output_gate"])) @ block["output"], state
+
+
+def _mlp(block: Params, x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x @ block["up"]) @ block["down"]
+
+
+def _rms_norm(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
