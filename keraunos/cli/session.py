@@ -1,0 +1,181 @@
+"""One run of the demo, from the text to the verdict, as the user sees it."""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from keraunos.cli.display import ByteDisplay, TrainingDisplay, minutes
+from keraunos.cli.interrupts import HeldBackInterrupt
+from keraunos.demo import DemoError, checkpoint, data, generation, plot, training
+from keraunos.demo.checks import Check, beats_bigram, constant_state, same_logits
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; see `keraunos demo --help`."""
+
+    text: Path | None
+    seconds: float
+    steps: int | None
+    out: Path
+    prompt: str | None
+    length: int
+    seed: int
+    fresh: bool
+    platform: str
+
+
+class Session:
+    """Reads the text, prepares the folder and traces the model; `run` does the rest.
+
+    Raises:
+        DemoError: The text, the folder or the platform cannot be used.
+    """
+
+    def __init__(self, options: Options, console: Console):
+        self._options, self._console = options, console
+        self._began = time.monotonic()
+        self._settings = training.Settings(seed=options.seed)
+        self._budget = training.Budget(options.seconds, options.steps)
+        context = self._settings.model.context
+        self._corpus = data.text_file(options.text, context) if options.text else data.python_library()
+        # What the shell gave as bytes that are no UTF-8 becomes those bytes again.
+        self._prompt = options.prompt.encode(errors="surrogateescape") if options.prompt else self._corpus.prompt
+        self._windows = data.held_out_windows(self._corpus.held_out, context)
+        self._checkpoint = options.out / "checkpoint.npz"
+        self._saved_step: int | None = None
+        _require_writable(options.out)
+        # Check 1 compares two orders of float32 arithmetic; a GPU's default TF32 products would drown it.
+        jax.config.update("jax_default_matmul_precision", "highest")
+        try:
+            batch = training.evaluation_batch(self._windows)
+            self._programs = training.Programs(self._settings, batch, options.platform)
+        except ValueError as error:
+            raise DemoError(f"--platform {options.platform}: {error}") from error
+
+    def run(self) -> bool:
+        """Trains, writes and checks; returns whether all checks passed."""
+        corpus = self._corpus
+        self._print(
+            f"Text: {corpus.name}; {len(corpus.train):,} bytes to learn from, {len(corpus.held_out):,} held out."
+        )
+        run = self._train()
+        with self._console.status("Judging the held-out text"):
+            bits = training.evaluate(self._programs, run.params, self._windows)
+            bigram = data.bigram_bits_per_byte(corpus.train, self._windows)
+            curve = self._options.out / "loss.png"
+            held_out = [*run.held_out_bits, (run.step, bits)]
+            plot.loss_curve(curve, run.train_bits, held_out, bigram, f"keraunos demo, trained on {corpus.name}")
+        sample = self._generate(run)
+        written = self._options.out / "text.txt"
+        written.write_bytes(sample.prompt + sample.text)
+        with self._console.status("Reading the whole text once more, in parallel"):
+            model = self._settings.model
+            parallel = generation.parallel_logits(run.params, model, sample, self._options.platform)
+        checks = [
+            same_logits(sample.logits, parallel),
+            constant_state(sample.state_bytes, len(sample.prompt), generation.cache_bytes_per_token(model)),
+            beats_bigram(bits, bigram, self._windows[:, 1:].size),
+        ]
+        self._show(checks)
+        self._print(f"\nCheckpoint {self._checkpoint}, plot {curve}, text {written}.")
+        self._print(f"{minutes(time.monotonic() - self._began)} in all, {minutes(run.elapsed)} of it training.")
+        return all(check.passed for check in checks)
+
+    def whereabouts(self) -> str:
+        """One line for a user who pressed Ctrl-C: what is kept, and how to go on."""
+        if self._saved_step is None:
+            return "Interrupted before training went on; nothing is lost, the same command starts again."
+        same = "the same command without --fresh" if self._options.fresh else "the same command"
+        return f"Interrupted; {same} goes on from step {self._saved_step} ({self._checkpoint})."
+
+    def _train(self) -> training.Run:
+        run = self._resume()
+        with HeldBackInterrupt() as interrupt:
+            # Now there is something to go on from, even if the user stops the compiler.
+            self._save(run)
+            if self._budget.progress(run) >= 1:
+                self._print("Training is complete; --fresh trains anew, more --minutes go on.")
+                return run
+            with self._console.status("Compiling"):
+                began = time.monotonic()
+                _ = self._programs.step, self._programs.bits
+            self._print(f"Compiled in {time.monotonic() - began:.0f} s.")
+            with TrainingDisplay(self._console, self._settings, self._budget, run) as display:
+                training.train(
+                    run,
+                    self._corpus,
+                    self._settings,
+                    self._budget,
+                    self._programs,
+                    self._windows,
+                    stop=lambda: interrupt.requested,
+                    save=self._save,
+                    report=display.update,
+                )
+        return run
+
+    def _resume(self) -> training.Run:
+        if not self._options.fresh:
+            try:
+                run = training.load_run(self._checkpoint, self._settings, self._corpus)
+                self._print(f"Going on from step {run.step} of {self._checkpoint}.")
+                return run
+            except FileNotFoundError:
+                pass
+            except checkpoint.CorruptCheckpointError as error:
+                kept = checkpoint.set_aside(self._checkpoint)
+                self._print(f"{error}: kept as {kept.name}, training starts afresh.", style="yellow")
+        run = training.new_run(self._settings)
+        model = self._settings.model
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
+        self._print(f"Model: {parameters:,} parameters, {model.width} channels, blocks {', '.join(model.blocks)}.")
+        return run
+
+    def _save(self, run: training.Run) -> None:
+        try:
+            training.save_run(self._checkpoint, run, self._settings, self._corpus)
+        except OSError as error:
+            raise DemoError(f"cannot write {self._checkpoint}: {error.strerror}") from error
+        self._saved_step = run.step
+
+    def _generate(self, run: training.Run) -> generation.Sample:
+        self._console.rule("generated from the state, byte by byte")
+        display = ByteDisplay(self._console)
+        display.write(self._prompt, style="bold")
+        sample = generation.generate(
+            run.params,
+            self._settings.model,
+            self._prompt,
+            self._options.length,
+            self._options.seed,
+            self._options.platform,
+            display.write,
+        )
+        self._console.out("")
+        self._console.rule()
+        return sample
+
+    def _show(self, checks: Sequence[Check]) -> None:
+        for number, check in enumerate(checks, start=1):
+            verdict, style = ("passed", "green") if check.passed else ("FAILED", "bold red")
+            self._console.out(f"\n{number}. {verdict}: {check.claim}", style=style, highlight=False)
+            self._print(f"   {check.figures}")
+
+    def _print(self, line: str, style: str | None = None) -> None:
+        # No markup: names of files may hold brackets. Soft wrap: a line in a log stays one.
+        self._console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise DemoError(f"cannot write into {folder}: {error.strerror}") from error

@@ -1,0 +1,71 @@
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from keraunos.cli import doctor as doctor_module
+from keraunos.cli.main import app
+
+
+def _doctor(*options, path=None):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "keraunos", "doctor", *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
+
+
+def test_json_says_what_is_there():
+    jax = pytest.importorskip("jax")
+    done = _doctor("--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["installed"]["jax"] == report["jax"]["versions"]["jax"]["value"] == jax.__version__
+    assert report["jax"]["devices"]["value"][0] == "cpu:0 cpu"
+    for operation in ("lightning_attention", "gla_attention"):
+        platforms = report["jax"]["operations"]["value"][operation]["value"]
+        assert platforms["xla"] == platforms["auto"] == {"value": "xla"}
+        assert platforms["triton"].get("error")
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ("raise ImportError('half of it is missing')", "ImportError: half of it is missing"),
+        ("raise SystemExit(7)", "ended with status 7"),
+        ("import os; os.abort()", "ended with status -6"),
+        ("print('noise'); import os; os._exit(0)", "no answer"),
+        ("__version__ = '0'", "AttributeError"),
+    ],
+)
+def test_broken_frameworks_are_named(tmp_path, broken, reason):
+    for module in ("jax", "torch"):
+        (tmp_path / f"{module}.py").write_text(broken)
+    done = _doctor(path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(reason) >= 2
+    report = json.loads(_doctor("--json", path=tmp_path).stdout)
+    assert reason in json.dumps(report["jax"])
+    assert reason in json.dumps(report["torch"])
+
+
+def test_probe_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(doctor_module, "_SECONDS", 0.01)
+    began = time.monotonic()
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert done.exit_code == 0
+    assert time.monotonic() - began < 10
+    report = json.loads(done.stdout)
+    assert all("no answer within" in report[subject]["error"] for subject in ("jax", "torch", "gpu"))
+
+
+def test_help_is_quick_because_no_framework_is_loaded():
+    look = "import sys, keraunos.cli.main; print({'jax', 'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+    for command in ((), ("demo",), ("doctor",)):
+        assert CliRunner().invoke(app, [*command, "--help"]).exit_code == 0
