@@ -1,0 +1,41 @@
+# make run   the demo: trains a small language model on CPU (or the GPU, if jax has one) and checks it
+# make test  lint, types and every test that needs no GPU
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+JOBS ?= 2
+
+.PHONY: run test lint bench test-gpu bench-gpu clean
+
+run: $(VENV)/run.stamp
+	$(PY) -m keraunos demo
+
+test: $(VENV)/test.stamp lint
+	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(JOBS)
+
+lint: $(VENV)/test.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# Speed and memory on this machine's CPU; writes benchmarks/results/cpu.json.
+bench: $(VENV)/run.stamp
+	JAX_PLATFORMS=cpu $(PY) benchmarks/cpu.py
+
+# On a machine with a GPU, with its own python3: jax, torch, triton, pytest and hypothesis must be there.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest tests --gpu
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/run.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,23 @@
+"""Where the tests run: on the CPU, with 8 host devices for JAX, unless --gpu is given."""
+
+import os
+import tempfile
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="run on the GPU, every platform and both frameworks")
+
+
+def pytest_configure(config):
+    # Before any test imports a framework. The user's own caches and settings stay out of it.
+    os.environ["KERAUNOS_CACHE_DIR"] = tempfile.mkdtemp(prefix="keraunos-test-")
+    for name in ("KERAUNOS_AUTOTUNE_POLICY", "KERAUNOS_LOG"):
+        os.environ.pop(name, None)
+    if config.getoption("gpu"):
+        os.environ["KERAUNOS_TEST_GPU"] = "1"
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        # Most of the time would go into compiling for speed what runs once.
+        flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"

@@ -1,0 +1,218 @@
+"""Both linear operations on every platform that runs here: values and gradients against the float64 recurrence."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import keraunos
+from keraunos.kernels.linear_attention import interface
+from tests.linear_attention.cases import GPU, INTERPRETED, Case, platforms, runner
+from tests.numerics import assert_within_rule
+
+# Small shapes where every operation is slow; the GPU takes the large ones too.
+CHUNK = 64
+LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
+
+
+def gla(args, case, platform):
+    *arrays, cu_seqlens = args
+    return keraunos.gla_attention(
+        *arrays, cu_seqlens, softmax_scale=case.scale, reverse=case.reverse, return_state=True, platform=platform
+    )
+
+
+def lightning(args, case, platform):
+    query, key, value, g, g_gamma, state, cu_seqlens = args
+    assert g is None
+    return keraunos.lightning_attention(
+        query, key, value, state, cu_seqlens, log_decay=g_gamma, softmax_scale=case.scale, reverse=case.reverse,
+        return_state=True, platform=platform,
+    )  # fmt: skip
+
+
+@pytest.fixture(params=platforms(), ids="-".join)
+def run_gla(request):
+    return runner(*request.param, gla)
+
+
+@pytest.fixture(params=platforms(), ids="-".join)
+def run_lightning(request):
+    return runner(*request.param, lightning)
+
+
+def slow(*cases):
+    """Cases that the interpreter would take minutes for."""
+    return [] if INTERPRETED else list(cases)
+
+
+GATES = {
+    "none": {},
+    "gamma": {"gamma": 1},
+    "gamma2": {"gamma": 2},
+    "scalar": {"gate": "scalar"},
+    "vector": {"gate": "vector"},
+    "scalar+gamma": {"gate": "scalar", "gamma": 1},
+    "vector+gamma2": {"gate": "vector", "gamma": 2},
+}
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("gates", GATES.values(), ids=GATES)
+def test_every_gate(run_gla, gates, reverse):
+    Case(**gates, state=True, G=1, V=32, T=75, reverse=reverse).check(run_gla)
+
+
+@pytest.mark.parametrize("decay", ["zero", "weak", "strong", "infinite"])
+@pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"], GATES["vector+gamma2"]], ids=str)
+def test_every_strength_of_decay(run_gla, gates, decay):
+    Case(**gates, decay=decay, T=130, state=True).check(run_gla)
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"]], ids=str)
+def test_every_length(run_gla, gates, T):
+    Case(**gates, T=T, B=1, state=True).check(run_gla)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "reverse"),
+    [((5,), False), ((0, 70, 1, 0, 64, 13), False), ((0, 70, 1, 0, 64, 13), True), ((0, 0, 4), False)],
+    ids=str,
+)
+@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector+gamma2"]], ids=str)
+def test_packed_sequences(run_gla, gates, lengths, reverse):
+    Case(**gates, lengths=lengths, B=1, state=True, reverse=reverse, decay="infinite").check(run_gla)
+
+
+@pytest.mark.parametrize(
+    ("K", "V"), [(16, 64), (64, 16), (48, 80), (96, 32), *slow((128, 128), (192, 96), (256, 64), (64, 256))]
+)
+@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["vector"]], ids=str)
+def test_every_head_dim(run_gla, gates, K, V):
+    Case(**gates, K=K, V=V, T=70, B=1, H=1, state=True).check(run_gla)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gate_dtype"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")]
+)
+@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector"]], ids=str)
+def test_every_dtype(run_gla, gates, dtype, gate_dtype):
+    Case(**gates, dtype=dtype, gate_dtype=gate_dtype, T=150, state=True, K=32, V=32).check(run_gla)
+
+
+@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["vector"]], ids=str)
+@pytest.mark.parametrize(("H", "G"), [(4, 1), (4, 2), (3, 3)])
+def test_query_heads_share_keys(run_gla, gates, H, G):
+    Case(**gates, H=H, G=G, T=66, state=True).check(run_gla)
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.3])
+def test_softmax_scale(run_gla, scale):
+    Case(gate="vector", scale=scale, T=40, state=True).check(run_gla)
+
+
+@pytest.mark.parametrize("dstate", [False, True])
+@pytest.mark.parametrize("state", [False, True])
+def test_lightning(run_lightning, state, dstate):
+    Case(gamma=1, H=4, T=135, state=state, dstate=dstate).check(run_lightning)
+
+
+@pytest.mark.parametrize("case", [
+    Case(gamma=1, T=1), Case(gamma=1, lengths=(70, 0, 3), state=True, B=1), Case(gamma=1, reverse=True, G=1, T=90),
+    Case(gamma=1, dtype="bfloat16", K=64, V=64, T=200), Case(gamma=1, decay="infinite", T=80),
+], ids=str)  # fmt: skip
+def test_lightning_options(run_lightning, case):
+    case.check(run_lightning)
+
+
+sizes = st.fixed_dictionaries(
+    {
+        "B": st.integers(1, 3),
+        "T": st.integers(1, 140),
+        "K": st.sampled_from([16, 24, 64]),
+        "V": st.sampled_from([16, 40, 64]),
+        "gate": st.sampled_from(["none", "scalar", "vector"]),
+        "gamma": st.integers(0, 2),
+        "decay": st.sampled_from(["zero", "weak", "strong", "infinite"]),
+        "state": st.booleans(),
+        "reverse": st.booleans(),
+        "seed": st.integers(0, 2**16),
+    }
+)
+
+
+@given(sizes=sizes, heads=st.sampled_from([(1, 1), (2, 1), (6, 3)]))
+@settings(
+    max_examples=60 if GPU else 5,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_any_shape(run_gla, sizes, heads):
+    Case(H=heads[0], G=heads[1], **sizes).check(run_gla)
+
+
+@given(lengths=st.lists(st.integers(0, 80), min_size=1, max_size=6).filter(any), seed=st.integers(0, 99))
+@settings(
+    max_examples=40 if GPU else 3,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_any_packing(run_gla, lengths, seed):
+    Case(lengths=tuple(lengths), B=1, gate="vector", state=True, seed=seed).check(run_gla)
+
+
+def part(case, tokens, state):
+    """Some tokens of an unpacked case, from a state."""
+    args, doutput, dstate = case.arrays
+    cut = [None if x is None else x[:, tokens] for x in args[:4]]
+    piece = dataclasses.replace(case)
+    piece.__dict__["arrays"] = (interface.Args(*cut, args.g_gamma, state), doutput, dstate)
+    return piece
+
+
+@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["vector"]], ids=str)
+@pytest.mark.parametrize("split", [1, 64, 101])
+def test_prefix_and_rest_with_the_state_equal_the_whole(run_gla, gates, split):
+    case = Case(**gates, B=1, T=130)
+    first = run_gla(part(case, slice(0, split), None), False)
+    second = run_gla(part(case, slice(split, None), first[1]), False)
+    (truth, _), (in_dtype, _) = case.reference(), case.reference(np.float32)
+    joined = [np.concatenate([first[0], second[0]], 1), second[1]]
+    assert_within_rule(["output", "final_state"], joined, truth[:2], in_dtype[:2], ["float32"] * 2)
+
+
+def test_nothing_leaks_between_packed_sequences(run_gla):
+    lengths = (40, 30, 50)
+    case = Case(gate="vector", B=1, lengths=lengths, state=True)
+    args, doutput, dstate = case.arrays
+    clean = run_gla(case, False)
+    for x in args[:3]:
+        x[:, 40:70] = np.nan
+    args.initial_state[1] = np.nan
+    output, states = run_gla(case, False)
+    for got, want in ((output[:, :40], clean[0][:, :40]), (output[:, 70:], clean[0][:, 70:]),
+                      (states[[0, 2]], clean[1][[0, 2]])):  # fmt: skip
+        np.testing.assert_array_equal(got, want)
+    assert np.isnan(output[:, 40:70]).all()
+
+
+@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector"]], ids=str)
+def test_the_same_bits_on_a_rerun(run_gla, gates):
+    case = Case(**gates, T=200, state=True)
+    first = run_gla(case, True)
+    for _ in range(20 if GPU else 2):
+        for a, b in zip(first, run_gla(case, True), strict=True):
+            assert a is b is None or np.array_equal(a, b)
+
+
+def test_no_tokens(run_gla):
+    case = Case(gate="vector", T=0, state=True)
+    output, state, *grads = run_gla(case, True)
+    assert output.shape == (2, 0, 2, 16)
+    np.testing.assert_array_equal(state, case.arrays[0].initial_state)
+    np.testing.assert_array_equal(grads[5], case.arrays[2])
