@@ -1,0 +1,1 @@
+"""The public operations: what each computes, its checks, its configuration."""

@@ -1,0 +1,108 @@
+"""Gated linear attention: the public function, its operation and its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention import interface
+from keraunos.kernels.linear_attention.operation import LinearOperation
+from keraunos.ops.executor import default_executor
+from keraunos.ops.kernel import Config, Invocation
+
+
+@dataclass(frozen=True)
+class GLAttentionConfig(Config):
+    """Launch configuration of gated linear attention; see :class:`keraunos.ops.Config`."""
+
+
+class GLAttention(LinearOperation):
+    """The operation ``"gla"``: gated linear attention, returning ``(output, final_state)``."""
+
+    op_id = "gla"
+    config = GLAttentionConfig
+    arguments = tuple(interface.Args._fields)
+
+    def bind(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
+             *, softmax_scale=None, reverse=False) -> Invocation:  # fmt: skip
+        args = interface.Args(query, key, value, g, g_gamma, initial_state, cu_seqlens)
+        return interface.describe(self.op_id, args, softmax_scale, reverse)
+
+    def run(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
+            *, cfg, softmax_scale=None, reverse=False):  # fmt: skip
+        fn = self.get_impl(cfg).fn
+        return fn(query, key, value, g, g_gamma, softmax_scale, initial_state, reverse, cu_seqlens, cfg=cfg)
+
+
+_OPERATION = GLAttention()
+
+
+def gla_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    /,
+    *,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Any:
+    """Gated linear attention: linear attention whose state decays by a learned factor per token and key dimension.
+
+    For every sequence and head, with ``S_0 = initial_state`` or zeros::
+
+        S_t = diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T
+        o_t = softmax_scale * S_t^T q_t
+
+    Args:
+        query: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; a ``jax.Array`` or a ``torch.Tensor``.
+        key: ``[B, T, G, K]``, the query's dtype. Query head h reads key/value head ``h // (H // G)``.
+        value: ``[B, T, G, V]``, the query's dtype.
+        g: ``[B, T, H, K]``, one gate per token and key dimension, or ``[B, T, H]``, one per token and head (RetNet,
+            Mamba-2, simple GLA). Natural log, <= 0; ``-inf`` forgets everything before the token.
+        g_gamma: ``[H]`` or ``[B, H]``, a constant gate per head, natural log, <= 0. Added to ``g``.
+        initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
+        cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
+            (B = 1). It stays on the device: the offsets must rise from 0 to T, which is not checked.
+        softmax_scale: factor of the output; ``K ** -0.5`` if None.
+        reverse: run from the last token to the first; ``initial_state`` enters after the last token.
+        return_state: return the final state too.
+        platform: ``"triton"``, ``"pallas"``, ``"cuda"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or
+            None: the best that can run the call.
+        cfg: launch configuration; wins over every cache and is never stored.
+
+    Returns:
+        The output ``[B, T, H, V]`` in the query's dtype, or ``(output, final_state)`` with the state
+        ``[N, H, K, V]`` in float32 (float64 for float64 inputs). With gates per token, no gradient is lost: there are
+        gradients for query, key, value, g, g_gamma and initial_state, also through the final state.
+
+    Raises:
+        ValueError: a shape, range or name is wrong, or no platform can run the call (:class:`UnsupportedError`).
+        TypeError: an argument is of a wrong type or dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, keraunos
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (1, 100, 2, 16)) for i in range(3))
+        >>> g = -jax.nn.softplus(jax.random.normal(jax.random.key(3), (1, 100, 2, 16)))
+        >>> output, state = keraunos.gla_attention(q, k, v, g, return_state=True)
+        >>> output.shape, state.shape
+        ((1, 100, 2, 16), (1, 2, 16, 16))
+
+    Source: Gated Linear Attention Transformers with Hardware-Efficient Training (arXiv:2312.06635).
+    """
+    if g_gamma is not None and not frontends.framework_of(g_gamma):
+        g_gamma = np.asarray(g_gamma, np.float32)
+    output, state = default_executor()(
+        _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,
+        softmax_scale=softmax_scale, reverse=reverse, platform=platform, _cfg=cfg,
+    )  # fmt: skip
+    return (output, state) if return_state else output

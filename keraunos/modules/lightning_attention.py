@@ -1,0 +1,108 @@
+"""Lightning attention: the public function, its operation and its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from keraunos.kernels.linear_attention import interface
+from keraunos.kernels.linear_attention.operation import LinearOperation
+from keraunos.ops.executor import default_executor
+from keraunos.ops.kernel import Config, Invocation
+
+
+@dataclass(frozen=True)
+class LightningAttentionConfig(Config):
+    """Launch configuration of lightning attention; see :class:`keraunos.ops.Config`."""
+
+
+class LightningAttention(LinearOperation):
+    """The operation ``"lightning_attn"``: linear attention with a fixed decay per head, ``(output, final_state)``."""
+
+    op_id = "lightning_attn"
+    config = LightningAttentionConfig
+    arguments = ("query", "key", "value", "g_gamma", "initial_state", "cu_seqlens")
+
+    def bind(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
+             *, softmax_scale=None, reverse=False) -> Invocation:  # fmt: skip
+        args = interface.Args(query, key, value, None, log_decay, initial_state, cu_seqlens)
+        return interface.describe(self.op_id, args, softmax_scale, reverse)
+
+    def run(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
+            *, cfg, softmax_scale=None, reverse=False):  # fmt: skip
+        fn = self.get_impl(cfg).fn
+        return fn(query, key, value, None, None, softmax_scale, initial_state, reverse, cu_seqlens,
+                  log_decay=log_decay, cfg=cfg)  # fmt: skip
+
+
+_OPERATION = LightningAttention()
+
+
+def lightning_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    /,
+    *,
+    layer_idx: Any = None,
+    num_layers: int | None = None,
+    log_decay: Any = None,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Any:
+    """Lightning attention: linear attention whose state decays by a fixed factor per head.
+
+    For every sequence and head h, with ``S_0 = initial_state`` or zeros::
+
+        g_gamma[h] = -(8 / H) * (1 - layer_idx / num_layers) * h
+        S_t = exp(g_gamma[h]) S_{t-1} + k_t v_t^T
+        o_t = softmax_scale * S_t^T q_t
+
+    Args:
+        query: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; a ``jax.Array`` or a ``torch.Tensor``.
+        key: ``[B, T, G, K]``, the query's dtype. Query head h reads key/value head ``h // (H // G)``.
+        value: ``[B, T, G, V]``, the query's dtype.
+        initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
+        cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
+            (B = 1). It stays on the device: the offsets must rise from 0 to T, which is not checked.
+        layer_idx: the layer, counted from 0; an integer, or a tracer in a loop over layers (then its range is not
+            checked).
+        num_layers: the number of layers.
+        log_decay: ``[H]``, in place of ``layer_idx`` and ``num_layers``: the decay of one step back, natural log,
+            <= 0. Other models' formulas are in :mod:`keraunos.decay`. Heads sharded over devices need it too: each
+            device passes its own heads' part.
+        softmax_scale: factor of the output; ``K ** -0.5`` if None.
+        reverse: run from the last token to the first; ``initial_state`` enters after the last token.
+        return_state: return the final state too.
+        platform: ``"triton"``, ``"pallas"``, ``"cuda"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or
+            None: the best that can run the call.
+        cfg: launch configuration; wins over every cache and is never stored.
+
+    Returns:
+        The output ``[B, T, H, V]`` in the query's dtype, or ``(output, final_state)`` with the state
+        ``[N, H, K, V]`` in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: a shape, range or name is wrong, or no platform can run the call (:class:`UnsupportedError`).
+        TypeError: an argument is of a wrong type or dtype.
+
+    Example:
+        >>> import jax, keraunos
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (1, 100, 2, 16)) for i in range(3))
+        >>> keraunos.lightning_attention(q, k, v, layer_idx=0, num_layers=4).shape
+        (1, 100, 2, 16)
+
+    Source: Lightning Attention-2 (arXiv:2401.04658).
+    """
+    heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 1
+    log_decay = interface.constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
+    output, state = default_executor()(
+        _OPERATION, query, key, value, log_decay, initial_state, cu_seqlens,
+        softmax_scale=softmax_scale, reverse=reverse, platform=platform, _cfg=cfg,
+    )  # fmt: skip
+    return (output, state) if return_state else output
