@@ -1,7 +1,7 @@
 """The gated linear recurrence in Triton, for JAX and PyTorch on NVIDIA GPUs from sm_80: which kernel runs when.
 
-Forward: one fused scan, which reads every input once. Vector gates first get the decayed ``q k^T`` of every chunk from a
-kernel of its own, in parallel over chunks. When batch times heads does not fill the GPU, sequences are cut into segments:
+Forward: one fused scan, which reads every input once. Vector gates are first worked into q, k and
+the pairs of every chunk by a kernel that is parallel over chunks. When batch times heads does not fill the GPU, sequences are cut into segments:
 a cheap pass gives each segment's own state, a tiny one each segment's incoming state, then all segments run at once.
 
 Backward, constant decay: the same scan with its arguments permuted. With L(a, b, c) the recurrence "queries a, keys b,
@@ -12,8 +12,9 @@ each chunk, and from both a kernel that is parallel over chunks makes dq, dk and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from keraunos.frontends import launch
 from keraunos.kernels.linear_attention import triton_kernels as kernels
@@ -25,6 +26,10 @@ FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 _PROGRAMS = 128
 _MIN_SEGMENT = 512
 
+# Tiles and launch options of the kernels that are parallel over chunks: (dimensions of K, of V, warps, stages).
+_DECAY = (64, None, 4, 1)
+_GRADIENT = (64, 64, 4, 1)
+
 
 def _pow2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
@@ -34,17 +39,17 @@ def _dtype(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _strides(x: Any, names: str, n: int = 3) -> dict[str, int]:
-    """``stride_<name><axis>`` of the leading axes of an array; a JAX array is contiguous."""
+def _strides(x: Any, name: str, axes: str = "bth") -> dict[str, int]:
+    """``stride_<name><axis>`` of the axes of an array [B, T, H, ...]; a JAX array is contiguous."""
     if x is None:
-        strides = (0,) * n
+        strides = (0, 0, 0)
     elif hasattr(x, "stride"):
         strides = x.stride()
     else:
         strides = [1]
         for size in reversed(x.shape[1:]):
             strides.insert(0, strides[0] * size)
-    return dict(zip((f"stride_{names}{axis}" for axis in "bth"), strides[:n], strict=True))
+    return {f"stride_{name}{axis}": strides["bth".index(axis)] for axis in axes}
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,15 @@ class _Call:
         N = args.cu_seqlens.shape[0] - 1 if packed else B
         gate = 0 if args.g is None else args.g.ndim - 2
         exact = _dtype(args.query) == "float32"
-        terms = 1 if gate and _dtype(args.g) == "bfloat16" else 3 if exact else 2
+        terms = 3 if exact else 1 if gate and _dtype(args.g) == "bfloat16" and args.g_gamma is None else 2
         BT = cfg.block_q
         tiles = -(-min(K, V) // cfg.block_d)
         L = segment_length(T, N * H * tiles, BT)
         slots = N if L is None else (T // L + N if packed else N * -(-T // L))
         chunks = T // BT + N if packed else N * -(-T // BT)
         values = dict(B=B, T=T, H=H, K=K, G=G, V=V, N=N, R=H // G, packed=packed, gate=gate, terms=terms, exact=exact,
-                      BT=BT, L=L, slots=slots, chunks=chunks, precision="tf32x3" if exact else "tf32")  # fmt: skip
+                      BT=BT, L=L, slots=slots, chunks=chunks, precision="tf32x3" if exact else "tf32",
+                      mild=40.0 if _dtype(args.query) == "bfloat16" else 0.0)  # fmt: skip
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -92,14 +98,23 @@ def segment_length(T: int, programs: int, BT: int) -> int | None:
     return -(-T // (count * BT)) * BT
 
 
-def _scan(call: _Call, q, k, v, *, reverse, adjoint=False, init=None, starts=None, intra=None, final=None,
-          final_per_segment=False, output=None, chunks=None, state_t=False, split=False):  # fmt: skip
+class _Decayed(NamedTuple):
+    """What ``decay_kernel`` gives for vector gates: q and k decayed to their chunk's borders, its pairs and its sums."""
+
+    q: Any
+    k: Any
+    intra: Any
+    sums: Any
+
+
+def _scan(call: _Call, q, k, v, *, reverse, adjoint=False, init=None, starts=None, decayed=None, final=None,
+          final_per_segment=False, output=None, chunks=None, state_t=False):  # fmt: skip
     """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
 
     Args:
         reverse: from the last token to the first; adjoint: with the gradient of the state.
         init: state of each sequence; starts: state of each segment.
-        intra: the decayed ``q k^T`` of each chunk, for vector gates.
+        decayed: where the gates are vectors.
         final, output, chunks: dtype of the final state, the output and the states at chunks, None if not wanted.
         state_t: states are transposed in memory.
 
@@ -108,27 +123,28 @@ def _scan(call: _Call, q, k, v, *, reverse, adjoint=False, init=None, starts=Non
     """
     H, cfg = call.H, call.opts.cfg
     K, V = k.shape[-1], v.shape[-1]
-    g, (gamma, stride_gamma_b) = call.args.g, call.gamma
+    g, (gamma, stride_gamma_b) = call.args.g if call.gate == 1 else None, call.gamma
     BV = min(cfg.block_d, max(_pow2(V), 16))
-    split = split or starts is not None
+    split = final_per_segment or starts is not None
     slots = call.slots if split else call.N
     like_q = k if q is None else q
     inputs = dict(
-        q=like_q, k=k, v=v, g=g, gamma=gamma, intra=intra, h0=init if starts is None else starts,
-        cu_seqlens=call.args.cu_seqlens, **_strides(like_q, "q"), **_strides(k, "k"), **_strides(v, "v"),
-        **_strides(g, "g"), stride_gamma_b=stride_gamma_b, scale=call.opts.softmax_scale, T=call.T, N=call.N,
-        L=call.L or 0,
+        q=like_q, k=k, v=v, g=g, gamma=gamma, intra=decayed and decayed.intra, sums=decayed and decayed.sums,
+        h0=init if starts is None else starts, cu_seqlens=call.args.cu_seqlens, **_strides(like_q, "q", "bh"),
+        **_strides(k, "k", "bh"), **_strides(v, "v", "bh"), **_strides(g, "g"), stride_gamma_b=stride_gamma_b,
+        scale=call.opts.softmax_scale, T=call.T, N=call.N, L=call.L or 0,
     )  # fmt: skip
-    states = (slots if final_per_segment else call.N, H, K, V)
+    states = (slots if final_per_segment else call.N, H)
     outputs = dict(
         o=None if q is None else ((call.B, call.T, H, V), output),
-        ht=None if final is None else (states if not state_t else (*states[:2], V, K), final),
+        ht=None if final is None else ((*states, V, K) if state_t else (*states, K, V), final),
         hs=None if chunks is None else ((call.chunks, H, K, V), chunks),
         total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if final_per_segment and call.gate else None,
     )
     constants = dict(
-        H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2], BT=call.BT,
-        BK=max(_pow2(K), 16), BV=BV, BN=_pow2(call.N), GATE=call.gate, TERMS=call.terms, ADJOINT=adjoint, SPLIT=split,
+        H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2], **_strides(like_q, "q", "t"),
+        **_strides(k, "k", "t"), **_strides(v, "v", "t"), BT=call.BT, BK=max(_pow2(K), 16), BV=BV, BN=_pow2(call.N),
+        GATE=call.gate, TERMS=call.terms, ADJOINT=adjoint, SPLIT=split,
         INIT=2 if starts is not None else int(init is not None),
         FINAL=0 if final is None else 2 if final_per_segment else 1, OUTPUT=q is not None, CHUNKS=chunks is not None,
         STATE_T=state_t, PRECISION=call.precision, **call.flags(reverse),
@@ -138,12 +154,12 @@ def _scan(call: _Call, q, k, v, *, reverse, adjoint=False, init=None, starts=Non
                   num_warps=cfg.num_warps, num_stages=cfg.num_stages)  # fmt: skip
 
 
-def _starts(call: _Call, k, v, *, reverse, adjoint=False, init=None):
+def _starts(call: _Call, k, v, *, reverse, adjoint=False, init=None, decayed=None):
     """The state that each segment starts from, ``[slots, H, K, V]``; None where sequences are not cut."""
     if call.L is None:
         return None
     _, local, _, total = _scan(call, None, k, v, reverse=reverse, adjoint=adjoint, final="float32",
-                               final_per_segment=True, split=True)  # fmt: skip
+                               final_per_segment=True, decayed=decayed)  # fmt: skip
     K, V = k.shape[-1], v.shape[-1]
     gamma, stride_gamma_b = call.gamma
     inputs = dict(local=local, total=total, gamma=gamma, h0=init, cu_seqlens=call.args.cu_seqlens,
@@ -151,60 +167,73 @@ def _starts(call: _Call, k, v, *, reverse, adjoint=False, init=None):
     BK = 16
     constants = dict(H=call.H, K=K, V=V, BK=BK, BV=max(_pow2(V), 16), GATE=call.gate, INIT=init is not None,
                      **call.flags(reverse))  # fmt: skip
-    return launch(kernels.combine_kernel, (call.N * call.H * -(-K // BK),), inputs,
-                  dict(starts=((call.slots, call.H, K, V), "float32")), constants, num_warps=4, num_stages=2)[0]  # fmt: skip
+    outputs = dict(starts=((call.slots, call.H, K, V), "float32"))
+    return launch(kernels.combine_kernel, (call.N * call.H * -(-K // BK),), inputs, outputs, constants,
+                  num_warps=4, num_stages=2)[0]  # fmt: skip
 
 
-def _intra(call: _Call):
-    """The decayed ``q k^T`` of every chunk, ``[B, T, H, BT]``; None unless gates are vectors."""
+def _decay(call: _Call) -> _Decayed | None:
+    """Vector gates, worked into q and k in parallel over chunks; None where there are none."""
     if call.gate != 2:
         return None
     q, k, g = call.args.query, call.args.key, call.args.g
     gamma, stride_gamma_b = call.gamma
+    BK, _, num_warps, num_stages = _DECAY
     inputs = dict(q=q, k=k, g=g, gamma=gamma, cu_seqlens=call.args.cu_seqlens, **_strides(q, "q"), **_strides(k, "k"),
                   **_strides(g, "g"), stride_gamma_b=stride_gamma_b, scale=call.opts.softmax_scale, T=call.T,
                   N=call.N)  # fmt: skip
-    constants = dict(H=call.H, K=call.K, RK=call.R, BT=call.BT, LOG_BT=call.BT.bit_length() - 1,
-                     BK=min(max(_pow2(call.K), 16), 64), BN=_pow2(call.N), TERMS=call.terms,
-                     PRECISION=call.precision, **call.flags(call.opts.reverse))  # fmt: skip
-    shape = (call.B, call.T, call.H, call.BT)
-    return launch(kernels.intra_kernel, (call.chunks * call.H,), inputs, dict(intra=(shape, _dtype(q))), constants,
-                  num_warps=4, num_stages=1)[0]  # fmt: skip
+    constants = dict(H=call.H, K=call.K, RK=call.R, BT=call.BT, BK=min(max(_pow2(call.K), 16), BK), BN=_pow2(call.N),
+                     TERMS=call.terms, MILD=call.mild, PRECISION=call.precision,
+                     **call.flags(call.opts.reverse))  # fmt: skip
+    tokens, dtype = (call.B, call.T, call.H), _dtype(q)
+    outputs = dict(qd=((*tokens, call.K), dtype), kd=((*tokens, call.K), dtype), intra=((*tokens, call.BT), dtype),
+                   sums=((call.chunks, call.H, call.K), "float32"))  # fmt: skip
+    return _Decayed(*launch(kernels.decay_kernel, (call.chunks * call.H,), inputs, outputs, constants,
+                            num_warps=num_warps, num_stages=num_stages))  # fmt: skip
 
 
 def forward(args: Args, opts: Options):
-    """``((output, final_state), residuals)``: the states at segments and the pairs inside chunks, where there are any."""
+    """``((output, final_state), residuals)``: the states at segments, where sequences are cut."""
     call = _Call(args, opts)
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
-    intra = _intra(call)
-    starts = _starts(call, k, v, reverse=opts.reverse, init=h0)
-    output, final, _, _ = _scan(call, q, k, v, reverse=opts.reverse, init=h0, starts=starts, intra=intra,
+    decayed = _decay(call)
+    if decayed:
+        q, k = decayed.q, decayed.k
+    starts = _starts(call, k, v, reverse=opts.reverse, init=h0, decayed=decayed)
+    output, final, _, _ = _scan(call, q, k, v, reverse=opts.reverse, init=h0, starts=starts, decayed=decayed,
                                 final="float32", output=_dtype(q))  # fmt: skip
-    return (output, final), (starts, intra)
+    return (output, final), (starts,)
+
+
+forward.residuals = ("starts",)
 
 
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
     call = _Call(args, opts)
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
-    starts, intra = residuals
+    (starts,) = residuals
     do, dfinal = grads
-    shared = call.R > 1  # query heads share keys: their gradients are summed afterwards
-    dtype = "float32" if shared else _dtype(q)
-    run = dict(reverse=not opts.reverse, adjoint=True, init=dfinal)
-    ends = _starts(call, q, do, **run)
+    # Query heads that share keys: each gives a gradient, and they are summed afterwards.
+    dtype = "float32" if call.R > 1 else _dtype(q)
     need_gate = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
     chunks = _dtype(q) if need_gate else None
-    final = None if h0 is None else _dtype(h0)
-    dv, dh0, dhs, _ = _scan(call, k, q, do, starts=ends, intra=intra, output=dtype, final=final, chunks=chunks, **run)
+    decayed = _decay(call)
+    qd, kd = (decayed.q, decayed.k) if decayed else (q, k)
+    run = dict(reverse=not opts.reverse, adjoint=True, init=dfinal)
+    ends = _starts(call, qd, do, decayed=decayed, **run)
+    dv, dh0, dhs, _ = _scan(call, kd, qd, do, starts=ends, decayed=decayed, output=dtype, chunks=chunks,
+                            final=None if h0 is None else _dtype(h0), **run)  # fmt: skip
     dg = dgamma = None
     if need_gate:
-        _, _, hs, _ = _scan(call, None, k, v, reverse=opts.reverse, init=h0, starts=starts, chunks=chunks)
+        _, _, hs, _ = _scan(call, None, kd, v, reverse=opts.reverse, init=h0, starts=starts, decayed=decayed,
+                            chunks=chunks)  # fmt: skip
+        del decayed, qd, kd
         dq, dk, dg, dgamma = _gradients(call, do, hs, dhs, dtype)
     else:
         dq = _scan(call, do, v, k, reverse=opts.reverse, init=h0, starts=starts, output=_dtype(q), state_t=True)[0]
         dk = _scan(call, v, do, q, starts=ends, output=dtype, state_t=True, **run)[0]
-    if shared:
+    if call.R > 1:
         dk, dv = (_sum(x, x.shape[0] * x.shape[1] * call.G, call.R, x.shape[3], like.shape, _dtype(like))
                   for x, like in ((dk, k), (dv, v)))  # fmt: skip
     return Args(dq, dk, dv, dg, dgamma, dh0)
@@ -217,7 +246,8 @@ def _gradients(call: _Call, do, hs, dhs, dtype: str):
     gamma, stride_gamma_b = call.gamma
     need_gamma = gamma is not None and not call.opts.gamma_is_constant
     vector = call.gate == 2
-    BK = min(max(_pow2(K), 16), 64)
+    BK, BV, num_warps, num_stages = _GRADIENT
+    BK, BV = min(max(_pow2(K), 16), BK), min(max(_pow2(call.V), 16), BV)
     tiles = -(-K // BK)
     inputs = dict(q=q, k=k, v=v, g=g, gamma=gamma, do=do, hs=hs, dhs=dhs, cu_seqlens=call.args.cu_seqlens,
                   **_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"),
@@ -225,19 +255,18 @@ def _gradients(call: _Call, do, hs, dhs, dtype: str):
                   N=call.N)  # fmt: skip
     dg = ((B, T, H, K), "float32" if need_gamma else _dtype(g)) if vector else ((tiles, B, T, H), "float32")
     outputs = dict(dq=((B, T, H, K), _dtype(q)), dk=((B, T, H, K), dtype), dg=dg)
-    constants = dict(H=H, K=K, V=call.V, R=call.R, BT=call.BT, LOG_BT=call.BT.bit_length() - 1, BK=BK,
-                     BV=min(max(_pow2(call.V), 16), 64), BN=_pow2(call.N), GATE=call.gate, TERMS=call.terms,
-                     DG_TERMS=3 if call.exact else 1, PRECISION=call.precision,
-                     **call.flags(call.opts.reverse))  # fmt: skip
+    constants = dict(H=H, K=K, V=call.V, R=call.R, BT=call.BT, BK=BK, BV=BV, BN=_pow2(call.N), GATE=call.gate,
+                     TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(_dtype(q), 3), MILD=call.mild,
+                     PRECISION=call.precision, **call.flags(call.opts.reverse))  # fmt: skip
     dq, dk, dg = launch(kernels.gradient_kernel, (call.chunks * H * tiles,), inputs, outputs, constants,
-                        num_warps=4, num_stages=1)  # fmt: skip
-    if not vector and (tiles > 1 or (g is not None and not need_gamma)):
+                        num_warps=num_warps, num_stages=num_stages)  # fmt: skip
+    if not vector:
         dg = _sum(dg, 1, tiles, B * T * H, (B, T, H), "float32" if need_gamma else _dtype(g))
     dgamma = _gamma_gradient(call, dg) if need_gamma else None
     if g is None:
         dg = None
     elif need_gamma:
-        dg = _sum(dg, 1, 1, dg.size if not hasattr(dg, "numel") else dg.numel(), g.shape, _dtype(g))
+        dg = _sum(dg, 1, 1, math.prod(g.shape), g.shape, _dtype(g))
     return dq, dk, dg, dgamma
 
 
@@ -280,6 +309,3 @@ def candidates(inv, cfg):
         replace(cfg, block_q=BT, block_d=BV, num_warps=warps, num_stages=stages)
         for BT in (32, 64) for BV in (32, 64, 128) for warps in (4, 8) for stages in (2, 3)
     ]  # fmt: skip
-
-
-forward.residuals = ("starts", "intra")

@@ -66,12 +66,27 @@ def load_gamma(gamma, i_b, i_h, stride_gamma_b):
 
 
 @triton.jit
+def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, BT: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr):
+    """Constant decays of a chunk of ``left`` tokens: from its start to each ``[BT]``, from each to its end, across it.
+
+    Rows past the end do not count: they come last, or first when running backwards.
+    """
+    n_past = BT - left
+    n_to = o_p + (0 if ADJOINT else 1) - (n_past if REVERSE else 0)
+    n_left = BT - 1 - o_p + (1 if ADJOINT else 0) - (0 if REVERSE else n_past)
+    b_to = tl.exp2(b_gamma * tl.maximum(n_to, 0)) * scale_out
+    b_left = tl.exp2(b_gamma * tl.maximum(n_left, 0)) * scale_in
+    return b_to, b_left, tl.exp2(b_gamma * left)
+
+
+@triton.jit
 def scan_kernel(
-    q, k, v, g, gamma, intra, h0, cu_seqlens,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, N, L,
+    q, k, v, g, gamma, intra, sums, h0, cu_seqlens,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
+    scale, T, N, L,
     o, ht, hs, total,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
+    stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr,
     PACKED: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr,
@@ -83,10 +98,10 @@ def scan_kernel(
     transposed, values by tokens: then the state ``[BV, BK]`` and the decayed v are left operands, which the tensor cores
     read from registers, and only the masked ``k q^T`` passes through shared memory.
 
-    GATE: 0 none, 1 per token ``[B, T, H]``, 2 per token and dimension of k ``[B, T, H, K]`` (then ``intra`` holds the
-    decayed, scaled, masked ``q k^T`` of each chunk). INIT: 0 zeros, 1 h0 of the sequence, 2 h0 of the segment. FINAL: 0
-    none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of the segment. CHUNKS: write the state before
-    each chunk to hs. STATE_T: h0 and ht are ``[V, K]`` in memory.
+    GATE: 0 none, 1 per token ``[B, T, H]``, 2 per token and dimension of k: then q and k come decayed to the borders of
+    their chunk, with the ``intra`` and ``sums`` of ``decay_kernel``. INIT: 0 zeros, 1 h0 of the sequence, 2 h0 of the
+    segment. FINAL: 0 none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of the segment. CHUNKS: write
+    the state before each chunk to hs. STATE_T: h0 and ht are ``[V, K]`` in memory.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -103,114 +118,117 @@ def scan_kernel(
     i_b = 0 if PACKED else i_n.to(tl.int64)
     first = i_g * L if SPLIT else i_g
     size = (tl.minimum(length - first, L) if SPLIT else length).to(tl.int32)
+    n_c = tl.cdiv(size, BT)
 
     o_t = tl.arange(0, BT)
     o_p = (BT - 1 - o_t) if REVERSE else o_t
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
-    m_k = o_k < K
-    m_v = o_v < V
-    base = begin + first
+    m_k = (o_k < K)[None, :]
+    m_v = (o_v < V)[None, :]
+    # Walk from the first chunk, or from the last one down.
+    skip = ((n_c - 1) * BT).to(tl.int64) if REVERSE else tl.full([], 0, tl.int64)
+    step = -BT if REVERSE else BT
+    base = begin + first + skip
     p_q = q + i_b * stride_qb + base * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh
     p_k = k + i_b * stride_kb + base * stride_kt + (i_h // RK).to(tl.int64) * stride_kh
     p_v = v + i_b * stride_vb + base * stride_vt + (i_h // RV).to(tl.int64) * stride_vh
-    row = i_b * T + base  # of a contiguous [B, T, H, ...]
+    row = (i_b * T + base) * H + i_h  # of a contiguous [B, T, H, ...]
+    if OUTPUT:
+        p_o = o + row * V
+    if GATE == 1:
+        p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh + o_t * stride_gt
+    i_slot = (begin // BT + i_n) if PACKED else (i_b * tl.cdiv(T, BT))
+    i_slot = (i_slot + (first + skip) // BT) * H + i_h  # of the chunk
     dtype: tl.constexpr = k.dtype.element_ty
 
     o_s = o_v[:, None] * (K if STATE_T else 1) + o_k[None, :] * (1 if STATE_T else V)
-    m_s = m_v[:, None] & m_k[None, :]
+    m_s = (o_v < V)[:, None] & m_k
     if INIT > 0:
         i_init = (i_n if INIT == 1 else i_s).to(tl.int64) * H + i_h
         b_s = tl.load(h0 + i_init * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BV, BK]
     else:
         b_s = tl.zeros([BV, BK], dtype=tl.float32)
 
+    # The decays of a whole chunk: between its tokens, from its start, to its end, and across it. Adjoint runs see a
+    # token's gate after the token, and scale what enters the state.
     b_gamma = 0.0
-    if GAMMA:
+    if GAMMA and GATE < 2:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
     m_pair = o_p[:, None] <= o_p[None, :]  # [BT (j), BT (i)]
-    # Transposed like the product that it weighs: decay from the key's token (row) to the query's (column).
-    b_pair = tl.where(m_pair, tl.exp2(b_gamma * tl.maximum(o_p[None, :] - o_p[:, None], 0)) * scale, 0.0)
-    b_sum = tl.zeros([BK], dtype=tl.float32)  # of the gates, for total
+    b_gap = b_gamma * tl.maximum(o_p[None, :] - o_p[:, None], 0)
+    b_pair = tl.where(m_pair, tl.exp2(b_gap) * scale, 0.0)
+    scale_out = 1.0 if ADJOINT else scale
+    scale_in = scale if ADJOINT else 1.0
+    left = tl.minimum(size - (n_c - 1) * BT if REVERSE else size, BT)
+    b_to, b_left, b_all = chunk_decay(b_gamma, o_p, left, scale_out, scale_in, BT, REVERSE, ADJOINT)
+    b_sum = tl.zeros([BK], dtype=tl.float32)
     b_sum1 = 0.0
 
-    n_c = tl.cdiv(size, BT)
     for i in range(n_c):
-        i_c = (n_c - 1 - i) if REVERSE else i
-        t0 = (i_c * BT).to(tl.int64)
-        left = tl.minimum(size - i_c * BT, BT)
-        m_t = o_t < left
+        # Written with i, not with the carried ``left``: the pipeline loads chunks ahead and needs their masks then.
+        m_t = o_t < size - ((n_c - 1 - i) if REVERSE else i) * BT
         if CHUNKS:
-            n_t = tl.cdiv(T, BT)
-            i_slot = (begin // BT + i_n) if PACKED else (i_b * n_t)
-            i_slot += first // BT + i_c
-            p_s = hs + (i_slot * H + i_h) * K * V + o_v[:, None] + o_k[None, :] * V
+            p_s = hs + i_slot * K * V + o_v[:, None] + o_k[None, :] * V
             tl.store(p_s, b_s.to(hs.dtype.element_ty), mask=m_s)
-        b_k = tl.load(p_k + t0 * stride_kt + o_t[:, None] * stride_kt + o_k[None, :],
-                      mask=m_t[:, None] & m_k[None, :], other=0.0)  # [BT, BK] # fmt: skip
-        b_v = tl.load(p_v + t0 * stride_vt + o_t[:, None] * stride_vt + o_v[None, :],
-                      mask=m_t[:, None] & m_v[None, :], other=0.0)  # [BT, BV] # fmt: skip
+        b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)  # [BT, BK]
+        b_v = tl.load(p_v + o_t[:, None] * stride_vt + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)  # [BT, BV]
+        if OUTPUT:
+            b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)  # [BT, BK]
 
-        # Tokens up to and including this row, and tokens after it, in the order of the recurrence.
-        n_upto = tl.maximum((left - o_t) if REVERSE else (o_t + 1), 0) - (1 if ADJOINT else 0)
-        n_after = tl.maximum(o_t if REVERSE else (left - 1 - o_t), 0) + (1 if ADJOINT else 0)
-        b_row = b_gamma * tl.maximum(n_upto, 0)  # [BT] decay from the chunk's start
-        b_col = b_gamma * n_after  # [BT] decay to the chunk's end
-        b_all = b_gamma * left
-        if GATE > 0:
-            p_g = g + i_b * stride_gb + (base + t0) * stride_gt + i_h * stride_gh
+        b_to_c, b_left_c, b_all_c = b_to, b_left, b_all
+        if GATE == 1:
+            b_g = load_gate(p_g, m_t)  # [BT]
             m_upto = (o_p[:, None] > o_p[None, :]) if ADJOINT else (o_p[:, None] >= o_p[None, :])
             m_after = (o_p[:, None] <= o_p[None, :]) if ADJOINT else (o_p[:, None] < o_p[None, :])
-        if GATE == 1:
-            b_g = load_gate(p_g + o_t * stride_gt, m_t)  # [BT]
-            b_row += tl.sum(tl.where(m_upto, b_g[None, :], 0.0), 1) * LOG2E
-            b_col += tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1) * LOG2E
-            b_sum1 += tl.sum(b_g, 0)
-            b_all += tl.sum(b_g, 0) * LOG2E
+            b_to_c *= tl.exp2(tl.sum(tl.where(m_upto, b_g[None, :], 0.0), 1) * LOG2E)
+            b_left_c *= tl.exp2(tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1) * LOG2E)
+            b_g_all = tl.sum(b_g, 0)
+            b_sum1 += b_g_all
+            b_all_c *= tl.exp2(b_g_all * LOG2E)
+            p_g += step * stride_gt
             if OUTPUT:
                 # Rows t, columns i: the gates up to i; the product with m_after keeps those after j.
                 m_to = (o_p[:, None] < o_p[None, :]) if ADJOINT else (o_p[:, None] <= o_p[None, :])
                 b_between = ones_dot(m_after, tl.where(m_to, b_g[:, None], 0.0), TERMS)
-                b_between = b_between * LOG2E + b_gamma * tl.maximum(o_p[None, :] - o_p[:, None], 0)
-                b_pair = tl.where(m_pair, tl.exp2(b_between) * scale, 0.0)
+                b_pair = tl.where(m_pair, tl.exp2(b_between * LOG2E + b_gap) * scale, 0.0)
         if GATE == 2:
-            b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_t[:, None] & m_k[None, :])  # [BT, BK]
-            b_sumk = tl.sum(b_g, 0)
-            b_sum += b_sumk
+            b_sums = tl.load(sums + i_slot * K + o_k, mask=o_k < K, other=0.0)
+            b_sum += b_sums
 
         if OUTPUT:
-            b_q = tl.load(p_q + t0 * stride_qt + o_t[:, None] * stride_qt + o_k[None, :],
-                          mask=m_t[:, None] & m_k[None, :], other=0.0)  # [BT, BK] # fmt: skip
             if GATE == 2:
-                b_to = tl.exp2(ones_dot(m_upto, b_g, TERMS) * LOG2E + b_row[:, None])  # [BT, BK]
-                b_o = tl.dot(b_s.to(dtype), tl.trans((b_q.to(tl.float32) * b_to).to(dtype)), input_precision=PRECISION)
-                if not ADJOINT:
-                    b_o *= scale
                 # intra is [query's token, key's token]; in an adjoint run the two change places.
-                o_a = (o_t[:, None] * H * BT + o_t[None, :]) if ADJOINT else (o_t[None, :] * H * BT + o_t[:, None])
-                m_a = m_t[:, None] & m_t[None, :]
-                p_a = intra + ((row + t0) * H + i_h) * BT
-                b_a = tl.load(p_a + o_a, mask=m_a, other=0.0)  # [BT (j), BT (i)]
+                o_a = (o_t[:, None] * (H * BT) + o_t[None, :]) if ADJOINT else (o_t[None, :] * (H * BT) + o_t[:, None])
+                b_a = tl.load(intra + row * BT + o_a, mask=m_t[:, None] & m_t[None, :], other=0.0)  # [BT (j), BT (i)]
+                b_o = tl.dot(b_s.to(dtype), tl.trans(b_q), input_precision=PRECISION) * scale_out  # [BV, BT]
             else:
-                b_o = tl.dot(b_s.to(dtype), tl.trans(b_q), input_precision=PRECISION)  # [BV, BT]
                 b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BT (j), BT (i)]
-                b_to = tl.exp2(b_row) * (1.0 if ADJOINT else scale)
-                b_o *= b_to[None, :]
+                b_o = tl.dot(b_s.to(dtype), tl.trans(b_q), input_precision=PRECISION)  # [BV, BT]
                 b_a = (b_a * b_pair).to(dtype)
+                b_o *= b_to_c[None, :]
             b_o = tl.dot(tl.trans(b_v), b_a, b_o, input_precision=PRECISION)
-            p_o = o + ((row + t0) * H + i_h) * V + o_t[None, :] * (H * V) + o_v[:, None]
-            tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v[:, None] & m_t[None, :])
-
+            tl.store(p_o + o_t[None, :] * (H * V) + o_v[:, None], b_o.to(o.dtype.element_ty), mask=(o_v < V)[:, None] & m_t[None, :])
+            p_o += step * (H * V)
         if GATE == 2:
-            b_left = tl.exp2(ones_dot(m_after, b_g, TERMS) * LOG2E + b_col[:, None])
-            b_k = (b_k.to(tl.float32) * (b_left * (scale if ADJOINT else 1.0))).to(dtype)
-            b_u = tl.trans(b_v)
-            b_s *= tl.exp2(b_all + b_sumk * LOG2E)[None, :]
+            b_u = b_v
+            if ADJOINT:
+                b_u = (b_v.to(tl.float32) * scale_in).to(dtype)
+            b_s *= tl.exp2(b_sums)[None, :]
         else:
-            b_s *= tl.exp2(b_all)
-            b_left = tl.exp2(b_col) * (scale if ADJOINT else 1.0)
-            b_u = tl.trans((b_v.to(tl.float32) * b_left[:, None]).to(dtype))  # [BV, BT]
-        b_s = tl.dot(b_u, b_k, b_s, input_precision=PRECISION)
+            b_u = (b_v.to(tl.float32) * b_left_c[:, None]).to(dtype)
+            b_s *= b_all_c
+        b_s = tl.dot(tl.trans(b_u), b_k, b_s, input_precision=PRECISION)
+        p_q += step * stride_qt
+        p_k += step * stride_kt
+        p_v += step * stride_vt
+        row += step * H
+        i_slot += -H if REVERSE else H
+        # Only the sequence's last chunk may be shorter: the decays change once at most.
+        following = BT if REVERSE else tl.minimum(size - (i + 1) * BT, BT)
+        if following != left:
+            b_to, b_left, b_all = chunk_decay(b_gamma, o_p, following, scale_out, scale_in, BT, REVERSE, ADJOINT)
+        left = following
 
     if FINAL > 0:
         write = True
@@ -222,9 +240,9 @@ def scan_kernel(
     if FINAL == 2 and i_v == 0:
         i_total = i_s.to(tl.int64) * H + i_h
         if GATE == 1:
-            tl.store(total + i_total, b_sum1)
+            tl.store(total + i_total, b_sum1 * LOG2E)
         if GATE == 2:
-            tl.store(total + i_total * K + o_k, b_sum, mask=m_k)
+            tl.store(total + i_total * K + o_k, b_sum, mask=o_k < K)
 
 
 @triton.jit
@@ -252,54 +270,67 @@ def combine_kernel(
     else:
         b_s = tl.zeros([BK, BV], dtype=tl.float32)
     b_gamma = 0.0
-    if GAMMA:
+    if GAMMA and GATE < 2:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
     for i in range(n_g):
         i_g = (n_g - 1 - i) if REVERSE else i
         i_slot = (slot0 + i_g) * H + i_h
         tl.store(starts + i_slot * K * V + o_s, b_s, mask=m_s)
         if i < n_g - 1:
-            b_all = b_gamma * tl.minimum(length - i_g * L, L).to(tl.float32)
             if GATE == 2:
-                b_all += tl.load(total + i_slot * K + o_k, mask=o_k < K, other=0.0) * LOG2E
-                b_s *= tl.exp2(b_all)[:, None]
-            elif GATE == 1:
-                b_s *= tl.exp2(b_all + tl.load(total + i_slot) * LOG2E)
+                b_s *= tl.exp2(tl.load(total + i_slot * K + o_k, mask=o_k < K, other=0.0))[:, None]
             else:
+                b_all = b_gamma * tl.minimum(length - i_g * L, L).to(tl.float32)
+                if GATE == 1:
+                    b_all += tl.load(total + i_slot)
                 b_s *= tl.exp2(b_all)
             b_s += tl.load(local + i_slot * K * V + o_s, mask=m_s, other=0.0)
 
 
 @triton.jit
-def level(o_p, i_l):
-    """One level of halving: blocks of 2 * 2**i_l tokens, whose later half looks back at its earlier half.
+def level(o_p, m):
+    """One level of halving: blocks of 2m tokens, whose later half looks back at its earlier half; m a power of two.
 
     Returns ``later`` ``[BT]``, which half a token is in; ``m_sum`` ``[BT, BT]``, whose gates lie between a token and
     the boundary of the halves; ``m_pair`` ``[BT, BT]``, which pairs the level covers (row looks at column or back).
     """
-    o_b = o_p >> i_l
-    later = (o_b & 1) == 1
-    same = o_b[:, None] == o_b[None, :]
-    m_sum = same & tl.where(later[:, None], o_p[None, :] <= o_p[:, None], o_p[None, :] > o_p[:, None])
-    m_pair = (o_b[:, None] ^ 1) == o_b[None, :]
+    later = (o_p & m) != 0
+    apart = o_p[:, None] ^ o_p[None, :]
+    m_sum = (apart < m) & tl.where(later[:, None], o_p[None, :] <= o_p[:, None], o_p[None, :] > o_p[:, None])
+    m_pair = (apart >= m) & (apart < 2 * m)
     return later, m_sum, m_pair
 
 
 @triton.jit
-def intra_kernel(
+def around_middle(o_p, BT: tl.constexpr):
+    """``[BT, BT]`` in {-1, 0, 1}: its product with gates is their sum from the chunk's middle to a token, signed."""
+    m_later = (o_p >= BT // 2)[:, None]
+    m_upto = (o_p[None, :] <= o_p[:, None]) & (o_p >= BT // 2)[None, :]
+    m_after = (o_p[None, :] > o_p[:, None]) & (o_p < BT // 2)[None, :]
+    return tl.where(m_later, m_upto.to(tl.float32), 0.0 - m_after.to(tl.float32))
+
+
+@triton.jit
+def decay_kernel(
     q, k, g, gamma, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_gamma_b, scale, T, N,
-    intra,
-    H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, LOG_BT: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    qd, kd, intra, sums,
+    H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``scale * sum_k q_ik k_jk exp(gates between j and i)`` for the pairs j <= i of a chunk, vector gates.
+    """What vector gates do inside a chunk, so that a scan over chunks need not know them.
 
-    By halving: at each level the pairs between the halves of a block factor at their boundary into
-    ``exp(gates from the boundary to i) * exp(gates from j to the boundary)``, both at most 1, so each level is one tile
-    ``y = (q in later halves, k in earlier halves) * factor`` and one product ``y y^T``; the diagonal has no decay.
+    ``qd = q exp(gates from the chunk's start to the token)``, ``kd = k exp(gates after the token to the chunk's end)``,
+    ``sums`` the chunk's gates (base 2), and for the pairs j <= i
+    ``intra_ij = scale * sum_k q_ik k_jk exp(gates between j and i)``.
+
+    If no half of the chunk has gates summing below -MILD, intra factors at the chunk's middle into factors that are
+    neither too large nor too small for the dtype. Else by halving: at each level the pairs between the halves of a block
+    factor at their boundary into ``exp(gates from the boundary to i) * exp(gates from j to the boundary)``, both at most
+    1, so each level is one tile ``y = (q in later halves, k in earlier halves) * factor`` and one product ``y y^T``; the
+    diagonal has no decay. Both ways are exact; the first takes one product, the second log2(BT).
     """
     i_h = tl.program_id(0) % H
     i_s = tl.program_id(0) // H
@@ -308,34 +339,57 @@ def intra_kernel(
         return
     i_b = 0 if PACKED else i_n.to(tl.int64)
     base = begin + i_c * BT
+    left = tl.minimum(length - i_c * BT, BT).to(tl.int32)
     o_t = tl.arange(0, BT)
-    m_t = o_t < length - i_c * BT
+    m_t = o_t < left
     o_p = (BT - 1 - o_t) if REVERSE else o_t
     p_q = q + i_b * stride_qb + base * stride_qt + i_h * stride_qh
     p_k = k + i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh
     p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh
+    row = (i_b * T + base) * H + i_h
     dtype: tl.constexpr = q.dtype.element_ty
     b_gamma = 0.0
     if GAMMA:
-        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b) / LOG2E
 
-    b_a = tl.zeros([BT, BT], dtype=tl.float32)
+    b_a = tl.zeros([BT, BT], dtype=tl.float32)  # [i, j]
     for i_k in range(0, K, BK):
         o_k = i_k + tl.arange(0, BK)
         m_k = m_t[:, None] & (o_k < K)[None, :]
-        b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
-        b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+        b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+        b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
         b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k)
-        b_a += tl.where(o_p[:, None] == o_p[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-        for i_l in range(LOG_BT):
-            later, m_sum, m_pair = level(o_p, i_l)
-            b_e = ones_dot(m_sum, b_g, TERMS) * LOG2E
-            if GAMMA:
-                b_e += b_gamma * tl.sum(m_sum.to(tl.int32), 1)[:, None]
-            b_y = (tl.where(later[:, None], b_q, b_k) * tl.exp2(b_e)).to(dtype)  # [BT, BK]
-            b_l = tl.dot(b_y, tl.trans(b_y), input_precision=PRECISION)
-            b_a += tl.where(m_pair & later[:, None], b_l, 0.0)
-    p_a = intra + ((i_b * T + base + o_t[:, None]) * H + i_h) * BT + o_t[None, :]
+        if GAMMA:
+            b_g = tl.where(m_k, b_g + b_gamma, 0.0)
+        b_late = tl.sum(tl.where((o_p >= BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
+        b_early = tl.sum(tl.where((o_p < BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
+        p_d = row * K + o_t[:, None] * (H * K) + o_k[None, :]
+        if tl.min(tl.minimum(b_late, b_early), 0) > -MILD:
+            b_e = tl.exp2(ones_dot(around_middle(o_p, BT), b_g, TERMS) * LOG2E)
+            b_qe = b_q.to(tl.float32) * b_e
+            b_ke = b_k.to(tl.float32) / b_e
+            b_l = tl.dot(b_qe.to(dtype), tl.trans(b_ke.to(dtype)), input_precision=PRECISION)
+            b_a += tl.where(o_p[:, None] >= o_p[None, :], b_l, 0.0)
+            tl.store(qd + p_d, (b_qe * tl.exp2(b_early * LOG2E)[None, :]).to(dtype), mask=m_k)
+            tl.store(kd + p_d, (b_ke * tl.exp2(b_late * LOG2E)[None, :]).to(dtype), mask=m_k)
+        else:
+            b_e = tl.exp2(ones_dot(o_p[:, None] >= o_p[None, :], b_g, TERMS) * LOG2E)
+            tl.store(qd + p_d, (b_q.to(tl.float32) * b_e).to(dtype), mask=m_k)
+            b_e = tl.exp2(ones_dot(o_p[:, None] < o_p[None, :], b_g, TERMS) * LOG2E)
+            tl.store(kd + p_d, (b_k.to(tl.float32) * b_e).to(dtype), mask=m_k)
+            b_d = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+            b_a += tl.where(o_p[:, None] == o_p[None, :], b_d[:, None], 0.0)
+            m = 1
+            while m < BT:
+                later, m_sum, m_pair = level(o_p, m)
+                b_y = tl.where(later[:, None], b_q.to(tl.float32), b_k.to(tl.float32))
+                b_y = (b_y * tl.exp2(ones_dot(m_sum, b_g, TERMS) * LOG2E)).to(dtype)  # [BT, BK]
+                b_l = tl.dot(b_y, tl.trans(b_y), input_precision=PRECISION)
+                b_a += tl.where(m_pair & later[:, None], b_l, 0.0)
+                m *= 2
+        i_slot = i_s.to(tl.int64) * H + i_h
+        tl.store(sums + i_slot * K + o_k, (b_late + b_early) * LOG2E, mask=o_k < K)
+    p_a = intra + row * BT + o_t[:, None] * (H * BT) + o_t[None, :]
     tl.store(p_a, (b_a * scale).to(dtype), mask=m_t[:, None])
 
 
@@ -346,9 +400,9 @@ def gradient_kernel(
     stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N,
     dq, dk, dg,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BT: tl.constexpr, LOG_BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, REVERSE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, MILD: tl.constexpr,
+    REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of one chunk, for a tile of BK of the K dimensions.
 
@@ -403,11 +457,6 @@ def gradient_kernel(
     b_gamma = 0.0
     if GAMMA:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
-    n_upto = tl.maximum((left - o_t) if REVERSE else (o_t + 1), 0)
-    n_after = tl.maximum(o_t if REVERSE else (left - 1 - o_t), 0)
-    b_row = b_gamma * n_upto
-    b_col = b_gamma * n_after
-    b_all = b_gamma * left
     if GATE > 0:
         p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh
     m_upto = o_p[:, None] >= o_p[None, :]
@@ -416,32 +465,58 @@ def gradient_kernel(
 
     if GATE == 2:
         b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k)  # [BT, BK]
-        b_dq *= tl.exp2(ones_dot(m_upto, b_g, TERMS) * LOG2E + b_row[:, None]) * scale
-        b_dk *= tl.exp2(ones_dot(m_after, b_g, TERMS) * LOG2E + b_col[:, None])
-        b_across *= tl.exp2(tl.sum(b_g, 0) * LOG2E + b_all)
-        b_dg = ones_dot(m_after | (o_p[:, None] == o_p[None, :]), b_q.to(tl.float32) * b_dq, DG_TERMS)
-        b_dg += ones_dot(o_p[:, None] > o_p[None, :], b_k.to(tl.float32) * b_dk, DG_TERMS)
-        b_dg += b_across[None, :]
-        # Row looks at column in the lower triangle; mirrored, so that one product per level gives both dq and dk.
-        b_w = tl.where(m_upto, b_da, tl.trans(b_da))
-        b_d = tl.sum(tl.where(o_p[:, None] == o_p[None, :], b_da, 0.0), 1)
-        b_dq += b_d[:, None] * b_k.to(tl.float32)
-        b_dk += b_d[:, None] * b_q.to(tl.float32)
-        for i_l in range(LOG_BT):
-            later, m_sum, m_pair = level(o_p, i_l)
-            b_e = ones_dot(m_sum, b_g, TERMS) * LOG2E
-            if GAMMA:
-                b_e += b_gamma * tl.sum(m_sum.to(tl.int32), 1)[:, None]
-            b_e = tl.exp2(b_e)
-            b_y = tl.where(later[:, None], b_q, b_k).to(tl.float32) * b_e  # [BT, BK]
-            b_z = tl.dot(tl.where(m_pair, b_w, 0.0).to(dtype), b_y.to(dtype), input_precision=PRECISION)
-            b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_y * b_z, DG_TERMS)
-            b_z *= b_e
-            b_dq += tl.where(later[:, None], b_z, 0.0)
-            b_dk += tl.where(later[:, None], 0.0, b_z)
+        if GAMMA:
+            b_g = tl.where(m_k, b_g + b_gamma / LOG2E, 0.0)
+        b_late = tl.sum(tl.where((o_p >= BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
+        b_early = tl.sum(tl.where((o_p < BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
+        b_across *= tl.exp2((b_late + b_early) * LOG2E)
+        b_qf = b_q.to(tl.float32)
+        b_kf = b_k.to(tl.float32)
+        if tl.min(tl.minimum(b_late, b_early), 0) > -MILD:
+            b_e = tl.exp2(ones_dot(around_middle(o_p, BT), b_g, TERMS) * LOG2E)
+            b_dq *= b_e * (tl.exp2(b_early * LOG2E) * scale)[None, :]
+            b_dk *= tl.exp2(b_late * LOG2E)[None, :] / b_e
+            b_across += tl.sum(b_kf * b_dk, 0)
+            b_x = b_qf * b_dq - b_kf * b_dk
+            b_qe = (b_qf * b_e).to(dtype)
+            b_ke = (b_kf / b_e).to(dtype)
+            b_p = tl.where(m_upto, b_da, 0.0).to(dtype)  # [BT (i), BT (j)]
+            b_z = tl.dot(b_p, b_ke, input_precision=PRECISION)
+            b_dq += b_z * b_e
+            b_x += b_qe.to(tl.float32) * b_z
+            b_z = tl.dot(tl.trans(b_p), b_qe, input_precision=PRECISION)
+            b_dk += b_z / b_e
+            # The pairs inside the chunk cancel but for those that span t: exactly, as both products have the same terms.
+            b_x -= b_ke.to(tl.float32) * b_z
+            b_dg = ones_dot(o_p[:, None] <= o_p[None, :], b_x, DG_TERMS + 1) + b_across[None, :]
+        else:
+            b_dq *= tl.exp2(ones_dot(m_upto, b_g, TERMS) * LOG2E) * scale
+            b_dk *= tl.exp2(ones_dot(m_after, b_g, TERMS) * LOG2E)
+            b_dg = ones_dot(o_p[:, None] <= o_p[None, :], b_qf * b_dq, DG_TERMS)
+            b_dg += ones_dot(o_p[:, None] > o_p[None, :], b_kf * b_dk, DG_TERMS)
+            b_dg += b_across[None, :]
+            b_d = tl.sum(tl.where(o_p[:, None] == o_p[None, :], b_da, 0.0), 1)
+            b_dq += b_d[:, None] * b_kf
+            b_dk += b_d[:, None] * b_qf
+            # Mirrored, so that one product per level gives both dq and dk.
+            b_w = tl.where(m_upto, b_da, tl.trans(b_da))
+            m = 1
+            while m < BT:
+                later, m_sum, m_pair = level(o_p, m)
+                b_e = tl.exp2(ones_dot(m_sum, b_g, TERMS) * LOG2E)
+                b_y = tl.where(later[:, None], b_qf, b_kf) * b_e  # [BT, BK]
+                b_z = tl.dot(tl.where(m_pair, b_w, 0.0).to(dtype), b_y.to(dtype), input_precision=PRECISION)
+                b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_y * b_z, DG_TERMS)
+                b_z *= b_e
+                b_dq += tl.where(later[:, None], b_z, 0.0)
+                b_dk += tl.where(later[:, None], 0.0, b_z)
+                m *= 2
         p_dg = dg + row * K + o_t[:, None] * (H * K) + o_k[None, :]
         tl.store(p_dg, b_dg.to(dg.dtype.element_ty), mask=m_k)
     else:
+        b_row = b_gamma * tl.maximum((left - o_t) if REVERSE else (o_t + 1), 0)
+        b_col = b_gamma * tl.maximum(o_t if REVERSE else (left - 1 - o_t), 0)
+        b_all = b_gamma * left
         b_between = b_gamma * tl.maximum(o_p[:, None] - o_p[None, :], 0)  # [BT (i), BT (j)]
         if GATE == 1:
             b_g = load_gate(p_g + o_t * stride_gt, m_t)  # [BT]
