@@ -63,8 +63,11 @@ class Executor:
         key = (kernel, _cfg, platform, self.chain.policy, self.chain.cache.generation, kernel_registry.generation,
                *kwargs, *kwargs.values(), *map(_signature, args))  # fmt: skip
         try:
-            cfg = self._remembered[key]
-        except (KeyError, TypeError):  # new, or an option that cannot be hashed and that bind() refuses
+            cfg = self._remembered.get(key)
+        except TypeError:  # something that cannot be hashed, and that the checks of a new call refuse
+            self._choose(kernel, args, kwargs, _cfg, platform)
+            raise
+        if cfg is None:
             cfg = self._choose(kernel, args, kwargs, _cfg, platform).cfg
             if len(self._remembered) >= 65536:
                 self._remembered.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -37,11 +37,11 @@ class Config:
     backend: str = Backend.ANY
 
     def __post_init__(self):
-        self._check("block_q", lambda x: 1 <= x <= 1024 and x & (x - 1) == 0, "a power of two from 1 to 1024")
-        self._check("block_k", lambda x: 1 <= x <= 1024 and x & (x - 1) == 0, "a power of two from 1 to 1024")
-        self._check("block_d", lambda x: 16 <= x <= 256 and x & (x - 1) == 0, "a power of two from 16 to 256")
-        self._check("num_warps", lambda x: x in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
-        self._check("num_stages", lambda x: 1 <= x <= 8, "from 1 to 8")
+        self.check("block_q", lambda x: 1 <= x <= 1024 and x & (x - 1) == 0, "a power of two from 1 to 1024")
+        self.check("block_k", lambda x: 1 <= x <= 1024 and x & (x - 1) == 0, "a power of two from 1 to 1024")
+        self.check("block_d", lambda x: 16 <= x <= 256 and x & (x - 1) == 0, "a power of two from 16 to 256")
+        self.check("num_warps", lambda x: x in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
+        self.check("num_stages", lambda x: 1 <= x <= 8, "from 1 to 8")
         if not isinstance(self.platform, str) or not self.platform:
             raise ValueError(f"{type(self).__name__}: platform is {self.platform!r}; expected a platform's name")
         object.__setattr__(self, "platform", str(self.platform))
@@ -50,7 +50,12 @@ class Config:
             raise ValueError(f"{type(self).__name__}: backend is {self.backend!r}; expected one of {wanted}")
         object.__setattr__(self, "backend", str(self.backend))
 
-    def _check(self, name, allowed, wanted):
+    def check(self, name: str, allowed: Callable[[int], bool], wanted: str) -> None:
+        """Refuse a field that is set and that ``allowed`` does not accept.
+
+        Raises:
+            ValueError: got, and ``wanted``.
+        """
         value = getattr(self, name)
         if value is None:
             return

@@ -175,9 +175,9 @@ class ConfigSelectorChain:
         row, passed = self._row(inv, cfg, platform)
         key = cache_key(inv, row)
         steps = {
-            "explicit": lambda: self._explicit(kernel, inv, row, cfg),
-            "overlay": lambda: self._overlay(kernel, inv, row, key),
-            "memory": lambda: self._memory(kernel, inv, row, key),
+            "explicit": lambda: "no cfg was given" if cfg is None else cfg,
+            "overlay": lambda: self._overlay(key),
+            "memory": lambda: self._memory(key),
             "disk": lambda: self._disk(kernel, inv, row, key),
             "shipped": lambda: self._shipped(kernel, inv, row, key),
             "autotune": lambda: self._autotune(kernel, inv, row, key, measure),
@@ -187,6 +187,8 @@ class ConfigSelectorChain:
         for tier, look in steps.items():
             found = look()
             if isinstance(found, Config):
+                # A stored or given configuration may leave fields open; the heuristic fills them.
+                found = kernel.heuristic_cfg(inv, row, partial=found)
                 return Choice(found, tier, row.platform, key, passed, missed, _unused(cfg, row))
             missed[tier] = found
         raise UnsupportedError(f"{inv.op_id}: {row.platform} gave no configuration: {missed}")
@@ -205,19 +207,16 @@ class ConfigSelectorChain:
                 )
         return kernel_registry.choose(inv, platform, backend)
 
-    def _explicit(self, kernel, inv, row, cfg) -> Config | str:
-        return kernel.heuristic_cfg(inv, row, partial=cfg) if cfg is not None else "no cfg was given"
-
-    def _overlay(self, kernel, inv, row, key) -> Config | str:
+    def _overlay(self, key) -> Config | str:
         overlays = _overlays.get()
         for overlay in overlays:
             if (found := overlay.get(key)) is not None:
-                return kernel.heuristic_cfg(inv, row, partial=found)
+                return found
         return "no entry" if overlays else "none is in force"
 
-    def _memory(self, kernel, inv, row, key) -> Config | str:
+    def _memory(self, key) -> Config | str:
         found = self.cache.get(key, self.policy.validate_backward)
-        return "no entry" if found is None else kernel.heuristic_cfg(inv, row, partial=found)
+        return "no entry" if found is None else found
 
     def _disk(self, kernel, inv, row, key) -> Config | str:
         if self.persistent is None:
