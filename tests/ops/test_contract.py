@@ -1,0 +1,171 @@
+"""Configurations: validated, stored as JSON, and every field of every implementation reaches its launch."""
+
+import dataclasses
+import functools
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import keraunos
+from keraunos import frontends
+from keraunos.kernels.registry import kernel_registry
+from keraunos.ops import Config
+
+KERNELS = {"gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention}
+ROWS = [row for row in kernel_registry.rows() if row.algorithm in KERNELS]
+
+
+def watched(cfg, read):
+    """A configuration equal only to itself, which notes in ``read`` the fields that are asked for."""
+
+    class Watched(type(cfg)):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            return self is other
+
+        def __getattribute__(self, name):
+            if name in names:
+                read.add(name)
+            return super().__getattribute__(name)
+
+    names = {f.name for f in dataclasses.fields(cfg)} - {"platform", "backend"}
+    made = Watched(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)})
+    read.clear()  # of what its own checks have read
+    return made
+
+
+def program(row, framework, cfg, gate, monkeypatch):
+    """What forward and backward launch for a configuration, as text: JAX's program and each Triton launch."""
+    kernel = KERNELS[row.algorithm]()
+    inv = dataclasses.replace(invocation(kernel, framework, gate), backend="cpu")
+    args, kwargs = kernel.sample(inv, 0)
+    measure, launches = frontends.get(f"{framework}_measure"), []
+
+    def launch(kernel, grid, inputs, outputs, constants, **options):
+        launches.append((str(kernel), grid, sorted(constants.items()), options))
+        return tuple(None if o is None else measure.array(np.zeros(o[0]), o[1], "cpu") for o in outputs.values())
+
+    for module in ("keraunos.frontends", "keraunos.kernels.linear_attention.triton"):
+        if module in sys.modules:
+            monkeypatch.setattr(f"{module}.launch", launch)
+    run = functools.partial(kernel.run, cfg=cfg, **kwargs)
+    cotangents = [measure.normal(shape, dtype, 7, "cpu") for shape, dtype in measure.results(run, args)]
+    launches.clear()
+    if framework == "torch":
+        measure.program(run, args, cotangents)
+        return repr(launches)
+    given = {i: x for i, x in enumerate(args) if isinstance(x, jax.Array)}
+
+    def both(given, cotangents):
+        return jax.vjp(lambda given: run(*(given.get(i, x) for i, x in enumerate(args))), given)[1](tuple(cotangents))
+
+    return f"{launches}\n{jax.make_jaxpr(both)(given, cotangents)}"
+
+
+def invocation(kernel, framework, gate):
+    # Long enough for several chunks of every candidate.
+    return kernel.invocation(framework, "float32", T=300, H=2, K=64, gate=gate)
+
+
+CALLS = [
+    pytest.param(row, framework, id=f"{row.algorithm}-{row.platform}-{framework}")
+    for row in ROWS
+    for framework in row.frameworks
+]
+
+
+@pytest.mark.parametrize(("row", "framework"), CALLS)
+def test_every_field_reaches_the_launch_and_no_other_is_read(row, framework, monkeypatch):
+    try:
+        implementation = row.implementation
+    except ImportError as error:
+        pytest.skip(f"{row.platform} cannot be imported: {error}")
+    pytest.importorskip(framework)
+    kernel = KERNELS[row.algorithm]()
+    gates = ("vector", "constant") if row.algorithm == "gla" else ("constant",)
+    inv = invocation(kernel, framework, gates[0])
+    heuristic = kernel.heuristic_cfg(inv, row)
+
+    read = set()
+    for gate in gates:
+        some = set()
+        program(row, framework, watched(heuristic, some), gate, monkeypatch)
+        read |= some
+    assert read == set(implementation.fields)
+    assert all(getattr(heuristic, name) is not None for name in implementation.fields), "the heuristic leaves one open"
+
+    values = {name: {getattr(c, name) for c in kernel.candidate_cfgs(inv, row)} for name in implementation.fields}
+    for name in implementation.fields:
+        other = next(iter(values[name] - {getattr(heuristic, name)}), None)
+        assert other is not None, f"{name} has one value only: it is no tunable"
+        texts = [
+            [program(row, framework, cfg, gate, monkeypatch) for gate in gates]
+            for cfg in (heuristic, dataclasses.replace(heuristic, **{name: other}))
+        ]
+        assert texts[0] != texts[1], f"{name} = {other} launches what {getattr(heuristic, name)} does"
+
+
+def test_the_contract_notices_a_field_that_goes_nowhere(monkeypatch):
+    row = next(row for row in ROWS if row.platform == "xla")
+    fn, fixed = row.implementation.fn, keraunos.Config(block_q=64)
+
+    def ignore(*args, cfg, **kwargs):
+        assert cfg.block_q
+        return fn(*args, cfg=fixed, **kwargs)
+
+    deaf = dataclasses.replace(row.implementation, fn=ignore)
+    monkeypatch.setitem(row.__dict__, "implementation", deaf)
+    monkeypatch.setattr(kernel_registry, "generation", -1)
+    with pytest.raises(AssertionError, match=r"block_q = .* launches what 64 does"):
+        test_every_field_reaches_the_launch_and_no_other_is_read(row, "jax", monkeypatch)
+
+
+@pytest.mark.parametrize("cls", [Config, keraunos.GLAttentionConfig, keraunos.LightningAttentionConfig])
+def test_configurations_survive_json(cls):
+    for cfg in (cls(), cls(block_q=64, num_warps=8, platform="triton", backend="gpu")):
+        assert cls.from_json(json.loads(json.dumps(cfg.to_json()))) == cfg
+    with pytest.raises(ValueError, match=r"unknown fields \['blocks'\]"):
+        cls.from_json({"blocks": 1})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cls().block_q = 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("block_q", 48, "a power of two from 1 to 1024"),
+        ("block_q", 2048, "a power of two from 1 to 1024"),
+        ("block_k", 0, "a power of two from 1 to 1024"),
+        ("block_k", 16.0, "a power of two from 1 to 1024"),
+        ("block_d", 8, "a power of two from 16 to 256"),
+        ("num_warps", 3, "1, 2, 4, 8 or 16"),
+        ("num_warps", True, "1, 2, 4, 8 or 16"),
+        ("num_stages", 9, "from 1 to 8"),
+        ("platform", "", "a platform's name"),
+        ("backend", "gpus", "expected one of cpu, gpu, tpu, any"),
+    ],
+)
+def test_a_bad_field_is_refused_with_the_reason(field, value, wanted):
+    with pytest.raises(ValueError, match=rf"Config: {field} is .*{wanted}"):
+        Config(**{field: value})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.algorithm}-{row.platform}")
+def test_candidates_are_complete_and_distinct(row):
+    try:
+        implementation = row.implementation
+    except ImportError as error:
+        pytest.skip(f"{row.platform} cannot be imported: {error}")
+    kernel = KERNELS[row.algorithm]()
+    inv = kernel.invocation(row.frameworks[0], T=300, H=2, K=64)
+    candidates = kernel.candidate_cfgs(inv, row)
+    assert len(candidates) == len(set(candidates))
+    assert candidates[0] == kernel.heuristic_cfg(inv, row)
+    for cfg in candidates:
+        given = set(cfg.to_json()) - {"platform", "backend"}
+        assert given == set(implementation.fields)
+        assert (cfg.platform, cfg.backend) == (row.platform, row.backend)

@@ -1,0 +1,209 @@
+"""The order of the tiers, what each stores, the policies, and what explain tells."""
+
+import asyncio
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import keraunos
+from keraunos.ops import AutotunePolicy, Config, ConfigCache
+from keraunos.ops import cache as cache_module
+from keraunos.ops.cache import PersistentCache, split_key
+from keraunos.ops.executor import create_default_executor
+from keraunos.ops.kernel import bucket
+from keraunos.ops.selection import default_policy
+
+from .toy import SLOW, choose, executor, planted
+
+X = jnp.ones((2, 32))
+
+
+@pytest.fixture
+def toy():
+    with planted({64: {"work": SLOW}, 32: {}, 16: {"work": SLOW}}) as kernel:
+        yield kernel
+
+
+def test_the_order_of_the_tiers(toy, tmp_path, monkeypatch):
+    run = executor(tmp_path / "user", cache_miss_fallback="heuristics")
+    assert (choose(run, toy, X).tier, choose(run, toy, X).cfg.block_q) == ("heuristic", 64)
+    key = choose(run, toy, X).key
+
+    with keraunos.policy_override(cache_miss_fallback="autotune"):
+        tuned = choose(executor(), toy, X)
+    assert (tuned.tier, tuned.cfg.block_q) == ("autotune", 32)
+
+    shipped = tmp_path / "shipped"
+    monkeypatch.setattr(cache_module, "shipped_directory", lambda: shipped)
+    cache_module._shipped_entries.cache_clear()
+    cache_module.ship(key, "toy cpu", {"winner": {"block_q": 16}})
+    assert (choose(run, toy, X).tier, choose(run, toy, X).cfg.block_q) == ("shipped", 16)
+
+    PersistentCache("", tmp_path / "user").put(key, "toy cpu", {"winner": {"block_q": 32}})
+    choice = choose(run, toy, X)
+    assert (choice.tier, choice.cfg.block_q) == ("disk", 32)
+    assert choice.cfg.platform == "xla"
+    assert choose(run, toy, X).tier == "memory"
+
+    with keraunos.overlay_cache({key: Config(block_q=16)}):
+        assert (choose(run, toy, X).tier, choose(run, toy, X).cfg.block_q) == ("overlay", 16)
+        with keraunos.overlay_cache({key: Config(block_q=64)}):
+            assert choose(run, toy, X).cfg.block_q == 64
+        choice = choose(run, toy, X, cfg=Config(block_q=128))
+        assert (choice.tier, choice.cfg.block_q) == ("explicit", 128)
+    assert choose(run, toy, X).tier == "memory"
+    cache_module._shipped_entries.cache_clear()
+
+
+def test_explicit_and_heuristic_configurations_are_never_stored(toy, tmp_path):
+    run = executor(tmp_path, cache_miss_fallback="heuristics")
+    run(toy, X)
+    run(toy, X, _cfg=Config(block_q=16))
+    assert not list(tmp_path.iterdir())
+    assert choose(run, toy, X).missed["memory"] == "no entry"
+
+
+def test_a_winner_is_stored_with_all_measurements_and_found_by_the_next_process(toy, tmp_path):
+    assert choose(executor(tmp_path), toy, X).tier == "autotune"
+    choice = choose(executor(tmp_path, allow_autotune=False), toy, X)
+    assert (choice.tier, choice.cfg.block_q) == ("disk", 32)
+    (entry,) = PersistentCache("", tmp_path).entries(tmp_path / "toy-cpu.json").values()
+    assert [m["config"]["block_q"] for m in entry["measurements"]] == [64, 32, 16]
+    assert all(m["microseconds"]["median"] > 0 for m in entry["measurements"])
+
+
+def test_a_shipped_entry_of_another_kernel_source_is_passed_over_with_a_reason(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_module, "shipped_directory", lambda: tmp_path)
+    run = executor(cache_miss_fallback="heuristics")
+    key = choose(run, toy, X).key
+    source = split_key(key)[1]
+    for other, tier in (
+        (key.replace(source, "0" * 12), "heuristic"),
+        # The versions only say what it was measured with.
+        (key.replace("jaxlib ", "jaxlib 0."), "shipped"),
+    ):
+        cache_module._shipped_entries.cache_clear()
+        cache_module.ship(other, "toy cpu", {"winner": {"block_q": 16}})
+        choice = choose(run, toy, X)
+        assert choice.tier == tier
+        if tier == "heuristic":
+            assert f"another version of the kernel (source {'0' * 12}, now {source})" in str(choice)
+    entries = cache_module.load(tmp_path / "toy-cpu.json")["entries"]
+    assert len(entries) == 1, "an entry replaces those of other versions"
+    cache_module._shipped_entries.cache_clear()
+
+
+def test_everything_in_the_key_changes_it(toy, monkeypatch):
+    run = executor(cache_miss_fallback="heuristics")
+    key = choose(run, toy, X).key
+    assert key.startswith("toy cpu | xla/any | toy | jax | B2 T32 | x:float32x2 | twice=False | source ")
+    assert choose(run, toy, jnp.ones((2, 17))).key == key
+    different = {
+        choose(run, toy, jnp.ones((2, 33))).key,
+        choose(run, toy, jnp.ones((3, 32))).key,
+        choose(run, toy, X.astype(jnp.bfloat16)).key,
+        choose(run, toy, X, twice=True).key,
+    }
+    monkeypatch.setattr(cache_module, "_version", lambda distribution: f"{distribution}'s other version")
+    different.add(choose(run, toy, X).key)
+    monkeypatch.undo()
+    monkeypatch.setattr(keraunos, "__version__", "9.9")
+    different.add(choose(run, toy, X).key)
+    monkeypatch.undo()
+    assert len(different - {key}) == 6
+
+
+def test_buckets_are_powers_of_two():
+    assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 1024, 2048]
+
+
+def test_explain_measures_nothing(monkeypatch):
+    q = jnp.ones((1, 8, 1, 16))
+    monkeypatch.setattr(keraunos.Tuner, "tune", lambda *a, **k: pytest.fail("it tuned"))
+    with keraunos.policy_override(cache_miss_fallback="autotune"):
+        choice = keraunos.explain(keraunos.gla_attention, q, q, q, platform="xla")
+    assert "would time" in choice.missed["autotune"]
+    with pytest.raises(TypeError, match="no operation of keraunos"):
+        keraunos.explain(len, [])
+
+
+def test_policies_are_validated():
+    with pytest.raises(ValueError, match="'guess'; expected 'autotune' or 'heuristics'"):
+        AutotunePolicy(cache_miss_fallback="guess")
+    with pytest.raises(TypeError), keraunos.policy_override(allow_autotuning=False):
+        pass
+
+
+def test_the_environment_sets_the_default_policy(monkeypatch):
+    assert create_default_executor().chain.policy.cache_miss_fallback == "heuristics"
+    monkeypatch.setenv("KERAUNOS_AUTOTUNE_POLICY", "autotune")
+    assert create_default_executor().chain.policy.cache_miss_fallback == "autotune"
+    with keraunos.policy_override(validate_backward=True) as policy:
+        assert policy == AutotunePolicy(cache_miss_fallback="autotune", validate_backward=True)
+    monkeypatch.setenv("KERAUNOS_AUTOTUNE_POLICY", "guess")
+    with pytest.raises(ValueError, match="KERAUNOS_AUTOTUNE_POLICY"):
+        default_policy()
+
+
+def test_a_policy_stays_in_its_thread_and_task():
+    run = executor()
+    other = []
+    with keraunos.policy_override(allow_autotune=False):
+        assert not run.chain.policy.allow_autotune
+        thread = threading.Thread(target=lambda: other.append(run.chain.policy.allow_autotune))
+        thread.start()
+        thread.join()
+    assert other == [True]
+
+    async def task(allowed):
+        with keraunos.policy_override(allow_autotune=allowed):
+            await asyncio.sleep(0)
+            return run.chain.policy.allow_autotune
+
+    async def both():
+        return await asyncio.gather(task(False), task(True))
+
+    assert asyncio.run(both()) == [False, True]
+    assert run.chain.policy.allow_autotune
+
+
+def test_warm_calls_ask_nobody_and_jitted_ones_not_even_the_executor(toy, monkeypatch):
+    run = executor(cache_miss_fallback="heuristics")
+    asked, executed = [], []
+    choose_ = type(run.chain).choose
+    monkeypatch.setattr(type(run.chain), "choose", lambda *a, **k: (asked.append(1), choose_(*a, **k))[1])
+    call = type(run).__call__
+    monkeypatch.setattr(type(run), "__call__", lambda *a, **k: (executed.append(1), call(*a, **k))[1])
+    for _ in range(3):
+        run(toy, X)
+    assert (len(asked), len(executed)) == (1, 3)
+    jitted = jax.jit(lambda x: run(toy, x))
+    for _ in range(3):
+        jitted(X)
+    assert len(executed) == 4
+    with keraunos.policy_override(allow_autotune=False):
+        run(toy, X)
+    assert len(asked) == 2, "another policy is another question"
+
+
+def test_a_new_entry_reaches_calls_that_were_answered_before(toy):
+    cache = ConfigCache()
+    calls = []
+    run = executor(cache=cache, cache_miss_fallback="heuristics")
+    run(toy, X)
+    cache.put(choose(run, toy, X).key, Config(block_q=16))
+    toy.run = lambda x, *, cfg: calls.append(cfg.block_q)
+    run(toy, X)
+    assert calls == [16]
+
+
+def test_unknown_names_are_refused_with_those_that_exist():
+    q = jnp.ones((1, 8, 1, 16))
+    with pytest.raises(ValueError, match=r"unknown platform 'tritom'; expected one of \['"):
+        keraunos.gla_attention(q, q, q, platform="tritom")
+    with pytest.raises(ValueError, match="platform='xla', but cfg is for 'triton'"):
+        keraunos.gla_attention(q, q, q, platform="xla", cfg=Config(platform="triton"))
+    with pytest.raises(TypeError, match="expected a configuration"):
+        keraunos.gla_attention(q, q, q, cfg={"block_q": 16})
