@@ -1,6 +1,7 @@
 """One run of the demo, from the text to the verdict, as the user sees it."""
 
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ class Session:
             bits = training.evaluate(self._programs, run.params, self._windows)
             bigram = data.bigram_bits_per_byte(corpus.train, self._windows)
             curve = self._options.out / "loss.png"
-            held_out = [*run.held_out_bits, (run.step, bits)]
-            plot.loss_curve(curve, run.train_bits, held_out, bigram, f"keraunos demo, trained on {corpus.name}")
+            title = f"keraunos demo, trained on {corpus.name}"
+            plot.loss_curve(curve, run.train_bits, run.held_out_bits, bits, bigram, title)
         sample = self._generate(run)
         written = self._options.out / "text.txt"
         written.write_bytes(sample.prompt + sample.text)
@@ -165,11 +166,11 @@ class Session:
         for number, check in enumerate(checks, start=1):
             verdict, style = ("passed", "green") if check.passed else ("FAILED", "bold red")
             self._console.out(f"\n{number}. {verdict}: {check.claim}", style=style, highlight=False)
-            self._print(f"   {check.figures}")
+            self._print(textwrap.indent(check.figures, "   "))
 
     def _print(self, line: str, style: str | None = None) -> None:
-        # No markup: names of files may hold brackets. Soft wrap: a line in a log stays one.
-        self._console.print(line, style=style, markup=False, soft_wrap=True)
+        # No markup: names of files may hold brackets. A line in a log stays one.
+        self._console.print(line, style=style, markup=False, soft_wrap=not self._console.is_terminal)
 
 
 def _require_writable(folder: Path) -> None:

@@ -23,12 +23,13 @@ def same_logits(by_step: np.ndarray, in_parallel: np.ndarray) -> Check:
     many or too few in the state, is thousands of times that.
     """
     difference = float(np.abs(by_step - in_parallel).max())
-    tolerance = float(len(by_step) * np.finfo(np.float32).eps * np.abs(in_parallel).max())
+    largest = float(np.abs(in_parallel).max())
+    tolerance = len(by_step) * float(np.finfo(np.float32).eps) * largest
     return Check(
         "generating from the state gives the logits of one parallel pass",
         difference <= tolerance,
-        f"largest difference {difference:.1e}, allowed {tolerance:.1e}: one float32 rounding of the largest logit "
-        f"({np.abs(in_parallel).max():.1f}) for each of {len(by_step)} bytes",
+        f"largest difference {difference:.1e}, allowed {tolerance:.1e}\n"
+        f"(one float32 rounding of the largest logit, {largest:.1f}, for each of {len(by_step)} bytes)",
     )
 
 
@@ -45,8 +46,8 @@ def constant_state(state_bytes: Sequence[int], prompt_length: int, cache_bytes_p
         "the state's size stays constant while the text grows",
         min(state_bytes) == max(state_bytes),
         f"{state_bytes[0]:,} bytes after {prompt_length} bytes of text, {state_bytes[-1]:,} after {last} (largest "
-        f"{max(state_bytes):,}); a key/value cache grows from {cache_bytes_per_token * prompt_length:,} to "
-        f"{cache_bytes_per_token * last:,}",
+        f"{max(state_bytes):,})\n(a key/value cache of the same layers grows from "
+        f"{cache_bytes_per_token * prompt_length:,} to {cache_bytes_per_token * last:,})",
     )
 
 
@@ -55,5 +56,6 @@ def beats_bigram(model_bits: float, bigram_bits: float, held_out_bytes: int) -> 
     return Check(
         "held-out text is predicted better than by a bigram model",
         model_bits < bigram_bits,
-        f"{model_bits:.3f} bits per byte, the bigram model {bigram_bits:.3f}, on the same {held_out_bytes:,} bytes",
+        f"{model_bits:.3f} bits per byte, the bigram model {bigram_bits:.3f}\n"
+        f"(both learned from the same text, and judged on the same {held_out_bytes:,} bytes held out)",
     )

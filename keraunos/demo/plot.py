@@ -11,6 +11,7 @@ def loss_curve(
     path: Path,
     train: Sequence[float],
     held_out: Sequence[tuple[int, float]],
+    final: float,
     bigram: float,
     title: str,
 ) -> None:
@@ -19,7 +20,8 @@ def loss_curve(
     Args:
         path: The file to write.
         train: Bits per byte of every step's batch.
-        held_out: Pairs of a step and the held-out bits per byte after it.
+        held_out: Pairs of a step and the bits per byte after it on a sample of the held-out text, at least one.
+        final: Bits per byte at the end on all held-out text that is judged.
         bigram: The bigram model's held-out bits per byte, drawn as a line.
         title: What was trained on what.
     """
@@ -29,9 +31,9 @@ def loss_curve(
     steps = np.arange(1, len(train) + 1)
     axes.plot(steps, train, color="tab:blue", alpha=0.2, linewidth=0.8)
     axes.plot(steps, _smooth(np.asarray(train)), color="tab:blue", label="training text, running mean")
-    label = f"held-out text (end: {held_out[-1][1]:.2f})"
-    axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label=label)
-    axes.axhline(bigram, color="tab:gray", linestyle="--", label=f"bigram model, held-out text ({bigram:.2f})")
+    axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held-out text, a sample")
+    axes.plot(len(train), final, "D", color="tab:red", label=f"held-out text, at the end ({final:.2f})")
+    axes.axhline(bigram, color="tab:gray", linestyle="--", label=f"held-out text, bigram model ({bigram:.2f})")
     axes.set(title=title, xlabel="training step", ylabel="bits per byte", xlim=(0, len(train) + 1), ylim=(0, 8.2))
     axes.grid(alpha=0.3)
     axes.legend()

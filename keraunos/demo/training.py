@@ -222,7 +222,7 @@ def train(
             raise DemoError(f"the loss is {run.train_bits[-1]} at step {run.step}; --fresh starts over")
         now = time.perf_counter()
         run.elapsed, last = run.elapsed + now - last, now
-        if progress // _HELD_OUT_EVERY != (reached := budget.progress(run)) // _HELD_OUT_EVERY and reached < 1:
+        if progress // _HELD_OUT_EVERY != budget.progress(run) // _HELD_OUT_EVERY:
             run.held_out_bits.append((run.step, evaluate(programs, run.params, sample)))
         report(run)
         if stop():

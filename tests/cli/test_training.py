@@ -62,7 +62,7 @@ def test_learns(train, settings, programs, windows):
     train(run, 60)
     assert training.evaluate(programs, run.params, windows) < 5
     assert len(run.train_bits) == 60
-    assert len(run.held_out_bits) == 15
+    assert len(run.held_out_bits) == 16
 
 
 def test_other_seed_text_or_model_is_not_continued(settings, corpus, tmp_path):
