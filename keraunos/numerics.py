@@ -1,7 +1,8 @@
 """The one rule that says whether a result is right, for the tests, the benchmarks and the tuner.
 
 An error is the relative distance to the float64 reference in the Frobenius norm. A result may have at most twice the
-error of the reference algorithm run in :func:`working_dtype` on the same inputs, plus one unit in the last place of its own dtype.
+error of the reference algorithm run in :func:`working_dtype` on the same inputs, plus one unit in the last place of
+its own dtype.
 
 What is smaller than 2**-100 counts as zero: near there float32 runs out of digits.
 

@@ -1,7 +1,5 @@
 """Applies the one tolerance rule of ``keraunos.numerics`` to results; no test has a tolerance of its own."""
 
-import numpy as np
-
 from keraunos.numerics import bound, error
 
 

@@ -29,13 +29,27 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         return (backward(args, residuals, grads, opts),)
 
     call.defvjp(save, gradient)
-    return jax.jit(call, static_argnums=1)
+
+    def same_axes(args, opts):
+        axes = frozenset().union(*map(_varying, jax.tree.leaves(args)))
+        return call(jax.tree.map(lambda x: _vary(x, axes - _varying(x)), args), opts)
+
+    return jax.jit(same_axes, static_argnums=1)
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.Array:
-    """Zeros that vary over the mesh axes over which any array in ``like`` does, so that a scan may carry them."""
-    axes: frozenset = frozenset().union(*(getattr(jax.typeof(x), "vma", ()) for x in jax.tree.leaves(like)))
-    x = jnp.zeros(shape, dtype)
+def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros that, inside ``shard_map``, vary over the mesh axes that ``like`` does, so that a scan may carry them."""
+    return _vary(jnp.zeros(shape, dtype), _varying(like))
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which a value differs from device to device inside ``shard_map``."""
+    aval = jax.typeof(x)
+    axes = getattr(aval, "manual_axis_type", None)  # its name from jax 0.10 on
+    return axes.varying if axes is not None else getattr(aval, "vma", frozenset())
+
+
+def _vary(x: Any, axes: frozenset[str]) -> Any:
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
@@ -47,6 +61,7 @@ def device_of(x: Any) -> Device:
 
 
 def default_device() -> Device:
+    """The device on which JAX puts new arrays."""
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
@@ -62,5 +77,3 @@ def _describe(device: jax.Device) -> Device:
 def dtype_name(x: Any) -> str:
     """The dtype's name: "bfloat16", "float32", "int32", ..."""
     return np.dtype(x.dtype).name
-
-

@@ -80,6 +80,7 @@ class Implementation:
     source: str | None = None
 
     def __call__(self, *args, **kwargs):
+        """Call ``fn``."""
         return self.fn(*args, **kwargs)
 
     @functools.cached_property
@@ -121,6 +122,7 @@ class Row:
 
     @functools.cached_property
     def implementation(self) -> Implementation:
+        """What the row registers, imported if need be."""
         if not isinstance(self.target, str):
             return self.target
         module, name = self.target.split(":")

@@ -189,7 +189,7 @@ def test_prefix_and_rest_with_the_state_equal_the_whole(run_gla, gates, split):
 def test_nothing_leaks_between_packed_sequences(run_gla):
     lengths = (40, 30, 50)
     case = Case(gate="vector", B=1, lengths=lengths, state=True)
-    args, doutput, dstate = case.arrays
+    args = case.arrays[0]
     clean = run_gla(case, False)
     for x in args[:3]:
         x[:, 40:70] = np.nan

@@ -1,0 +1,1 @@
+"""The gated linear recurrence: lightning attention and gated linear attention."""

@@ -3,7 +3,7 @@
 A platform module (``xla.py``, ``torch.py``, ``triton.py``, ...) defines two functions which know this page only::
 
     forward(args: Args, opts: Options) -> ((output, final_state), residuals)
-    backward(args: Args, residuals, (doutput, dfinal_state), opts: Options) -> Args   # gradients, None where there is none
+    backward(args: Args, residuals, (doutput, dfinal_state), opts: Options) -> Args of gradients
 
 and hands them to :func:`kernels`, which makes of them the registered functions ``gla`` and ``lightning_attn``.
 """

@@ -1,4 +1,6 @@
-"""The gated linear recurrence, token by token in NumPy float64: the definition that every platform is tested against."""
+"""The gated linear recurrence, token by token in NumPy float64: what every platform is tested against."""
+
+import itertools
 
 import numpy as np
 
@@ -26,7 +28,7 @@ def linear_attention(query, key, value, g=None, g_gamma=None, initial_state=None
         gate = gate + np.broadcast_to(np.asarray(g_gamma).astype(dtype), (B, H))[:, None, :, None]
     sequences = [(b, 0, T) for b in range(B)]
     if cu_seqlens is not None:
-        sequences = [(0, int(a), int(b)) for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+        sequences = [(0, int(a), int(b)) for a, b in itertools.pairwise(cu_seqlens)]
     state = np.zeros((len(sequences), H, K, V), dtype)
     if initial_state is not None:
         state = np.array(initial_state).astype(dtype)

@@ -1,5 +1,7 @@
 """The gradient of the gated linear recurrence, token by token in NumPy float64."""
 
+import itertools
+
 import numpy as np
 
 
@@ -22,7 +24,7 @@ def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlen
         gate = gate + np.broadcast_to(np.asarray(g_gamma).astype(dtype), (B, H))[:, None, :, None]
     sequences = [(b, 0, T) for b in range(B)]
     if cu_seqlens is not None:
-        sequences = [(0, int(a), int(b)) for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+        sequences = [(0, int(a), int(b)) for a, b in itertools.pairwise(cu_seqlens)]
     dq, dk, dv, dgate = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros_like(gate)
     dstates = np.zeros((len(sequences), H, K, V), dtype)
     if dfinal_state is not None:

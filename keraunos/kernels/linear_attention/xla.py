@@ -1,11 +1,11 @@
 """The gated linear recurrence in ``jax.numpy``: chunks of tokens in a scan, on CPU, GPU and TPU.
 
 Within a chunk every pair (query i, key j <= i) is a matrix product weighted by the decay between them; from chunk to
-chunk only the state ``[K, V]`` travels. Decays are products of factors <= 1, each the exponential of a sum of gates taken
-over exactly the tokens it spans: no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0.
+chunk only the state ``[K, V]`` travels. Decays are products of factors <= 1, each over exactly the tokens it spans: no
+difference of cumulative sums, so nothing overflows or cancels for any gate <= 0.
 
-The backward keeps the inputs, recomputes the state before each chunk, and walks the chunks back with the gradient of the
-state: memory grows by ``K * V / chunk`` values a token and head, not by ``K * V``.
+The backward keeps the inputs, recomputes the state before each chunk, and walks the chunks back with the gradient of
+the state: memory grows by ``K * V / chunk`` values a token and head, not by ``K * V``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def heuristic(inv, cfg):
 
 
 def candidates(inv, cfg):
+    """Every chunk length that has a chance on some device."""
     return [replace(cfg, block_q=c) for c in (16, 32, 64, 128, 256)]
 
 
@@ -83,7 +84,7 @@ class _Walker:
         return jnp.einsum(equation, a, b, precision=self.precision)
 
     def zeros(self, shape, dtype=None):
-        return frontend.zeros(shape, dtype or self.dtype, self.args)
+        return frontend.zeros(shape, dtype or self.dtype, self.args.query)
 
     def rows(self, chunk: _Chunks):
         """The window's start, and which of its rows belong to the chunk (None: all), in the order of the recurrence."""
@@ -105,7 +106,7 @@ class _Walker:
         return jnp.repeat(x, self.H // x.shape[1], axis=1)
 
     def write(self, buffer, x, chunk):
-        """Put ``[B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over the query heads that share a head."""
+        """Put ``[B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over the query heads that share one."""
         start, valid = self.rows(chunk)
         heads = buffer.shape[2]
         if heads != self.H:
@@ -388,6 +389,4 @@ def _gamma_gradient(w: _Walker, da, chunk):
     return da.sum(tuple(range(2, da.ndim)))
 
 
-gla, lightning_attn = kernels(
-    __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates
-)
+gla, lightning_attn = kernels(__file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates)

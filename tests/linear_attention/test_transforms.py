@@ -1,0 +1,163 @@
+"""The operations under JAX's transformations give what they give without."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import keraunos
+from tests.linear_attention.cases import GPU, Case
+from tests.numerics import assert_within_rule
+
+B, T, H, K = 2, 70, 8, 16
+PLATFORMS = ["xla"] + (["triton"] if GPU else [])
+
+
+@pytest.fixture(params=PLATFORMS)
+def gla(request):
+    return functools.partial(keraunos.gla_attention, return_state=True, platform=request.param)
+
+
+@pytest.fixture(params=PLATFORMS)
+def lightning(request):
+    return functools.partial(keraunos.lightning_attention, return_state=True, platform=request.param)
+
+
+def arrays(**options):
+    case = Case(B=B, T=T, H=H, K=K, V=K, gate="vector", gamma=1, state=True, **options)
+    return [jnp.asarray(x) for x in case.arrays[0] if x is not None]
+
+
+def close(got, want):
+    """Equal up to twice the difference that float32 makes: another order of summation, not another result."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
+
+
+def test_jit_compiles_once_and_equals_eager(gla):
+    traced = []
+
+    @jax.jit
+    def f(*x):
+        traced.append(1)
+        return gla(*x)
+
+    x = arrays()
+    close(f(*x), gla(*x))
+    f(*arrays(seed=1))
+    assert len(traced) == 1
+
+
+def test_grad_and_checkpoint(gla):
+    def loss(*x):
+        output, state = gla(*x)
+        return (output**2).sum() + (state**2).sum()
+
+    x = arrays()
+    plain = jax.grad(loss, argnums=range(6))(*x)
+    close(jax.grad(jax.checkpoint(loss), argnums=range(6))(*x), plain)
+    close(jax.jit(jax.grad(loss, argnums=range(6)))(*x), plain)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_equals_a_loop(gla, axis):
+    x = [jnp.stack([a, b], axis if a.ndim > axis else 0) for a, b in zip(arrays(), arrays(seed=1), strict=True)]
+    axes = [axis if a.ndim > axis + 1 else 0 for a in x]
+
+    def grads(*x):
+        return jax.grad(lambda *x: (gla(*x)[0] ** 2).sum(), argnums=range(6))(*x)
+
+    for f in (gla, grads):
+        mapped = jax.vmap(f, axes)(*x)
+        for n, seed in enumerate((0, 1)):
+            close(jax.tree.map(lambda y, n=n: y[n], mapped), f(*arrays(seed=seed)))
+
+
+def test_vmap_over_one_argument_only(gla):
+    q, *rest = arrays()
+    mapped = jax.vmap(lambda q: gla(q, *rest))(jnp.stack([q, 2 * q]))
+    close(jax.tree.map(lambda y: y[1], mapped), gla(2 * q, *rest))
+
+
+def test_scan_over_layers_with_a_traced_layer(lightning):
+    q, k, v = arrays()[:3]
+    layers = 4
+
+    def layer(x, i):
+        return x + lightning(x, k, v, layer_idx=i, num_layers=layers)[0], None
+
+    def scanned(q):
+        return jax.lax.scan(layer, q, jnp.arange(layers))[0]
+
+    def unrolled(q):
+        for i in range(layers):
+            q = q + lightning(q, k, v, layer_idx=i, num_layers=layers)[0]
+        return q
+
+    close(jax.jit(scanned)(q), unrolled(q))
+    close(jax.grad(lambda q: scanned(q).sum())(q), jax.grad(lambda q: unrolled(q).sum())(q))
+
+
+def test_traced_cu_seqlens_do_not_recompile(gla):
+    q, k, v, g, _, state = (x[:1] for x in arrays())
+    traced = []
+
+    @jax.jit
+    def f(cu):
+        traced.append(1)
+        return gla(q, k, v, g, None, jnp.concatenate([state, state]), cu)
+
+    for split in (0, 3, 64, 70):
+        close(f(jnp.array([0, split, T])), gla(q, k, v, g, None, jnp.concatenate([state, state]),
+                                               jnp.array([0, split, T])))  # fmt: skip
+    assert len(traced) == 1
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices: the CPU run forces 8 host devices")
+def test_shard_map_over_batch_and_heads(gla):
+    mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = arrays()
+    specs = (*[P("batch", None, "heads")] * 4, P("heads"), P("batch", "heads"))
+    outputs = (P("batch", None, "heads"), P("batch", "heads"))
+    sharded = jax.shard_map(gla, mesh=mesh, in_specs=specs, out_specs=outputs)
+    close(jax.jit(sharded)(*x), gla(*x))
+
+    def loss(f):
+        return lambda *x: sum((y**2).sum() for y in f(*x))
+
+    close(jax.jit(jax.grad(loss(sharded), range(6)))(*x), jax.grad(loss(gla), range(6))(*x))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices: the CPU run forces 8 host devices")
+def test_named_sharding_is_kept_and_gathers_nothing():
+    mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    put = [jax.device_put(x, NamedSharding(mesh, P("batch", None, "heads"))) for x in arrays()[:4]]
+    f = jax.jit(lambda *x: keraunos.gla_attention(*x, platform="xla"))
+    compiled = f.lower(*put).compile()
+    assert "all-gather" not in compiled.as_text()
+    output = f(*put)
+    assert output.sharding.is_equivalent_to(put[0].sharding, 4)
+    close(output, keraunos.gla_attention(*arrays()[:4], platform="xla"))
+
+
+def test_gradient_reaches_log_decay(lightning):
+    q, k, v = arrays()[:3]
+    log_decay = -jnp.linspace(0.1, 1, H)
+    got = jax.grad(lambda d: (lightning(q, k, v, log_decay=d)[0] ** 2).sum())(log_decay)
+    want = jax.grad(lambda d: (keraunos.gla_attention(q, k, v, None, d, platform="xla") ** 2).sum())(log_decay)
+    close(got, want)
+    assert np.all(np.asarray(got))
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        case = Case(gate="vector", gamma=1, state=True, dtype="float64", gate_dtype="float64", T=90)
+        args = [None if x is None else jnp.asarray(x) for x in case.arrays[0]]
+        output, state = keraunos.gla_attention(*args, return_state=True, platform="xla")
+        assert output.dtype == state.dtype == jnp.float64
+        (truth, _), _ = case.reference(), None
+        np.testing.assert_allclose(output, truth[0], atol=1e-12)

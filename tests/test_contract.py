@@ -1,0 +1,95 @@
+"""What holds for the package as a whole."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+import keraunos
+from keraunos.kernels.registry import kernel_registry
+
+
+def python(code, *args):
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_loads_no_framework():
+    loaded = python(
+        "import json, sys, keraunos, keraunos.kernels, keraunos.ops, keraunos.decay\n"
+        "keraunos.lightning_attention, keraunos.kernel_registry.rows()\n"
+        "print(json.dumps([m for m in ('jax', 'torch', 'triton', 'jax_triton') if m in sys.modules]))"
+    )
+    assert json.loads(loaded) == []
+
+
+def test_importing_touches_no_file_of_the_user(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    python("import os, sys; os.environ['HOME'] = sys.argv[1]; os.environ.pop('KERAUNOS_CACHE_DIR', None)\n"
+           "import keraunos; keraunos.gla_attention", str(home))  # fmt: skip
+    assert list(home.iterdir()) == []
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in keraunos.__all__:
+        value = getattr(keraunos, name)
+        if name != "__version__":
+            assert inspect.getdoc(value), name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        keraunos.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("row", kernel_registry.rows(), ids=lambda r: f"{r.algorithm}-{r.platform}-{r.backend}")
+def test_every_row_imports_or_says_why_not(row):
+    try:
+        implementation = row.implementation
+    except ImportError as error:
+        # A reason that a user can act on names what is missing.
+        if not error.name:
+            pytest.fail(f"{row.target} cannot be imported and does not say what is missing: {error}")
+        return
+    assert implementation.fields
+    assert len(implementation.source_version) == 12
+
+
+@pytest.mark.parametrize("algorithm", sorted({r.algorithm for r in kernel_registry.rows()}))
+def test_implementations_agree_on_the_signature(algorithm):
+    signatures = set()
+    for row in kernel_registry.rows(algorithm):
+        try:
+            signatures.add(str(inspect.signature(row.implementation.fn)))
+        except ImportError:
+            continue
+    assert len(signatures) == 1
+
+
+def test_low_level_lightning_has_the_contract_signature():
+    parameters = list(inspect.signature(kernel_registry.get("lightning_attn", platform="xla").fn).parameters)
+    assert parameters[:9] == [
+        "query", "key", "value", "layer_idx", "num_layers", "softmax_scale", "initial_state", "reverse", "cu_seqlens",
+    ]  # fmt: skip
+
+
+def test_low_level_kernel_works_under_jit_and_returns_the_state():
+    import jax
+    import jax.numpy as jnp
+
+    fn = kernel_registry.get("lightning_attn", platform="xla", backend="any")
+    q = jnp.ones((1, 20, 2, 16))
+    output, state = jax.jit(lambda q: fn(q, q, q, 1, 4))(q)
+    want = keraunos.lightning_attention(q, q, q, layer_idx=1, num_layers=4, return_state=True, platform="xla")
+    assert jnp.allclose(output, want[0])
+    assert jnp.allclose(state, want[1])
+
+
+def test_detect_platform():
+    import jax  # noqa: F401
+
+    assert keraunos.detect_platform("gla", "xla") == "xla"
+    assert keraunos.detect_platform("gla") in kernel_registry.platforms("gla")
+    with pytest.raises(ValueError, match="unknown platform 'nonsense'"):
+        keraunos.detect_platform("gla", "nonsense")
+    with pytest.raises(ValueError, match="no algorithm 'nonsense'"):
+        kernel_registry.get("nonsense")
