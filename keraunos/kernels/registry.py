@@ -92,7 +92,7 @@ class Implementation:
         except TypeError:  # no Python function
             return "unknown"
         if path.is_file():
-            for file in sorted(path.parent.glob(f"{path.stem}*.py")):
+            for file in sorted(path.parent.glob(f"{path.stem}*{path.suffix}")):
                 digest.update(file.read_bytes())
         else:
             # Typed in, not in a file.
