@@ -13,12 +13,14 @@ each chunk, and from both a kernel that is parallel over chunks makes dq, dk and
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from keraunos.frontends import launch
 from keraunos.kernels.linear_attention import triton_kernels as kernels
 from keraunos.kernels.linear_attention.interface import Args, Options
+from keraunos.kernels.linear_attention.interface import kernels as implementations
 
 FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 
@@ -147,7 +149,7 @@ def _scan(call: _Call, q, k, v, *, reverse, adjoint=False, init=None, starts=Non
         GATE=call.gate, TERMS=call.terms, ADJOINT=adjoint, SPLIT=split,
         INIT=2 if starts is not None else int(init is not None),
         FINAL=0 if final is None else 2 if final_per_segment else 1, OUTPUT=q is not None, CHUNKS=chunks is not None,
-        STATE_T=state_t, PRECISION=call.precision, **call.flags(reverse),
+        STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, **call.flags(reverse),
     )  # fmt: skip
     grid = (slots * H * -(-V // BV),)
     return launch(kernels.scan_kernel, grid, inputs, outputs, constants,
@@ -289,10 +291,14 @@ def _sum(x, M: int, R: int, D: int, shape, dtype: str):
 
 def unsupported(inv) -> str | None:
     """Why Triton cannot run the call, or None."""
+    # With TRITON_INTERPRET=1 the kernels run on the CPU, in NumPy.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and inv.framework == "torch"
+    if inv.backend != "gpu" and not interpreted:
+        return f"needs a GPU; the call's arrays are on {inv.backend}"
     if inv.arrays["query"][0] == "float64":
-        return "Triton's matrix products have no float64; convert to float32 or use xla or torch"
+        return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
     if max(inv.dims["K"], inv.dims["V"]) > 256:
-        return f"head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
+        return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
     return None
 
 
@@ -309,3 +315,8 @@ def candidates(inv, cfg):
         replace(cfg, block_q=BT, block_d=BV, num_warps=warps, num_stages=stages)
         for BT in (32, 64) for BV in (32, 64, 128) for warps in (4, 8) for stages in (2, 3)
     ]  # fmt: skip
+
+
+gla, lightning_attn = implementations(
+    __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, unsupported=unsupported
+)

@@ -15,6 +15,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for -inf in sums of gates: 0 * CLOSED is 0, exp of it is 0, and every 16-bit format holds it exactly.
 CLOSED = tl.constexpr(-16384.0)
+# The log of less than any 16-bit value.
+FAINT = tl.constexpr(-100.0)
 
 
 @triton.jit
@@ -54,9 +56,9 @@ def ones_dot(m, x, TERMS: tl.constexpr):
 
 
 @triton.jit
-def load_gate(p_g, m_g):
-    """Gates, at least CLOSED, 0 outside the sequence."""
-    return tl.maximum(tl.load(p_g, mask=m_g, other=0.0).to(tl.float32), CLOSED)
+def load_gate(p_g, m_g, LOWEST: tl.constexpr):
+    """Gates, at least LOWEST, 0 outside the sequence."""
+    return tl.maximum(tl.load(p_g, mask=m_g, other=0.0).to(tl.float32), LOWEST)
 
 
 @triton.jit
@@ -90,7 +92,7 @@ def scan_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr,
     PACKED: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr,
-    CHUNKS: tl.constexpr, STATE_T: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNKS: tl.constexpr, STATE_T: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk a sequence, or one segment of it, chunk by chunk, with a tile of the state in registers.
 
@@ -178,20 +180,26 @@ def scan_kernel(
 
         b_to_c, b_left_c, b_all_c = b_to, b_left, b_all
         if GATE == 1:
-            b_g = load_gate(p_g, m_t)  # [BT]
-            m_upto = (o_p[:, None] > o_p[None, :]) if ADJOINT else (o_p[:, None] >= o_p[None, :])
+            # Differences of sums over the chunk are as good as 16-bit inputs if no gate is below FAINT.
+            b_g = load_gate(p_g, m_t, CLOSED if EXACT else FAINT)  # [BT]
+            m_upto = (o_p[:, None] < o_p[None, :]) if ADJOINT else (o_p[:, None] <= o_p[None, :])
             m_after = (o_p[:, None] <= o_p[None, :]) if ADJOINT else (o_p[:, None] < o_p[None, :])
-            b_to_c *= tl.exp2(tl.sum(tl.where(m_upto, b_g[None, :], 0.0), 1) * LOG2E)
-            b_left_c *= tl.exp2(tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1) * LOG2E)
+            b_g_to = tl.sum(tl.where(m_upto, b_g[:, None], 0.0), 0)  # [BT (i)]
             b_g_all = tl.sum(b_g, 0)
-            b_sum1 += b_g_all
+            b_g_left = tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1)  # [BT (j)]
+            b_to_c *= tl.exp2(b_g_to * LOG2E)
+            b_left_c *= tl.exp2(b_g_left * LOG2E)
             b_all_c *= tl.exp2(b_g_all * LOG2E)
+            b_sum1 += b_g_all
             p_g += step * stride_gt
             if OUTPUT:
-                # Rows t, columns i: the gates up to i; the product with m_after keeps those after j.
-                m_to = (o_p[:, None] < o_p[None, :]) if ADJOINT else (o_p[:, None] <= o_p[None, :])
-                b_between = ones_dot(m_after, tl.where(m_to, b_g[:, None], 0.0), TERMS)
-                b_pair = tl.where(m_pair, tl.exp2(b_between * LOG2E + b_gap) * scale, 0.0)
+                if EXACT:
+                    # Rows t, columns i: the gates up to i; the product with m_after keeps those after j.
+                    b_between = ones_dot(m_after, tl.where(m_upto, b_g[:, None], 0.0), TERMS)
+                else:
+                    b_between = b_g_to[None, :] + (b_g_left - b_g_all)[:, None]
+                b_between = tl.minimum(b_between, 0.0) * LOG2E + b_gap
+                b_pair = tl.where(m_pair, tl.exp2(b_between) * scale, 0.0)
         if GATE == 2:
             b_sums = tl.load(sums + i_slot * K + o_k, mask=o_k < K, other=0.0)
             b_sum += b_sums
@@ -358,7 +366,7 @@ def decay_kernel(
         m_k = m_t[:, None] & (o_k < K)[None, :]
         b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
         b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
-        b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k)
+        b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
         if GAMMA:
             b_g = tl.where(m_k, b_g + b_gamma, 0.0)
         b_late = tl.sum(tl.where((o_p >= BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
@@ -464,7 +472,7 @@ def gradient_kernel(
     row = (i_b * T + base) * H + i_h
 
     if GATE == 2:
-        b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k)  # [BT, BK]
+        b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)  # [BT, BK]
         if GAMMA:
             b_g = tl.where(m_k, b_g + b_gamma / LOG2E, 0.0)
         b_late = tl.sum(tl.where((o_p >= BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
@@ -519,7 +527,7 @@ def gradient_kernel(
         b_all = b_gamma * left
         b_between = b_gamma * tl.maximum(o_p[:, None] - o_p[None, :], 0)  # [BT (i), BT (j)]
         if GATE == 1:
-            b_g = load_gate(p_g + o_t * stride_gt, m_t)  # [BT]
+            b_g = load_gate(p_g + o_t * stride_gt, m_t, CLOSED)  # [BT]
             b_row += tl.sum(tl.where(m_upto, b_g[None, :], 0.0), 1) * LOG2E
             b_col += tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1) * LOG2E
             b_all += tl.sum(b_g, 0) * LOG2E

@@ -1,0 +1,55 @@
+"""JAX: launching Triton kernels through jax_triton."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_CACHE = os.environ.get("TRITON_CACHE_DIR")
+
+import jax_triton  # noqa: E402
+
+# Importing jax_triton empties the variable, which would switch Triton's own cache off for everybody in the process.
+if _CACHE is None:
+    os.environ.pop("TRITON_CACHE_DIR", None)
+else:
+    os.environ["TRITON_CACHE_DIR"] = _CACHE
+
+
+def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
+           constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:  # fmt: skip
+    """Launch as an operation of JAX; the arguments are those of :func:`keraunos.frontends.torch.launch`."""
+    _check_names(kernel, inputs, outputs, constants)
+    made = {name: jax.ShapeDtypeStruct(*o) for name, o in outputs.items() if o is not None}
+    if not all(grid):
+        done = [jnp.zeros(o.shape, o.dtype) for o in made.values()]
+    else:
+        args = [_argument(x, inputs) for x in inputs.values()]
+        # Every parameter needs a buffer, also where the constants switch it off.
+        shapes = [made.get(name, jax.ShapeDtypeStruct((1,), np.float32)) for name in outputs]
+        done = jax_triton.triton_call(
+            *args, kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages, **constants
+        )
+        return tuple(x if name in made else None for name, x in zip(outputs, done, strict=True))
+    filled = iter(done)
+    return tuple(next(filled) if name in made else None for name in outputs)
+
+
+def _argument(x: Any, inputs: dict[str, Any]) -> Any:
+    """A kernel's argument: an absent array is any other one, which the kernel never reads; floats are float32."""
+    if x is None:
+        return next(y for y in inputs.values() if isinstance(y, jax.Array))
+    if isinstance(x, float):
+        return np.float32(x)
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _check_names(kernel: Any, inputs: dict[str, Any], outputs: dict[str, Any], constants: dict[str, Any]) -> None:
+    """jax_triton takes arguments by position and any other name as a constant: a slip would go unnoticed."""
+    names, given = kernel.arg_names, [*inputs, *outputs]
+    if given != names[: len(given)] or set(constants) != set(names[len(given) :]):
+        raise TypeError(f"{kernel.__name__}: got arguments {given}, constants {list(constants)}; expected {names}")
