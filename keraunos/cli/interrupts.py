@@ -6,7 +6,10 @@ from types import FrameType
 
 
 class HeldBackInterrupt:
-    """While entered, a first Ctrl-C only sets `requested`, so that the work at hand is finished; a second ends it."""
+    """While entered, a first Ctrl-C only sets `requested`, so that the work at hand is finished; a second ends it.
+
+    A request that was not acted upon is not lost: leaving raises `KeyboardInterrupt`.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -18,9 +21,11 @@ class HeldBackInterrupt:
             self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._in_main:
             signal.signal(signal.SIGINT, self._previous)
+        if self.requested and kind is None:
+            raise KeyboardInterrupt
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self.requested:

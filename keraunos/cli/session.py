@@ -51,8 +51,6 @@ class Session:
         self._checkpoint = options.out / "checkpoint.npz"
         self._saved_step: int | None = None
         _require_writable(options.out)
-        # Check 1 compares two orders of float32 arithmetic; a GPU's default TF32 products would drown it.
-        jax.config.update("jax_default_matmul_precision", "highest")
         try:
             batch = training.evaluation_batch(self._windows)
             self._programs = training.Programs(self._settings, batch, options.platform)

@@ -73,12 +73,15 @@ def forward(
     """
     x = params["embed"][tokens]
     after = []
-    for i, (block, kind, state) in enumerate(zip(params["blocks"], config.blocks, states, strict=True)):
-        mixed, state = _attention(block, _rms_norm(x) * block["attention_norm"], state, i, kind, config, platform)
-        x = x + mixed
-        x = x + _mlp(block, _rms_norm(x) * block["mlp_norm"])
-        after.append(state)
-    return (_rms_norm(x) * params["norm"]) @ params["head"], tuple(after)
+    # By step and in parallel the same sums come in another order: with a GPU's default TF32 products they would differ
+    # by more than a mistake does.
+    with jax.default_matmul_precision("highest"):
+        for i, (block, kind, state) in enumerate(zip(params["blocks"], config.blocks, states, strict=True)):
+            mixed, state = _attention(block, _rms_norm(x) * block["attention_norm"], state, i, kind, config, platform)
+            x = x + mixed
+            x = x + _mlp(block, _rms_norm(x) * block["mlp_norm"])
+            after.append(state)
+        return (_rms_norm(x) * params["norm"]) @ params["head"], tuple(after)
 
 
 def _init_block(config: ModelConfig, kind: str, key: jax.Array) -> Params:

@@ -146,12 +146,30 @@ def test_interrupted_anywhere_leaves_a_usable_checkpoint(prose, tmp_path):
 
 def test_second_interrupt_is_not_held_back():
     before = signal.getsignal(signal.SIGINT)
-    with HeldBackInterrupt() as interrupt:
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.requested
-        with pytest.raises(KeyboardInterrupt):
+
+    def press_twice():
+        with HeldBackInterrupt() as interrupt:
             signal.raise_signal(signal.SIGINT)
+            assert interrupt.requested
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("held back")
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_interrupt_that_nobody_acted_upon_is_not_lost():
+    finished = []
+
+    def press_once():
+        with HeldBackInterrupt():
+            signal.raise_signal(signal.SIGINT)
+            finished.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_once()
+    assert finished
 
 
 def test_bytes_are_shown_without_commands_for_the_terminal(capsys):
