@@ -1,0 +1,170 @@
+"""Speed, growth, memory and accuracy of the linear operations on this machine's CPU.
+
+    python benchmarks/cpu.py                     all of it, into benchmarks/results/cpu.json
+    python benchmarks/cpu.py speed growth        some of it, printed only
+    /usr/bin/time -v python benchmarks/cpu.py peak lightning     one forward + backward at 131,072 tokens
+
+Speed compares with the plain algorithm, a jitted ``lax.scan`` over tokens, in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import keraunos
+from keraunos.kernels.linear_attention.reference import linear_attention
+from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
+from keraunos.numerics import error
+
+OPERATIONS = ("lightning", "gla")
+
+
+def inputs(operation, B, T, H, K, V):
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, do = (jax.random.normal(key, (B, T, H, n)) for key, n in zip(keys, (K, K, V, V), strict=False))
+    gates = [jax.nn.log_sigmoid(jax.random.normal(keys[4], (B, T, H, K))) / 16] if operation == "gla" else []
+    return [q, k, v, *gates], do
+
+
+def ours(operation):
+    if operation == "gla":
+        return lambda q, k, v, g: keraunos.gla_attention(q, k, v, g, platform="xla")
+    return lambda q, k, v: keraunos.lightning_attention(q, k, v, layer_idx=5, num_layers=32, platform="xla")
+
+
+def token_scan(operation):
+    def run(q, k, v, g=None):
+        B, _, H, K = q.shape
+        log_decay = keraunos.decay.lightning(H, 5, 32)[None, :, None, None]
+
+        def step(state, x):
+            decay = jnp.exp(x[3])[..., None] if operation == "gla" else jnp.exp(log_decay)
+            state = decay * state + x[1][..., None] * x[2][..., None, :]
+            return state, K**-0.5 * jnp.einsum("bhkv,bhk->bhv", state, x[0])
+
+        tokens = [x.swapaxes(0, 1) for x in (q, k, v, g) if x is not None]
+        return jax.lax.scan(step, jnp.zeros((B, H, K, v.shape[-1])), tokens)[1].swapaxes(0, 1)
+
+    return run
+
+
+def with_gradient(f, do, n):
+    # With the value: else XLA drops the forward, whose results nobody reads.
+    return jax.jit(jax.value_and_grad(lambda *x: (f(*x) * do).sum(), argnums=range(n)))
+
+
+def seconds(f, *x, repeats=7):
+    jax.block_until_ready(f(*x))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*x))
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def speed():
+    rows = []
+    for operation in OPERATIONS:
+        x, do = inputs(operation, 1, 8192, 8, 64, 64)
+        for name, wrap in (("forward", jax.jit), ("forward+backward", lambda f, n=len(x), do=do: with_gradient(f, do, n))):
+            scan, own = seconds(wrap(token_scan(operation)), *x, repeats=3), seconds(wrap(ours(operation)), *x)
+            rows.append({"operation": operation, "what": name, "token_scan_ms": 1e3 * scan, "keraunos_ms": 1e3 * own,
+                         "ratio": scan / own})  # fmt: skip
+            print(f"{operation} {name}: token scan {1e3 * scan:.1f} ms, keraunos {1e3 * own:.1f} ms: {scan / own:.1f} x")
+    return rows
+
+
+def growth():
+    rows = []
+    for operation in OPERATIONS:
+        previous = None
+        for T in (2**n for n in range(11, 18)):
+            x, do = inputs(operation, 1, T, 4, 64, 64)
+            took = seconds(with_gradient(ours(operation), do, len(x)), *x, repeats=5)
+            rows.append({"operation": operation, "T": T, "forward+backward_ms": 1e3 * took,
+                         "factor": took / previous if previous else None})  # fmt: skip
+            print(f"{operation} T {T}: {1e3 * took:.1f} ms" + (f", x {took / previous:.2f}" if previous else ""))
+            previous = took
+    return rows
+
+
+def peak(operation):
+    x, do = inputs(operation, 1, 131072, 4, 64, 64)
+    jax.block_until_ready(with_gradient(ours(operation), do, len(x))(*x))
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{used:.3f}")
+
+
+def memory():
+    rows = []
+    for operation in OPERATIONS:
+        command = [sys.executable, __file__, "peak", operation]
+        gib = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+        rows.append({"operation": operation, "shape": "B 1, T 131072, H 4, K V 64, float32, forward+backward",
+                     "peak_resident_gib": gib})  # fmt: skip
+        print(f"{operation}: peak resident memory {gib:.2f} GiB")
+    return rows
+
+
+def accuracy():
+    rows, T, H, K = [], 4096, 2, 128
+    rng = np.random.default_rng(0)
+    names = ("output", "final_state", "dquery", "dkey", "dvalue", "dg", "dg_gamma", "dinitial_state")
+    for gates in ("gamma weak", "gamma strong", "scalar weak", "scalar strong", "vector weak", "vector strong",
+                  "vector -inf"):  # fmt: skip
+        kind, strength = gates.split()
+        q, k, v, do = (rng.standard_normal((1, T, H, K)).astype(np.float32) for _ in range(4))
+        h0, dh = (rng.standard_normal((1, H, K, K)).astype(np.float32) for _ in range(2))
+        shape = {"gamma": (H,), "scalar": (1, T, H), "vector": (1, T, H, K)}[kind]
+        decay = -rng.exponential(size=shape).astype(np.float32) * (20 if strength == "strong" else 0.05)
+        if strength == "-inf":
+            decay[rng.random(shape) < 0.05] = -np.inf
+        args = [q, k, v, None, decay, h0] if kind == "gamma" else [q, k, v, decay, None, h0]
+        truth = [*linear_attention(*args), *linear_attention_vjp(*args, None, do, dh)]
+
+        def run(*x):
+            return keraunos.gla_attention(*x, return_state=True, platform="xla")
+
+        outputs, pull = jax.vjp(run, *(None if x is None else jnp.asarray(x) for x in args))
+        got = [*outputs, *pull((jnp.asarray(do), jnp.asarray(dh)))]
+        errors = {n: error(g, t) for n, g, t in zip(names, got, truth, strict=True) if t is not None}
+        rows.append({"gates": gates, "errors": errors})
+        print(gates, {n: f"{e:.1e}" for n, e in errors.items()})
+    return rows
+
+
+PARTS = {"speed": speed, "growth": growth, "memory": memory, "accuracy": accuracy}
+
+
+def main():
+    if sys.argv[1:2] == ["peak"]:
+        return peak(sys.argv[2])
+    results = {name: PARTS[name]() for name in sys.argv[1:] or PARTS}
+    if len(sys.argv) > 1:
+        return None
+    about = {"device": "cpu", "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+             "python": platform.python_version(), "jax": jax.__version__, "keraunos": keraunos.__version__,
+             "source": {a: keraunos.kernel_registry.get(a, "xla").source_version for a in ("gla", "lightning_attn")},
+             "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+    path = Path(__file__).parent / "results" / "cpu.json"
+    path.write_text(json.dumps({"about": about, **results}, indent=1) + "\n")
+    print(f"written: {path}")
+    return None
+
+
+if __name__ == "__main__":
+    main()
