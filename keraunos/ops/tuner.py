@@ -159,17 +159,18 @@ class Tuner:
         with _progress(self.progress, f"tuning {inv.op_id}", len(cfgs) + self.iters) as advance:
             jobs = _Jobs(kernel, inv, cfgs, backward)
             runs, dropped = _prepare(measure, jobs, deadline, advance)
+            clock = measure.clock(list(runs.values()))
             seconds: list[list[float]] = [[] for _ in cfgs]
             for i in runs:
                 for _ in range(self.warmup):
                     if deadline.left() > 0:
-                        measure.seconds(runs[i])
+                        clock(runs[i])
             for n in range(self.iters):
                 # Every other round runs backwards: no candidate always follows the same one.
                 for i in sorted(runs, reverse=bool(n % 2)):
                     # One round is always finished: what has been compiled gets a time.
                     if n == 0 or deadline.left() > 0:
-                        seconds[i].append(measure.seconds(runs[i]))
+                        seconds[i].append(clock(runs[i]))
                 advance()
                 if deadline.left() <= 0:
                     break

@@ -207,3 +207,13 @@ def test_unknown_names_are_refused_with_those_that_exist():
         keraunos.gla_attention(q, q, q, platform="xla", cfg=Config(platform="triton"))
     with pytest.raises(TypeError, match="expected a configuration"):
         keraunos.gla_attention(q, q, q, cfg={"block_q": 16})
+
+
+def test_each_key_is_logged_once(toy, caplog):
+    run = executor(cache_miss_fallback="heuristics")
+    caplog.set_level("INFO", logger="keraunos")
+    for n in (32, 31, 32):
+        run(toy, jnp.ones((2, n)))
+    assert len(caplog.records) == 1
+    assert "xla: {'block_q': 64" in caplog.text
+    assert "disk: not in use" in caplog.text

@@ -224,3 +224,11 @@ def test_samples_are_calls_of_the_shape_that_was_asked_for(name, sizes, framewor
     for small in kernel.check_calls(inv, [kernel.config(block_q=64)]):
         args, kwargs = kernel.sample(small, 0)
         assert kernel.bind(*args, **kwargs).dims == small.dims
+
+
+def test_progress_is_not_shown_into_files(capfd):
+    with planted({64: {}, 32: {}}) as toy:
+        tune(toy)
+        assert capfd.readouterr() == ("", "")
+        tune(toy, progress=True)
+    assert capfd.readouterr().err

@@ -1,0 +1,81 @@
+"""`keraunos tune` and `keraunos cache`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from keraunos.cli.main import app
+from keraunos.kernels.linear_attention.cases import CASES
+from keraunos.ops import cache as cache_module
+
+SHAPE = "B=1,T=8,H=1,K=16,dtype=float32,gate=constant"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.setenv("KERAUNOS_CACHE_DIR", str(tmp_path / "user"))
+    monkeypatch.setattr(cache_module, "shipped_directory", lambda: tmp_path / "shipped")
+
+    def invoke(*arguments, code=0):
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments))
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout) if "--json" in arguments else result.output
+
+    return invoke
+
+
+def test_tune_then_look_then_clear(run, tmp_path):
+    report = run("tune", "gla", "--shape", SHAPE, "--budget", "120", "--ship", "--json")
+    (tuned,) = report["tuned"]
+    assert tuned["stored"]
+    assert [m["config"]["block_q"] for m in tuned["measurements"]] == [64, 16, 32, 128, 256]
+    assert all(m["rounds"] >= 1 for m in tuned["measurements"])
+    assert json.loads((tmp_path / "shipped" / "cpu.json").read_text())["entries"].keys() == {tuned["key"]}
+
+    assert run("cache", "path", "--json") == {"path": str(tmp_path / "user" / "configurations")}
+    (file,) = run("cache", "list", "--json")["files"]
+    assert (file["file"], file["entries"]) == (str(tmp_path / "user" / "configurations" / "cpu.json"), 1)
+    entries = run("cache", "show", "--json")["entries"]
+    assert entries[tuned["key"]]["winner"] == tuned["winner"]
+    assert tuned["key"] in run("cache", "show", "--only", "gla |")
+    assert run("cache", "show", "--only", "lightning") == "no such entry\n"
+    assert run("cache", "clear", "--only", "lightning", "--json") == {"dropped": 0, "failed": []}
+    assert run("cache", "clear", "--json") == {"dropped": 1, "failed": []}
+    assert run("cache", "show", "--json") == {"entries": {}}
+
+
+def test_the_table_has_every_candidate(run):
+    table = run("tune", "lightning_attn", "--shape", "T=8,H=1,K=16,dtype=float32", "--budget", "120")
+    for size in (16, 32, 64, 128, 256):
+        assert f"block_q={size}" in table
+    assert table.count("chosen") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gal", "--cases"], "'gal' is none of lightning_attn, gla"),
+        (["gla"], "what to tune for"),
+        (["gla", "--shape", "T"], "expected NAME=VALUE"),
+        (["gla", "--shape", "T=8,H=1,K=16,gate=no"], "gate is 'no'; expected one of"),
+        (["gla", "--shape", "T=8,H=3,K=16,G=2"], "G a divisor of H"),
+        (["gla", "--shape", "T=8,H=3,K=16,Q=2"], "unexpected keyword argument 'Q'"),
+        (["gla", "--case", "no model"], "'no model' is none of"),
+        (["gla", "--shape", SHAPE, "--platform", "tritom"], "unknown platform 'tritom'"),
+        (["gla", "--shape", SHAPE, "--budget", "0"], "no positive number of seconds"),
+    ],
+)
+def test_what_is_wrong_is_said(run, arguments, message):
+    output = run("tune", *arguments, code=2)
+    assert message in " ".join(output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("operation", "name"), [(op, name) for op, cases in CASES.items() for name in cases])
+def test_every_case_is_a_call(operation, name):
+    from keraunos.cli.tune import _operation
+
+    kernel, cases = _operation(operation)
+    inv = kernel.invocation("jax", **cases[name])
+    assert inv.op_id == operation
+    assert inv.dims["T"] >= 256
