@@ -62,7 +62,7 @@ def device_of(x: Any) -> Device:
 
 def default_device() -> Device:
     """The device on which JAX puts new arrays."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
     return _describe(device)

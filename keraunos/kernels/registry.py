@@ -252,7 +252,7 @@ class KernelRegistry:
             ValueError: unknown names.
             UnsupportedError: none can; the message gives each one's reason.
         """
-        passed = []
+        passed: list[str] = []
         for row in self.find(inv.op_id, platform, backend):
             reason = row.unsupported(inv)
             if reason is None:
@@ -267,6 +267,9 @@ for _algorithm in ("gla", "lightning_attn"):
     _family = "keraunos.kernels.linear_attention"
     kernel_registry.register(_algorithm, Platform.XLA, Backend.ANY, 10, frameworks=("jax",))(
         f"{_family}.xla:{_algorithm}"
+    )
+    kernel_registry.register(_algorithm, Platform.TORCH, Backend.ANY, 10, frameworks=("torch",))(
+        f"{_family}.torch:{_algorithm}"
     )
 
 

@@ -14,7 +14,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -53,7 +53,10 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
         TypeError: an argument is no array of the query's framework, or has a wrong dtype.
         ValueError: a shape does not fit.
     """
-    fail = functools.partial(_fail, op_id)
+
+    def fail(error, name, got, wanted, why) -> NoReturn:
+        raise error(f"{op_id}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
+
     framework = frontends.framework_of(args.query)
     if framework is None:
         fail(TypeError, "query", f"is {_kind(args.query)}", "a jax.Array or a torch.Tensor", "")
@@ -134,10 +137,6 @@ def _kind(x) -> str:
     return f"of type {type(x).__module__}.{type(x).__qualname__}" if x is not None else "None"
 
 
-def _fail(op_id, error, name, got, wanted, why):
-    raise error(f"{op_id}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
-
-
 def constant_decay(op_id: str, num_heads: int, layer_idx: Any, num_layers: Any, log_decay: Any) -> Any:
     """Lightning's decay per head: ``log_decay``, or the formula for a layer as a NumPy array.
 
@@ -203,6 +202,7 @@ def kernels(
         args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
         return run("lightning_attn", args, softmax_scale, reverse, cfg)
 
-    return tuple(
-        Implementation(fn, fields, unsupported, heuristic, candidates, source=source) for fn in (gla, lightning_attn)
-    )
+    def made(fn: Callable) -> Implementation:
+        return Implementation(fn, fields, unsupported, heuristic, candidates, source=source)
+
+    return made(gla), made(lightning_attn)

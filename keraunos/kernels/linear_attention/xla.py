@@ -377,7 +377,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     if opts.gamma_is_constant:
         dgamma = None
     dinitial = None if args.initial_state is None else dstates
-    grads = Args(*buffers, dgamma, dinitial)
+    grads = (*buffers, dgamma, dinitial, None)
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, grads, strict=True)))
 
 
