@@ -37,14 +37,18 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
     device = like.device
     made = tuple(None if o is None else torch.empty(o[0], dtype=_DTYPES[o[1]], device=device) for o in outputs.values())
-    # While a graph is traced there is nothing to compute: the shapes and dtypes of the outputs are the answer.
-    if isinstance(like, FakeTensor) or device.type == "meta" or not all(grid):
+    if is_traced(like) or not all(grid):
         return made
     # Triton launches on the current device, which need not be the tensors'.
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
         kernel[grid](*inputs.values(), *made, **constants, num_warps=num_warps, num_stages=num_stages)
     return made
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether there is nothing to compute, as in tracing a graph: the shapes and dtypes of outputs are the answer."""
+    return isinstance(x, FakeTensor) or x.device.type == "meta"
 
 
 _NUMBER = itertools.count()
@@ -97,7 +101,9 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     def call(args, opts):
         device = args[0].device
-        return forward_op(*(_rows(constant(x, device) if isinstance(x, np.ndarray) else x) for x in args), encode(opts))[:2]
+        return forward_op(
+            *(_rows(constant(x, device) if isinstance(x, np.ndarray) else x) for x in args), encode(opts)
+        )[:2]
 
     return call
 
