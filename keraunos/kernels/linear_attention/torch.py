@@ -1,0 +1,411 @@
+"""The gated linear recurrence in plain PyTorch operations: chunks of tokens, on any device.
+
+The algorithm is that of ``xla.py``, and so are the names: within a chunk every pair (query i, key j <= i) is a matrix
+product weighted by the decay between them; from chunk to chunk only the state ``[K, V]`` travels. Decays are products
+of factors <= 1, each the exponential of a sum of gates taken over exactly the tokens it spans: no difference of
+cumulative sums, so nothing overflows or cancels for any gate <= 0.
+
+PyTorch pays for every operation that it starts. What happens inside chunks is therefore computed for a group of them at
+once; only the walk of the state goes chunk by chunk, with one operation (two for packed sequences).
+
+The backward keeps the inputs, recomputes the state before each chunk, and walks the groups back with the gradient of
+the state: memory grows by ``K * V / chunk`` values a token and head, not by ``K * V``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from keraunos.frontends import torch as frontend
+from keraunos.kernels.linear_attention.interface import Args, Options, kernels
+
+FIELDS = ("block_q",)
+
+# Stands for -inf in sums: finite, so that 0 * gate is 0 in the triangular products, and exp of it is 0.
+_CLOSED = -1e30
+
+# Values of one array that a group of chunks may have: on a CPU they should stay in its caches; elsewhere, few launches.
+_GROUP = {"cpu": 1 << 18}
+_GROUP_ELSEWHERE = 1 << 24
+
+
+def heuristic(inv, cfg):
+    """Chunks of 64 tokens: fewer make the products too small, more spend the time on pairs inside the chunk."""
+    return replace(cfg, block_q=64)
+
+
+def candidates(inv, cfg):
+    """Chunks from 16 to 256 tokens."""
+    return [replace(cfg, block_q=c) for c in (16, 32, 64, 128, 256)]
+
+
+class _Chunks(NamedTuple):
+    """Where chunks of packed sequences are: one row per chunk, in the order of the recurrence."""
+
+    tokens: Any  # [n, C] positions; T: none
+    sequence: Any  # [n] whose state it continues; N: nobody's
+    first: Any  # [n] bool: starts from the initial state
+    last: Any  # [n] bool: ends in the final state
+
+
+def _chunks(args: Args, opts: Options, C: int) -> _Chunks:
+    """The chunks of packed sequences: as many as any offsets could need, found where the offsets are, on the device."""
+    T, N, cu = args.query.shape[1], args.cu_seqlens.shape[0] - 1, args.cu_seqlens.long()
+    length = cu[1:] - cu[:-1]
+    count = (length + C - 1) // C  # chunks of each sequence
+    stop = count.cumsum(0)
+    i = torch.arange(T // C + N, device=cu.device)
+    sequence = torch.searchsorted(stop, i, right=True)
+    s = sequence.clamp(max=N - 1)
+    local = i - (stop - count)[s]
+    live = sequence < N
+    step = local[:, None] * C + torch.arange(C, device=cu.device)  # how far into the sequence
+    tokens = cu[s + 1, None] - 1 - step if opts.reverse else cu[s, None] + step
+    tokens = torch.where(live[:, None] & (step < length[s, None]), tokens, T)
+    return _Chunks(tokens, sequence, live & (local == 0), live & (local == count[s] - 1))
+
+
+class _Group(NamedTuple):
+    """Chunks that are worked on at once."""
+
+    n: int  # number of chunks
+    tokens: Any  # slice of the row, or [n * C] positions, T: none
+    valid: Any  # [n or 1, 1, 1, C] bool: there is a token; None: everywhere
+    chunks: Any  # _Chunks of packed sequences
+
+
+class _Walker:
+    """Reads and writes groups of chunks of a call's arrays as ``[n, B, H, C, dim]`` in the order of the recurrence."""
+
+    def __init__(self, args: Args, opts: Options):
+        self.args, self.opts = args, opts
+        self.B, self.T, self.H, self.K = args.query.shape
+        self.V, self.device = args.value.shape[-1], args.query.device
+        # A power of two, for the halving of vector gates; no larger than what holds all tokens.
+        self.C = min(opts.cfg.block_q, 1 << (self.T - 1).bit_length())
+        self.dtype = torch.promote_types(args.query.dtype, torch.float32)
+        self.widen = self.dtype == torch.float32 and _products_are_rounded(self.device)
+        self.packed = args.cu_seqlens is not None
+        self.before = torch.ones(self.C, self.C, dtype=self.dtype, device=self.device).tril_(-1)
+        self.onward = 1 - self.before
+        self.groups = self._groups()
+        self.constant: _Scalar | None = None
+
+    def _groups(self) -> list[_Group]:
+        C, T = self.C, self.T
+        if not T:
+            return []
+        values = _GROUP.get(self.device.type, _GROUP_ELSEWHERE)
+        step = max(1, values // (self.B * self.H * C * max(self.K, self.V, C)))
+        if self.packed:
+            chunks = _chunks(self.args, self.opts, C)
+            pieces = (_Chunks(*x) for x in zip(*(x.split(step) for x in chunks), strict=True))
+            return [_Group(len(x.tokens), x.tokens.flatten(), (x.tokens < T)[:, None, None], x) for x in pieces]
+        groups = []
+        for begin in range(0, T, step * C):
+            end = min(begin + step * C, T)
+            n = -(-(end - begin) // C)
+            valid = None
+            if (end - begin) % C:
+                valid = (torch.arange(n * C, device=self.device) < end - begin).view(n, 1, 1, C)
+            groups.append(_Group(n, slice(T - end, T - begin) if self.opts.reverse else slice(begin, end), valid, None))
+        return groups
+
+    def mm(self, a, b):
+        """The matrix product, in the precision of its arguments whatever the user's settings allow for products."""
+        if b.shape[-2] == 1:
+            return a * b
+        if a.shape[-2] == b.shape[-1] == 1:
+            return (a * b.mT).sum(-1, keepdim=True)
+        return (a.double() @ b.double()).to(self.dtype) if self.widen else a @ b
+
+    def read(self, x, group: _Group):
+        """``[B, T, heads(, dim)] -> [n, B, H, C(, dim)]``; zero where there is no token."""
+        if self.packed:
+            x = x.index_select(1, group.tokens.clamp(max=self.T - 1))
+        else:
+            x = x[:, group.tokens].flip(1) if self.opts.reverse else x[:, group.tokens]
+            missing = group.n * self.C - x.shape[1]
+            if missing:
+                x = torch.cat([x, x.new_zeros(self.B, missing, *x.shape[2:])], 1)
+        x = x.unflatten(1, (group.n, self.C)).transpose(0, 1).transpose(2, 3)
+        # Always a copy: what is read may be overwritten.
+        x = x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        if self.packed:
+            x = torch.where(group.valid[..., None] if x.ndim == 5 else group.valid, x, 0)
+        return x if x.shape[2] == self.H else x.repeat_interleave(self.H // x.shape[2], 2)
+
+    def write(self, buffer, x, group: _Group):
+        """Put ``[n, B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over query heads that share one."""
+        if buffer.shape[2] != self.H:
+            x = x.unflatten(2, (buffer.shape[2], -1)).sum(3)
+        x = x.transpose(2, 3).transpose(0, 1).flatten(1, 2)
+        if self.packed:
+            buffer.index_copy_(1, group.tokens, x.to(buffer.dtype))
+            return
+        row = buffer[:, group.tokens]
+        x = x[:, : row.shape[1]]
+        row.copy_(x.flip(1) if self.opts.reverse else x)
+
+    def buffer(self, *shape, dtype):
+        """Room for ``[B, T, heads(, dim)]``; for packed sequences with a row for what belongs to no token."""
+        return torch.empty(self.B, self.T + self.packed, *shape, dtype=dtype, device=self.device)
+
+    def written(self, buffer):
+        return buffer[:, : self.T]
+
+    def qkv(self, group):
+        q, k, v = (self.read(x, group) for x in self.args[:3])
+        return q.mul_(self.opts.softmax_scale), k, v
+
+    def decay(self, group: _Group):
+        """The decay inside the chunks; a constant one is computed once, as ``[1, ...]``."""
+        g, gamma = self.args.g, self.args.g_gamma
+        if g is None and group.valid is None and self.constant is not None:
+            return self.constant
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        gamma = zero.expand(1, self.H) if gamma is None else gamma.to(self.dtype).clamp(min=_CLOSED).view(-1, self.H)
+        a = gamma[None, ..., None].expand(1, -1, self.H, self.C)  # [1, B or 1, H, C]
+        if group.valid is not None:
+            a = torch.where(group.valid, a, zero)
+        if g is not None:
+            a = self.read(g, group).clamp_(min=_CLOSED) + (a if g.ndim == 3 else a[..., None])
+            return (_Scalar if g.ndim == 3 else _Vector)(self, a)
+        made = _Scalar(self, a)
+        if group.valid is None:
+            self.constant = made
+        return made
+
+    def states(self, given):
+        """The states to start from, as given or zero, and the one carried: ``[N + 1 or B, H, K, V]``, ``[B, ...]``."""
+        N = self.args.cu_seqlens.shape[0] - 1 if self.packed else self.B
+        # Of packed sequences each has a state of its own; one more is nobody's.
+        states = torch.zeros(N + self.packed, self.H, self.K, self.V, dtype=self.dtype, device=self.device)
+        if given is not None:
+            states[:N] = given
+        return states, torch.zeros_like(states[:1]) if self.packed else states
+
+    def walk(self, state, states, added, total, group: _Group, backwards: bool = False):
+        """The state that comes into each chunk ``[n, B, H, K, V]``, and the one carried on; overwrites ``added``.
+
+        Packed sequences start from their rows of ``states`` and leave their last state there.
+        """
+        if self.packed:
+            own = states[group.chunks.sequence][:, None]
+            starts, ends = group.chunks.first, group.chunks.last
+            if backwards:
+                starts, ends = ends, starts
+        total, incoming = total.expand(group.n, *total.shape[1:]), []
+        for i in range(group.n)[:: -1 if backwards else 1]:
+            if self.packed:
+                state = torch.where(starts[i], own[i], state)
+            incoming.append(state)
+            state = added[i].addcmul_(total[i], state)
+        if self.packed:
+            states.index_copy_(0, torch.where(ends, group.chunks.sequence, len(states) - 1), added[:, 0])
+        return torch.stack(incoming[::-1] if backwards else incoming), state
+
+    def final(self, state, states):
+        # Not a view, which would keep its whole group in memory.
+        return states[:-1] if self.packed else state.clone()
+
+
+def _products_are_rounded(device: torch.device) -> bool:
+    """Whether the user's settings let products of float32 matrices round their operands (TF32, bfloat16).
+
+    They are global to the process, so they are respected, not changed: such products are then computed in float64.
+    """
+    settings = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}.get(device.type)
+    if settings is None:
+        return False
+    if not hasattr(settings.matmul, "fp32_precision"):  # before torch 2.9
+        return torch.get_float32_matmul_precision() != "highest"
+    return settings.matmul.fp32_precision not in ("none", "ieee")
+
+
+class _Scalar:
+    """Decay inside chunks for one gate per token and head, ``a: [n, B, H, C]``."""
+
+    def __init__(self, walker: _Walker, a):
+        self.mm, self.before, self.onward = walker.mm, walker.before, walker.onward
+        between = torch.where(self.before.bool(), a[..., None], 0).cumsum(-2)
+        self.pair = between.exp_().tril_()  # [n, B, H, C, C], from j to i
+        self.enter = a.cumsum(-1).exp_()[..., None]  # [n, B, H, C, 1], from the chunk's start to i
+        self.leave = self.pair[..., -1, :, None]  # [n, B, H, C, 1], from j to the chunk's end
+        self.total = self.enter[..., -1:, :]  # [n, B, H, 1, 1]
+
+    def inside(self, q, k, v):
+        """What each chunk's own keys give its queries, ``[n, B, H, C, V]``."""
+        return self.mm(self.mm(q, k.mT).mul_(self.pair), v)
+
+    def inside_backward(self, q, k, v, do, need_gate):
+        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C]``."""
+        scores, dscores = self.mm(q, k.mT), self.mm(do, v.mT).mul_(self.pair)
+        dq, dk = self.mm(dscores, k), self.mm(dscores.mT, q)
+        da = None
+        if need_gate:
+            # Gate t scales the pairs i >= t > j. The diagonal is no such pair and is left out, not cancelled.
+            pairs = (scores * dscores).tril_(-1)
+            da = self.mm(pairs, self.before.mT).tril_().sum(-2)
+        return dq, dk, self.mm(scores.mul_(self.pair).mT, do), da
+
+    def across_backward(self, x, y, z):
+        """Gradient of the gates ``[n, B, H, C]`` from what crosses the chunks' borders.
+
+        x ``[n, B, H, C, K]`` came in and reached query i; y went out from key j; z ``[n, B, H, K, V]`` passed through.
+        """
+        x, y = x.sum(-1, keepdim=True), y.sum(-1, keepdim=True)
+        return (self.mm(self.onward, x) + self.mm(self.before, y))[..., 0] + z.sum((-1, -2))[..., None]
+
+
+class _Vector:
+    """Decay inside chunks for a gate per key dimension, ``a: [n, B, H, C, K]``.
+
+    The chunk is halved again and again. Between the right and the left half of a block, the decay from j to i is
+    exp(gates from the middle to i) * exp(gates after j up to the middle): two factors <= 1, and a matrix product. Both
+    are products of the factors of smaller blocks, so that each gate is exponentiated once.
+    """
+
+    def __init__(self, walker: _Walker, a):
+        self.mm, self.before, self.onward = walker.mm, walker.before, walker.onward
+        # The decay within blocks of m tokens: from the block's start through each token; after it to the block's end.
+        through, after, m = a.exp(), torch.ones_like(a), 1
+        self.levels = []  # (m, to the middle of the block of 2m tokens, from there): [n, B, H, C / 2m, m, K]
+        while m < walker.C:
+            after_left, through_right = _left(after, m), _right(through, m)
+            self.levels.append((m, after_left.clone(), through_right.clone()))
+            after_left.mul_(through_right[..., -1:, :])
+            through_right.mul_(_left(through, m)[..., -1:, :])
+            m *= 2
+        self.enter, self.leave = through, after
+        self.total = self.enter[..., -1:, :].mT  # [n, B, H, K, 1]
+
+    def inside(self, q, k, v):
+        """What each chunk's own keys give its queries, ``[n, B, H, C, V]``."""
+        o = (q * k).sum(-1, keepdim=True) * v
+        for m, to_middle, from_middle in self.levels:
+            scores = self.mm(_right(q, m) * from_middle, (_left(k, m) * to_middle).mT)
+            _right(o, m).add_(self.mm(scores, _left(v, m)))
+        return o
+
+    def inside_backward(self, q, k, v, do, need_gate):
+        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C, K]``."""
+        diagonal = (do * v).sum(-1, keepdim=True)
+        dq, dk, dv = diagonal * k, diagonal * q, (q * k).sum(-1, keepdim=True) * do
+        da = torch.zeros_like(q) if need_gate else None
+        for m, to_middle, from_middle in self.levels:
+            q_right, k_left = _right(q, m) * from_middle, _left(k, m) * to_middle
+            v_left, do_right = _left(v, m), _right(do, m)
+            scores, dscores = self.mm(q_right, k_left.mT), self.mm(do_right, v_left.mT)
+            dq_right, dk_left = self.mm(dscores, k_left), self.mm(dscores.mT, q_right)
+            _right(dq, m).addcmul_(dq_right, from_middle)
+            _left(dk, m).addcmul_(dk_left, to_middle)
+            _left(dv, m).add_(self.mm(scores.mT, do_right))
+            if need_gate:
+                _right(da, m).add_(self.mm(self.onward[:m, :m], q_right.mul_(dq_right)))
+                _left(da, m).add_(self.mm(self.before[:m, :m], k_left.mul_(dk_left)))
+        return dq, dk, dv, da
+
+    def across_backward(self, x, y, z):
+        """Gradient of the gates ``[n, B, H, C, K]`` from what crosses the chunks' borders; see :class:`_Scalar`."""
+        return self.mm(self.onward, x) + self.mm(self.before, y) + z.sum(-1)[..., None, :]
+
+
+def _left(x, m):
+    """A view of the left half of each block of 2m tokens: ``[..., C, dim] -> [..., C / 2m, m, dim]``."""
+    return x.unflatten(-2, (-1, 2, m)).select(-3, 0)
+
+
+def _right(x, m):
+    return x.unflatten(-2, (-1, 2, m)).select(-3, 1)
+
+
+def _added(w: _Walker, k, v, decay):
+    """What each chunk adds to the state, ``[n, B, H, K, V]``."""
+    return w.mm((k * decay.leave).mT, v)
+
+
+def forward(args: Args, opts: Options):
+    """``((output, final_state), ())``: the backward needs the inputs only."""
+    B, T, H, K = args.query.shape
+    if frontend.is_traced(args.query):
+        N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+        state = torch.promote_types(args.query.dtype, torch.float32)
+        V = args.value.shape[-1]
+        return (args.query.new_empty(B, T, H, V), args.query.new_empty(N, H, K, V, dtype=state)), ()
+    w = _Walker(args, opts)
+    states, state = w.states(args.initial_state)
+    output = w.buffer(H, w.V, dtype=args.query.dtype)
+    # The precision is the caller's choice by the dtype of the inputs: autocast does not reach in here.
+    with torch.autocast(w.device.type, enabled=False):
+        for group in w.groups:
+            q, k, v = w.qkv(group)
+            decay = w.decay(group)
+            incoming, state = w.walk(state, states, _added(w, k, v, decay), decay.total, group)
+            o = decay.inside(q, k, v).add_(w.mm(q.mul_(decay.enter), incoming))
+            w.write(output, o, group)
+    return (w.written(output), w.final(state, states)), ()
+
+
+def _states_before(w: _Walker):
+    """The state before each chunk, group by group."""
+    states, state = w.states(w.args.initial_state)
+    for group in w.groups:
+        k, v = w.read(w.args.key, group), w.read(w.args.value, group)
+        decay = w.decay(group)
+        incoming, state = w.walk(state, states, _added(w, k, v, decay), decay.total, group)
+        yield incoming
+
+
+def backward(args: Args, residuals, grads, opts: Options) -> Args:
+    """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
+    doutput, dfinal = grads
+    need_gamma = args.g_gamma is not None and not opts.gamma_is_constant
+    need_gate = args.g is not None or need_gamma
+    if frontend.is_traced(args.query):
+        wanted = args._replace(g_gamma=args.g_gamma if need_gamma else None, cu_seqlens=None)
+        return Args(*(None if x is None else x.new_empty(x.shape) for x in wanted))
+    w = _Walker(args, opts)
+    dstates, dstate = w.states(dfinal)
+    dq_, dk_, dv_, dg_ = (None if x is None else w.buffer(*x.shape[2:], dtype=x.dtype) for x in args[:4])
+    dgamma = torch.zeros(w.B, w.H, dtype=w.dtype, device=w.device)
+    with torch.autocast(w.device.type, enabled=False):
+        for group, state in reversed(list(zip(w.groups, _states_before(w), strict=True))):
+            q, k, v = w.qkv(group)
+            do = w.read(doutput, group)
+            decay = w.decay(group)
+            q_enter, k_leave = q * decay.enter, k * decay.leave
+            dincoming, ddstate = w.walk(dstate, dstates, w.mm(q_enter.mT, do), decay.total, group, backwards=True)
+            dq_enter, dk_leave = w.mm(do, state.mT), w.mm(v, dincoming.mT)
+            dq, dk, dv, da = decay.inside_backward(q, k, v, do, need_gate)
+            dq.addcmul_(decay.enter, dq_enter)
+            dk.addcmul_(decay.leave, dk_leave)
+            dv.add_(w.mm(k_leave, dincoming))
+            if need_gate:
+                passed = (decay.total * state).mul_(dincoming)
+                da = da + decay.across_backward(q_enter.mul_(dq_enter), k_leave.mul_(dk_leave), passed)
+                dgamma += _gamma_gradient(da, group)
+            w.write(dq_, dq.mul_(opts.softmax_scale), group)
+            w.write(dk_, dk, group)
+            w.write(dv_, dv, group)
+            if dg_ is not None:
+                w.write(dg_, da, group)
+            dstate = ddstate
+    dinitial = None if args.initial_state is None else w.final(dstate, dstates).to(args.initial_state.dtype)
+    if need_gamma:
+        dgamma = (dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0)).to(args.g_gamma.dtype)
+    written = (None if x is None else w.written(x) for x in (dq_, dk_, dv_, dg_))
+    return Args(*written, dgamma if need_gamma else None, dinitial)
+
+
+def _gamma_gradient(da, group: _Group):
+    """The sum of the gates' gradients over the chunks' own tokens, ``[B, H]``."""
+    if group.valid is not None:
+        da = torch.where(group.valid if da.ndim == 4 else group.valid[..., None], da, 0)
+    return da.sum((0, *range(3, da.ndim)))
+
+
+gla, lightning_attn = kernels(__file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates)
