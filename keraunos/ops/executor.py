@@ -61,7 +61,7 @@ class Executor:
         if _overlays.get() or _explaining.get():
             return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
         key = (kernel, _cfg, platform, self.chain.policy, self.chain.cache.generation, kernel_registry.generation,
-               *kwargs, *kwargs.values(), *map(_signature, args))  # fmt: skip
+               *kwargs, *kwargs.values(), _device(args[0]), *map(_signature, args))  # fmt: skip
         try:
             cfg = self._remembered.get(key)
         except TypeError:  # something that cannot be hashed, and that the checks of a new call refuse
@@ -86,15 +86,20 @@ class Executor:
         return choice
 
 
+def _device(x: Any) -> Any:
+    """Where the call runs: the device of its first argument, as for bind()."""
+    framework = framework_of(x)
+    return framework and get(framework).device_of(x)
+
+
 def _signature(x: Any) -> Any:
-    """What of an argument the choice may depend on."""
+    """What else of an argument the choice may depend on."""
     if x is None:
         return None
-    framework = framework_of(x)
-    if framework is None:
-        # A constant given as a NumPy array, whose values are checked at each call.
-        return (x.shape, x.dtype, bool((x <= 0).all())) if isinstance(x, np.ndarray) else x
-    return x.shape, x.dtype, get(framework).device_of(x)
+    if isinstance(x, np.ndarray):
+        # A constant, whose values are checked at each call.
+        return x.shape, x.dtype, not x.size or x.max() <= 0
+    return (x.shape, x.dtype) if framework_of(x) else x
 
 
 def create_default_executor() -> Executor:
