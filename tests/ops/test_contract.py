@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import sys
+import zlib
 
 import jax
 import numpy as np
@@ -52,8 +53,11 @@ def program(row, framework, cfg, gate, monkeypatch):
     measure, launches = frontends.get(f"{framework}_measure"), []
 
     def launch(kernel, grid, inputs, outputs, constants, **options):
-        launches.append((str(kernel), grid, sorted(constants.items()), options))
-        return tuple(None if o is None else measure.array(np.zeros(o[0]), o[1], "cpu") for o in outputs.values())
+        launches.append(repr((str(kernel), grid, sorted(constants.items()), options)))
+        # JAX traces once for equal configurations: the launch shows in the program, as the value of its results.
+        fill = np.full if framework == "torch" else jax.numpy.full
+        value = zlib.crc32(launches[-1].encode()) % 65521
+        return tuple(None if o is None else measure.array(fill(o[0], value), o[1], "cpu") for o in outputs.values())
 
     for module in ("keraunos.frontends", "keraunos.kernels.linear_attention.triton"):
         if module in sys.modules:
@@ -72,7 +76,7 @@ def program(row, framework, cfg, gate, monkeypatch):
     def both(given, cotangents):
         return jax.vjp(lambda given: run(*(given.get(i, x) for i, x in enumerate(args))), given)[1](tuple(cotangents))
 
-    return f"{launches}\n{jax.make_jaxpr(both)(given, cotangents)}"
+    return str(jax.make_jaxpr(both)(given, cotangents))
 
 
 def invocation(kernel, framework, gate):
