@@ -159,7 +159,7 @@ class Tuner:
         with _progress(self.progress, f"tuning {inv.op_id}", len(cfgs) + self.iters) as advance:
             jobs = _Jobs(kernel, inv, cfgs, backward)
             runs, dropped = _prepare(measure, jobs, deadline, advance)
-            clock = measure.clock(list(runs.values()))
+            clock = measure.clock(list(runs.values()), inv.backend)
             seconds: list[list[float]] = [[] for _ in cfgs]
             for i in runs:
                 for _ in range(self.warmup):
