@@ -61,9 +61,9 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     inputs and outputs, and nothing ever traces into its kernels.
 
     Args:
-        forward: ``(args, opts) -> (outputs, residuals)``. Its annotation of ``args`` is a NamedTuple of tensors or None,
-            ``opts`` can be pickled, there are two outputs, and ``forward.residuals`` names the residuals (each may be
-            None); without it there are none.
+        forward: ``(args, opts) -> (outputs, residuals)``. Its annotation of ``args`` is a NamedTuple of tensors or
+            None, ``opts`` can be pickled, there are two outputs, and ``forward.residuals`` names the residuals (each
+            may be None); without it there are none.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
     """
     kind = typing.get_type_hints(forward)["args"]
@@ -97,13 +97,16 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         grads = backward_op(*saved, _rows(doutput), dstate if dstate is None else dstate.contiguous(), ctx.opts)
         return (*map(_absent, grads), None)
 
-    torch.library.register_autograd(f"keraunos::{name}_forward", gradient, setup_context=save, lib=_LIBRARY)
+    def second(ctx, *_):
+        raise NotImplementedError(f"keraunos: {forward.__module__} has no gradient of its gradient (double backward)")
+
+    forward_op = _with_gradient(forward_op, save, gradient)
+    backward_op = _with_gradient(backward_op, lambda ctx, inputs, output: None, second)
 
     def call(args, opts):
         device = args[0].device
-        return forward_op(
-            *(_rows(constant(x, device) if isinstance(x, np.ndarray) else x) for x in args), encode(opts)
-        )[:2]
+        flat = (_rows(constant(x, device) if isinstance(x, np.ndarray) else x) for x in args)
+        return forward_op(*flat, encode(opts))[:2]
 
     return call
 
@@ -117,6 +120,19 @@ def _operator(name: str, parameters: str, outputs: int, fn: Callable) -> Callabl
     _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
     torch.library.register_fake(f"keraunos::{name}", fn, lib=_LIBRARY)
     return getattr(torch.ops.keraunos, name).default
+
+
+def _with_gradient(op: Any, save: Callable, gradient: Callable) -> Callable:
+    """The operator with its gradient; ``torch.func`` takes none of an operator, only that of such a class."""
+    torch.library.register_autograd(op, gradient, setup_context=save, lib=_LIBRARY)
+
+    class Transformed(torch.autograd.Function):
+        generate_vmap_rule = True
+        forward = staticmethod(lambda *flat: op(*flat))
+        setup_context = staticmethod(save)
+        backward = staticmethod(gradient)
+
+    return lambda *flat: (Transformed.apply if torch._C._are_functorch_transforms_active() else op)(*flat)
 
 
 def _present(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -135,12 +151,13 @@ def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
 
 @functools.lru_cache(maxsize=4096)
 def encode(opts: Any) -> str:
-    """Options as an operator's argument: text that means the same in another process, which may share compile caches."""
+    """Options as an operator's argument: text that means the same in other processes, which may share caches."""
     return base64.b85encode(pickle.dumps(opts)).decode()
 
 
 @functools.lru_cache(maxsize=4096)
 def decode(text: str) -> Any:
+    """The options that :func:`encode` made a text of."""
     return pickle.loads(base64.b85decode(text))
 
 
@@ -160,6 +177,7 @@ def device_of(x: torch.Tensor) -> Device:
 
 
 def default_device() -> Device:
+    """The first GPU if there is one."""
     return _describe("cuda" if torch.cuda.is_available() else "cpu", None)
 
 
@@ -171,3 +189,8 @@ def _describe(kind: str, index: int | None) -> Device:
 def dtype_name(x: torch.Tensor) -> str:
     """The dtype's name: "bfloat16", "float32", "int32", ..."""
     return str(x.dtype).removeprefix("torch.")
+
+
+def length(n: int | torch.SymInt) -> int:
+    """A size as a number; of one that a graph leaves open, the one at hand while it is traced, without fixing it."""
+    return n if isinstance(n, int) else n.node.hint
