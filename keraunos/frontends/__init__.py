@@ -49,6 +49,25 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     return call
 
 
+operations: list[Callable] = []
+
+
+def operation(fn: Callable) -> Callable:
+    """Decorate a public function: to ``torch.compile`` it is one step, which chooses its kernel while it is traced."""
+    operations.append(fn)
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.compiler.is_dynamo_compiling():
+            from keraunos.frontends.torch_compile import keep_whole
+
+            keep_whole()
+        return fn(*args, **kwargs)
+
+    return call
+
+
 def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
            constants: dict[str, Any], **options: Any) -> tuple[Any, ...]:  # fmt: skip
     """Launch a Triton kernel through the framework whose arrays ``inputs`` holds; see the front ends."""

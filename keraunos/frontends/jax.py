@@ -77,3 +77,8 @@ def _describe(device: jax.Device) -> Device:
 def dtype_name(x: Any) -> str:
     """The dtype's name: "bfloat16", "float32", "int32", ..."""
     return np.dtype(x.dtype).name
+
+
+def length(n: int) -> int:
+    """A size as a number."""
+    return n

@@ -40,6 +40,7 @@ class GLAttention(LinearOperation):
 _OPERATION = GLAttention()
 
 
+@frontends.operation
 def gla_attention(
     query: Any,
     key: Any,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from keraunos import frontends
 from keraunos.kernels.linear_attention import interface
 from keraunos.kernels.linear_attention.operation import LinearOperation
 from keraunos.ops.executor import default_executor
@@ -38,6 +39,7 @@ class LightningAttention(LinearOperation):
 _OPERATION = LightningAttention()
 
 
+@frontends.operation
 def lightning_attention(
     query: Any,
     key: Any,

@@ -64,9 +64,9 @@ class Executor:
                *kwargs, *kwargs.values(), _device(args[0]), *map(_signature, args))  # fmt: skip
         try:
             cfg = self._remembered.get(key)
-        except TypeError:  # something that cannot be hashed, and that the checks of a new call refuse
-            self._choose(kernel, args, kwargs, _cfg, platform)
-            raise
+        except TypeError:
+            # What cannot be hashed: lengths that are symbols of a graph, or something that the checks refuse.
+            return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
         if cfg is None:
             cfg = self._choose(kernel, args, kwargs, _cfg, platform).cfg
             if len(self._remembered) >= 65536:

@@ -119,7 +119,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
         framework=framework,
         backend=device.backend,
         device=device.kind,
-        dims={"B": B, "T": T, "H": H, "G": G, "K": K, "V": V, "N": N},
+        dims={name: frontend.length(n) for name, n in zip("BTHGKVN", (B, T, H, G, K, V, N), strict=True)},
         lengths=frozenset("BTN"),
         arrays={
             name: (_dtype(frontend, x), x.ndim) for name, x in zip(Args._fields, args, strict=True) if x is not None

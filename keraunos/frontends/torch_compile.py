@@ -1,0 +1,13 @@
+"""What ``torch.compile`` needs to know; imported while it traces, for it loads PyTorch's compiler."""
+
+import torch
+from torch._dynamo import assume_constant_result
+
+from keraunos import frontends
+
+
+@assume_constant_result
+def keep_whole() -> None:
+    """Have the operations made nodes of the graph, whose Python code is run, not translated."""
+    for operation in frontends.operations:
+        torch.compiler.allow_in_graph(operation)
