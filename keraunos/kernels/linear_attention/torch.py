@@ -397,8 +397,8 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     dinitial = None if args.initial_state is None else w.final(dstate, dstates).to(args.initial_state.dtype)
     if need_gamma:
         dgamma = (dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0)).to(args.g_gamma.dtype)
-    written = (None if x is None else w.written(x) for x in (dq_, dk_, dv_, dg_))
-    return Args(*written, dgamma if need_gamma else None, dinitial)
+    dg = None if dg_ is None else w.written(dg_)
+    return Args(w.written(dq_), w.written(dk_), w.written(dv_), dg, dgamma if need_gamma else None, dinitial)
 
 
 def _gamma_gradient(da, group: _Group):
