@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keraunos.frontends import Device
 
@@ -125,6 +126,7 @@ def _operator(name: str, parameters: str, outputs: int, fn: Callable) -> Callabl
 def _with_gradient(op: Any, save: Callable, gradient: Callable) -> Callable:
     """The operator with its gradient; ``torch.func`` takes none of an operator, only that of such a class."""
     torch.library.register_autograd(op, gradient, setup_context=save, lib=_LIBRARY)
+    torch.library.register_vmap(op, functools.partial(_one_by_one, op), lib=_LIBRARY)
 
     class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
@@ -133,6 +135,16 @@ def _with_gradient(op: Any, save: Callable, gradient: Callable) -> Callable:
         backward = staticmethod(gradient)
 
     return lambda *flat: (Transformed.apply if torch._C._are_functorch_transforms_active() else op)(*flat)
+
+
+def _one_by_one(op: Callable, info: Any, in_dims: tuple, *flat: Any) -> tuple:
+    """The operator for each element of ``torch.vmap``'s axis; packed sequences have none that it could be folded in."""
+    calls = [
+        op(*(x if d is None else x.select(d, i) for x, d in zip(flat, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    outputs = tuple(map(torch.stack, zip(*calls, strict=True)))
+    return outputs, (0,) * len(outputs)
 
 
 def _present(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -163,6 +175,9 @@ def decode(text: str) -> Any:
 
 def constant(x: np.ndarray, device: torch.device) -> torch.Tensor:
     """A small constant on the device: copied there once, not in every call."""
+    if is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        # What is made now belongs to a graph or a transformation, and must not outlive it.
+        return torch.tensor(x.tolist(), dtype=_DTYPES[x.dtype.name], device=device)
     return _constant(x.tobytes(), x.dtype.str, x.shape, device)
 
 
