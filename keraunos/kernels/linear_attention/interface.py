@@ -186,7 +186,7 @@ def kernels(
             if reason:
                 raise UnsupportedError(f"{op_id}: {reason}")
             cfg = heuristic(inv, Config())
-        scale = args.query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
         return call(args, Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray)))
 
     def gla(query, key, value, g=None, g_gamma=None, softmax_scale=None, initial_state=None, reverse=False,
