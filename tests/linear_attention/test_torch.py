@@ -1,0 +1,237 @@
+"""The linear operations as part of PyTorch: its transformations, its compiler, its settings; and the torch platform."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.autograd import forward_ad  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import keraunos  # noqa: E402
+from keraunos.kernels.linear_attention import interface  # noqa: E402
+from keraunos.kernels.linear_attention import torch as platform  # noqa: E402
+from tests.linear_attention.cases import Case, runner  # noqa: E402
+from tests.linear_attention.test_values import GATES, gla  # noqa: E402
+
+run = runner("torch", "torch", gla)
+
+
+def call(*args, **options):
+    return keraunos.gla_attention(*args, platform="torch", return_state=True, **options)
+
+
+def arguments(grad=True, **case):
+    """The arguments of a case as tensors; absent ones are None."""
+    made = [None if x is None else torch.from_numpy(np.array(x)) for x in Case(**{"T": 20, "B": 1, **case}).arrays[0]]
+    return [x.requires_grad_(grad) if x is not None and x.is_floating_point() else x for x in made]
+
+
+def gradients(outputs, args):
+    wanted = [x for x in args if x is not None and x.requires_grad]
+    return torch.autograd.grad([x.sum() for x in outputs], wanted)
+
+
+def same(a, b):
+    return all(map(torch.equal, a, b))
+
+
+SMALL = {"dtype": "float64", "gate_dtype": "float64", "K": 3, "V": 2, "T": 5, "state": True}
+
+
+@pytest.mark.parametrize(
+    "case", [*GATES.values(), {"gate": "vector", "reverse": True}, {"gate": "vector", "lengths": (3, 0, 2)}], ids=str
+)
+def test_gradcheck(case):
+    *args, cu_seqlens = arguments(**{**SMALL, **case, "G": 1})
+    options = {"reverse": case.get("reverse", False), "cfg": keraunos.Config(block_q=2, platform="torch")}
+    args = [x if x is None else x.detach().double().requires_grad_() for x in args]
+    given = [x for x in args if x is not None]
+
+    def function(*floats):
+        floats = iter(floats)
+        return call(*(None if x is None else next(floats) for x in args), cu_seqlens, **options)
+
+    assert torch.autograd.gradcheck(function, given)
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the calls of our operators, and refuses whatever reads a value of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+        if func.namespace == "keraunos":
+            self.calls.append((func, [x.detach() if isinstance(x, torch.Tensor) else x for x in args]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", [{"gate": "vector", "gamma": 1}, {"lengths": (9, 0, 3), "reverse": True}], ids=str)
+def test_operators_keep_their_promises_and_read_no_value(case):
+    args = arguments(**case, state=True)
+    with Recorder() as recorder:
+        gradients(call(*args, reverse=case.get("reverse", False)), args)
+    (forward, inputs), (backward, its_inputs) = recorder.calls
+    torch.library.opcheck(backward, its_inputs)
+    inputs = [x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    torch.library.opcheck(forward, inputs)
+
+
+def test_nothing_inside_reads_a_value():
+    args = interface.Args(*arguments(grad=False, gate="vector", gamma=1, lengths=(70, 0, 30), state=True))
+    opts = interface.Options(1.0, False, keraunos.Config(block_q=16))
+    with Recorder():
+        outputs, residuals = platform.forward(args, opts)
+        platform.backward(args, residuals, outputs, opts)
+
+
+@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["vector"]], ids=str)
+def test_compile_without_breaks_and_once_for_all_lengths(gates):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=count)
+    for T in (20, 70, 133):
+        args = arguments(**gates, T=T, B=2, state=True)
+        assert same(compiled(*args), call(*args))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("cfg", [None, keraunos.LightningAttentionConfig(block_q=16)], ids=str)
+def test_compile_gradients(cfg):
+    def function(*args):
+        return keraunos.lightning_attention(*args, layer_idx=1, num_layers=3, return_state=True, cfg=cfg)
+
+    args = arguments(H=4, T=40)[:3]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    outputs, expected = compiled(*args), function(*args)
+    assert same(outputs, expected)
+    assert same(gradients(outputs, args), gradients(expected, args))
+
+
+def test_autocast_changes_nothing():
+    args = arguments(gate="vector", K=32)
+    expected = call(*args)
+    want = gradients(expected, args)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = call(*args)
+        got = gradients(outputs, args)
+    assert same(outputs, expected)
+    assert same(got, want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant):
+    args = arguments(gate="vector", gamma=1, state=True)
+    for x in args[:6]:
+        x.grad = None
+    sum(x.sum() for x in checkpoint(call, *args, use_reentrant=reentrant)).backward()
+    assert same([x.grad for x in args[:6]], gradients(call(*args), args))
+
+
+def test_functional_transformations():
+    args = arguments(grad=False, gate="vector")
+
+    def loss(query, key):
+        return call(query, key, *args[2:])[0].square().sum()
+
+    expected = torch.func.grad(loss, argnums=(0, 1))(*args[:2])
+    wanted = [x.clone().requires_grad_() for x in args[:2]]
+    assert same(expected, torch.autograd.grad(loss(*wanted), wanted))
+    stacked = torch.stack([args[0], 2 * args[0]])
+    got = torch.vmap(torch.func.grad(loss), in_dims=(0, None))(stacked, args[1])
+    assert torch.equal(got[1], torch.func.grad(loss)(stacked[1], args[1]))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, where it loads forward mode
+def test_what_has_no_gradient_says_so():
+    args = arguments(gate="vector")
+    (dquery,) = torch.autograd.grad(call(*args)[0].sum(), args[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        dquery.square().sum().backward()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward"):
+        call(forward_ad.make_dual(args[0].detach(), args[0].detach()), *args[1:])
+
+
+def test_one_gradient_may_be_missing():
+    args = arguments(gate="vector", state=True)
+    output, state = call(*args)
+    both = torch.autograd.grad(output.sum() + state.sum(), args[0])[0]
+    assert torch.equal(torch.autograd.grad(call(*args)[0].sum(), args[0])[0], both)
+    assert not torch.autograd.grad(call(*args)[1].sum(), args[0])[0].any()
+
+
+@pytest.mark.parametrize("setting", ["high", "medium"])
+def test_rounded_products_are_not_used(setting):
+    torch.set_float32_matmul_precision(setting)
+    try:
+        Case(gate="vector", K=64, V=64, T=100).check(run)
+        assert torch.get_float32_matmul_precision() == setting
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({**gates, "reverse": reverse} for gates in GATES.values() for reverse in (False, True)),
+        {"gate": "vector", "gamma": 1, "lengths": (130, 0, 70, 9), "B": 1},
+        {"gamma": 1, "lengths": (130, 0, 70, 9), "B": 1, "reverse": True},
+    ],
+    ids=str,
+)
+def test_many_groups_of_chunks(monkeypatch, chunks, case):
+    case = Case(**{"T": 330, "H": 1, "state": True, "decay": "infinite", **case})
+    monkeypatch.setitem(platform._GROUP, "cpu", chunks * (1 if case.lengths else case.B) * 64 * 64)
+    case.check(run)
+
+
+@pytest.mark.parametrize("case", [Case(T=64, B=1, H=1), Case(lengths=(64,), H=1)], ids=str)
+def test_inputs_stay_as_they_are(case):
+    case = dataclasses.replace(case, gate="vector", gamma=1, state=True)
+    args = [torch.from_numpy(np.array(x)) if x is not None else None for x in case.arrays[0]]
+    before = [x.clone() for x in args if x is not None]
+    floats = [x.requires_grad_() for x in args if x is not None and x.is_floating_point()]
+    outputs = call(*args)
+    kept = [x.clone() for x in outputs]
+    torch.autograd.grad([x.sum() for x in outputs], floats)
+    assert same(before, [x for x in args if x is not None])
+    assert same(kept, outputs)
+
+
+def test_slices_of_a_fused_projection():
+    fused = torch.randn(2, 70, 3, 4, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    parts = fused.unbind(2)
+    copies = [x.detach().clone().requires_grad_() for x in parts]
+    transposed = [x.detach().mT.contiguous().mT.requires_grad_() for x in parts]
+    expected = call(*copies)
+    want = gradients(expected, copies)
+    assert same(call(*parts), expected)
+    assert same(call(*transposed), expected)
+    assert same(gradients(call(*parts), [fused])[0].unbind(2), want)
+    assert same(gradients(call(*transposed), transposed), want)
+
+
+def test_packed_without_tokens():
+    args = arguments(gate="vector", lengths=(0, 0), state=True)
+    output, state = call(*args)
+    assert output.shape == (1, 0, 2, 16)
+    assert torch.equal(state, args[5])
+    assert torch.equal(gradients((output, state), [args[5]])[0], torch.ones_like(state))
+
+
+def test_meta_tensors_give_shapes():
+    args = [None if x is None else x.to("meta") for x in arguments(gate="vector", V=8)]
+    output, state = call(*(x if x is None else x.to(torch.bfloat16) for x in args))
+    assert (output.shape, output.dtype) == ((1, 20, 2, 8), torch.bfloat16)
+    assert (state.shape, state.dtype) == ((1, 2, 16, 8), torch.float32)
