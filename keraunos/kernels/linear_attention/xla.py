@@ -183,25 +183,23 @@ class _Scalar:
         """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
         return self.mm("bhij,bhjv->bhiv", self.mm("bhik,bhjk->bhij", q, k) * self.pair, v)
 
-    def inside_backward(self, q, k, v, do, need_gate):
-        """Gradients of :meth:`inside` for q, k, v and the gates ``[B, H, C]``."""
+    def backward(self, q, k, v, do, crossing):
+        """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C]`` of it and of ``crossing``.
+
+        Crossing are the terms of the loss that span the chunk's border: x ``[B, H, C, K]`` came in and reached query i;
+        y went out from key j; z ``[B, H, K, V]`` passed through. None: the gates need no gradient.
+        """
         scores, dscores = self.mm("bhik,bhjk->bhij", q, k), self.mm("bhiv,bhjv->bhij", do, v) * self.pair
         dq, dk = self.mm("bhij,bhjk->bhik", dscores, k), self.mm("bhij,bhik->bhjk", dscores, q)
         dv = self.mm("bhij,bhiv->bhjv", scores * self.pair, do)
-        if not need_gate:
+        if crossing is None:
             return dq, dk, dv, None
-        # Gate t scales the pairs i >= t > j. The diagonal is no such pair and is left out, not cancelled.
-        pairs = jnp.where(self.below, scores * dscores, 0)
-        crossing = self.mm("bhij,jt->bhit", pairs, self.below.T.astype(pairs.dtype))
-        return dq, dk, dv, jnp.where(self.below.T, 0, crossing).sum(-2)
-
-    def across_backward(self, x, y, z):
-        """Gradient of the gates ``[B, H, C]`` from what crosses the chunk's borders.
-
-        x ``[B, H, C, K]`` came in and reached query i; y went out from key j; z ``[B, H, K, V]`` passed through.
-        """
-        x, y = x.sum(-1, keepdims=True), y.sum(-1, keepdims=True)
-        return (_from(self.mm, x) + _before(self.mm, y))[..., 0] + z.sum((-1, -2))[..., None]
+        # Gate t scales the terms from j < t to i >= t. The diagonal is no such pair and is left out, not cancelled.
+        before = self.below.astype(dq.dtype)  # [t, j]
+        pairs = self.mm("bhij,tj->bhit", jnp.where(self.below, scores * dscores, 0), before)
+        x, y, z = crossing
+        da = jnp.where(self.below.T, 0, pairs + x.sum(-1)[..., None]).sum(-2)
+        return dq, dk, dv, da + self.mm("tj,bhj->bht", before, y.sum(-1)) + z.sum((-1, -2))[..., None]
 
 
 class _Vector:
@@ -238,12 +236,19 @@ class _Vector:
             o = o + _join(None, self.mm("...ij,...jv->...iv", scores, _left(v, m)))
         return o
 
-    def inside_backward(self, q, k, v, do, need_gate):
-        """Gradients of :meth:`inside` for q, k, v and the gates ``[B, H, C, K]``."""
+    def backward(self, q, k, v, do, crossing):
+        """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C, K]``; see :class:`_Scalar`.
+
+        Gate t scales the terms from j < t to i >= t. Between the halves of a block these are, for t in the right half,
+        the terms of i >= t, and for t in the left half those of j < t: sums within that half, whatever is in the other.
+        So terms wait, by query or by key, until the blocks have been halved down to single tokens.
+        """
         diagonal = (do * v).sum(-1, keepdims=True)
         dq, dk, dv = diagonal * k, diagonal * q, (q * k).sum(-1, keepdims=True) * do
-        da = jnp.zeros_like(q)
-        for m, decay in self.levels:
+        if crossing is not None:
+            by_query, by_key, z = crossing
+            da = z.sum(-1)[..., None, :]
+        for m, decay in reversed(self.levels):
             q_right, k_left = _right(q * decay, m), _left(k * decay, m)
             v_left, do_right = _left(v, m), _right(do, m)
             scores = self.mm("...ik,...jk->...ij", q_right, k_left)
@@ -254,13 +259,12 @@ class _Vector:
             is_right = (jnp.arange(q.shape[2]) // m % 2 == 1)[:, None]
             dq, dk = dq + jnp.where(is_right, dqk, 0), dk + jnp.where(is_right, 0, dqk)
             dv = dv + _join(self.mm("...ij,...iv->...jv", scores, do_right), None)
-            if need_gate:
-                da = da + _join(_before(self.mm, k_left * dk_left), _from(self.mm, q_right * dq_right))
-        return dq, dk, dv, da
-
-    def across_backward(self, x, y, z):
-        """Gradient of the gates ``[B, H, C, K]`` from what crosses the chunk's borders; see :class:`_Scalar`."""
-        return _from(self.mm, x) + _before(self.mm, y) + z.sum(-1)[..., None, :]
+            if crossing is not None:
+                halves = _right(by_query, m).sum(-2, keepdims=True), _left(by_key, m).sum(-2, keepdims=True)
+                da = da + _join(*(jnp.broadcast_to(x, v_left.shape[:-1] + x.shape[-1:]) for x in halves))
+                by_query = by_query + jnp.where(is_right, q * dqk, 0)
+                by_key = by_key + jnp.where(is_right, 0, k * dqk)
+        return dq, dk, dv, None if crossing is None else da + by_query
 
 
 def _left(x, m):
@@ -277,18 +281,6 @@ def _join(left, right):
     given = right if left is None else left
     halves = [jnp.zeros_like(given) if x is None else x for x in (left, right)]
     return jnp.stack(halves, axis=3).reshape(*given.shape[:2], -1, given.shape[-1])
-
-
-def _from(mm, x):
-    """Sum over the tokens from t on; ``x: [..., C, dim]``."""
-    t = jnp.arange(x.shape[-2])
-    return mm("ti,...ik->...tk", (t[:, None] <= t).astype(x.dtype), x)
-
-
-def _before(mm, x):
-    """Sum over the tokens before t."""
-    t = jnp.arange(x.shape[-2])
-    return mm("ti,...ik->...tk", (t[:, None] > t).astype(x.dtype), x)
 
 
 def _advance(w, state, k, v, decay):
@@ -357,11 +349,11 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         dstate = w.enter(dstate, dstates, chunk.last, chunk)
         q_enter, k_leave = q * decay.enter, k * decay.leave
         dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
-        dq, dk, dv, da = decay.inside_backward(q, k, v, do, need_gate)
+        crossing = q_enter * dq_enter, k_leave * dk_leave, decay.total * state * dstate
+        dq, dk, dv, da = decay.backward(q, k, v, do, crossing if need_gate else None)
         dq, dk = dq + decay.enter * dq_enter, dk + decay.leave * dk_leave
         dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
         if need_gate:
-            da = da + decay.across_backward(q_enter * dq_enter, k_leave * dk_leave, decay.total * state * dstate)
             dgamma = dgamma + _gamma_gradient(w, da, chunk)
             dg_ = None if dg_ is None else w.write(dg_, da, chunk)
         dstate = decay.total * dstate + w.mm("bhik,bhiv->bhkv", q_enter, do)
