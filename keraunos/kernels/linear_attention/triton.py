@@ -189,7 +189,7 @@ def _decay(call: _Call) -> _Decayed | None:
                      **call.flags(call.opts.reverse))  # fmt: skip
     tokens, dtype = (call.B, call.T, call.H), _dtype(q)
     outputs = dict(qd=((*tokens, call.K), dtype), kd=((*tokens, call.K), dtype), intra=((*tokens, call.BT), dtype),
-                   sums=((call.chunks, call.H, call.K), "float32"))  # fmt: skip
+                   sums=((call.chunks, call.H, 2, call.K), "float32"))  # fmt: skip
     return _Decayed(*launch(kernels.decay_kernel, (call.chunks * call.H,), inputs, outputs, constants,
                             num_warps=num_warps, num_stages=num_stages))  # fmt: skip
 
@@ -230,8 +230,9 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     if need_gate:
         _, _, hs, _ = _scan(call, None, kd, v, reverse=opts.reverse, init=h0, starts=starts, decayed=decayed,
                             chunks=chunks)  # fmt: skip
+        sums = decayed and decayed.sums
         del decayed, qd, kd
-        dq, dk, dg, dgamma = _gradients(call, do, hs, dhs, dtype)
+        dq, dk, dg, dgamma = _gradients(call, sums, do, hs, dhs, dtype)
     else:
         dq = _scan(call, do, v, k, reverse=opts.reverse, init=h0, starts=starts, output=_dtype(q), state_t=True)[0]
         dk = _scan(call, v, do, q, starts=ends, output=dtype, state_t=True, **run)[0]
@@ -241,7 +242,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     return Args(dq, dk, dv, dg, dgamma, dh0)
 
 
-def _gradients(call: _Call, do, hs, dhs, dtype: str):
+def _gradients(call: _Call, sums, do, hs, dhs, dtype: str):
     """``(dq, dk, dg, dgamma)``, in parallel over chunks, from the states before and the gradients after each chunk."""
     q, k, v, g = call.args[:4]
     B, T, H, K = q.shape
@@ -251,7 +252,7 @@ def _gradients(call: _Call, do, hs, dhs, dtype: str):
     BK, BV, num_warps, num_stages = _GRADIENT
     BK, BV = min(max(_pow2(K), 16), BK), min(max(_pow2(call.V), 16), BV)
     tiles = -(-K // BK)
-    inputs = dict(q=q, k=k, v=v, g=g, gamma=gamma, do=do, hs=hs, dhs=dhs, cu_seqlens=call.args.cu_seqlens,
+    inputs = dict(q=q, k=k, v=v, g=g, gamma=gamma, sums=sums, do=do, hs=hs, dhs=dhs, cu_seqlens=call.args.cu_seqlens,
                   **_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"),
                   stride_gamma_b=stride_gamma_b, **_strides(do, "o"), scale=call.opts.softmax_scale, T=T,
                   N=call.N)  # fmt: skip

@@ -167,6 +167,13 @@ def scan_kernel(
     b_sum = tl.zeros([BK], dtype=tl.float32)
     b_sum1 = 0.0
 
+    one = tl.where(T < 0, 0.0, 1.0)
+    write = True
+    if FINAL > 0:
+        if SPLIT and FINAL == 1:
+            write = (i_g == 0) if REVERSE else ((i_g + 1) * L >= length)
+        p_final = ht + ((i_n if FINAL == 1 else i_s).to(tl.int64) * H + i_h) * K * V + o_s
+
     for i in range(n_c):
         # Written with i, not with the carried ``left``: the pipeline loads chunks ahead and needs their masks then.
         m_t = o_t < size - ((n_c - 1 - i) if REVERSE else i) * BT
@@ -201,7 +208,8 @@ def scan_kernel(
                 b_between = tl.minimum(b_between, 0.0) * LOG2E + b_gap
                 b_pair = tl.where(m_pair, tl.exp2(b_between) * scale, 0.0)
         if GATE == 2:
-            b_sums = tl.load(sums + i_slot * K + o_k, mask=o_k < K, other=0.0)
+            b_sums = tl.load(sums + i_slot * 2 * K + o_k, mask=o_k < K, other=0.0)
+            b_sums += tl.load(sums + i_slot * 2 * K + K + o_k, mask=o_k < K, other=0.0)
             b_sum += b_sums
 
         if OUTPUT:
@@ -227,24 +235,28 @@ def scan_kernel(
             b_u = (b_v.to(tl.float32) * b_left_c[:, None]).to(dtype)
             b_s *= b_all_c
         b_s = tl.dot(tl.trans(b_u), b_k, b_s, input_precision=PRECISION)
+        if FINAL > 0:
+            # Reading the state here ends its product in this step; read only after the loop, the assembler would
+            # serialize all products of the loop.
+            b_s *= one
         p_q += step * stride_qt
         p_k += step * stride_kt
         p_v += step * stride_vt
         row += step * H
         i_slot += -H if REVERSE else H
+        if FINAL > 0:
+            # Here and not after the loop: there, the compiler would carry the state through it in the store's layout.
+            if i == n_c - 1 and write:
+                tl.store(p_final, b_s, mask=m_s)
         # Only the sequence's last chunk may be shorter: the decays change once at most.
-        following = BT if REVERSE else tl.minimum(size - (i + 1) * BT, BT)
+        following = BT if REVERSE else tl.maximum(tl.minimum(size - (i + 1) * BT, BT), 0)
         if following != left:
             b_to, b_left, b_all = chunk_decay(b_gamma, o_p, following, scale_out, scale_in, BT, REVERSE, ADJOINT)
         left = following
 
     if FINAL > 0:
-        write = True
-        if SPLIT and FINAL == 1:
-            write = (i_g == 0) if REVERSE else ((i_g + 1) * L >= length)
-        if write:
-            i_final = (i_n if FINAL == 1 else i_s).to(tl.int64) * H + i_h
-            tl.store(ht + i_final * K * V + o_s, b_s, mask=m_s)
+        if n_c == 0 and write:
+            tl.store(p_final, b_s, mask=m_s)
     if FINAL == 2 and i_v == 0:
         i_total = i_s.to(tl.int64) * H + i_h
         if GATE == 1:
@@ -312,10 +324,9 @@ def level(o_p, m):
 @triton.jit
 def around_middle(o_p, BT: tl.constexpr):
     """``[BT, BT]`` in {-1, 0, 1}: its product with gates is their sum from the chunk's middle to a token, signed."""
-    m_later = (o_p >= BT // 2)[:, None]
-    m_upto = (o_p[None, :] <= o_p[:, None]) & (o_p >= BT // 2)[None, :]
-    m_after = (o_p[None, :] > o_p[:, None]) & (o_p < BT // 2)[None, :]
-    return tl.where(m_later, m_upto.to(tl.float32), 0.0 - m_after.to(tl.float32))
+    m_upto = (o_p[None, :] <= o_p[:, None]).to(tl.float32)
+    m_early = (o_p[None, :] < BT // 2).to(tl.float32)
+    return m_upto - m_early
 
 
 @triton.jit
@@ -331,7 +342,7 @@ def decay_kernel(
     """What vector gates do inside a chunk, so that a scan over chunks need not know them.
 
     ``qd = q exp(gates from the chunk's start to the token)``, ``kd = k exp(gates after the token to the chunk's end)``,
-    ``sums`` the chunk's gates (base 2), and for the pairs j <= i
+    ``sums`` the gates (base 2) of the chunk's earlier and later half, and for the pairs j <= i
     ``intra_ij = scale * sum_k q_ik k_jk exp(gates between j and i)``.
 
     If no half of the chunk has gates summing below -MILD, intra factors at the chunk's middle into factors that are
@@ -373,9 +384,9 @@ def decay_kernel(
         b_early = tl.sum(tl.where((o_p < BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
         p_d = row * K + o_t[:, None] * (H * K) + o_k[None, :]
         if tl.min(tl.minimum(b_late, b_early), 0) > -MILD:
-            b_e = tl.exp2(ones_dot(around_middle(o_p, BT), b_g, TERMS) * LOG2E)
-            b_qe = b_q.to(tl.float32) * b_e
-            b_ke = b_k.to(tl.float32) / b_e
+            b_e = ones_dot(around_middle(o_p, BT), b_g, TERMS) * LOG2E
+            b_qe = b_q.to(tl.float32) * tl.exp2(b_e)
+            b_ke = b_k.to(tl.float32) * tl.exp2(-b_e)
             b_l = tl.dot(b_qe.to(dtype), tl.trans(b_ke.to(dtype)), input_precision=PRECISION)
             b_a += tl.where(o_p[:, None] >= o_p[None, :], b_l, 0.0)
             tl.store(qd + p_d, (b_qe * tl.exp2(b_early * LOG2E)[None, :]).to(dtype), mask=m_k)
@@ -396,14 +407,15 @@ def decay_kernel(
                 b_a += tl.where(m_pair & later[:, None], b_l, 0.0)
                 m *= 2
         i_slot = i_s.to(tl.int64) * H + i_h
-        tl.store(sums + i_slot * K + o_k, (b_late + b_early) * LOG2E, mask=o_k < K)
+        tl.store(sums + i_slot * 2 * K + o_k, b_early * LOG2E, mask=o_k < K)
+        tl.store(sums + i_slot * 2 * K + K + o_k, b_late * LOG2E, mask=o_k < K)
     p_a = intra + row * BT + o_t[:, None] * (H * BT) + o_t[None, :]
     tl.store(p_a, (b_a * scale).to(dtype), mask=m_t[:, None])
 
 
 @triton.jit
 def gradient_kernel(
-    q, k, v, g, gamma, do, hs, dhs, cu_seqlens,
+    q, k, v, g, gamma, sums, do, hs, dhs, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N,
     dq, dk, dg,
@@ -475,25 +487,28 @@ def gradient_kernel(
         b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)  # [BT, BK]
         if GAMMA:
             b_g = tl.where(m_k, b_g + b_gamma / LOG2E, 0.0)
-        b_late = tl.sum(tl.where((o_p >= BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
-        b_early = tl.sum(tl.where((o_p < BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
-        b_across *= tl.exp2((b_late + b_early) * LOG2E)
+        p_sums = sums + (i_s.to(tl.int64) * H + i_h) * 2 * K + o_k
+        b_early = tl.load(p_sums, mask=o_k < K, other=0.0)  # [BK]
+        b_late = tl.load(p_sums + K, mask=o_k < K, other=0.0)  # [BK]
+        b_across *= tl.exp2(b_late + b_early)
         b_qf = b_q.to(tl.float32)
         b_kf = b_k.to(tl.float32)
-        if tl.min(tl.minimum(b_late, b_early), 0) > -MILD:
-            b_e = tl.exp2(ones_dot(around_middle(o_p, BT), b_g, TERMS) * LOG2E)
-            b_dq *= b_e * (tl.exp2(b_early * LOG2E) * scale)[None, :]
-            b_dk *= tl.exp2(b_late * LOG2E)[None, :] / b_e
+        if tl.min(tl.minimum(b_late, b_early), 0) > -MILD * LOG2E:
+            b_e = ones_dot(around_middle(o_p, BT), b_g, TERMS) * LOG2E
+            b_inv = tl.exp2(-b_e)
+            b_e = tl.exp2(b_e)
+            b_dq *= b_e * (tl.exp2(b_early) * scale)[None, :]
+            b_dk *= b_inv * tl.exp2(b_late)[None, :]
             b_across += tl.sum(b_kf * b_dk, 0)
             b_x = b_qf * b_dq - b_kf * b_dk
             b_qe = (b_qf * b_e).to(dtype)
-            b_ke = (b_kf / b_e).to(dtype)
+            b_ke = (b_kf * b_inv).to(dtype)
             b_p = tl.where(m_upto, b_da, 0.0).to(dtype)  # [BT (i), BT (j)]
             b_z = tl.dot(b_p, b_ke, input_precision=PRECISION)
             b_dq += b_z * b_e
             b_x += b_qe.to(tl.float32) * b_z
             b_z = tl.dot(tl.trans(b_p), b_qe, input_precision=PRECISION)
-            b_dk += b_z / b_e
+            b_dk += b_z * b_inv
             # The pairs inside the chunk cancel but for those that span t: exactly, as both products have the same terms.
             b_x -= b_ke.to(tl.float32) * b_z
             b_dg = ones_dot(o_p[:, None] <= o_p[None, :], b_x, DG_TERMS + 1) + b_across[None, :]
