@@ -12,9 +12,10 @@ each chunk, and from both a kernel that is parallel over chunks makes dq, dk and
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from keraunos.frontends import launch
@@ -37,67 +38,186 @@ def _pow2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _dtype(x: Any) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def _tile(n: int) -> int:
+    """The tile that holds n dimensions: the tensor cores take 16 at least."""
+    return max(_pow2(n), 16)
 
 
-def _strides(x: Any, name: str, axes: str = "bth") -> dict[str, int]:
-    """``stride_<name><axis>`` of the axes of an array [B, T, H, ...]; a JAX array is contiguous."""
+class _Spec(NamedTuple):
+    """What the host code needs to know of an array: hashable, so that what follows from it is worked out once."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+def _spec(x: Any) -> _Spec | None:
     if x is None:
-        strides = (0, 0, 0)
-    elif hasattr(x, "stride"):
-        strides = x.stride()
-    else:
-        strides = [1]
-        for size in reversed(x.shape[1:]):
-            strides.insert(0, strides[0] * size)
-    return {f"stride_{name}{axis}": strides["bth".index(axis)] for axis in axes}
+        return None
+    if hasattr(x, "stride"):
+        return _Spec(tuple(x.shape), x.stride(), _name(x.dtype))
+    strides = [1]  # a JAX array is contiguous
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return _Spec(tuple(x.shape), tuple(strides), _name(x.dtype))
 
 
-@dataclass(frozen=True)
+@functools.cache
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _strides(x: _Spec | None, name: str, axes: str = "bth") -> dict[str, int]:
+    """``stride_<name><axis>`` of the axes of an array [B, T, H, ...]."""
+    return {f"stride_{name}{axis}": x.strides["bth".index(axis)] if x else 0 for axis in axes}
+
+
+class _Constants(dict):
+    """A launch's compile-time values, with a place where a front end may keep what it built for them."""
+
+    def __init__(self, **values):
+        super().__init__(**values)
+        self.built: dict = {}
+
+
+class _Plan(NamedTuple):
+    """A launch but for its arrays."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: dict[str, Any]
+    outputs: dict[str, Any]
+    constants: _Constants
+    num_warps: int
+    num_stages: int
+
+    def launch(self, **arrays):
+        """Run it on arrays, given in the order of the kernel's parameters."""
+        return launch(self.kernel, self.grid, {**arrays, **self.numbers}, self.outputs, self.constants,
+                      num_warps=self.num_warps, num_stages=self.num_stages)  # fmt: skip
+
+
 class _Call:
-    """The sizes of one call, its gates and how its sequences are cut."""
+    """The sizes of one call, its gates and how its sequences are cut; one object for all calls that are alike."""
 
-    args: Args
-    opts: Options
+    def __init__(self, specs: Args, opts: Options):
+        self.specs, self.opts, self.cfg = specs, opts, opts.cfg
+        self.scale, self.reverse = opts.softmax_scale, opts.reverse
+        self.B, self.T, self.H, self.K = specs.query.shape
+        self.G, self.V = specs.value.shape[2:]
+        self.R = self.H // self.G
+        self.dtype = specs.query.dtype
+        self.packed = specs.cu_seqlens is not None
+        self.N = specs.cu_seqlens.shape[0] - 1 if self.packed else self.B
+        self.gate = 0 if specs.g is None else len(specs.g.shape) - 2
+        self.has_gamma = specs.g_gamma is not None
+        self.need_gamma = self.has_gamma and not opts.gamma_is_constant
+        self.stride_gamma_b = self.H if self.has_gamma and len(specs.g_gamma.shape) == 2 else 0
+        self.exact = self.dtype == "float32"
+        plain = self.gate and specs.g.dtype == "bfloat16" and not self.has_gamma
+        self.terms = 3 if self.exact else 1 if plain else 2
+        self.precision = "tf32x3" if self.exact else "tf32"
+        self.mild = 40.0 if self.dtype == "bfloat16" else 0.0
+        self.BT = self.cfg.block_q
+        self.L = segment_length(self.T, self.N * self.H * -(-min(self.K, self.V) // self.cfg.block_d), self.BT)
+        self.slots = self.N if self.L is None else self.pieces(self.L)
+        self.chunks = self.pieces(self.BT)
 
-    def __post_init__(self):
-        args, cfg = self.args, self.opts.cfg
-        B, T, H, K = args.query.shape
-        G, V = args.value.shape[2:]
-        packed = args.cu_seqlens is not None
-        N = args.cu_seqlens.shape[0] - 1 if packed else B
-        gate = 0 if args.g is None else args.g.ndim - 2
-        exact = _dtype(args.query) == "float32"
-        terms = 3 if exact else 1 if gate and _dtype(args.g) == "bfloat16" and args.g_gamma is None else 2
-        BT = cfg.block_q
-        tiles = -(-min(K, V) // cfg.block_d)
-        L = segment_length(T, N * H * tiles, BT)
-        slots = N if L is None else (T // L + N if packed else N * -(-T // L))
-        chunks = T // BT + N if packed else N * -(-T // BT)
-        values = dict(B=B, T=T, H=H, K=K, G=G, V=V, N=N, R=H // G, packed=packed, gate=gate, terms=terms, exact=exact,
-                      BT=BT, L=L, slots=slots, chunks=chunks, precision="tf32x3" if exact else "tf32",
-                      mild=40.0 if _dtype(args.query) == "bfloat16" else 0.0)  # fmt: skip
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def gamma(self):
-        """The constant gate and its stride over the batch."""
-        gamma = self.args.g_gamma
-        return gamma, 0 if gamma is None or gamma.ndim == 1 else self.H
+    def pieces(self, length: int) -> int:
+        """How many pieces of a length sequences have at most; a packed one may end in a shorter piece anywhere."""
+        return self.T // length + self.N if self.packed else self.N * -(-self.T // length)
 
     def flags(self, reverse: bool) -> dict[str, Any]:
         """The constants that every kernel of the recurrence has."""
-        return dict(GAMMA=self.args.g_gamma is not None, REVERSE=reverse, PACKED=self.packed)
+        return dict(GAMMA=self.has_gamma, REVERSE=reverse, PACKED=self.packed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _call(specs: Args, opts: Options) -> _Call:
+    return _Call(specs, opts)
 
 
 def segment_length(T: int, programs: int, BT: int) -> int | None:
     """Tokens per segment, or None where one program per sequence, head and tile fills the GPU."""
-    if 2 * programs > _PROGRAMS or T < 2 * _MIN_SEGMENT:
+    count = min(_PROGRAMS // max(programs, 1), T // _MIN_SEGMENT)
+    return -(-T // (count * BT)) * BT if count > 1 else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segment, output, chunks, state_t) -> _Plan:
+    H, cfg = call.H, call.cfg
+    K, V = k.shape[-1], v.shape[-1]
+    BV = min(cfg.block_d, _tile(V))
+    split = per_segment or init == 2
+    slots = call.slots if split else call.N
+    like_q = q or k
+    g = call.specs.g if call.gate == 1 else None
+    numbers = dict(
+        **_strides(like_q, "q", "bh"), **_strides(k, "k", "bh"), **_strides(v, "v", "bh"), **_strides(g, "g"),
+        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=call.L or 0,
+    )  # fmt: skip
+    states = (slots if per_segment else call.N, H)
+    outputs = dict(
+        o=None if q is None else ((call.B, call.T, H, V), output),
+        ht=None if final is None else ((*states, V, K) if state_t else (*states, K, V), final),
+        hs=None if chunks is None else ((call.chunks, H, K, V), chunks),
+        total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if per_segment and call.gate else None,
+    )
+    constants = _Constants(
+        H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2], **_strides(like_q, "q", "t"),
+        **_strides(k, "k", "t"), **_strides(v, "v", "t"), BT=call.BT, BK=_tile(K), BV=BV, BN=_pow2(call.N),
+        GATE=call.gate, TERMS=call.terms, ADJOINT=adjoint, SPLIT=split, INIT=init,
+        FINAL=0 if final is None else 2 if per_segment else 1, OUTPUT=q is not None, CHUNKS=chunks is not None,
+        STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, **call.flags(reverse),
+    )  # fmt: skip
+    grid = (slots * H * -(-V // BV),)
+    return _Plan(kernels.scan_kernel, grid, numbers, outputs, constants, cfg.num_warps, cfg.num_stages)
+
+
+def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None, starts=None, decayed=None, final=None,
+          per_segment=False, output=None, chunks=None, state_t=False):  # fmt: skip
+    """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
+
+    Args:
+        reverse: from the last token to the first; adjoint: with the gradient of the state.
+        init: state of each sequence; starts: state of each segment.
+        decayed: where the gates are vectors.
+        final, output, chunks: dtype of the final state, the output and the states at chunks, None if not wanted.
+        per_segment: the final state of each segment, from zero.
+        state_t: states are transposed in memory.
+
+    Returns:
+        ``(output, final states, states at chunks, sums of the gates)``.
+    """
+    plan = _scan_plan(
+        call, _spec(q), _spec(k), _spec(v), reverse=reverse, adjoint=adjoint,
+        init=2 if starts is not None else int(init is not None), final=final, per_segment=per_segment, output=output,
+        chunks=chunks, state_t=state_t,
+    )  # fmt: skip
+    return plan.launch(
+        q=k if q is None else q, k=k, v=v, g=args.g if call.gate == 1 else None, gamma=args.g_gamma,
+        intra=decayed and decayed.intra, sums=decayed and decayed.sums, h0=init if starts is None else starts,
+        cu_seqlens=args.cu_seqlens,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool) -> _Plan:
+    BK = 16
+    numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L)
+    constants = _Constants(H=call.H, K=K, V=V, BK=BK, BV=_tile(V), GATE=call.gate, INIT=init, **call.flags(reverse))
+    outputs = dict(starts=((call.slots, call.H, K, V), "float32"))
+    return _Plan(kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
+
+
+def _starts(call: _Call, args: Args, k, v, *, reverse, adjoint=False, init=None, decayed=None):
+    """The state that each segment starts from, ``[slots, H, K, V]``; None where sequences are not cut."""
+    if call.L is None:
         return None
-    count = min(-(-2 * _PROGRAMS // programs), T // _MIN_SEGMENT)
-    return -(-T // (count * BT)) * BT
+    _, local, _, total = _scan(call, args, None, k, v, reverse=reverse, adjoint=adjoint, final="float32",
+                               per_segment=True, decayed=decayed)  # fmt: skip
+    plan = _combine_plan(call, k.shape[-1], v.shape[-1], reverse, init is not None)
+    return plan.launch(local=local, total=total, gamma=args.g_gamma, h0=init, cu_seqlens=args.cu_seqlens)[0]
 
 
 class _Decayed(NamedTuple):
@@ -109,185 +229,137 @@ class _Decayed(NamedTuple):
     sums: Any
 
 
-def _scan(call: _Call, q, k, v, *, reverse, adjoint=False, init=None, starts=None, decayed=None, final=None,
-          final_per_segment=False, output=None, chunks=None, state_t=False):  # fmt: skip
-    """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
-
-    Args:
-        reverse: from the last token to the first; adjoint: with the gradient of the state.
-        init: state of each sequence; starts: state of each segment.
-        decayed: where the gates are vectors.
-        final, output, chunks: dtype of the final state, the output and the states at chunks, None if not wanted.
-        state_t: states are transposed in memory.
-
-    Returns:
-        ``(output, final states, states at chunks, sums of the gates)``.
-    """
-    H, cfg = call.H, call.opts.cfg
-    K, V = k.shape[-1], v.shape[-1]
-    g, (gamma, stride_gamma_b) = call.args.g if call.gate == 1 else None, call.gamma
-    BV = min(cfg.block_d, max(_pow2(V), 16))
-    split = final_per_segment or starts is not None
-    slots = call.slots if split else call.N
-    like_q = k if q is None else q
-    inputs = dict(
-        q=like_q, k=k, v=v, g=g, gamma=gamma, intra=decayed and decayed.intra, sums=decayed and decayed.sums,
-        h0=init if starts is None else starts, cu_seqlens=call.args.cu_seqlens, **_strides(like_q, "q", "bh"),
-        **_strides(k, "k", "bh"), **_strides(v, "v", "bh"), **_strides(g, "g"), stride_gamma_b=stride_gamma_b,
-        scale=call.opts.softmax_scale, T=call.T, N=call.N, L=call.L or 0,
-    )  # fmt: skip
-    states = (slots if final_per_segment else call.N, H)
-    outputs = dict(
-        o=None if q is None else ((call.B, call.T, H, V), output),
-        ht=None if final is None else ((*states, V, K) if state_t else (*states, K, V), final),
-        hs=None if chunks is None else ((call.chunks, H, K, V), chunks),
-        total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if final_per_segment and call.gate else None,
-    )
-    constants = dict(
-        H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2], **_strides(like_q, "q", "t"),
-        **_strides(k, "k", "t"), **_strides(v, "v", "t"), BT=call.BT, BK=max(_pow2(K), 16), BV=BV, BN=_pow2(call.N),
-        GATE=call.gate, TERMS=call.terms, ADJOINT=adjoint, SPLIT=split,
-        INIT=2 if starts is not None else int(init is not None),
-        FINAL=0 if final is None else 2 if final_per_segment else 1, OUTPUT=q is not None, CHUNKS=chunks is not None,
-        STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, **call.flags(reverse),
-    )  # fmt: skip
-    grid = (slots * H * -(-V // BV),)
-    return launch(kernels.scan_kernel, grid, inputs, outputs, constants,
-                  num_warps=cfg.num_warps, num_stages=cfg.num_stages)  # fmt: skip
+@functools.lru_cache(maxsize=1024)
+def _decay_plan(call: _Call) -> _Plan:
+    q, k, g = call.specs.query, call.specs.key, call.specs.g
+    BK, _, num_warps, num_stages = _DECAY
+    numbers = dict(**_strides(q, "q"), **_strides(k, "k"), **_strides(g, "g"), stride_gamma_b=call.stride_gamma_b,
+                   scale=call.scale, T=call.T, N=call.N)  # fmt: skip
+    constants = _Constants(H=call.H, K=call.K, RK=call.R, BT=call.BT, BK=min(_tile(call.K), BK), BN=_pow2(call.N),
+                           TERMS=call.terms, MILD=call.mild, PRECISION=call.precision,
+                           **call.flags(call.reverse))  # fmt: skip
+    tokens = (call.B, call.T, call.H)
+    outputs = dict(qd=((*tokens, call.K), call.dtype), kd=((*tokens, call.K), call.dtype),
+                   intra=((*tokens, call.BT), call.dtype),
+                   sums=((call.chunks, call.H, 2, call.K), "float32"))  # fmt: skip
+    return _Plan(kernels.decay_kernel, (call.chunks * call.H,), numbers, outputs, constants, num_warps, num_stages)
 
 
-def _starts(call: _Call, k, v, *, reverse, adjoint=False, init=None, decayed=None):
-    """The state that each segment starts from, ``[slots, H, K, V]``; None where sequences are not cut."""
-    if call.L is None:
-        return None
-    _, local, _, total = _scan(call, None, k, v, reverse=reverse, adjoint=adjoint, final="float32",
-                               final_per_segment=True, decayed=decayed)  # fmt: skip
-    K, V = k.shape[-1], v.shape[-1]
-    gamma, stride_gamma_b = call.gamma
-    inputs = dict(local=local, total=total, gamma=gamma, h0=init, cu_seqlens=call.args.cu_seqlens,
-                  stride_gamma_b=stride_gamma_b, T=call.T, N=call.N, L=call.L)  # fmt: skip
-    BK = 16
-    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=max(_pow2(V), 16), GATE=call.gate, INIT=init is not None,
-                     **call.flags(reverse))  # fmt: skip
-    outputs = dict(starts=((call.slots, call.H, K, V), "float32"))
-    return launch(kernels.combine_kernel, (call.N * call.H * -(-K // BK),), inputs, outputs, constants,
-                  num_warps=4, num_stages=2)[0]  # fmt: skip
-
-
-def _decay(call: _Call) -> _Decayed | None:
+def _decay(call: _Call, args: Args) -> _Decayed | None:
     """Vector gates, worked into q and k in parallel over chunks; None where there are none."""
     if call.gate != 2:
         return None
-    q, k, g = call.args.query, call.args.key, call.args.g
-    gamma, stride_gamma_b = call.gamma
-    BK, _, num_warps, num_stages = _DECAY
-    inputs = dict(q=q, k=k, g=g, gamma=gamma, cu_seqlens=call.args.cu_seqlens, **_strides(q, "q"), **_strides(k, "k"),
-                  **_strides(g, "g"), stride_gamma_b=stride_gamma_b, scale=call.opts.softmax_scale, T=call.T,
-                  N=call.N)  # fmt: skip
-    constants = dict(H=call.H, K=call.K, RK=call.R, BT=call.BT, BK=min(max(_pow2(call.K), 16), BK), BN=_pow2(call.N),
-                     TERMS=call.terms, MILD=call.mild, PRECISION=call.precision,
-                     **call.flags(call.opts.reverse))  # fmt: skip
-    tokens, dtype = (call.B, call.T, call.H), _dtype(q)
-    outputs = dict(qd=((*tokens, call.K), dtype), kd=((*tokens, call.K), dtype), intra=((*tokens, call.BT), dtype),
-                   sums=((call.chunks, call.H, 2, call.K), "float32"))  # fmt: skip
-    return _Decayed(*launch(kernels.decay_kernel, (call.chunks * call.H,), inputs, outputs, constants,
-                            num_warps=num_warps, num_stages=num_stages))  # fmt: skip
+    return _Decayed(*_decay_plan(call).launch(q=args.query, k=args.key, g=args.g, gamma=args.g_gamma,
+                                              cu_seqlens=args.cu_seqlens))  # fmt: skip
 
 
 def forward(args: Args, opts: Options):
     """``((output, final_state), residuals)``: the states at segments, where sequences are cut."""
-    call = _Call(args, opts)
+    call = _call(Args(*map(_spec, args)), opts)
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
-    decayed = _decay(call)
+    decayed = _decay(call, args)
     if decayed:
         q, k = decayed.q, decayed.k
-    starts = _starts(call, k, v, reverse=opts.reverse, init=h0, decayed=decayed)
-    output, final, _, _ = _scan(call, q, k, v, reverse=opts.reverse, init=h0, starts=starts, decayed=decayed,
-                                final="float32", output=_dtype(q))  # fmt: skip
+    starts = _starts(call, args, k, v, reverse=call.reverse, init=h0, decayed=decayed)
+    output, final, _, _ = _scan(call, args, q, k, v, reverse=call.reverse, init=h0, starts=starts, decayed=decayed,
+                                final="float32", output=call.dtype)  # fmt: skip
     return (output, final), (starts,)
 
 
-forward.residuals = ("starts",)
+forward.residuals = ("starts",)  # type: ignore[attr-defined]
 
 
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
-    call = _Call(args, opts)
+    call = _call(Args(*map(_spec, args)), opts)
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
     (starts,) = residuals
     do, dfinal = grads
     # Query heads that share keys: each gives a gradient, and they are summed afterwards.
-    dtype = "float32" if call.R > 1 else _dtype(q)
-    need_gate = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
-    chunks = _dtype(q) if need_gate else None
-    decayed = _decay(call)
+    dtype = "float32" if call.R > 1 else call.dtype
+    need_gate = args.g is not None or call.need_gamma
+    chunks = call.dtype if need_gate else None
+    decayed = _decay(call, args)
     qd, kd = (decayed.q, decayed.k) if decayed else (q, k)
-    run = dict(reverse=not opts.reverse, adjoint=True, init=dfinal)
-    ends = _starts(call, qd, do, decayed=decayed, **run)
-    dv, dh0, dhs, _ = _scan(call, kd, qd, do, starts=ends, decayed=decayed, output=dtype, chunks=chunks,
-                            final=None if h0 is None else _dtype(h0), **run)  # fmt: skip
+    run = dict(reverse=not call.reverse, adjoint=True, init=dfinal)
+    ends = _starts(call, args, qd, do, decayed=decayed, **run)
+    dv, dh0, dhs, _ = _scan(call, args, kd, qd, do, starts=ends, decayed=decayed, output=dtype, chunks=chunks,
+                            final=None if h0 is None else call.specs.initial_state.dtype, **run)  # fmt: skip
     dg = dgamma = None
     if need_gate:
-        _, _, hs, _ = _scan(call, None, kd, v, reverse=opts.reverse, init=h0, starts=starts, decayed=decayed,
+        _, _, hs, _ = _scan(call, args, None, kd, v, reverse=call.reverse, init=h0, starts=starts, decayed=decayed,
                             chunks=chunks)  # fmt: skip
         sums = decayed and decayed.sums
         del decayed, qd, kd
-        dq, dk, dg, dgamma = _gradients(call, sums, do, hs, dhs, dtype)
+        dq, dk, dg, dgamma = _gradients(call, args, sums, do, hs, dhs, dtype)
     else:
-        dq = _scan(call, do, v, k, reverse=opts.reverse, init=h0, starts=starts, output=_dtype(q), state_t=True)[0]
-        dk = _scan(call, v, do, q, starts=ends, output=dtype, state_t=True, **run)[0]
+        dq = _scan(call, args, do, v, k, reverse=call.reverse, init=h0, starts=starts, output=call.dtype,
+                   state_t=True)[0]  # fmt: skip
+        dk = _scan(call, args, v, do, q, starts=ends, output=dtype, state_t=True, **run)[0]
     if call.R > 1:
-        dk, dv = (_sum(x, x.shape[0] * x.shape[1] * call.G, call.R, x.shape[3], like.shape, _dtype(like))
-                  for x, like in ((dk, k), (dv, v)))  # fmt: skip
+        dk, dv = (_sum(x, call.B * call.T * call.G, call.R, like.shape[-1], like.shape, like.dtype)
+                  for x, like in ((dk, call.specs.key), (dv, call.specs.value)))  # fmt: skip
     return Args(dq, dk, dv, dg, dgamma, dh0)
 
 
-def _gradients(call: _Call, sums, do, hs, dhs, dtype: str):
-    """``(dq, dk, dg, dgamma)``, in parallel over chunks, from the states before and the gradients after each chunk."""
-    q, k, v, g = call.args[:4]
-    B, T, H, K = q.shape
-    gamma, stride_gamma_b = call.gamma
-    need_gamma = gamma is not None and not call.opts.gamma_is_constant
-    vector = call.gate == 2
+@functools.lru_cache(maxsize=1024)
+def _gradient_plan(call: _Call, do: _Spec, dtype: str) -> _Plan:
+    q, k, v, g = call.specs[:4]
+    (B, T, H, K), V = q.shape, call.V
     BK, BV, num_warps, num_stages = _GRADIENT
-    BK, BV = min(max(_pow2(K), 16), BK), min(max(_pow2(call.V), 16), BV)
+    BK, BV = min(_tile(K), BK), min(_tile(V), BV)
     tiles = -(-K // BK)
-    inputs = dict(q=q, k=k, v=v, g=g, gamma=gamma, sums=sums, do=do, hs=hs, dhs=dhs, cu_seqlens=call.args.cu_seqlens,
-                  **_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"),
-                  stride_gamma_b=stride_gamma_b, **_strides(do, "o"), scale=call.opts.softmax_scale, T=T,
-                  N=call.N)  # fmt: skip
-    dg = ((B, T, H, K), "float32" if need_gamma else _dtype(g)) if vector else ((tiles, B, T, H), "float32")
-    outputs = dict(dq=((B, T, H, K), _dtype(q)), dk=((B, T, H, K), dtype), dg=dg)
-    constants = dict(H=H, K=K, V=call.V, R=call.R, BT=call.BT, BK=BK, BV=BV, BN=_pow2(call.N), GATE=call.gate,
-                     TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(_dtype(q), 3), MILD=call.mild,
-                     PRECISION=call.precision, **call.flags(call.opts.reverse))  # fmt: skip
-    dq, dk, dg = launch(kernels.gradient_kernel, (call.chunks * H * tiles,), inputs, outputs, constants,
-                        num_warps=num_warps, num_stages=num_stages)  # fmt: skip
-    if not vector:
-        dg = _sum(dg, 1, tiles, B * T * H, (B, T, H), "float32" if need_gamma else _dtype(g))
-    dgamma = _gamma_gradient(call, dg) if need_gamma else None
+    numbers = dict(**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"),
+                   stride_gamma_b=call.stride_gamma_b, **_strides(do, "o"), scale=call.scale, T=T,
+                   N=call.N)  # fmt: skip
+    vector = ((B, T, H, K), "float32" if call.need_gamma or g is None else g.dtype)
+    outputs = dict(dq=((B, T, H, K), call.dtype), dk=((B, T, H, K), dtype),
+                   dg=vector if call.gate == 2 else ((tiles, B, T, H), "float32"))  # fmt: skip
+    constants = _Constants(H=H, K=K, V=V, R=call.R, BT=call.BT, BK=BK, BV=BV, BN=_pow2(call.N), GATE=call.gate,
+                           TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3),
+                           MILD=call.mild, PRECISION=call.precision, **call.flags(call.reverse))  # fmt: skip
+    grid = (call.chunks * H * tiles,)
+    return _Plan(kernels.gradient_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
+
+
+def _gradients(call: _Call, args: Args, sums, do, hs, dhs, dtype: str):
+    """``(dq, dk, dg, dgamma)``, in parallel over chunks, from the states before and the gradients after each chunk."""
+    g = call.specs.g
+    dq, dk, dg = _gradient_plan(call, _spec(do), dtype).launch(
+        q=args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, sums=sums, do=do, hs=hs, dhs=dhs,
+        cu_seqlens=args.cu_seqlens,
+    )  # fmt: skip
+    whole = (call.B, call.T, call.H)
+    if call.gate < 2:
+        dg = _sum(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else g.dtype)
+    dgamma = _gamma_gradient(call, dg) if call.need_gamma else None
     if g is None:
         dg = None
-    elif need_gamma:
-        dg = _sum(dg, 1, 1, math.prod(g.shape), g.shape, _dtype(g))
+    elif call.need_gamma:
+        dg = _sum(dg, 1, 1, math.prod(g.shape), g.shape, g.dtype)
     return dq, dk, dg, dgamma
 
 
 def _gamma_gradient(call: _Call, dg):
     """The sum of the gates' gradients over tokens (and dimensions, and the batch if it shares the decay)."""
-    gamma, D = call.args.g_gamma, call.K if call.gate == 2 else 1
+    gamma, D = call.specs.g_gamma, call.K if call.gate == 2 else 1
     x = _sum(dg, call.B, call.T, call.H * D, (call.B, call.H, D), "float32")
     if D > 1:
         x = _sum(x, call.B * call.H, D, 1, (call.B, call.H), "float32")
-    return _sum(x, 1 if gamma.ndim == 1 else call.B, call.B if gamma.ndim == 1 else 1, call.H, gamma.shape, _dtype(gamma))
+    M, R = (1, call.B) if len(gamma.shape) == 1 else (call.B, 1)
+    return _sum(x, M, R, call.H, gamma.shape, gamma.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str) -> _Plan:
+    BD, BR = min(_tile(D), 256), min(_pow2(R), 16)
+    return _Plan(kernels.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D), dict(y=(shape, dtype)),
+                 _Constants(BR=BR, BD=BD), 4, 2)  # fmt: skip
 
 
 def _sum(x, M: int, R: int, D: int, shape, dtype: str):
     """``x`` as ``[M, R, D]``, summed over R, in the given shape and dtype."""
-    BD = min(max(_pow2(D), 16), 256)
-    BR = min(_pow2(R), 16)
-    return launch(kernels.sum_kernel, (M * -(-D // BD),), dict(x=x, R=R, D=D), dict(y=(tuple(shape), dtype)),
-                  dict(BR=BR, BD=BD), num_warps=4, num_stages=2)[0]  # fmt: skip
+    return _sum_plan(M, R, D, shape, dtype).launch(x=x)[0]
 
 
 def unsupported(inv) -> str | None:
@@ -305,10 +377,15 @@ def unsupported(inv) -> str | None:
 
 def heuristic(inv, cfg):
     """Chunks of 64 tokens; tiles of V and pipeline depth as registers and shared memory allow."""
-    wide = inv.arrays["query"][0] == "float32"
-    K = max(inv.dims["K"], inv.dims["V"])
-    return replace(cfg, block_q=32 if wide else 64, block_d=32 if K > 128 else 64, num_warps=4,
-                   num_stages=2 if wide or K > 128 else 3)  # fmt: skip
+    exact, K, V = inv.arrays["query"][0] == "float32", inv.dims["K"], inv.dims["V"]
+    if exact or max(K, V) > 128:
+        return replace(cfg, block_q=32 if exact else 64, block_d=64 if max(K, V) <= 128 or not exact else 32,
+                       num_warps=4, num_stages=2)  # fmt: skip
+    # Two warpgroups with half a state each need every input once, but programs must be enough for the GPU.
+    heads = inv.dims["N"] * inv.dims["H"]
+    wide = min(K, V) > 64 and (heads >= 96 or heads <= 32)
+    stages = 3 if "g" in inv.arrays else 4
+    return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)
 
 
 def candidates(inv, cfg):
