@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 import keraunos
+from keraunos.cli.bench import bench
 from keraunos.cli.cache import cache
 from keraunos.cli.demo import demo
 from keraunos.cli.doctor import doctor
@@ -35,6 +36,7 @@ def _options(
 
 
 # The modules of the subcommands import frameworks only inside their functions, so that --help is quick.
+app.command()(bench)
 app.command()(demo)
 app.command()(doctor)
 app.command()(tune)

@@ -1,0 +1,174 @@
+"""Who is measured: every platform of ours through every framework that it takes, and other libraries."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+import keraunos
+from keraunos.bench.workloads import Shape, Workload
+from keraunos.kernels.registry import UnsupportedError, kernel_registry
+from keraunos.ops.executor import default_executor
+from keraunos.ops.selection import Choice
+
+
+class Contestant(Protocol):
+    """One implementation, called through one framework.
+
+    Attributes:
+        name: the platform or library.
+        framework: whose arrays it is given.
+        tolerance: its errors may be this many times those that ours may have.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def framework(self) -> str: ...  # noqa: D102
+
+    @property
+    def tolerance(self) -> float: ...  # noqa: D102
+
+    def unsupported(self, workload: Workload) -> str | None:
+        """Why it cannot run here, or None."""
+
+    def about(self, workload: Workload) -> dict[str, Any]:
+        """What else to note down of it: version, configuration."""
+
+    def function(self, workload: Workload, log_decay: np.ndarray | None, checked: Workload | None = None) -> Callable:
+        """``(query, key, value[, g]) -> output``; with ``checked``, on the launch configuration for that workload."""
+
+
+def label(contestant: Contestant) -> str:
+    """How tables name it."""
+    return f"{contestant.name} ({contestant.framework})"
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A platform of this package; see :class:`Contestant`."""
+
+    name: str
+    framework: str
+    tolerance: float = 1.0
+
+    def unsupported(self, workload: Workload) -> str | None:
+        """See :class:`Contestant`."""
+        if importlib.util.find_spec(self.framework) is None:
+            return f"{self.framework} is not installed"
+        try:
+            self._choice(workload)
+        except (UnsupportedError, ImportError) as error:
+            return str(error)
+        return None
+
+    def about(self, workload: Workload) -> dict[str, Any]:
+        """See :class:`Contestant`."""
+        choice = self._choice(workload)
+        source = kernel_registry.choose(workload.invocation(self.framework), self.name)[0].implementation.source_version
+        return {"config": choice.cfg.to_json(), "config_from": choice.tier, "source": source}
+
+    def function(self, workload: Workload, log_decay: np.ndarray | None, checked: Workload | None = None) -> Callable:
+        """See :class:`Contestant`."""
+        operation: Any = getattr(keraunos, workload.operation)
+        options: dict[str, Any] = {"platform": self.name}
+        if log_decay is not None:
+            options["log_decay"] = log_decay
+        if checked is not None:
+            options["cfg"] = self._choice(checked).cfg
+        return lambda *arrays: operation(*arrays, **options)
+
+    def _choice(self, workload: Workload) -> Choice:
+        inv = workload.invocation(self.framework)
+        return default_executor().chain.choose(workload.kernel, inv, None, self.name, measure=False)
+
+
+@dataclass(frozen=True)
+class Fla:
+    """flash-linear-attention (the package fla-core); see :class:`Contestant`."""
+
+    name: str = "fla"
+    framework: str = "torch"
+    # Enough to see that it computes the same; how exact it is is its own affair.
+    tolerance: float = 4.0
+
+    def unsupported(self, workload: Workload) -> str | None:
+        """See :class:`Contestant`."""
+        for module, package in (("torch", "torch"), ("fla", "fla-core")):
+            if importlib.util.find_spec(module) is None:
+                return f"{package} is not installed"
+        import torch
+
+        return None if torch.cuda.is_available() else "needs a GPU"
+
+    def about(self, workload: Workload) -> dict[str, Any]:
+        """See :class:`Contestant`."""
+        return {"version": importlib.import_module("fla").__version__}
+
+    def function(self, workload: Workload, log_decay: np.ndarray | None, checked: Workload | None = None) -> Callable:
+        """See :class:`Contestant`."""
+        import torch
+
+        # Layout [B, T, H, dim], natural logs and a scale of K ** -0.5 are its defaults as they are ours.
+        if log_decay is not None:
+            simple = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+            gamma = torch.tensor(log_decay, device="cuda")
+            return lambda q, k, v: simple(q, k, v, g_gamma=gamma)[0]
+        gated = importlib.import_module("fla.ops.gla").chunk_gla
+        return lambda q, k, v, g: gated(q, k, v, g)[0]
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A contestant that is not measured this time, and why; see :class:`Contestant`."""
+
+    name: str
+    framework: str
+    reason: str
+    tolerance: float = 1.0
+
+    def unsupported(self, workload: Workload) -> str | None:
+        """See :class:`Contestant`."""
+        return self.reason
+
+    def about(self, workload: Workload) -> dict[str, Any]:
+        """See :class:`Contestant`."""
+        return {}
+
+    def function(self, workload: Workload, log_decay: np.ndarray | None, checked: Workload | None = None) -> Callable:
+        """See :class:`Contestant`."""
+        raise NotImplementedError(self.reason)
+
+
+PEERS: dict[str, Contestant] = {"fla": Fla()}
+
+
+def ours(operation: str) -> list[Contestant]:
+    """Every platform that is registered for a public operation, through every framework that it takes."""
+    op_id = Workload(operation, Shape(1, 1, 1)).kernel.op_id
+    pairs = dict.fromkeys((row.platform, f) for row in kernel_registry.rows(op_id) for f in row.frameworks)
+    return [Ours(platform, framework) for platform, framework in pairs]
+
+
+def find(operation: str, platforms: list[str], against: list[str]) -> list[Contestant]:
+    """The contestants that the names allow: platforms (all of ours if empty), and those to compare with.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    own = ours(operation)
+    names = list(dict.fromkeys(c.name for c in own))
+    for name in platforms:
+        if name not in names:
+            raise ValueError(f"platform is {name!r}; expected one of {', '.join(names)}")
+    for name in against:
+        if name not in (*names, *PEERS):
+            raise ValueError(f"peer is {name!r}; expected one of {', '.join([*PEERS, *names])}")
+    wanted = {*(platforms or names), *against}
+    return [*(c for c in own if c.name in wanted), *(PEERS[name] for name in against if name in PEERS)]

@@ -1,0 +1,160 @@
+"""What is made of the figures: the versions beside them, a file, a table for each workload, a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import keraunos
+from keraunos.bench.workloads import Shape
+
+_PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "fla-core", "numpy")
+
+
+def about(bandwidth: float) -> dict[str, Any]:
+    """The device, the versions of everything, and the date."""
+    from keraunos import frontends
+    from keraunos.bench.measuring import backends
+
+    framework = max(backends(), key=lambda name: backends()[name] == "gpu")
+    device = frontends.get(framework).default_device()
+    return {
+        "device": device.kind,
+        "backend": device.backend,
+        "driver": _driver() if device.backend == "gpu" else None,
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "keraunos": keraunos.__version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "copy_bandwidth": bandwidth,
+    }
+
+
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Write results as JSON, in one step: whoever stops the run leaves the last complete file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(path)
+
+
+def shape_of(case: Mapping[str, Any]) -> Shape:
+    """The shape of a measured workload."""
+    return Shape(**case["shape"])
+
+
+def fastest(case: Mapping[str, Any], name: str) -> float | None:
+    """The best median, in seconds, of a platform or library over the frameworks it was called through."""
+    found = [c["median_s"] for c in case["contestants"].values() if c["name"] == name and "median_s" in c]
+    return min(found, default=None)
+
+
+def table(case: Mapping[str, Any], against: Sequence[str]) -> Any:
+    """A rich table of one workload.
+
+    Args:
+        case: what :func:`keraunos.bench.measuring.measure` returned.
+        against: names of contestants; each gets a column that says how many times as fast as it the others are.
+    """
+    from rich.table import Table
+
+    title = (
+        f"{case['operation']} {shape_of(case)} {case['dtype']} {case['pass']}: "
+        f"floor {1e3 * case['floor_s']:.3g} ms ({case['bytes_moved'] / 1e6:.4g} MB)"
+    )
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("contestant", no_wrap=True)
+    for column in (
+        "ms",
+        "x floor",
+        *(f"vs {name}" for name in against),
+        "host µs",
+        "wall ms",
+        "peak",
+        "error",
+        "first s",
+    ):
+        shown.add_column(column, justify="right")
+    shown.add_column("", overflow="fold")
+    for label, found in case["contestants"].items():
+        shown.add_row(label, *_cells(case, found, against))
+    return shown
+
+
+LEGEND = (
+    "ms: median by device events (on a CPU by the clock). x floor: over the time to move the bytes once. vs: times as "
+    "fast. host: until a call returns. wall: each of many calls in a row. peak: memory over that of inputs, outputs "
+    "and gradients. error: the largest, relative. first s: first call in this process, compiling and tuning included."
+)
+
+
+def _cells(case, found, against) -> list[str]:
+    if "skipped" in found:
+        return [""] * (7 + len(against)) + [found["skipped"]]
+    median, peak = found["median_s"], found["peak_ratio"]
+    peers = [fastest(case, name) for name in against]
+    return [
+        f"{1e3 * median:.3g}", f"{median / case['floor_s']:.2f}",
+        *("" if peer is None else f"{peer / median:.2f}" for peer in peers),
+        f"{1e6 * found['host_s']:.0f}", f"{1e3 * found['in_a_row_s']:.3g}", "" if peak is None else f"{peak:.2f}",
+        f"{max(found['errors'].values()):.1e}", f"{found['first_call_s']:.1f}",
+        found.get("note", ""),
+    ]  # fmt: skip
+
+
+def plot(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw every contestant's time over the floor: a panel for each operation and pass, a group of bars for each shape.
+
+    The format is that of the file's ending. The axis is logarithmic; 1 is the floor.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    panels = list(dict.fromkeys((c["operation"], c["pass"]) for c in cases))
+    labels = list(dict.fromkeys(label for c in cases for label, x in c["contestants"].items() if "median_s" in x))
+    wide = max(sum((c["operation"], c["pass"]) == panel for c in cases) for panel in panels)
+    figure = Figure(figsize=(max(7.0, 2 + 1.3 * wide), 3.2 * len(panels)), layout="constrained", dpi=120)
+    for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        chosen = [c for c in cases if (c["operation"], c["pass"]) == panel]
+        width = 0.8 / max(1, len(labels))
+        for i, label in enumerate(labels):
+            # One that was not timed leaves a gap, where its bar would be.
+            bars = [(n, c["contestants"].get(label, {}).get("median_s"), c["floor_s"]) for n, c in enumerate(chosen)]
+            known = [(n + (i - (len(labels) - 1) / 2) * width, t / floor) for n, t, floor in bars if t is not None]
+            drawn = axes.bar([x for x, _ in known], [y for _, y in known], width, label=label, color=f"C{i}")
+            axes.bar_label(drawn, fmt="%.3g", fontsize=6, padding=1)
+        axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.set_xticks(range(len(chosen)), [str(shape_of(c)) for c in chosen], fontsize=8)
+        axes.set(title=" ".join(panel), ylabel="time / floor", xlabel="B, T, H (K, V)")
+        axes.margins(y=0.15)
+        axes.grid(axis="y", alpha=0.3)
+        if labels:
+            axes.legend(fontsize=7, ncols=len(labels), loc="upper left")
+    figure.savefig(path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0]

@@ -1,0 +1,75 @@
+"""`keraunos bench`: check every implementation of an operation against the reference, then time them side by side."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def bench(
+    operation: Annotated[str, typer.Argument(metavar="OP", help="lightning_attention or gla_attention.")],
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="B,T,H[,K[,V]]", help="Sizes; several in one value, between spaces, or the option several times."
+        ),
+    ] = None,
+    forward: Annotated[bool, typer.Option("--forward", help="Only forward (unless --backward is there too).")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Only forward plus backward (likewise).")] = False,
+    dtype: Annotated[str, typer.Option(help="Of all arrays: bfloat16, float16 or float32.")] = "bfloat16",
+    against: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Compare with these: fla (the package fla-core), or platforms.")
+    ] = "",
+    platform: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Only these platforms of ours. [default: all]")
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0, help="Timing of one shape ends after about this long.")] = 4.0,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each contestant is timed, at most.")] = 20,
+    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw time over floor there, as .png.")] = None,
+) -> None:
+    """Check every implementation against the float64 reference, then time all of them in turns.
+
+    Each platform is called through each framework that it takes. One that is wrong is not timed. The floor is the time
+    in which the device copies as many bytes as the operation must move, measured in the same run. Exits with 1 if an
+    implementation was wrong.
+    """
+    # JAX would take most of a GPU's memory for itself, and PyTorch is measured beside it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from rich.console import Console
+
+    from keraunos.bench import contestants, measuring, report, workloads
+
+    console = Console()
+    peers = _names(against)
+    try:
+        stages = [False] * (forward or not backward) + [True] * (backward or not forward)
+        default = ["1,8192,64"] if not shapes and measuring.on_gpu() else ["1,1024,4,64"]
+        parsed = [workloads.Shape.parse(text) for value in shapes or default for text in value.split()]
+        work = [workloads.Workload(operation, shape, dtype, stage) for shape in parsed for stage in stages]
+        found = contestants.find(operation, _names(platform), peers)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    with console.status("Measuring the copy bandwidth") as status:
+        bandwidth = measuring.copy_bandwidth()
+        results: dict[str, Any] = {"about": report.about(bandwidth), "cases": []}
+        device = results["about"]["device"]
+        console.print(f"{device}: copies {bandwidth / 1e9:.4g} GB/s, read plus written", highlight=False)
+        effort = measuring.Effort(rounds=rounds, seconds=seconds)
+        for workload in work:
+            case = measuring.measure(workload, found, bandwidth, effort, lambda text: status.update(text))
+            results["cases"].append(case)
+            console.print(report.table(case, peers))
+            if as_json is not None:
+                # After each, so that a run that is stopped keeps what it has.
+                report.write(as_json, results)
+    console.print(report.LEGEND, highlight=False)
+    if plot is not None:
+        report.plot(results["cases"], plot)
+    if any(c.get("wrong") for case in results["cases"] for c in case["contestants"].values()):
+        raise typer.Exit(1)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
