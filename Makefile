@@ -22,6 +22,11 @@ lint: $(VENV)/test.stamp
 bench: $(VENV)/run.stamp
 	JAX_PLATFORMS=cpu $(PY) benchmarks/cpu.py
 
+# On a machine with a GPU, with its own python3: speed and memory there, against fla-core if it is installed; writes
+# benchmarks/results/<gpu>.json.
+bench-gpu:
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu.py
+
 # On a machine with a GPU, with its own python3: jax, torch, triton, pytest and hypothesis must be there.
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests --gpu

@@ -1,0 +1,171 @@
+"""Writes docs/benchmarks.md and its plots from benchmarks/results/*.json: `python benchmarks/report.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from keraunos.bench import report
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+
+INTRO = """\
+# Benchmarks
+
+Made by `python benchmarks/report.py` from the files in `benchmarks/results`; every figure of a table is from one run on
+one machine. `make bench-gpu` measures on a GPU, `make bench` on a CPU, and `keraunos bench` any shape:
+
+```sh
+keraunos bench gla_attention --shapes "1,1024,4,64" --against torch --json bench.json --plot bench.png
+```
+
+How it is measured: every implementation is first compared with the float64 reference, and one that is wrong is not
+timed. Then all are timed in turns, by device events, on random inputs; the median counts. The floor is the time in
+which the same device, in the same run, copies as many bytes as the operation must move (every input read once, every
+output written once, in the forward and in the backward), so no implementation can be much below 1.
+"""
+
+
+def page(results: Path = RESULTS) -> str:
+    """The text of the page."""
+    parts = [INTRO, "## GPU\n"]
+    files = gpu_files(results)
+    parts += [_gpu(json.loads(file.read_text()), file.stem) for file in files]
+    if not files:
+        parts.append("There are no results from a GPU yet.\n")
+    parts.append("## CPU\n")
+    cpu = results / "cpu.json"
+    parts.append(_cpu(json.loads(cpu.read_text())) if cpu.exists() else "There are no results from a CPU yet.\n")
+    return "\n".join(parts)
+
+
+def gpu_files(results: Path = RESULTS) -> list[Path]:
+    return sorted(file for file in results.glob("*.json") if file.name != "cpu.json")
+
+
+def plot_name(stem: str) -> str:
+    return f"benchmarks-{stem}.png"
+
+
+def cases(sections: dict) -> list[dict]:
+    return [case for section in sections.values() for case in section["cases"]]
+
+
+def _gpu(sections: dict, stem: str) -> str:
+    parts = []
+    for operation, section in sections.items():
+        about = section["about"]
+        versions = ("keraunos", "torch", "jax", "triton", "jax-triton", "fla-core", "driver", "python")
+        known = ", ".join(f"{name} {about[name]}" for name in versions if about[name])
+        parts.append(f"### {operation} on {about['device']}\n")
+        bandwidth = about["copy_bandwidth"] / 1e12
+        parts.append(f"{about['date']}; copies {bandwidth:.2f} TB/s, read plus written; {known}.\n")
+        for stage in dict.fromkeys(case["pass"] for case in section["cases"]):
+            parts.append(_table([case for case in section["cases"] if case["pass"] == stage], stage))
+        parts.append(_rest(section))
+    parts.append(f"![Time over floor for each shape and implementation]({plot_name(stem)})\n")
+    return "\n".join(parts)
+
+
+def _table(found: list[dict], stage: str) -> str:
+    labels = list(dict.fromkeys(label for case in found for label, c in case["contestants"].items() if "median_s" in c))
+    dtypes = ", ".join(dict.fromkeys(case["dtype"] for case in found))
+    heads = [*(f"{label} ms" for label in labels), *(f"{label} / floor" for label in labels)]
+    lines = [f"{stage}, {dtypes}:\n", _row("B, T, H", "floor ms", *heads, "fla / fastest of ours"),
+             _row("---", *["---:"] * (2 + len(heads)))]  # fmt: skip
+    for case in found:
+        times = [case["contestants"].get(label, {}).get("median_s") for label in labels]
+        fla = report.fastest(case, "fla")
+        own = min(
+            (t for label, t in zip(labels, times, strict=True) if t and not label.startswith("fla ")), default=None
+        )
+        cells = ["" if t is None else f"{1e3 * t:.3f}" for t in times]
+        cells += ["" if t is None else f"{t / case['floor_s']:.2f}" for t in times]
+        cells.append(f"{fla / own:.2f}" if fla and own else "")
+        lines.append(_row(report.shape_of(case), f"{1e3 * case['floor_s']:.3f}", *cells))
+    lines += ["", "What a call costs beside the device's time:\n",
+              _row("B, T, H", "implementation", "host µs", "alone, launch to end, ms", "in a row, ms",
+                   "peak memory / arrays", "largest error"),
+              _row("---", "---", *["---:"] * 5)]  # fmt: skip
+    for case in found:
+        for label in labels:
+            c = case["contestants"].get(label, {})
+            if "median_s" in c:
+                lines.append(_row(
+                    report.shape_of(case), label, f"{1e6 * c['host_s']:.0f}", f"{1e3 * c['latency_s']:.3f}",
+                    f"{1e3 * c['in_a_row_s']:.3f}", "" if c["peak_ratio"] is None else f"{c['peak_ratio']:.3f}",
+                    f"{max(c['errors'].values()):.1e}",
+                ))  # fmt: skip
+    skipped: dict[str, list[str]] = {}
+    for case in found:
+        for label, c in case["contestants"].items():
+            for reason in (c.get("skipped"), c.get("note")):
+                if reason:
+                    skipped.setdefault(f"{label}: {reason}", []).append(str(report.shape_of(case)))
+    lines += ["", *(f"- {reason} (at {' · '.join(shapes)})" for reason, shapes in skipped.items()), ""]
+    return "\n".join(lines)
+
+
+def _rest(section: dict) -> str:
+    lines = []
+    for call in section["first_calls"]:
+        figure = f"{call['seconds']:.1f} s" if "seconds" in call else call["skipped"]
+        what = f"{call['contestant']}, {call['pass']}"
+        lines.append(f"- first call in a fresh process with an empty compile cache, {what}: {figure}")
+    same = section.get("equalities")
+    if same:
+        yes = {True: "yes", False: "no"}
+        lines.append(f"- same bits through JAX and PyTorch: {yes[same['jax_equals_torch']]}; "
+                     f"in 20 runs: {yes[same['reruns_equal']]}")  # fmt: skip
+    lines += [f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"]]
+    return "\n".join([*lines, ""])
+
+
+def _cpu(found: dict) -> str:
+    about = found["about"]
+    lines = [
+        f"{about['date']}; {about['processor']}, {about['cores']} cores; keraunos {about['keraunos']}, "
+        f"jax {about['jax']}, python {about['python']}.\n",
+        "Against a jitted scan over tokens, B 1, T 8192, H 8, K V 64, float32:\n",
+        _row("operation", "pass", "token scan ms", "xla ms", "ratio"),
+        _row("---", "---", "---:", "---:", "---:"),
+    ]
+    for x in found["speed"]:
+        times = (f"{x['token_scan_ms']:.1f}", f"{x['keraunos_ms']:.1f}", f"{x['ratio']:.1f}")
+        lines.append(_row(x["operation"], x["what"], *times))
+    lines += [
+        "\nGrowth with the length, forward+backward, B 1, H 4, K V 64, float32:\n",
+        _row("operation", "T", "ms", "factor"),
+        _row("---", "---:", "---:", "---:"),
+    ]
+    for x in found["growth"]:
+        factor = f"{x['factor']:.2f}" if x["factor"] else ""
+        lines.append(_row(x["operation"], x["T"], f"{x['forward+backward_ms']:.1f}", factor))
+    lines.append("")
+    for x in found["memory"]:
+        lines.append(f"- peak resident memory, {x['operation']}, {x['shape']}: {x['peak_resident_gib']:.2f} GiB")
+    results = list(dict.fromkeys(name for x in found["accuracy"] for name in x["errors"]))
+    lines += [
+        "\nRelative errors against float64, float32 inputs:\n",
+        _row("gates", *results),
+        _row("---", *["---:"] * len(results)),
+    ]
+    for x in found["accuracy"]:
+        lines.append(_row(x["gates"], *(f"{x['errors'][n]:.1e}" if n in x["errors"] else "" for n in results)))
+    return "\n".join([*lines, ""])
+
+
+def _row(*cells) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    (DOCS / "benchmarks.md").write_text(page())
+    for file in gpu_files():
+        report.plot(cases(json.loads(file.read_text())), DOCS / plot_name(file.stem))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""`keraunos bench`, and the page made from what was measured."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from keraunos.bench import contestants, measuring, workloads
+from keraunos.bench.workloads import Shape, Workload
+from keraunos.cli.main import app
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ("--dtype", "float32", "--rounds", "2", "--seconds", "0")
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.setenv("KERAUNOS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(measuring, "_MOST_SETS", 2)
+
+    def invoke(*arguments, code=0):
+        result = CliRunner(env={"COLUMNS": "250"}).invoke(app, ["bench", *arguments])
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return invoke
+
+
+def test_table_json_and_plot(run, tmp_path):
+    output = run(
+        "lightning_attention", "--shapes", "1,40,1,16,8", "--against", "fla,torch", *TINY,
+        "--platform", "xla", "--json", str(tmp_path / "out" / "b.json"), "--plot", str(tmp_path / "b.png"),
+    )  # fmt: skip
+    for expected in (
+        "xla (jax)",
+        "torch (torch)",
+        "vs torch",
+        "lightning_attention 1,40,1,16,8 float32 forward+backward",
+    ):
+        assert expected in output
+    results = json.loads((tmp_path / "out" / "b.json").read_text())
+    assert {"device", "jax", "torch", "triton", "fla-core", "driver", "date", "copy_bandwidth"} <= results[
+        "about"
+    ].keys()
+    assert [case["pass"] for case in results["cases"]] == ["forward", "forward+backward"]
+    for case in results["cases"]:
+        assert case["floor_s"] == case["bytes_moved"] / results["about"]["copy_bandwidth"]
+        # One that cannot run stays in the table, with its reason.
+        assert case["contestants"]["fla (torch)"]["skipped"] in ("fla-core is not installed", "needs a GPU")
+        for label in ("xla (jax)", "torch (torch)"):
+            found = case["contestants"][label]
+            assert found["median_s"] > 0
+            assert min(found["host_s"], found["latency_s"], found["in_a_row_s"], found["first_call_s"]) > 0
+            assert ("dvalue" in found["errors"]) == (case["pass"] != "forward")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_wrong_are_not_timed(run, monkeypatch, tmp_path):
+    right = contestants.Ours.function
+
+    def wrong(self, *args):
+        fn = right(self, *args)
+        return (lambda *x: fn(*x) * 1.01) if self.name == "torch" else fn
+
+    monkeypatch.setattr(contestants.Ours, "function", wrong)
+    output = run("gla_attention", "--shapes", "1,64,2,16", "--forward", *TINY, "--platform", "xla,torch",
+                 "--json", str(tmp_path / "b.json"), code=1)  # fmt: skip
+    assert "wrong: output has error 0.01" in " ".join(output.split())
+    (case,) = json.loads((tmp_path / "b.json").read_text())["cases"]
+    assert "median_s" not in case["contestants"]["torch (torch)"]
+    assert case["contestants"]["xla (jax)"]["median_s"] > 0
+
+
+def test_a_failure_does_not_end_the_others(monkeypatch):
+    right = contestants.Ours.function
+
+    def broken(self, *args):
+        if self.name == "torch":
+            raise RuntimeError("out of order\nmore")
+        return right(self, *args)
+
+    monkeypatch.setattr(contestants.Ours, "function", broken)
+    workload = Workload("lightning_attention", Shape(1, 16, 1, 16, 16), "float32")
+    case = measuring.measure(workload, contestants.find(workload.operation, ["xla", "torch"], []), 1e9,
+                             measuring.Effort(rounds=2))  # fmt: skip
+    assert case["contestants"]["torch (torch)"]["skipped"] == "RuntimeError: out of order"
+    assert case["contestants"]["xla (jax)"]["median_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("operation", "backward", "units"),
+    [
+        ("lightning_attention", False, 4),
+        ("lightning_attention", True, 11),
+        ("gla_attention", False, 5),
+        ("gla_attention", True, 14),
+    ],
+)
+def test_floors(operation, backward, units):
+    unit = 2 * 16384 * 64 * 128 * 2
+    assert Workload(operation, Shape(2, 16384, 64), "bfloat16", backward).bytes_moved == units * unit
+
+
+def test_floors_when_key_and_value_differ():
+    # For each of 10 tokens and heads: query, key and gate of 4, value and output of 6, 4 bytes each.
+    shape = Shape(1, 5, 2, 4, 6)
+    assert Workload("gla_attention", shape, "float32").bytes_moved == 10 * 4 * (12 + 12)
+    backward = 10 * 4 * ((12 + 12) + (12 + 12) + (12 + 6))
+    assert Workload("gla_attention", shape, "float32", True).bytes_moved == backward
+    assert Workload("gla_attention", shape, "float32", True).bytes_kept == 2 * 10 * 4 * 24
+
+
+def test_shapes():
+    assert Shape.parse("1,2048,64") == Shape(1, 2048, 64, 128, 128)
+    assert Shape.parse("1,64,2,16") == Shape(1, 64, 2, 16, 16)
+    assert Shape.parse("1,64,2,16,8") == Shape(1, 64, 2, 16, 8)
+    for text in ("1,2048,64", "1,64,2,16", "1,64,2,16,8"):
+        assert str(Shape.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["lightning", "--shapes", "1,2,3"],
+            "operation is 'lightning'; expected one of lightning_attention, gla_attention",
+        ),
+        (["gla_attention", "--shapes", "1,2"], "shape is '1,2'; expected B,T,H"),
+        (["gla_attention", "--shapes", "1,0,2"], "shape is '1,0,2'; expected B,T,H"),
+        (["gla_attention", "--shapes", "1,x,2"], "shape is '1,x,2'; expected B,T,H"),
+        (["gla_attention", "--against", "flash"], "peer is 'flash'; expected one of fla, "),
+        (["gla_attention", "--platform", "tritom"], "platform is 'tritom'; expected one of "),
+        (["gla_attention", "--dtype", "int8"], "dtype is 'int8'; expected one of bfloat16, float16, float32"),
+    ],
+)
+def test_what_is_wrong_is_said(run, arguments, message):
+    output = " ".join(run(*arguments, code=2).replace("│", " ").split())
+    assert message in output
+
+
+def test_every_registered_platform_takes_part():
+    for operation in workloads.OPERATIONS:
+        op_id = Workload(operation, Shape(1, 1, 1)).kernel.op_id
+        rows = contestants.kernel_registry.rows(op_id)
+        assert {(c.name, c.framework) for c in contestants.find(operation, [], [])} == {
+            (row.platform, framework) for row in rows for framework in row.frameworks
+        }
+
+
+def load_report():
+    spec = importlib.util.spec_from_file_location("benchmarks_report", ROOT / "benchmarks" / "report.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_committed_page_is_that_of_the_committed_results():
+    report = load_report()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert page == report.page(), "run: python benchmarks/report.py"
+    for file in report.gpu_files():
+        assert (ROOT / "docs" / report.plot_name(file.stem)).exists()
+
+
+def test_the_page_shows_the_figures(tmp_path):
+    def contestant(name, seconds):
+        figures = dict.fromkeys(("host_s", "latency_s", "in_a_row_s", "peak_ratio"), 1.0)
+        return {"name": name, "framework": "torch", "median_s": seconds, "errors": {"output": 0.002}, **figures}
+
+    case = {
+        "operation": "gla_attention", "shape": {"B": 1, "T": 8192, "H": 64, "K": 128, "V": 128}, "dtype": "bfloat16",
+        "pass": "forward", "floor_s": 0.001, "contestants": {
+            "triton (torch)": contestant("triton", 0.0015), "fla (torch)": contestant("fla", 0.006),
+            "xla (jax)": {"name": "xla", "framework": "jax", "skipped": "left out"},
+        },
+    }  # fmt: skip
+    about = dict.fromkeys(("keraunos", "torch", "jax", "triton", "jax-triton", "fla-core", "driver", "python"), "1.2.3")
+    about |= {"device": "NVIDIA X", "date": "2026-01-02", "copy_bandwidth": 4.2e12}
+    section = {
+        "about": about, "cases": [case], "first_calls": [], "left_out": [{"workload": "w", "reason": "no time"}],
+        "equalities": {"jax_equals_torch": True, "reruns_equal": False},
+    }  # fmt: skip
+    (tmp_path / "nvidia-x.json").write_text(json.dumps({"gla_attention": section}))
+    page = load_report().page(tmp_path)
+    for expected in (
+        "gla_attention on NVIDIA X", "2026-01-02; copies 4.20 TB/s", "fla-core 1.2.3",
+        "| 1,8192,64 | 1.000 | 1.500 | 6.000 | 1.50 | 6.00 | 4.00 |", "xla (jax): left out (at 1,8192,64)",
+        "left out: w: no time", "through JAX and PyTorch: yes; in 20 runs: no", "![", "(benchmarks-nvidia-x.png)",
+        "no results from a CPU",
+    ):  # fmt: skip
+        assert expected in page
