@@ -226,14 +226,19 @@ def _products_are_rounded(device: torch.device) -> bool:
     return settings.matmul.fp32_precision not in ("none", "ieee")
 
 
+def _flush(x):
+    """Decays too small to matter become 0, in place: CPUs compute many times slower with numbers next to underflow."""
+    return torch.nn.functional.threshold_(x, torch.finfo(x.dtype).tiny * 2.0**26, 0)
+
+
 class _Scalar:
     """Decay inside chunks for one gate per token and head, ``a: [n, B, H, C]``."""
 
     def __init__(self, walker: _Walker, a):
         self.mm, self.before, self.onward = walker.mm, walker.before, walker.onward
         between = torch.where(self.before.bool(), a[..., None], 0).cumsum(-2)
-        self.pair = between.exp_().tril_()  # [n, B, H, C, C], from j to i
-        self.enter = a.cumsum(-1).exp_()[..., None]  # [n, B, H, C, 1], from the chunk's start to i
+        self.pair = _flush(between.exp_().tril_())  # [n, B, H, C, C], from j to i
+        self.enter = _flush(a.cumsum(-1).exp_())[..., None]  # [n, B, H, C, 1], from the chunk's start to i
         self.leave = self.pair[..., -1, :, None]  # [n, B, H, C, 1], from j to the chunk's end
         self.total = self.enter[..., -1:, :]  # [n, B, H, 1, 1]
 
@@ -272,13 +277,13 @@ class _Vector:
     def __init__(self, walker: _Walker, a):
         self.mm, self.before, self.onward = walker.mm, walker.before, walker.onward
         # The decay within blocks of m tokens: from the block's start through each token; after it to the block's end.
-        through, after, m = a.exp(), torch.ones_like(a), 1
+        through, after, m = _flush(a.exp()), torch.ones_like(a), 1
         self.levels = []  # (m, to the middle of the block of 2m tokens, from there): [n, B, H, C / 2m, m, K]
         while m < walker.C:
             after_left, through_right = _left(after, m), _right(through, m)
             self.levels.append((m, after_left.clone(), through_right.clone()))
-            after_left.mul_(through_right[..., -1:, :])
-            through_right.mul_(_left(through, m)[..., -1:, :])
+            _flush(after_left.mul_(through_right[..., -1:, :]))
+            _flush(through_right.mul_(_left(through, m)[..., -1:, :]))
             m *= 2
         self.enter, self.leave = through, after
         self.total = self.enter[..., -1:, :].mT  # [n, B, H, K, 1]
