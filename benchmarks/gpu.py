@@ -41,7 +41,7 @@ XLA_SHAPES = ("2,16384,64", "1,8192,64")
 # For questions that have nothing to do with size.
 SAMPLE = "1,4096,16"
 
-console = Console(highlight=False, width=170)
+console = Console(highlight=False, markup=False, width=170)
 
 
 def workloads(operation: str) -> list[Workload]:
@@ -141,7 +141,7 @@ def measure_operation(operation: str, fla: dict[int, str], seconds: float, save)
     bandwidth = measuring.copy_bandwidth()
     section: dict = {"about": report.about(bandwidth), "first_calls": [], "cases": [], "left_out": []}
     save(section)
-    effort = measuring.Effort(rounds=15, seconds=1.5)
+    effort = measuring.Effort(rounds=15, seconds=2.0)
     for workload in workloads(operation):
         if time.monotonic() > end:
             section["left_out"].append({"workload": str(workload), "reason": f"{seconds:.0f} s were over"})

@@ -11,6 +11,7 @@ import numpy as np
 from keraunos import frontends, numerics
 from keraunos.bench.contestants import Contestant
 from keraunos.bench.workloads import Workload
+from keraunos.ops.kernel import Config
 
 _NAMES = ("query", "key", "value", "g")
 
@@ -32,7 +33,13 @@ def check(contestant: Contestant, workload: Workload) -> dict[str, float]:
         WrongResultError: an error is larger than allowed; see :mod:`keraunos.numerics`.
         Exception: what the contestant itself raises.
     """
-    small, framework = workload.small(), contestant.framework
+    return _check(contestant, workload.small(), contestant.config(workload))
+
+
+# Workloads that differ in batch and length only share a check.
+@functools.lru_cache(maxsize=64)
+def _check(contestant: Contestant, small: Workload, cfg: Config | None) -> dict[str, float]:
+    framework = contestant.framework
     measure, frontend = frontends.get(f"{framework}_measure"), frontends.get(framework)
     backend = frontend.default_device().backend
     two = replace(small, shape=replace(small.shape, H=min(2, small.shape.H)))
@@ -44,16 +51,16 @@ def check(contestant: Contestant, workload: Workload) -> dict[str, float]:
     decays = two.log_decay()
     if decays is not None:
         decays = decays[np.arange(small.shape.H) % two.shape.H]
-    fn = contestant.function(small, decays, workload)
-    given = [measure.array(all_heads(x), workload.dtype, backend) for x in inputs]
-    cotangents = [measure.array(all_heads(cotangent), workload.dtype, backend)] if workload.backward else None
+    fn = contestant.function(small, decays, cfg)
+    given = [measure.array(all_heads(x), small.dtype, backend) for x in inputs]
+    cotangents = [measure.array(all_heads(cotangent), small.dtype, backend)] if small.backward else None
     outputs, gradients = measure.program(fn, given, cotangents)()
     names = ("output", *(f"d{name}" for name in _NAMES[: len(inputs)]))
     errors = {}
-    for name, got, (truth, plain) in zip(names, [*outputs, *(gradients or ())], right, strict=workload.backward):
+    for name, got, (truth, plain) in zip(names, [*outputs, *(gradients or ())], right, strict=small.backward):
         dtype = frontend.dtype_name(got)
         low = measure.values(measure.array(plain, dtype, backend))
-        allowed = contestant.tolerance * numerics.bound(low, truth, max(dtype, workload.dtype, key=numerics.rounding))
+        allowed = contestant.tolerance * numerics.bound(low, truth, max(dtype, small.dtype, key=numerics.rounding))
         errors[name] = numerics.error(measure.values(got), all_heads(truth))
         if not errors[name] <= allowed:
             raise WrongResultError(f"wrong: {name} has error {errors[name]:.2g}, allowed {allowed:.2g}")

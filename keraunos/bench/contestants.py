@@ -14,6 +14,7 @@ import keraunos
 from keraunos.bench.workloads import Shape, Workload
 from keraunos.kernels.registry import UnsupportedError, kernel_registry
 from keraunos.ops.executor import default_executor
+from keraunos.ops.kernel import Config
 from keraunos.ops.selection import Choice
 
 
@@ -25,6 +26,8 @@ class Contestant(Protocol):
         framework: whose arrays it is given.
         tolerance: its errors may be this many times those that ours may have.
     """
+
+    def __hash__(self) -> int: ...
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -41,8 +44,11 @@ class Contestant(Protocol):
     def about(self, workload: Workload) -> dict[str, Any]:
         """What else to note down of it: version, configuration."""
 
-    def function(self, workload: Workload, log_decay: np.ndarray | None, checked: Workload | None = None) -> Callable:
-        """``(query, key, value[, g]) -> output``; with ``checked``, on the launch configuration for that workload."""
+    def config(self, workload: Workload) -> Config | None:
+        """The launch configuration that it takes for a workload, where that can be told."""
+
+    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
+        """``(query, key, value[, g]) -> output``, on the configuration it would take, or on ``cfg``."""
 
 
 def label(contestant: Contestant) -> str:
@@ -74,14 +80,16 @@ class Ours:
         source = kernel_registry.choose(workload.invocation(self.framework), self.name)[0].implementation.source_version
         return {"config": choice.cfg.to_json(), "config_from": choice.tier, "source": source}
 
-    def function(self, workload: Workload, log_decay: np.ndarray | None, checked: Workload | None = None) -> Callable:
+    def config(self, workload: Workload) -> Config | None:
+        """See :class:`Contestant`."""
+        return self._choice(workload).cfg
+
+    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
         """See :class:`Contestant`."""
         operation: Any = getattr(keraunos, workload.operation)
-        options: dict[str, Any] = {"platform": self.name}
+        options: dict[str, Any] = {"platform": self.name, "cfg": cfg}
         if log_decay is not None:
             options["log_decay"] = log_decay
-        if checked is not None:
-            options["cfg"] = self._choice(checked).cfg
         return lambda *arrays: operation(*arrays, **options)
 
     def _choice(self, workload: Workload) -> Choice:
@@ -111,7 +119,11 @@ class Fla:
         """See :class:`Contestant`."""
         return {"version": importlib.import_module("fla").__version__}
 
-    def function(self, workload: Workload, log_decay: np.ndarray | None, checked: Workload | None = None) -> Callable:
+    def config(self, workload: Workload) -> Config | None:
+        """See :class:`Contestant`."""
+        return None
+
+    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
         """See :class:`Contestant`."""
         import torch
 
@@ -141,7 +153,11 @@ class Absent:
         """See :class:`Contestant`."""
         return {}
 
-    def function(self, workload: Workload, log_decay: np.ndarray | None, checked: Workload | None = None) -> Callable:
+    def config(self, workload: Workload) -> Config | None:
+        """See :class:`Contestant`."""
+        return None
+
+    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
         """See :class:`Contestant`."""
         raise NotImplementedError(self.reason)
 

@@ -1,7 +1,7 @@
 """The first call of a contestant in a process of its own: `first_call` starts `python -m keraunos.bench.first`.
 
-What a user waits for at the first call of a fresh process: compiling, and tuning where a library tunes. Imports, the
-inputs and the start of the device are not in it.
+What a user waits for at the first call of a fresh process: compiling, and tuning where a library tunes. The start of
+the framework and of the device, and making the inputs, are not in it.
 """
 
 from __future__ import annotations

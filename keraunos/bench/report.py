@@ -97,9 +97,12 @@ LEGEND = (
 )
 
 
-def _cells(case, found, against) -> list[str]:
+def _cells(case, found, against) -> list[Any]:
+    from rich.text import Text
+
+    # As text: what looks like markup in a message is none.
     if "skipped" in found:
-        return [""] * (7 + len(against)) + [found["skipped"]]
+        return [""] * (7 + len(against)) + [Text(found["skipped"])]
     median, peak = found["median_s"], found["peak_ratio"]
     peers = [fastest(case, name) for name in against]
     return [
@@ -107,7 +110,7 @@ def _cells(case, found, against) -> list[str]:
         *("" if peer is None else f"{peer / median:.2f}" for peer in peers),
         f"{1e6 * found['host_s']:.0f}", f"{1e3 * found['in_a_row_s']:.3g}", "" if peak is None else f"{peak:.2f}",
         f"{max(found['errors'].values()):.1e}", f"{found['first_call_s']:.1f}",
-        found.get("note", ""),
+        Text(found.get("note", "")),
     ]  # fmt: skip
 
 

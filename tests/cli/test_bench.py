@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from keraunos.bench import contestants, measuring, workloads
+from keraunos.bench import check, contestants, measuring, workloads
 from keraunos.bench.workloads import Shape, Workload
 from keraunos.cli.main import app
 
@@ -55,6 +55,11 @@ def test_table_json_and_plot(run, tmp_path):
             assert min(found["host_s"], found["latency_s"], found["in_a_row_s"], found["first_call_s"]) > 0
             assert ("dvalue" in found["errors"]) == (case["pass"] != "forward")
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    check._check.cache_clear()
 
 
 def test_the_wrong_are_not_timed(run, monkeypatch, tmp_path):
