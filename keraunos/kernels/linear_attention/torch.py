@@ -228,7 +228,7 @@ def _products_are_rounded(device: torch.device) -> bool:
 
 def _flush(x):
     """Decays too small to matter become 0, in place: CPUs compute many times slower with numbers next to underflow."""
-    return torch.nn.functional.threshold_(x, torch.finfo(x.dtype).tiny * 2.0**26, 0)
+    return torch.threshold_(x, torch.finfo(x.dtype).tiny * 2.0**26, 0)
 
 
 class _Scalar:
