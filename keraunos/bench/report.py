@@ -120,6 +120,7 @@ def plot(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
     The format is that of the file's ending. The axis is logarithmic; 1 is the floor.
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter
 
     panels = list(dict.fromkeys((c["operation"], c["pass"]) for c in cases))
@@ -133,7 +134,7 @@ def plot(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
             # One that was not timed leaves a gap, where its bar would be.
             bars = [(n, c["contestants"].get(label, {}).get("median_s"), c["floor_s"]) for n, c in enumerate(chosen)]
             known = [(n + (i - (len(labels) - 1) / 2) * width, t / floor) for n, t, floor in bars if t is not None]
-            drawn = axes.bar([x for x, _ in known], [y for _, y in known], width, label=label, color=f"C{i}")
+            drawn = axes.bar([x for x, _ in known], [y for _, y in known], width, color=f"C{i}")
             axes.bar_label(drawn, fmt="%.3g", fontsize=6, padding=1)
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
         axes.set_yscale("log")
@@ -142,8 +143,9 @@ def plot(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set(title=" ".join(panel), ylabel="time / floor", xlabel="B, T, H (K, V)")
         axes.margins(y=0.15)
         axes.grid(axis="y", alpha=0.3)
-        if labels:
-            axes.legend(fontsize=7, ncols=len(labels), loc="upper left")
+        axes.set_xlim(-0.5, len(chosen) - 0.5)
+    patches = [Patch(color=f"C{i}", label=label) for i, label in enumerate(labels)]
+    figure.legend(handles=patches, ncols=4, loc="outside upper center", fontsize=8)
     figure.savefig(path)
 
 
