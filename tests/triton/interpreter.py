@@ -1,4 +1,10 @@
-"""Make Triton's interpreter right for bf16 products, which it computes on the raw 16-bit integers."""
+"""Make Triton's interpreter right for bf16 products, which it computes on the raw 16-bit integers.
+
+A pytest plugin. KERAUNOS_TEST_SEGMENT cuts every sequence into segments of that many tokens, which the choice by size
+would not do for sequences as short as the interpreter can take.
+"""
+
+import os
 
 import numpy as np
 import triton.runtime.interpreter as interpreter
@@ -21,3 +27,8 @@ def _dot(self, a, b, d, *rest):
 
 
 interpreter.InterpreterBuilder.create_dot = _dot
+
+if os.environ.get("KERAUNOS_TEST_SEGMENT"):
+    from keraunos.kernels.linear_attention import triton as platform
+
+    platform.segment_length = lambda T, programs, BT: max(int(os.environ["KERAUNOS_TEST_SEGMENT"]), BT)

@@ -25,11 +25,15 @@ from keraunos.kernels.linear_attention.interface import kernels as implementatio
 
 FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 
+# With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 # Programs that fill the largest GPUs. With fewer, sequences are cut into segments.
 _PROGRAMS = 128
 _MIN_SEGMENT = 512
 
-# Tiles and launch options of the kernels that are parallel over chunks: (dimensions of K, of V, warps, stages).
+# Tiles and launch options of the kernels that are parallel over chunks: (dimensions of K, of V, warps, stages). Those of
+# the gradient are never cut to fewer dimensions: with 32 of K and 64 of V, Triton 3.6 builds wrong code for Hopper.
 _DECAY = (64, None, 4, 1)
 _GRADIENT = (64, 64, 4, 1)
 
@@ -116,7 +120,8 @@ class _Call:
         self.exact = self.dtype == "float32"
         plain = self.gate and specs.g.dtype == "bfloat16" and not self.has_gamma
         self.terms = 3 if self.exact else 1 if plain else 2
-        self.precision = "tf32x3" if self.exact else "tf32"
+        # Six bf16 products are as good as float32; the interpreter, which computes in float32, has no name for them.
+        self.precision = "tf32" if not self.exact else "ieee" if _INTERPRETED else "bf16x6"
         self.mild = 40.0 if self.dtype == "bfloat16" else 0.0
         self.BT = self.cfg.block_q
         self.L = segment_length(self.T, self.N * self.H * -(-min(self.K, self.V) // self.cfg.block_d), self.BT)
@@ -189,8 +194,11 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None
     Returns:
         ``(output, final states, states at chunks, sums of the gates)``.
     """
+    q_spec, k_spec, v_spec = (
+        known if x is own else _spec(x) for x, own, known in zip((q, k, v), args[:3], call.specs[:3], strict=True)
+    )
     plan = _scan_plan(
-        call, _spec(q), _spec(k), _spec(v), reverse=reverse, adjoint=adjoint,
+        call, q_spec, k_spec, v_spec, reverse=reverse, adjoint=adjoint,
         init=2 if starts is not None else int(init is not None), final=final, per_segment=per_segment, output=output,
         chunks=chunks, state_t=state_t,
     )  # fmt: skip
@@ -307,7 +315,6 @@ def _gradient_plan(call: _Call, do: _Spec, dtype: str) -> _Plan:
     q, k, v, g = call.specs[:4]
     (B, T, H, K), V = q.shape, call.V
     BK, BV, num_warps, num_stages = _GRADIENT
-    BK, BV = min(_tile(K), BK), min(_tile(V), BV)
     tiles = -(-K // BK)
     numbers = dict(**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"),
                    stride_gamma_b=call.stride_gamma_b, **_strides(do, "o"), scale=call.scale, T=T,
@@ -364,9 +371,7 @@ def _sum(x, M: int, R: int, D: int, shape, dtype: str):
 
 def unsupported(inv) -> str | None:
     """Why Triton cannot run the call, or None."""
-    # With TRITON_INTERPRET=1 the kernels run on the CPU, in NumPy.
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and inv.framework == "torch"
-    if inv.backend != "gpu" and not interpreted:
+    if inv.backend != "gpu" and not (_INTERPRETED and inv.framework == "torch"):
         return f"needs a GPU; the call's arrays are on {inv.backend}"
     if inv.arrays["query"][0] == "float64":
         return "Triton's matrix products have no float64; use xla or torch, or convert to float32"

@@ -1,0 +1,96 @@
+"""Compile the Triton kernels ahead of time for Hopper, as the host code would launch them, and report their resources.
+
+``python -m tests.triton.compile`` writes what it finds to ``budgets.json``, which ``test_compile.py`` holds builds to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from keraunos.kernels.linear_attention import interface
+from keraunos.kernels.linear_attention import triton as platform
+from keraunos.ops import Config
+
+BUDGETS = Path(__file__).with_name("budgets.json")
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+
+# Name -> (dtype, K, V, heads of q, heads of k, gate, gamma, batch, tokens, packed)
+CALLS = {
+    "lightning": ("bfloat16", 128, 128, 64, 64, None, True, 2, 16384, False),
+    "lightning, few heads, shared keys, packed": ("bfloat16", 128, 128, 8, 2, None, True, 1, 65536, True),
+    "lightning, wide": ("bfloat16", 256, 256, 32, 32, None, True, 1, 4096, False),
+    "lightning, float32": ("float32", 128, 128, 64, 64, None, True, 1, 4096, False),
+    "scalar gates": ("bfloat16", 128, 128, 64, 64, "scalar", False, 2, 16384, False),
+    "vector gates": ("bfloat16", 128, 128, 64, 64, "vector", False, 2, 16384, False),
+    "vector gates, float16, wide": ("float16", 256, 96, 32, 32, "vector", True, 1, 4096, False),
+}
+
+
+def resources(kernel, inputs, made, constants, num_warps, num_stages) -> dict[str, int]:
+    """Registers, bytes of stack (spills) and of shared memory of a kernel built for sm_90."""
+    names = kernel.arg_names
+    signature, fixed, attrs = dict.fromkeys(names, "constexpr"), dict(constants), {}
+    for i, (name, x) in enumerate(zip(names, [*inputs.values(), *made], strict=False)):
+        if isinstance(x, torch.Tensor):
+            signature[name] = "*" + TYPES[str(x.dtype).removeprefix("torch.")]
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(x, float):
+            signature[name] = "fp32"
+        elif x is None or x == 1:
+            fixed[name] = x
+        else:
+            signature[name] = "i32" if x < 2**31 else "i64"
+            if x % 16 == 0:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, {(names.index(name),): x for name, x in fixed.items()}, attrs)
+    options = dict(num_warps=num_warps, num_stages=num_stages)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(built.asm["cubin"])
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {name: int(re.search(rf"{key}:(\d+)", text)[1]) for name, key in (("registers", "REG"), ("stack", "STACK"))}
+    return {**usage, "shared": built.metadata.shared}
+
+
+def measure(call: str) -> dict[str, dict[str, int]]:
+    """The resources of every kernel that a call's forward and backward launch; several launches of one are numbered."""
+    dtype, K, V, H, G, gate, gamma, B, T, packed = CALLS[call]
+    found: dict[str, dict[str, int]] = {}
+
+    def launch(kernel, grid, inputs, outputs, constants, *, num_warps, num_stages):
+        made = [None if o is None else empty(*o[0], dtype=o[1]) for o in outputs.values()]
+        number = sum(name.startswith(kernel.__name__) for name in found)
+        found[f"{kernel.__name__} {number}"] = resources(kernel, inputs, made, constants, num_warps, num_stages)
+        return tuple(made)
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+    args = interface.Args(
+        empty(B, T, H, K), empty(B, T, G, K), empty(B, T, G, V),
+        {None: None, "scalar": empty(B, T, H), "vector": empty(B, T, H, K)}[gate],
+        empty(H, dtype="float32") if gamma else None,
+        None, empty(9, dtype="int32") if packed else None,
+    )  # fmt: skip
+    cfg = platform.heuristic(interface.describe("gla", args), Config())
+    opts = interface.Options(K**-0.5, False, cfg, gate is None)
+    with mock.patch.object(platform, "launch", launch):
+        _, residuals = platform.forward(args, opts)
+        platform.backward(args, residuals, (empty(B, T, H, V), None), opts)
+    return found
+
+
+if __name__ == "__main__":
+    BUDGETS.write_text(json.dumps({call: measure(call) for call in CALLS}, indent=1) + "\n")

@@ -1,0 +1,23 @@
+"""Every Triton kernel compiles for Hopper without a GPU, and needs no more of it than was recorded."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from tests.triton.compile import BUDGETS, CALLS, measure
+
+# What one block may have on sm_90.
+SHARED = 232448
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_kernels_stay_within_their_budgets(call):
+    budget, found = json.loads(BUDGETS.read_text())[call], measure(call)
+    assert found.keys() == budget.keys()
+    for name, used in found.items():
+        assert used["shared"] <= SHARED, name
+        for what, most in budget[name].items():
+            assert used[what] <= most, f"{name}: {what} {used[what]}, budget {most}; record it if that is meant"
