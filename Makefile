@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 JOBS ?= 2
+GPU_JOBS ?= 8
 
 .PHONY: run test lint bench test-gpu bench-gpu clean
 
@@ -29,7 +30,7 @@ bench-gpu:
 
 # On a machine with a GPU, with its own python3: jax, torch, triton, pytest and hypothesis must be there.
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest tests --gpu
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/linear_attention tests/triton tests/test_contract.py --gpu -n $(GPU_JOBS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

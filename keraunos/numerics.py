@@ -2,7 +2,7 @@
 
 An error is the relative distance to the float64 reference in the Frobenius norm. A result may have at most twice the
 error of the reference algorithm run in :func:`working_dtype` on the same inputs, plus one unit in the last place of
-its own dtype.
+its own dtype, or of the inputs' where they have fewer digits: operands of matrix products are rounded to theirs.
 
 What is smaller than 2**-100 counts as zero: near there float32 runs out of digits.
 
@@ -46,6 +46,11 @@ def rounding(dtype: Any) -> float:
     """One unit in the last place of a floating dtype, relative; the dtype by name or as a NumPy dtype."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     return {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}[name]
+
+
+def coarser(*dtypes: str) -> str:
+    """The dtype with the fewest digits."""
+    return max(dtypes, key=rounding)
 
 
 def bound(in_dtype: Any, truth: Any, dtype: Any, scale: Any = None) -> float:

@@ -257,7 +257,7 @@ class _Check:
         self.args, self.kwargs = kernel.sample(inv, seed)
         self.numpy = [self.measure.values(x) if frontends.framework_of(x) else x for x in self.args]
         floats = [dtype for dtype, _ in inv.arrays.values() if "float" in dtype]
-        self.dtype = max(floats, key=numerics.rounding)
+        self.dtype = numerics.coarser(*floats)
         # The truth has more digits than anything under test; the reference algorithm in the inputs' dtype sums in
         # float32 at least, as all kernels do.
         double = self.dtype == "float64"
@@ -296,9 +296,7 @@ class _Check:
                 continue
             dtype = frontends.get(self.inv.framework).dtype_name(x)
             low = self.measure.values(self.measure.array(low, dtype, self.inv.backend))
-            # A result with more digits than the inputs cannot be asked to have more right ones: operands of matrix
-            # products are rounded to the inputs' dtype.
-            allowed = numerics.bound(low, true, max(dtype, self.dtype, key=numerics.rounding))
+            allowed = numerics.bound(low, true, numerics.coarser(dtype, self.dtype))
             error = numerics.error(self.measure.values(x), true)
             if not error <= allowed:
                 size = " ".join(f"{d}{n}" for d, n in self.inv.dims.items())

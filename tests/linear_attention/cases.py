@@ -13,7 +13,7 @@ import numpy as np
 from keraunos.kernels.linear_attention.interface import Args
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
-from keraunos.numerics import working_dtype
+from keraunos.numerics import coarser, working_dtype
 from tests.numerics import assert_within_rule
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -112,8 +112,7 @@ class Case:
         """Run the call by ``run(case, gradients) -> output, state, six gradients``; hold it to the tolerance rule."""
         got = run(self, gradients)
         (truth, scale), (in_dtype, _) = self.reference(), self.reference(working_dtype(self.dtype))
-        state_dtype = working_dtype(self.dtype)
-        dtypes = [self.dtype, state_dtype, *[self.dtype] * 3, self.gate_dtype, self.gate_dtype, "float32"]
+        dtypes = [*[self.dtype] * 5, *[coarser(self.dtype, self.gate_dtype)] * 2, coarser(self.dtype, "float32")]
         names = ["output", "final_state", "dquery", "dkey", "dvalue", "dg", "dg_gamma", "dinitial_state"]
         n = 8 if gradients else 2
         assert_within_rule(names[:n], got[:n], truth[:n], in_dtype[:n], dtypes[:n], scale[:n])
