@@ -263,14 +263,16 @@ class KernelRegistry:
 
 kernel_registry = KernelRegistry()
 
+_ROWS = (
+    # platform, backend, priority, frameworks
+    (Platform.TRITON, Backend.ANY, 30, ("jax", "torch")),
+    (Platform.XLA, Backend.ANY, 10, ("jax",)),
+    (Platform.TORCH, Backend.ANY, 10, ("torch",)),
+)
 for _algorithm in ("gla", "lightning_attn"):
-    _family = "keraunos.kernels.linear_attention"
-    kernel_registry.register(_algorithm, Platform.XLA, Backend.ANY, 10, frameworks=("jax",))(
-        f"{_family}.xla:{_algorithm}"
-    )
-    kernel_registry.register(_algorithm, Platform.TORCH, Backend.ANY, 10, frameworks=("torch",))(
-        f"{_family}.torch:{_algorithm}"
-    )
+    for _platform, _backend, _priority, _frameworks in _ROWS:
+        _target = f"keraunos.kernels.linear_attention.{_platform}:{_algorithm}"
+        kernel_registry.register(_algorithm, _platform, _backend, _priority, frameworks=_frameworks)(_target)
 
 
 def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str:

@@ -13,6 +13,7 @@ each chunk, and from both a kernel that is parallel over chunks makes dq, dk and
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import os
 from dataclasses import replace
@@ -373,6 +374,8 @@ def unsupported(inv) -> str | None:
     """Why Triton cannot run the call, or None."""
     if inv.backend != "gpu" and not (_INTERPRETED and inv.framework == "torch"):
         return f"needs a GPU; the call's arrays are on {inv.backend}"
+    if inv.framework == "jax" and importlib.util.find_spec("jax_triton") is None:
+        return "needs the package jax-triton for JAX arrays"
     if inv.arrays["query"][0] == "float64":
         return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
     if max(inv.dims["K"], inv.dims["V"]) > 256:
