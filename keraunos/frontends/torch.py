@@ -64,7 +64,10 @@ def _run_built(kernel, grid, inputs, made, constants, num_warps, num_stages):
     built = getattr(constants, "built", None)
     if built is None:
         return _run(kernel, grid, inputs, made, constants, num_warps, num_stages)
-    key = (torch.cuda.current_device(), *[(x.dtype, x.data_ptr() % 16) for x in inputs.values() if x.__class__ is not int and hasattr(x, "data_ptr")])
+    key = (
+        torch.cuda.current_device(),
+        *[(x.dtype, x.data_ptr() % 16) for x in inputs.values() if x.__class__ is not int and hasattr(x, "data_ptr")],
+    )
     if key in built:
         built[key][(*grid, 1, 1)[:3]](*inputs.values(), *made, *map(constants.__getitem__, _constant_names(kernel)))
     else:

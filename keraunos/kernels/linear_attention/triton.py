@@ -1,13 +1,14 @@
 """The gated linear recurrence in Triton, for JAX and PyTorch on NVIDIA GPUs from sm_80: which kernel runs when.
 
 Forward: one fused scan, which reads every input once. Vector gates are first worked into q, k and
-the pairs of every chunk by a kernel that is parallel over chunks. When batch times heads does not fill the GPU, sequences are cut into segments:
-a cheap pass gives each segment's own state, a tiny one each segment's incoming state, then all segments run at once.
+the pairs of every chunk by a kernel that is parallel over chunks. When batch times heads does not fill the GPU,
+sequences are cut into segments: a cheap pass gives each segment's own state, a tiny one each segment's incoming state,
+then all segments run at once.
 
 Backward, constant decay: the same scan with its arguments permuted. With L(a, b, c) the recurrence "queries a, keys b,
-values c" and R its adjoint, which runs the other way: dq = L(do, v, k), dk = R(v, do, q), dv = R(k, q, do). Backward with
-a gradient for gates: one scan gives the state before each chunk, R(k, q, do) gives dv and the gradient of the state after
-each chunk, and from both a kernel that is parallel over chunks makes dq, dk and dg.
+values c" and R its adjoint, which runs the other way: dq = L(do, v, k), dk = R(v, do, q), dv = R(k, q, do). Backward
+with a gradient for gates: one scan gives the state before each chunk, R(k, q, do) gives dv and the gradient of the
+state after each chunk, and from both a kernel that is parallel over chunks makes dq, dk and dg.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,14 +35,31 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _PROGRAMS = 128
 _MIN_SEGMENT = 512
 
-# Tiles and launch options of the kernels that are parallel over chunks: (dimensions of K, of V, warps, stages). Those of
-# the gradient are never cut to fewer dimensions: with 32 of K and 64 of V, Triton 3.6 builds wrong code for Hopper.
+# Tiles and launch options of the kernels that are parallel over chunks: (dimensions of K, of V, warps, stages). Those
+# of the gradient are never cut to fewer dimensions: with 32 of K and 64 of V, Triton 3.6 builds wrong code for Hopper.
 _DECAY = (64, None, 4, 1)
 _GRADIENT = (64, 64, 4, 1)
 
 
+def _remember(fn: Callable) -> Callable:
+    """Work something out once; not where a compiler traces with sizes that stand for any: those cannot be looked up."""
+    cached = functools.lru_cache(maxsize=4096)(fn)
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        try:
+            return cached(*args, **kwargs)
+        except TypeError as error:
+            if "unhashable type: non-nested SymInt" not in str(error):
+                raise
+            return fn(*args, **kwargs)
+
+    call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return call
+
+
 def _pow2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
+    return 1 << max(int(n) - 1, 0).bit_length()
 
 
 def _tile(n: int) -> int:
@@ -72,9 +91,14 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _strides(x: _Spec | None, name: str, axes: str = "bth") -> dict[str, int]:
-    """``stride_<name><axis>`` of the axes of an array [B, T, H, ...]."""
-    return {f"stride_{name}{axis}": x.strides["bth".index(axis)] if x else 0 for axis in axes}
+def _strides(x: _Spec | None, name: str, unit: int, axes: str = "bth") -> dict[str, int]:
+    """``stride_<name><axis>`` of the axes of an array [B, T, H, ...], in units."""
+    return {f"stride_{name}{axis}": x.strides["bth".index(axis)] // unit if x else 0 for axis in axes}
+
+
+def _unit(*arrays: _Spec | None) -> int:
+    """The largest power of two, up to 16, that divides every stride over tokens, heads and the batch."""
+    return math.gcd(16, *(stride for x in arrays if x for stride in x.strides[:3]))
 
 
 class _Constants(dict):
@@ -138,7 +162,7 @@ class _Call:
         return dict(GAMMA=self.has_gamma, REVERSE=reverse, PACKED=self.packed)
 
 
-@functools.lru_cache(maxsize=1024)
+@_remember
 def _call(specs: Args, opts: Options) -> _Call:
     return _Call(specs, opts)
 
@@ -149,7 +173,7 @@ def segment_length(T: int, programs: int, BT: int) -> int | None:
     return -(-T // (count * BT)) * BT if count > 1 else None
 
 
-@functools.lru_cache(maxsize=4096)
+@_remember
 def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segment, output, chunks, state_t) -> _Plan:
     H, cfg = call.H, call.cfg
     K, V = k.shape[-1], v.shape[-1]
@@ -158,8 +182,10 @@ def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segme
     slots = call.slots if split else call.N
     like_q = q or k
     g = call.specs.g if call.gate == 1 else None
+    unit = _unit(like_q, k, v)
     numbers = dict(
-        **_strides(like_q, "q", "bh"), **_strides(k, "k", "bh"), **_strides(v, "v", "bh"), **_strides(g, "g"),
+        **_strides(like_q, "q", unit, "bh"), **_strides(k, "k", unit, "bh"), **_strides(v, "v", unit, "bh"),
+        **_strides(g, "g", 1),
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=call.L or 0,
     )  # fmt: skip
     states = (slots if per_segment else call.N, H)
@@ -170,9 +196,9 @@ def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segme
         total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if per_segment and call.gate else None,
     )
     constants = _Constants(
-        H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2], **_strides(like_q, "q", "t"),
-        **_strides(k, "k", "t"), **_strides(v, "v", "t"), BT=call.BT, BK=_tile(K), BV=BV, BN=_pow2(call.N),
-        GATE=call.gate, TERMS=call.terms, ADJOINT=adjoint, SPLIT=split, INIT=init,
+        H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2], **_strides(like_q, "q", 1, "t"),
+        **_strides(k, "k", 1, "t"), **_strides(v, "v", 1, "t"), UNIT=unit, BT=call.BT, BK=_tile(K), BV=BV,
+        BN=_pow2(call.N), GATE=call.gate, TERMS=call.terms, ADJOINT=adjoint, SPLIT=split, INIT=init,
         FINAL=0 if final is None else 2 if per_segment else 1, OUTPUT=q is not None, CHUNKS=chunks is not None,
         STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, **call.flags(reverse),
     )  # fmt: skip
@@ -210,7 +236,7 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1024)
+@_remember
 def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool) -> _Plan:
     BK = 16
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L)
@@ -230,7 +256,7 @@ def _starts(call: _Call, args: Args, k, v, *, reverse, adjoint=False, init=None,
 
 
 class _Decayed(NamedTuple):
-    """What ``decay_kernel`` gives for vector gates: q and k decayed to their chunk's borders, its pairs and its sums."""
+    """From ``decay_kernel``: q and k decayed to their chunk's borders, the chunk's pairs, and its sums of gates."""
 
     q: Any
     k: Any
@@ -238,13 +264,15 @@ class _Decayed(NamedTuple):
     sums: Any
 
 
-@functools.lru_cache(maxsize=1024)
+@_remember
 def _decay_plan(call: _Call) -> _Plan:
     q, k, g = call.specs.query, call.specs.key, call.specs.g
     BK, _, num_warps, num_stages = _DECAY
-    numbers = dict(**_strides(q, "q"), **_strides(k, "k"), **_strides(g, "g"), stride_gamma_b=call.stride_gamma_b,
-                   scale=call.scale, T=call.T, N=call.N)  # fmt: skip
-    constants = _Constants(H=call.H, K=call.K, RK=call.R, BT=call.BT, BK=min(_tile(call.K), BK), BN=_pow2(call.N),
+    unit = _unit(q, k, g)
+    numbers = dict(**_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(g, "g", unit),
+                   stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N)  # fmt: skip
+    constants = _Constants(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BK=min(_tile(call.K), BK),
+    BN=_pow2(call.N),
                            TERMS=call.terms, MILD=call.mild, PRECISION=call.precision,
                            **call.flags(call.reverse))  # fmt: skip
     tokens = (call.B, call.T, call.H)
@@ -311,19 +339,22 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     return Args(dq, dk, dv, dg, dgamma, dh0)
 
 
-@functools.lru_cache(maxsize=1024)
+@_remember
 def _gradient_plan(call: _Call, do: _Spec, dtype: str) -> _Plan:
     q, k, v, g = call.specs[:4]
     (B, T, H, K), V = q.shape, call.V
     BK, BV, num_warps, num_stages = _GRADIENT
     tiles = -(-K // BK)
-    numbers = dict(**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"),
-                   stride_gamma_b=call.stride_gamma_b, **_strides(do, "o"), scale=call.scale, T=T,
-                   N=call.N)  # fmt: skip
-    vector = ((B, T, H, K), "float32" if call.need_gamma or g is None else g.dtype)
-    outputs = dict(dq=((B, T, H, K), call.dtype), dk=((B, T, H, K), dtype),
-                   dg=vector if call.gate == 2 else ((tiles, B, T, H), "float32"))  # fmt: skip
-    constants = _Constants(H=H, K=K, V=V, R=call.R, BT=call.BT, BK=BK, BV=BV, BN=_pow2(call.N), GATE=call.gate,
+    vector = call.gate == 2
+    unit = _unit(q, k, v, do, g if vector else None)
+    numbers = dict(**_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(v, "v", unit),
+                   **_strides(g, "g", unit if vector else 1), stride_gamma_b=call.stride_gamma_b,
+                   **_strides(do, "o", unit),
+                   scale=call.scale, T=T, N=call.N)  # fmt: skip
+    dg = ((B, T, H, K), "float32" if call.need_gamma else g.dtype) if vector else ((tiles, B, T, H), "float32")
+    outputs = dict(dq=((B, T, H, K), call.dtype), dk=((B, T, H, K), dtype), dg=dg)
+    constants = _Constants(H=H, K=K, V=V, R=call.R, UNIT=unit, BT=call.BT, BK=BK, BV=BV, BN=_pow2(call.N),
+    GATE=call.gate,
                            TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3),
                            MILD=call.mild, PRECISION=call.precision, **call.flags(call.reverse))  # fmt: skip
     grid = (call.chunks * H * tiles,)
@@ -358,11 +389,11 @@ def _gamma_gradient(call: _Call, dg):
     return _sum(x, M, R, call.H, gamma.shape, gamma.dtype)
 
 
-@functools.lru_cache(maxsize=1024)
+@_remember
 def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str) -> _Plan:
-    BD, BR = min(_tile(D), 256), min(_pow2(R), 16)
-    return _Plan(kernels.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D), dict(y=(shape, dtype)),
-                 _Constants(BR=BR, BD=BD), 4, 2)  # fmt: skip
+    BD, BR, unit = min(_tile(D), 256), min(_pow2(R), 16), math.gcd(16, D)
+    return _Plan(kernels.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
+                 _Constants(UNIT=unit, BR=BR, BD=BD), 4, 2)  # fmt: skip
 
 
 def _sum(x, M: int, R: int, D: int, shape, dtype: str):
@@ -397,10 +428,13 @@ def heuristic(inv, cfg):
 
 
 def candidates(inv, cfg):
+    """Tiles of 64 and 128 dimensions, and of 32 only where the heuristic takes them; see the note on _GRADIENT."""
     return [
         replace(cfg, block_q=BT, block_d=BV, num_warps=warps, num_stages=stages)
-        for BT in (32, 64) for BV in (32, 64, 128) for warps in (4, 8) for stages in (2, 3)
-    ]  # fmt: skip
+        for BT in (32, 64)
+        for BV, warps in sorted({(64, 4), (128, 8), (cfg.block_d, cfg.num_warps)})
+        for stages in (2, 3, 4)
+    ]
 
 
 gla, lightning_attn = implementations(

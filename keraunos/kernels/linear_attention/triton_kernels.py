@@ -1,12 +1,15 @@
 """The Triton kernels of the gated linear recurrence; ``triton.py`` says how they make a forward and a backward.
 
 Sequences are cut into chunks of BT tokens, and for the sequence split into segments of L tokens. Rows of a tile are in
-the order of memory; ``o_p`` is their place in the order of the recurrence, so that running backwards is index arithmetic.
-An adjoint run (ADJOINT) carries the gradient of the state: a token's own gate acts after the token, not before it, and
-the softmax scale acts on what enters the state, not on what is read from it.
+the order of memory; ``o_p`` is their place in the order of the recurrence, so that running backwards is index
+arithmetic. An adjoint run (ADJOINT) carries the gradient of the state: a token's own gate acts after the token, not
+before it, and the softmax scale acts on what enters the state, not on what is read from it.
 
 Every decay is ``exp2`` of a sum of gates over exactly the tokens that it spans, taken as a product with a 0/1 matrix:
 no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0, ``-inf`` included.
+
+Strides of rows that are no constants come in units of UNIT, a constant: so the compiler knows that rows are aligned,
+also where the front end does not tell it what numbers are multiples of, and builds the same code for every front end.
 """
 
 import triton
@@ -68,7 +71,9 @@ def load_gamma(gamma, i_b, i_h, stride_gamma_b):
 
 
 @triton.jit
-def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, BT: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr):
+def chunk_decay(
+    b_gamma, o_p, left, scale_out, scale_in, BT: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr
+):
     """Constant decays of a chunk of ``left`` tokens: from its start to each ``[BT]``, from each to its end, across it.
 
     Rows past the end do not count: they come last, or first when running backwards.
@@ -88,7 +93,7 @@ def scan_kernel(
     scale, T, N, L,
     o, ht, hs, total,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
-    stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr,
+    stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr,
     PACKED: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr,
@@ -97,13 +102,13 @@ def scan_kernel(
     """Walk a sequence, or one segment of it, chunk by chunk, with a tile of the state in registers.
 
     ``o_i = sum_{j <= i} decay_ij (q_i . k_j) v_j``, for a tile of BV of the V dimensions of v. Everything is computed
-    transposed, values by tokens: then the state ``[BV, BK]`` and the decayed v are left operands, which the tensor cores
-    read from registers, and only the masked ``k q^T`` passes through shared memory.
+    transposed, values by tokens: then the state ``[BV, BK]`` and the decayed v are left operands, which the tensor
+    cores read from registers, and only the masked ``k q^T`` passes through shared memory.
 
     GATE: 0 none, 1 per token ``[B, T, H]``, 2 per token and dimension of k: then q and k come decayed to the borders of
     their chunk, with the ``intra`` and ``sums`` of ``decay_kernel``. INIT: 0 zeros, 1 h0 of the sequence, 2 h0 of the
-    segment. FINAL: 0 none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of the segment. CHUNKS: write
-    the state before each chunk to hs. STATE_T: h0 and ht are ``[V, K]`` in memory.
+    segment. FINAL: 0 none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of the segment. CHUNKS:
+    write the state before each chunk to hs. STATE_T: h0 and ht are ``[V, K]`` in memory.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -113,7 +118,7 @@ def scan_kernel(
     if SPLIT:
         if i_g * L >= length and i_g > 0:
             return
-        if FINAL == 2:
+        if FINAL == 2:  # noqa: SIM102
             # Nobody continues from the last segment.
             if (i_g == 0) if REVERSE else ((i_g + 1) * L >= length):
                 return
@@ -132,9 +137,9 @@ def scan_kernel(
     skip = ((n_c - 1) * BT).to(tl.int64) if REVERSE else tl.full([], 0, tl.int64)
     step = -BT if REVERSE else BT
     base = begin + first + skip
-    p_q = q + i_b * stride_qb + base * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh
-    p_k = k + i_b * stride_kb + base * stride_kt + (i_h // RK).to(tl.int64) * stride_kh
-    p_v = v + i_b * stride_vb + base * stride_vt + (i_h // RV).to(tl.int64) * stride_vh
+    p_q = q + (i_b * stride_qb + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT + base * stride_qt
+    p_k = k + (i_b * stride_kb + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + base * stride_kt
+    p_v = v + (i_b * stride_vb + (i_h // RV).to(tl.int64) * stride_vh) * UNIT + base * stride_vt
     row = (i_b * T + base) * H + i_h  # of a contiguous [B, T, H, ...]
     if OUTPUT:
         p_o = o + row * V
@@ -214,9 +219,12 @@ def scan_kernel(
 
         if OUTPUT:
             if GATE == 2:
-                # intra is [query's token, key's token]; in an adjoint run the two change places.
-                o_a = (o_t[:, None] * (H * BT) + o_t[None, :]) if ADJOINT else (o_t[None, :] * (H * BT) + o_t[:, None])
-                b_a = tl.load(intra + row * BT + o_a, mask=m_t[:, None] & m_t[None, :], other=0.0)  # [BT (j), BT (i)]
+                # intra is [query's token, key's token], 0 past the end; in an adjoint run the two change places.
+                if ADJOINT:
+                    o_a, m_a = o_t[:, None] * (H * BT) + o_t[None, :], m_t[:, None]
+                else:
+                    o_a, m_a = o_t[None, :] * (H * BT) + o_t[:, None], m_t[None, :]
+                b_a = tl.load(intra + row * BT + o_a, mask=m_a, other=0.0)  # [BT (j), BT (i)]
                 b_o = tl.dot(b_s.to(dtype), tl.trans(b_q), input_precision=PRECISION) * scale_out  # [BV, BT]
             else:
                 b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BT (j), BT (i)]
@@ -224,7 +232,8 @@ def scan_kernel(
                 b_a = (b_a * b_pair).to(dtype)
                 b_o *= b_to_c[None, :]
             b_o = tl.dot(tl.trans(b_v), b_a, b_o, input_precision=PRECISION)
-            tl.store(p_o + o_t[None, :] * (H * V) + o_v[:, None], b_o.to(o.dtype.element_ty), mask=(o_v < V)[:, None] & m_t[None, :])
+            o_o = o_t[None, :] * (H * V) + o_v[:, None]
+            tl.store(p_o + o_o, b_o.to(o.dtype.element_ty), mask=(o_v < V)[:, None] & m_t[None, :])
             p_o += step * (H * V)
         if GATE == 2:
             b_u = b_v
@@ -244,7 +253,7 @@ def scan_kernel(
         p_v += step * stride_vt
         row += step * H
         i_slot += -H if REVERSE else H
-        if FINAL > 0:
+        if FINAL > 0:  # noqa: SIM102
             # Here and not after the loop: there, the compiler would carry the state through it in the store's layout.
             if i == n_c - 1 and write:
                 tl.store(p_final, b_s, mask=m_s)
@@ -254,7 +263,7 @@ def scan_kernel(
             b_to, b_left, b_all = chunk_decay(b_gamma, o_p, following, scale_out, scale_in, BT, REVERSE, ADJOINT)
         left = following
 
-    if FINAL > 0:
+    if FINAL > 0:  # noqa: SIM102
         if n_c == 0 and write:
             tl.store(p_final, b_s, mask=m_s)
     if FINAL == 2 and i_v == 0:
@@ -272,7 +281,7 @@ def combine_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, INIT: tl.constexpr,
 ):  # fmt: skip
-    """Each segment's incoming state ``[slots, H, K, V]`` from the segments' own states, walking a sequence's segments."""
+    """Each segment's incoming state ``[slots, H, K, V]``, walking a sequence's segments, from their own states."""
     NK: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % NK
     i_h = (tl.program_id(0) // NK) % H
@@ -335,9 +344,9 @@ def decay_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_gamma_b, scale, T, N,
     qd, kd, intra, sums,
-    H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What vector gates do inside a chunk, so that a scan over chunks need not know them.
 
@@ -346,10 +355,11 @@ def decay_kernel(
     ``intra_ij = scale * sum_k q_ik k_jk exp(gates between j and i)``.
 
     If no half of the chunk has gates summing below -MILD, intra factors at the chunk's middle into factors that are
-    neither too large nor too small for the dtype. Else by halving: at each level the pairs between the halves of a block
-    factor at their boundary into ``exp(gates from the boundary to i) * exp(gates from j to the boundary)``, both at most
-    1, so each level is one tile ``y = (q in later halves, k in earlier halves) * factor`` and one product ``y y^T``; the
-    diagonal has no decay. Both ways are exact; the first takes one product, the second log2(BT).
+    neither too large nor too small for the dtype. Else by halving: at each level the pairs between the halves of a
+    block factor at their boundary into ``exp(gates from the boundary to i) * exp(gates from j to the boundary)``, both
+    at most
+    1, so each level is one tile ``y = (q in later halves, k in earlier halves) * factor`` and one product ``y y^T``;
+    the diagonal has no decay. Both ways are exact; the first takes one product, the second log2(BT).
     """
     i_h = tl.program_id(0) % H
     i_s = tl.program_id(0) // H
@@ -362,9 +372,9 @@ def decay_kernel(
     o_t = tl.arange(0, BT)
     m_t = o_t < left
     o_p = (BT - 1 - o_t) if REVERSE else o_t
-    p_q = q + i_b * stride_qb + base * stride_qt + i_h * stride_qh
-    p_k = k + i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh
-    p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh
+    p_q = q + (i_b * stride_qb + base * stride_qt + i_h * stride_qh) * UNIT
+    p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh) * UNIT
+    p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT
     row = (i_b * T + base) * H + i_h
     dtype: tl.constexpr = q.dtype.element_ty
     b_gamma = 0.0
@@ -375,9 +385,9 @@ def decay_kernel(
     for i_k in range(0, K, BK):
         o_k = i_k + tl.arange(0, BK)
         m_k = m_t[:, None] & (o_k < K)[None, :]
-        b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
-        b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
-        b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
+        b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+        b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+        b_g = load_gate(p_g + o_t[:, None] * (stride_gt * UNIT) + o_k[None, :], m_k, CLOSED)
         if GAMMA:
             b_g = tl.where(m_k, b_g + b_gamma, 0.0)
         b_late = tl.sum(tl.where((o_p >= BT // 2)[:, None], b_g, 0.0), 0)  # [BK]
@@ -419,17 +429,18 @@ def gradient_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N,
     dq, dk, dg,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, MILD: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of one chunk, for a tile of BK of the K dimensions.
 
-    ``hs`` holds the state before each chunk and ``dhs`` the gradient of the state after it. A gate is in every pair that
-    spans it, so dg_t is a sum over pairs j < t <= i: within the chunk level by level, from before the chunk through q and
-    dq, to after it through k and dk, and across it through both states. All these are sums of what is there, never
-    differences that cancel. With scalar or constant gates (GATE < 2) dg is one value per token and tile of K.
+    ``hs`` holds the state before each chunk and ``dhs`` the gradient of the state after it. A gate is in every pair
+    that spans it, so dg_t is a sum over pairs j < t <= i: within the chunk level by level, from before the chunk
+    through q and dq, to after it through k and dk, and across it through both states. All these are sums of what is
+    there, never differences that cancel. With scalar or constant gates (GATE < 2) dg is one value per token and tile of
+    K.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % NK
@@ -447,8 +458,8 @@ def gradient_kernel(
     o_k = i_k * BK + tl.arange(0, BK)
     m_k = m_t[:, None] & (o_k < K)[None, :]
     dtype: tl.constexpr = q.dtype.element_ty
-    p_v = v + i_b * stride_vb + base * stride_vt + (i_h // R) * stride_vh
-    p_o = do + i_b * stride_ob + base * stride_ot + i_h * stride_oh
+    p_v = v + (i_b * stride_vb + base * stride_vt + (i_h // R) * stride_vh) * UNIT
+    p_o = do + (i_b * stride_ob + base * stride_ot + i_h * stride_oh) * UNIT
     i_state = (i_s.to(tl.int64) * H + i_h) * K * V
 
     b_da = tl.zeros([BT, BT], dtype=tl.float32)
@@ -458,8 +469,8 @@ def gradient_kernel(
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_v = m_t[:, None] & (o_v < V)[None, :]
-        b_v = tl.load(p_v + o_t[:, None] * stride_vt + o_v[None, :], mask=m_v, other=0.0)  # [BT, BV]
-        b_do = tl.load(p_o + o_t[:, None] * stride_ot + o_v[None, :], mask=m_v, other=0.0)  # [BT, BV]
+        b_v = tl.load(p_v + o_t[:, None] * (stride_vt * UNIT) + o_v[None, :], mask=m_v, other=0.0)  # [BT, BV]
+        b_do = tl.load(p_o + o_t[:, None] * (stride_ot * UNIT) + o_v[None, :], mask=m_v, other=0.0)  # [BT, BV]
         o_s = o_k[:, None] * V + o_v[None, :]
         m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
         b_h = tl.load(hs + i_state + o_s, mask=m_s, other=0.0)  # [BK, BV]
@@ -470,21 +481,22 @@ def gradient_kernel(
         b_across += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
     b_da *= scale
 
-    p_q = q + i_b * stride_qb + base * stride_qt + i_h * stride_qh
-    p_k = k + i_b * stride_kb + base * stride_kt + (i_h // R) * stride_kh
-    b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
-    b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+    p_q = q + (i_b * stride_qb + base * stride_qt + i_h * stride_qh) * UNIT
+    p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // R) * stride_kh) * UNIT
+    b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+    b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
     b_gamma = 0.0
     if GAMMA:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+    UNIT_G: tl.constexpr = UNIT if GATE == 2 else 1
     if GATE > 0:
-        p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh
+        p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT_G
     m_upto = o_p[:, None] >= o_p[None, :]
     m_after = o_p[:, None] < o_p[None, :]
     row = (i_b * T + base) * H + i_h
 
     if GATE == 2:
-        b_g = load_gate(p_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)  # [BT, BK]
+        b_g = load_gate(p_g + o_t[:, None] * (stride_gt * UNIT_G) + o_k[None, :], m_k, CLOSED)  # [BT, BK]
         if GAMMA:
             b_g = tl.where(m_k, b_g + b_gamma / LOG2E, 0.0)
         p_sums = sums + (i_s.to(tl.int64) * H + i_h) * 2 * K + o_k
@@ -509,7 +521,8 @@ def gradient_kernel(
             b_x += b_qe.to(tl.float32) * b_z
             b_z = tl.dot(tl.trans(b_p), b_qe, input_precision=PRECISION)
             b_dk += b_z * b_inv
-            # The pairs inside the chunk cancel but for those that span t: exactly, as both products have the same terms.
+            # The pairs inside the chunk cancel but for those that span t: exactly, as both products have the same
+            # terms.
             b_x -= b_ke.to(tl.float32) * b_z
             b_dg = ones_dot(o_p[:, None] <= o_p[None, :], b_x, DG_TERMS + 1) + b_across[None, :]
         else:
@@ -542,7 +555,7 @@ def gradient_kernel(
         b_all = b_gamma * left
         b_between = b_gamma * tl.maximum(o_p[:, None] - o_p[None, :], 0)  # [BT (i), BT (j)]
         if GATE == 1:
-            b_g = load_gate(p_g + o_t * stride_gt, m_t, CLOSED)  # [BT]
+            b_g = load_gate(p_g + o_t * (stride_gt * UNIT_G), m_t, CLOSED)  # [BT]
             b_row += tl.sum(tl.where(m_upto, b_g[None, :], 0.0), 1) * LOG2E
             b_col += tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1) * LOG2E
             b_all += tl.sum(b_g, 0) * LOG2E
@@ -572,8 +585,9 @@ def gradient_kernel(
 
 
 @triton.jit
-def sum_kernel(x, R, D, y, BR: tl.constexpr, BD: tl.constexpr):
-    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order."""
+def sum_kernel(x, R, D, y, UNIT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order; D in units like strides."""
+    D *= UNIT
     n_d = tl.cdiv(D, BD)
     i_m = (tl.program_id(0) // n_d).to(tl.int64)
     o_d = (tl.program_id(0) % n_d) * BD + tl.arange(0, BD)
