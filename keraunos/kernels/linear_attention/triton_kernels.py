@@ -173,12 +173,6 @@ def scan_kernel(
     b_sum1 = 0.0
 
     one = tl.where(T < 0, 0.0, 1.0)
-    write = True
-    if FINAL > 0:
-        if SPLIT and FINAL == 1:
-            write = (i_g == 0) if REVERSE else ((i_g + 1) * L >= length)
-        p_final = ht + ((i_n if FINAL == 1 else i_s).to(tl.int64) * H + i_h) * K * V + o_s
-
     for i in range(n_c):
         # Written with i, not with the carried ``left``: the pipeline loads chunks ahead and needs their masks then.
         m_t = o_t < size - ((n_c - 1 - i) if REVERSE else i) * BT
@@ -253,19 +247,19 @@ def scan_kernel(
         p_v += step * stride_vt
         row += step * H
         i_slot += -H if REVERSE else H
-        if FINAL > 0:  # noqa: SIM102
-            # Here and not after the loop: there, the compiler would carry the state through it in the store's layout.
-            if i == n_c - 1 and write:
-                tl.store(p_final, b_s, mask=m_s)
         # Only the sequence's last chunk may be shorter: the decays change once at most.
         following = BT if REVERSE else tl.maximum(tl.minimum(size - (i + 1) * BT, BT), 0)
         if following != left:
             b_to, b_left, b_all = chunk_decay(b_gamma, o_p, following, scale_out, scale_in, BT, REVERSE, ADJOINT)
         left = following
 
-    if FINAL > 0:  # noqa: SIM102
-        if n_c == 0 and write:
-            tl.store(p_final, b_s, mask=m_s)
+    if FINAL > 0:
+        write = True
+        if SPLIT and FINAL == 1:
+            write = (i_g == 0) if REVERSE else ((i_g + 1) * L >= length)
+        if write:
+            i_final = (i_n if FINAL == 1 else i_s).to(tl.int64) * H + i_h
+            tl.store(ht + i_final * K * V + o_s, b_s, mask=m_s)
     if FINAL == 2 and i_v == 0:
         i_total = i_s.to(tl.int64) * H + i_h
         if GATE == 1:
