@@ -1,4 +1,4 @@
-"""Make Triton's interpreter right for bf16 products, which it computes on the raw 16-bit integers.
+"""Make Triton's interpreter right for bf16: it multiplies the raw 16-bit integers, and casts by cutting bits off.
 
 A pytest plugin. KERAUNOS_TEST_SEGMENT cuts every sequence into segments of that many tokens, which the choice by size
 would not do for sequences as short as the interpreter can take.
@@ -10,6 +10,7 @@ import numpy as np
 import triton.runtime.interpreter as interpreter
 
 _DOT = interpreter.InterpreterBuilder.create_dot
+_CONVERT = interpreter._convert_float
 
 
 def _widened(x):
@@ -26,7 +27,17 @@ def _dot(self, a, b, d, *rest):
     return _DOT(self, _widened(a), _widened(b), d, *rest)
 
 
+def _convert(x, source, target, rounding):
+    """Casts from float32 to bf16 round to nearest even, like the GPU's."""
+    if not (source.is_fp32() and target.is_bf16()):
+        return _CONVERT(x, source, target, rounding)
+    bits = np.frombuffer(x.tobytes(), np.uint32).astype(np.uint64).reshape(x.shape)
+    rounded = np.where(np.isnan(x), bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1))
+    return (rounded >> 16).astype(np.uint16)
+
+
 interpreter.InterpreterBuilder.create_dot = _dot
+interpreter._convert_float = _convert
 
 if os.environ.get("KERAUNOS_TEST_SEGMENT"):
     from keraunos.kernels.linear_attention import triton as platform

@@ -17,20 +17,12 @@ pytest.importorskip("triton")
 IGNORED = "ignore:Conversion of an array:DeprecationWarning"
 
 
-@pytest.mark.parametrize("segments", ["", "64"], ids=["whole", "segments"])
-def test_values_in_the_interpreter(segments):
-    env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_SEGMENT=segments)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.triton.interpreter",
-        "-p",
-        "no:cacheprovider",
-        "-x",
-        "-W",
-        IGNORED,
-    ]
-    run = subprocess.run([*command, "tests/linear_attention/test_values.py"], env=env, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("segment", "tests"), [("", "not any"), ("64", "every_gate or packed or lightning")], ids=["whole", "segments"]
+)
+def test_values_in_the_interpreter(segment, tests):
+    env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_SEGMENT=segment)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.triton.interpreter", "-p", "no:cacheprovider", "-x"]
+    command += ["-W", IGNORED, "-k", tests, "tests/linear_attention/test_values.py"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
