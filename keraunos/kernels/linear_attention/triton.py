@@ -130,7 +130,9 @@ class _Call:
     """The sizes of one call, its gates and how its sequences are cut; one object for all calls that are alike."""
 
     def __init__(self, specs: Args, opts: Options):
-        self.specs, self.opts, self.cfg = specs, opts, opts.cfg
+        self.specs, self.opts = specs, opts
+        # Complete by the contract, whatever its declared type allows.
+        self.cfg: Any = opts.cfg
         self.scale, self.reverse = opts.softmax_scale, opts.reverse
         self.B, self.T, self.H, self.K = specs.query.shape
         self.G, self.V = specs.value.shape[2:]
