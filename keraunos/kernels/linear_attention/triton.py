@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from keraunos.frontends import launch
 from keraunos.kernels.linear_attention import triton_kernels as kernels
@@ -150,7 +150,7 @@ class _Call:
         # Six bf16 products are as good as float32; the interpreter, which computes in float32, has no name for them.
         self.precision = "tf32" if not self.exact else "ieee" if _INTERPRETED else "bf16x6"
         self.mild = 40.0 if self.dtype == "bfloat16" else 0.0
-        self.BT: int = self.cfg.block_q
+        self.BT: int = cast(int, self.cfg.block_q)
         self.L = segment_length(self.T, self.N * self.H * -(-min(self.K, self.V) // self.cfg.block_d), self.BT)
         self.slots = self.N if self.L is None else self.pieces(self.L)
         self.chunks = self.pieces(self.BT)
