@@ -68,12 +68,13 @@ def program(fn: Callable[..., Any], args: Sequence[Any], cotangents: Sequence[ja
         ``args`` with None where there is no gradient (or None without cotangents).
     """
     given, call = _split(fn, args)
-    floats = {i: x for i, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    wanted = [i for i, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)]
 
     def forward(given, cotangents):
         return jax.tree.leaves(call(given)), None
 
     def both(given, cotangents):
+        floats = {i: given[i] for i in wanted}
         outputs, pull = jax.vjp(lambda floats: jax.tree.leaves(call({**given, **floats})), floats)
         return outputs, pull(list(cotangents))[0]
 
