@@ -21,3 +21,10 @@ def pytest_configure(config):
         # Most of the time would go into compiling for speed what runs once.
         flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+
+
+def pytest_runtest_logreport(report):
+    # A run on a lent GPU may be cut off before the summary: say at once what failed.
+    if os.environ.get("KERAUNOS_TEST_GPU") == "1" and report.failed and not hasattr(report, "node_is_worker"):
+        crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+        print(f"\nFAILED {report.nodeid}: {crash.splitlines()[0] if crash else ''}", flush=True)

@@ -7,7 +7,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from tests.linear_attention.cases import GPU
 from tests.triton.compile import BUDGETS, CALLS, measure
+
+pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 
 # What one block may have on sm_90.
 SHARED = 232448

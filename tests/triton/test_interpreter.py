@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
+from tests.linear_attention.cases import GPU
+
 pytest.importorskip("torch")
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 
 
 # The interpreter makes loop bounds of arrays with one element.
