@@ -42,6 +42,8 @@ $(VENV)/run.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/test.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@# Lowers for CUDA without a GPU. Its own requirements are gigabytes; where there is none, those tests are skipped.
+	-$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps jax-cuda13-plugin
 	touch $@
 
 clean:

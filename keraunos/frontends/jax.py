@@ -31,25 +31,27 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     call.defvjp(save, gradient)
 
     def same_axes(args, opts):
-        axes = frozenset().union(*map(_varying, jax.tree.leaves(args)))
-        return call(jax.tree.map(lambda x: _vary(x, axes - _varying(x)), args), opts)
+        axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
+        return call(jax.tree.map(lambda x: vary(x, axes), args), opts)
 
     return jax.jit(same_axes, static_argnums=1)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     """Zeros that, inside ``shard_map``, vary over the mesh axes that ``like`` does, so that a scan may carry them."""
-    return _vary(jnp.zeros(shape, dtype), _varying(like))
+    return vary(jnp.zeros(shape, dtype), varying(like))
 
 
-def _varying(x: Any) -> frozenset[str]:
+def varying(x: Any) -> frozenset[str]:
     """The mesh axes over which a value differs from device to device inside ``shard_map``."""
     aval = jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # its name from jax 0.10 on
     return axes.varying if axes is not None else getattr(aval, "vma", frozenset())
 
 
-def _vary(x: Any, axes: frozenset[str]) -> Any:
+def vary(x: Any, axes: frozenset[str]) -> Any:
+    """The same value, as one that varies over ``axes`` too."""
+    axes = axes - varying(x)
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keraunos.frontends.jax import vary, varying
+
 _CACHE = os.environ.get("TRITON_CACHE_DIR")
 
 import jax_triton  # noqa: E402
@@ -28,24 +30,34 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     if not all(grid):
         done = [jnp.zeros(o.shape, o.dtype) for o in made.values()]
     else:
-        args = [_argument(x, inputs) for x in inputs.values()]
+        arrays = {name: jnp.asarray(x) for name, x in inputs.items() if isinstance(x, jax.Array | np.ndarray)}
         # Every parameter needs a buffer, also where the constants switch it off.
         shapes = [made.get(name, jax.ShapeDtypeStruct((1,), np.float32)) for name in outputs]
-        done = jax_triton.triton_call(
-            *args, kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages, **constants
-        )
+
+        # jax_triton has no batching rule: under vmap the kernel is launched once for each element.
+        @jax.custom_batching.sequential_vmap
+        def call(arrays):
+            args = [_argument(name, x, arrays) for name, x in inputs.items()]
+            return jax_triton.triton_call(
+                *args, kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages,
+                **constants,
+            )  # fmt: skip
+
+        # Inside shard_map, results vary over the mesh axes that any input does; jax_triton does not say so.
+        axes = frozenset().union(*map(varying, arrays.values()))
+        done = [vary(x, axes) for x in call(arrays)]
         return tuple(x if name in made else None for name, x in zip(outputs, done, strict=True))
     filled = iter(done)
     return tuple(next(filled) if name in made else None for name in outputs)
 
 
-def _argument(x: Any, inputs: dict[str, Any]) -> Any:
+def _argument(name: str, x: Any, arrays: dict[str, jax.Array]) -> Any:
     """A kernel's argument: an absent array is any other one, which the kernel never reads; floats are float32."""
     if x is None:
-        return next(y for y in inputs.values() if isinstance(y, jax.Array))
+        return next(iter(arrays.values()))
     if isinstance(x, float):
         return np.float32(x)
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+    return arrays.get(name, x)
 
 
 def _check_names(kernel: Any, inputs: dict[str, Any], outputs: dict[str, Any], constants: dict[str, Any]) -> None:
