@@ -12,14 +12,14 @@ import numpy as np
 from keraunos.frontends.jax import vary, varying
 
 _CACHE = os.environ.get("TRITON_CACHE_DIR")
-
-import jax_triton  # noqa: E402
-
-# Importing jax_triton empties the variable, which would switch Triton's own cache off for everybody in the process.
-if _CACHE is None:
+try:
+    import jax_triton
+finally:
+    # Importing jax_triton, even in vain, empties the variable, which would switch Triton's own cache off for everybody
+    # in the process.
     os.environ.pop("TRITON_CACHE_DIR", None)
-else:
-    os.environ["TRITON_CACHE_DIR"] = _CACHE
+    if _CACHE is not None:
+        os.environ["TRITON_CACHE_DIR"] = _CACHE
 
 
 def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
