@@ -24,7 +24,7 @@ def pytest_configure(config):
 
 
 def pytest_runtest_logreport(report):
-    # A run on a lent GPU may be cut off before the summary: say at once what failed.
+    # A run on a GPU may be cut off before the summary: say at once what failed.
     if os.environ.get("KERAUNOS_TEST_GPU") == "1" and report.failed and not hasattr(report, "node_is_worker"):
         crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
         print(f"\nFAILED {report.nodeid}: {crash.splitlines()[0] if crash else ''}", flush=True)

@@ -29,7 +29,7 @@ def test_tune_then_look_then_clear(run, tmp_path):
     report = run("tune", "gla", "--shape", SHAPE, "--budget", "120", "--ship", "--json")
     (tuned,) = report["tuned"]
     assert tuned["stored"]
-    assert [m["config"]["block_q"] for m in tuned["measurements"]] == [64, 16, 32, 128, 256]
+    assert [m["config"]["block_q"] for m in tuned["measurements"]] == [32, 16, 64, 128, 256]
     assert all(m["rounds"] >= 1 for m in tuned["measurements"])
     assert json.loads((tmp_path / "shipped" / "cpu.json").read_text())["entries"].keys() == {tuned["key"]}
 

@@ -81,7 +81,7 @@ def program(row, framework, cfg, gate, monkeypatch):
 
 def invocation(kernel, framework, gate):
     # Long enough for several chunks of every candidate.
-    return kernel.invocation(framework, "float32", T=300, H=2, K=64, gate=gate)
+    return kernel.invocation(framework, "float32", T=300, H=2, K=128, gate=gate)
 
 
 CALLS = [
@@ -174,7 +174,7 @@ def test_candidates_are_complete_and_distinct(row):
     except ImportError as error:
         pytest.skip(f"{row.platform} cannot be imported: {error}")
     kernel = KERNELS[row.algorithm]()
-    inv = kernel.invocation(row.frameworks[0], T=300, H=2, K=64)
+    inv = kernel.invocation(row.frameworks[0], T=300, H=2, K=128)
     candidates = kernel.candidate_cfgs(inv, row)
     assert len(candidates) == len(set(candidates))
     assert candidates[0] == kernel.heuristic_cfg(inv, row)

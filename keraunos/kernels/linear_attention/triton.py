@@ -431,10 +431,13 @@ def heuristic(inv, cfg):
 
 def candidates(inv, cfg):
     """Tiles of 64 and 128 dimensions, and of 32 only where the heuristic takes them; see the note on _GRADIENT."""
+    # A tile wider than the heads is cut to them: another name for the same program.
+    widest = _tile(max(inv.dims["K"], inv.dims["V"]))
+    tiles = {(BV, warps) for BV, warps in ((64, 4), (128, 8)) if widest >= BV}
     return [
         replace(cfg, block_q=BT, block_d=BV, num_warps=warps, num_stages=stages)
         for BT in (32, 64)
-        for BV, warps in sorted({(64, 4), (128, 8), (cfg.block_d, cfg.num_warps)})
+        for BV, warps in sorted(tiles | {(cfg.block_d, cfg.num_warps)})
         for stages in (2, 3, 4)
     ]
 
