@@ -1,0 +1,188 @@
+"""The recurrence with a constant decay per head on Hopper GPUs, for JAX: which Pallas Mosaic GPU kernel runs when.
+
+Forward: one fused walk that reads every input once. Where batch times heads does not fill the GPU, sequences are cut
+into segments: one kernel gives the states of their pieces, a small one each segment's first state, then all segments
+run at once.
+
+Backward: the same walk with its arguments permuted. With L(a, b, c) the recurrence "queries a, keys b, values c" and R
+its adjoint, which runs the other way: dq = L(do, v, k), dk = R(v, do, q), dv = R(k, q, do). No states are stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keraunos.frontends.jax import vary, varying
+from keraunos.kernels.linear_attention.interface import Args, Options
+from keraunos.kernels.linear_attention.interface import kernels as implementations
+
+if jax.__version_info__ < (0, 11):
+    raise ImportError(f"needs jax 0.11 or later (and so Python 3.12); this is jax {jax.__version__}", name="jax")
+
+from keraunos.kernels.linear_attention import pallas_kernels as kernels
+
+FIELDS = ("num_stages",)
+
+_HEAD_DIMS = (64, 128)
+_DTYPES = ("bfloat16", "float16")
+
+# What the choice of segments counts with: multiprocessors; the time of a chunk where one program runs alone, relative
+# to its share of the memory's time where all run; chunks' time for starting a program; for two more launches; to write
+# and read a state.
+_PROCESSORS, _ALONE, _START, _LAUNCHES, _STATE = 132, 0.91, 4, 4, 1
+_MIN_SEGMENT = 8
+_PIECE = 16
+
+
+def _time(programs: int, chunks: float) -> float:
+    """How long programs of so many chunks take, in chunks' time."""
+    waves, rest = divmod(programs, _PROCESSORS)
+    return (waves + (max(rest / _PROCESSORS, _ALONE) if rest else 0)) * (chunks + _START)
+
+
+@functools.lru_cache(maxsize=1024)
+def segmentation(heads: int, chunks: int) -> tuple[int, int]:
+    """``(chunks per segment, pieces per segment)`` for so many sequences times heads."""
+
+    def cost(segment):
+        segments = -(-chunks // segment)
+        time = _time(heads * segments, segment)
+        if segments > 1:
+            # Keys and values are read again, and every segment's state is written and read twice.
+            time += _time(heads * (segments - 1), segment / 2) + _LAUNCHES
+            time += 4 * _STATE * heads * segments / _PROCESSORS
+        return time
+
+    cuts = {max(-(-chunks // n), _MIN_SEGMENT) for n in range(2, 2 * _PROCESSORS)}
+    segment = min([chunks, *sorted(cuts, reverse=True)], key=cost)
+    if segment >= chunks:
+        return max(chunks, 1), 1
+    pieces = max(1, min(8, segment // _PIECE))
+    return -(-segment // pieces) * pieces, pieces
+
+
+class _Call:
+    """One call: its sizes, its arrays with a length that the copies can take, and how its sequences are cut."""
+
+    def __init__(self, args: Args, opts: Options):
+        self.args, self.opts, self.scale = args, opts, opts.softmax_scale
+        self.B, self.T, self.H, self.K = args.query.shape
+        self.G, self.V = args.value.shape[2:]
+        self.q, self.k, self.v = (self.pad(x) for x in args[:3])
+        gamma = jnp.zeros(self.H) if args.g_gamma is None else args.g_gamma
+        self.gamma = jnp.broadcast_to(jnp.asarray(gamma, jnp.float32), (self.B, self.H))
+        self.h0 = None if args.initial_state is None else args.initial_state.astype(jnp.float32)
+        segment, pieces = segmentation(self.B * self.H, -(-self.T // kernels.CHUNK))
+        self.forward = kernels.Walk(self.T, opts.reverse, False, segment, pieces)
+        self.adjoint = kernels.Walk(self.T, not opts.reverse, True, segment, pieces)
+
+    def pad(self, x: Any) -> Any:
+        """Up to a multiple of 8 tokens, the rows of a tile of a bulk copy."""
+        return jnp.pad(x, ((0, 0), (0, -self.T % 8), (0, 0), (0, 0))) if self.T % 8 else x
+
+    def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale_in: float = 1.0) -> Any:
+        """The state that each segment starts from; None: zeros, and one segment."""
+        if walk.segments == 1:
+            return None if initial is None else initial[:, None]
+        local = kernels.local_states(b, c, self.gamma, H=self.H, walk=walk, scale_in=scale_in, stages=3)
+        return kernels.combine(local, self.gamma, initial, walk=walk)
+
+    def scan(self, a: Any, b: Any, c: Any, starts: Any, walk: Any, **options: Any) -> Any:
+        """``kernels.scan``, without the rows that were padded."""
+        factors = {"scale_in": 1.0, "scale_out": 1.0, "output": a.dtype, "final": False} | options
+        output, final = kernels.scan(a, b, c, self.gamma, starts, H=self.H, walk=walk, stages=self.opts.cfg.num_stages,
+                                     **factors)  # fmt: skip
+        return output[:, : self.T], final
+
+    def shared(self, x: Any, like: Any) -> Any:
+        """The sum over the query heads that share a key."""
+        if self.G == self.H:
+            return x
+        return x.reshape(*x.shape[:2], self.G, -1, x.shape[-1]).sum(3).astype(like.dtype)
+
+
+def forward(args: Args, opts: Options):
+    """``((output, final_state), residuals)``: the states at segments, where sequences are cut."""
+    if not args.query.shape[1]:
+        return _no_tokens(args), (None,)
+    call = _Call(args, opts)
+    starts = call.starts(call.k, call.v, call.h0, call.forward)
+    output, final = call.scan(call.q, call.k, call.v, starts, call.forward, scale_out=call.scale, final=True)
+    # The kernels do not say over which axes of a mesh their results vary.
+    axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
+    outputs = vary(output, axes), vary(final, axes)
+    return outputs, (None if call.forward.segments == 1 else vary(starts, axes),)
+
+
+def backward(args: Args, residuals, grads, opts: Options) -> Args:
+    """The gradients of ``args`` from those of the output and of the final state."""
+    doutput, dfinal = grads
+    if not args.query.shape[1]:
+        return jax.vjp(_no_tokens, args)[1](grads)[0]
+    call = _Call(args, opts)
+    q, k, v, do = call.q, call.k, call.v, call.pad(doutput)
+    (starts,) = residuals
+    if starts is None:
+        starts = call.starts(k, v, call.h0, call.forward)
+    ends = call.starts(q, do, dfinal.astype(jnp.float32), call.adjoint, call.scale)
+    each = args.query.dtype if call.G == call.H else jnp.float32
+    dq, _ = call.scan(do, v, k, _transposed(starts), call.forward, scale_out=call.scale)
+    dk, _ = call.scan(v, do, q, _transposed(ends), call.adjoint, scale_in=call.scale, output=each)
+    dv, dh0 = call.scan(k, q, do, ends, call.adjoint, scale_in=call.scale, output=each, final=call.h0 is not None)
+    given = Args(dq, call.shared(dk, args.key), call.shared(dv, args.value), initial_state=dh0)
+    return Args(*(None if d is None else vary(d.astype(x.dtype), varying(x)) for x, d in zip(args, given, strict=True)))
+
+
+def _transposed(states: Any) -> Any:
+    return None if states is None else jnp.swapaxes(states, -1, -2)
+
+
+def _no_tokens(args: Args):
+    (B, _, H, K), V = args.query.shape, args.value.shape[-1]
+    state = jnp.zeros((B, H, K, V)) if args.initial_state is None else args.initial_state.astype(jnp.float32)
+    return jnp.zeros((B, 0, H, V), args.query.dtype), state
+
+
+def unsupported(inv) -> str | None:
+    """Why these kernels cannot run the call, or None."""
+    K, V, dtype = inv.dims["K"], inv.dims["V"], inv.arrays["query"][0]
+    if not _is_hopper(inv):
+        return f"needs a Hopper GPU (H100, H200); the call's arrays are on {inv.device}"
+    if dtype not in _DTYPES:
+        return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
+    if "g" in inv.arrays:
+        return "has no gates per token (g) yet, only a constant decay per head"
+    if "cu_seqlens" in inv.arrays:
+        return "takes no packed sequences (cu_seqlens) yet"
+    if K not in _HEAD_DIMS or V not in _HEAD_DIMS:
+        return f"takes head dims of 64 and 128; the call has K = {K}, V = {V}"
+    if not isinstance(inv.arguments.get("g_gamma"), np.ndarray | None):
+        return "has no gradient for a decay that is a JAX array; give the decay as a NumPy array if it is not learned"
+    return None
+
+
+def _is_hopper(inv) -> bool:
+    return inv.backend == "gpu" and re.search(r"\bG?H(20|100|200|800)\b", inv.device) is not None
+
+
+def heuristic(inv, cfg):
+    """Two stages: enough to hide the memory's latency, and they leave room for the larger float32 output."""
+    return replace(cfg, num_stages=cfg.num_stages or 2)
+
+
+def candidates(inv, cfg):
+    """Two or three stages where they fit into shared memory."""
+    deepest = 3 if inv.dims["K"] == inv.dims["V"] == 64 or inv.dims["H"] == inv.dims["G"] else 2
+    return [replace(cfg, num_stages=n) for n in range(2, deepest + 1)]
+
+
+gla, lightning_attn = implementations(
+    __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, unsupported=unsupported
+)
