@@ -18,7 +18,10 @@ class Device(NamedTuple):
 
 def framework_of(x: Any) -> str | None:
     """``"jax"`` or ``"torch"`` for an array of theirs, else None. Imports neither."""
-    for name, array in (("jax", "Array"), ("torch", "Tensor")):
+    if x is None:
+        return None
+    # jax.Array's own test is slow to say no.
+    for name, array in (("torch", "Tensor"), ("jax", "Array")):
         module = sys.modules.get(name)
         if module is not None and isinstance(x, getattr(module, array, ())):
             return name
@@ -32,21 +35,22 @@ def get(framework: str) -> Any:
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:
-    """One function ``(args, opts) -> outputs`` with gradients, for the arrays of either framework.
+    """``prepare(framework, opts)``: one function ``args -> outputs``, with gradients, for the arrays of a framework.
 
     Args:
         forward: ``(args, opts) -> (outputs, residuals)``.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
     """
-    wrapped: dict[str | None, Callable] = {}
 
-    def call(args, opts):
-        framework = framework_of(args[0])
-        if framework not in wrapped:
-            wrapped[framework] = get(framework).differentiable(forward, backward)
-        return wrapped[framework](args, opts)
+    @functools.cache
+    def made(framework):
+        return get(framework).differentiable(forward, backward)
 
-    return call
+    @functools.lru_cache(maxsize=4096)
+    def prepare(framework, opts):
+        return made(framework)(opts)
+
+    return prepare
 
 
 operations: list[Callable] = []
@@ -72,6 +76,4 @@ def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outp
            constants: dict[str, Any], **options: Any) -> tuple[Any, ...]:  # fmt: skip
     """Launch a Triton kernel through the framework whose arrays ``inputs`` holds; see the front ends."""
     framework = next(name for name in map(framework_of, inputs.values()) if name)
-    return get("jax_triton" if framework == "jax" else "torch").launch(
-        kernel, grid, inputs, outputs, constants, **options
-    )
+    return get(f"{framework}_launch").launch(kernel, grid, inputs, outputs, constants, **options)

@@ -14,7 +14,7 @@ from keraunos.frontends import Device
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:
-    """``(args, opts) -> outputs`` under ``jit``, with ``backward`` as its gradient; ``opts`` is static."""
+    """``prepare(opts)``, which gives ``args -> outputs`` under ``jit``, with ``backward`` as its gradient."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
     def call(args, opts):
@@ -34,7 +34,8 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
         return call(jax.tree.map(lambda x: vary(x, axes), args), opts)
 
-    return jax.jit(same_axes, static_argnums=1)
+    jitted = jax.jit(same_axes, static_argnums=1)
+    return lambda opts: lambda args: jitted(args, opts)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""PyTorch: launching Triton kernels, differentiation, devices and dtypes."""
+"""PyTorch: differentiation, devices and dtypes."""
 
 from __future__ import annotations
 
@@ -12,81 +12,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keraunos.frontends import Device
+from keraunos.frontends.torch_launch import remembered
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-
-
-def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
-           constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:  # fmt: skip
-    """Allocate the outputs and launch.
-
-    Args:
-        kernel: a ``@triton.jit`` function; its parameters are the inputs, the outputs, the constants, in this order.
-        grid: number of programs along each axis.
-        inputs: name -> tensor, number or None.
-        outputs: name -> (shape, dtype name), or None for one that the constants switch off.
-        constants: name -> compile-time value.
-
-    Returns:
-        The outputs, in order; None for those that are off.
-    """
-    like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
-    device = like.device
-    made = tuple(None if o is None else torch.empty(o[0], dtype=_DTYPES[o[1]], device=device) for o in outputs.values())
-    # While a graph is traced there is nothing to compute: the shapes and dtypes of the outputs are the answer.
-    if isinstance(like, FakeTensor) or device.type == "meta" or 0 in grid:
-        return made
-    if device.type != "cuda":
-        _run(kernel, grid, inputs, made, constants, num_warps, num_stages)
-    elif device.index == torch.cuda.current_device():
-        _run_built(kernel, grid, inputs, made, constants, num_warps, num_stages)
-    else:
-        # Triton launches on the current device, which need not be the tensors'.
-        with torch.cuda.device(device):
-            _run_built(kernel, grid, inputs, made, constants, num_warps, num_stages)
-    return made
-
-
-def _run(kernel, grid, inputs, made, constants, num_warps, num_stages):
-    return kernel[grid](*inputs.values(), *made, **constants, num_warps=num_warps, num_stages=num_stages)
-
-
-def _run_built(kernel, grid, inputs, made, constants, num_warps, num_stages):
-    """Launch what was built for the same numbers and constants before, without asking Triton to find it again.
-
-    ``constants.built`` belongs to one set of numbers and constants. What remains is the device, the dtypes, and whether
-    arrays are aligned to 16 bytes, which the code may rely on; new outputs always are.
-    """
-    built = getattr(constants, "built", None)
-    if built is None:
-        return _run(kernel, grid, inputs, made, constants, num_warps, num_stages)
-    key = (
-        torch.cuda.current_device(),
-        *[(x.dtype, x.data_ptr() % 16) for x in inputs.values() if x.__class__ is not int and hasattr(x, "data_ptr")],
-    )
-    if key in built:
-        built[key][(*grid, 1, 1)[:3]](*inputs.values(), *made, *map(constants.__getitem__, _constant_names(kernel)))
-    else:
-        built[key] = _run(kernel, grid, inputs, made, constants, num_warps, num_stages)
-
-
-@functools.cache
-def _constant_names(kernel: Any) -> tuple[str, ...]:
-    return tuple(p.name for p in kernel.params if p.is_constexpr)
 
 
 _NUMBER = itertools.count()
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:
-    """``(args, opts) -> outputs`` as a custom operator with a gradient.
+    """``prepare(opts)``, which gives ``args -> outputs`` with a gradient.
 
-    As an operator of the dispatcher it is opaque: autograd, ``torch.compile``, checkpointing and graph capture see its
-    inputs and outputs, and nothing ever traces into its kernels.
+    To whatever traces or transforms a call, such as ``torch.compile``, it is a custom operator: opaque, so that nothing
+    traces into its kernels. Where nothing does, the call goes past the dispatcher.
 
     Args:
         forward: ``(args, opts) -> (outputs, residuals)``. Its annotation of ``args`` is a NamedTuple of tensors or
@@ -99,14 +41,27 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     n = len(names)
     name = f"{forward.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
 
+    @functools.lru_cache(maxsize=4096)
+    def launchers(opts):
+        """``forward`` and ``backward`` of flat lists of tensors."""
+
+        def launch_forward(flat):
+            outputs, kept = forward(kind(*flat), opts)
+            return (*outputs, *kept)
+
+        def launch_backward(flat):
+            return tuple(backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
+
+        return remembered(launch_forward), remembered(launch_backward)
+
     def run_forward(*flat):
-        outputs, kept = forward(kind(*flat[:n]), decode(flat[n]))
-        return (*outputs, *(_present(x, flat[0]) for x in kept))
+        launch, _ = launchers(decode(flat[n]))
+        return tuple(_present(x, flat[0]) for x in launch(list(flat[:n])))
 
     def run_backward(*flat):
-        args, kept = kind(*flat[:n]), tuple(map(_absent, flat[n : n + len(residuals)]))
-        grads = backward(args, kept, flat[n + len(residuals) : -1], decode(flat[-1]))
-        return tuple(_present(x, flat[0]) for x in grads)
+        _, launch = launchers(decode(flat[-1]))
+        given = [*flat[:n], *map(_absent, flat[n:-3]), *flat[-3:-1]]
+        return tuple(_present(x, flat[0]) for x in launch(given))
 
     tensors = ", ".join(f"Tensor? {name}" for name in names)
     forward_op = _operator(f"{name}_forward", f"({tensors}, str opts)", 2 + len(residuals), run_forward)
@@ -118,12 +73,15 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         ctx.opts, ctx.shape = inputs[n], output[0].shape
         ctx.set_materialize_grads(False)
 
-    def gradient(ctx, doutput, dstate, *_):
+    def given(ctx, doutput, dstate):
+        """What the kernels take: the saved tensors and the gradients, in rows, that of the state perhaps absent."""
         saved = ctx.saved_tensors
         if doutput is None:
             doutput = torch.zeros(ctx.shape, dtype=saved[0].dtype, device=saved[0].device)
-        grads = backward_op(*saved, _rows(doutput), dstate if dstate is None else dstate.contiguous(), ctx.opts)
-        return (*map(_absent, grads), None)
+        return [*saved, _rows(doutput), dstate if dstate is None else dstate.contiguous()]
+
+    def gradient(ctx, doutput, dstate, *_):
+        return (*map(_absent, backward_op(*given(ctx, doutput, dstate), ctx.opts)), None)
 
     def second(ctx, *_):
         raise NotImplementedError(f"keraunos: {forward.__module__} has no gradient of its gradient (double backward)")
@@ -131,28 +89,61 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     forward_op = _with_gradient(forward_op, save, gradient)
     backward_op = _with_gradient(backward_op, lambda ctx, inputs, output: None, second)
 
-    def call(args, opts):
-        device = args[0].device
-        if _nobody_watches(args):
-            args = kind(*(_rows(constant(x, device) if isinstance(x, np.ndarray) else x) for x in args))
-            return forward(args, opts)[0]
-        flat = (_rows(constant(x, device) if isinstance(x, np.ndarray) else x) for x in args)
-        return forward_op(*flat, encode(opts))[:2]
+    class Direct(torch.autograd.Function):
+        """The operator without the dispatcher, which would take several times the host time."""
 
-    return call
+        @staticmethod
+        def forward(ctx, opts, launch, *flat):
+            output, state, *kept = launch(list(flat))
+            ctx.save_for_backward(*flat, *kept)
+            ctx.opts, ctx.shape = opts, output.shape
+            ctx.set_materialize_grads(False)
+            return output, state
+
+        @staticmethod
+        def backward(ctx, doutput, dstate):
+            flat = given(ctx, doutput, dstate)
+            if not torch.is_grad_enabled() and not _watched(flat):
+                return (None, None, *launchers(ctx.opts)[1](flat))
+            kept = (_present(x, flat[0]) for x in flat[n:-2])
+            return (None, None, *map(_absent, backward_op(*flat[:n], *kept, *flat[-2:], encode(ctx.opts))))
+
+    def prepare(opts):
+        launch, _ = launchers(opts)
+
+        def run(args):
+            flat, differentiate = [], forward_ad._current_level >= 0
+            for x in args:
+                if x is not None:
+                    if isinstance(x, np.ndarray):
+                        x = constant(x, args[0].device)
+                    else:
+                        x = _rows(x)
+                        differentiate |= x.requires_grad
+                flat.append(x)
+            if _watched(flat):
+                return forward_op(*flat, encode(opts))[:2]
+            # Forward mode has no derivative here, and says so.
+            if differentiate and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
+                return Direct.apply(opts, launch, *flat)
+            return launch(flat)[:2]
+
+        return run
+
+    return prepare
 
 
-def _nobody_watches(args: Any) -> bool:
-    """Whether a call needs no gradient and nothing traces it, so that its kernels can be launched at once.
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
-    The dispatcher would do the same with a third of the host time of a call.
-    """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    needs = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-    return not needs and type(args[0]) is torch.Tensor
+
+def _watched(tensors: list[torch.Tensor | None]) -> bool:
+    """Whether something traces or transforms the call, which then has to be an operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
 
 
 _LIBRARY = torch.library.Library("keraunos", "FRAGMENT")
@@ -199,9 +190,9 @@ def _absent(x: torch.Tensor) -> torch.Tensor | None:
     return None if x.dtype == torch.uint8 else x
 
 
-def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
+def _rows(x: torch.Tensor) -> torch.Tensor:
     """Kernels take any strides but the last one's, which is 1."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @functools.lru_cache(maxsize=4096)

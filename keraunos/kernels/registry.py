@@ -69,6 +69,8 @@ class Implementation:
         candidates: ``(inv, cfg) -> configurations`` worth timing.
         config: its own configuration class, if it is not the operation's.
         source: its source file, if it is not the function's.
+        prepare: ``(args, the operation's options, cfg) -> run``, where ``run(args)`` does what ``fn`` would, for all
+            calls that are alike; None: there is nothing to settle beforehand.
     """
 
     fn: Callable[..., Any]
@@ -78,6 +80,7 @@ class Implementation:
     candidates: Callable[[Invocation, Any], Iterable[Any]] = _only_heuristic
     config: type[Config] | None = None
     source: str | None = None
+    prepare: Callable[..., Callable] | None = None
 
     def __call__(self, *args, **kwargs):
         """Call ``fn``."""

@@ -25,10 +25,11 @@ class GLAttention(LinearOperation):
     op_id = "gla"
     config = GLAttentionConfig
     arguments = tuple(interface.Args._fields)
+    pack = interface.Args
 
     def bind(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
              *, softmax_scale=None, reverse=False) -> Invocation:  # fmt: skip
-        args = interface.Args(query, key, value, g, g_gamma, initial_state, cu_seqlens)
+        args = self.pack(query, key, value, g, g_gamma, initial_state, cu_seqlens)
         return interface.describe(self.op_id, args, softmax_scale, reverse)
 
     def run(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,

@@ -24,9 +24,12 @@ class LightningAttention(LinearOperation):
     config = LightningAttentionConfig
     arguments = ("query", "key", "value", "g_gamma", "initial_state", "cu_seqlens")
 
+    def pack(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None) -> interface.Args:
+        return interface.Args(query, key, value, None, log_decay, initial_state, cu_seqlens)
+
     def bind(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
              *, softmax_scale=None, reverse=False) -> Invocation:  # fmt: skip
-        args = interface.Args(query, key, value, None, log_decay, initial_state, cu_seqlens)
+        args = self.pack(query, key, value, log_decay, initial_state, cu_seqlens)
         return interface.describe(self.op_id, args, softmax_scale, reverse)
 
     def run(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,

@@ -15,7 +15,7 @@ from keraunos.frontends import framework_of, get
 from keraunos.kernels.registry import kernel_registry
 from keraunos.ops.cache import ConfigCache, PersistentCache
 from keraunos.ops.kernel import Config, Kernel
-from keraunos.ops.selection import Choice, ConfigSelectorChain, _overlays, default_policy
+from keraunos.ops.selection import Choice, ConfigSelectorChain, _overlays, _policy, default_policy
 from keraunos.ops.tuner import Tuner
 
 _log = logging.getLogger("keraunos")
@@ -41,7 +41,7 @@ class Executor:
 
     def __init__(self, chain: ConfigSelectorChain):
         self.chain = chain
-        self._remembered: dict[Any, Config] = {}
+        self._remembered: dict[Any, Callable] = {}
         self._seen: set[str] = set()
 
     def __call__(self, kernel: Kernel, *args: Any, _cfg: Config | None = None, platform: str | None = None,
@@ -60,19 +60,20 @@ class Executor:
         """
         if _overlays.get() or _explaining.get():
             return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
-        key = (kernel, _cfg, platform, self.chain.policy, self.chain.cache.generation, kernel_registry.generation,
-               *kwargs, *kwargs.values(), _device(args[0]), *map(_signature, args))  # fmt: skip
+        key = (kernel, _cfg, platform, _policy.get(), self.chain.cache.generation, kernel_registry.generation,
+               *kwargs, *kwargs.values(), *_signature(args))  # fmt: skip
         try:
-            cfg = self._remembered.get(key)
+            run = self._remembered.get(key)
         except TypeError:
             # What cannot be hashed: lengths that are symbols of a graph, or something that the checks refuse.
             return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
-        if cfg is None:
+        if run is None:
             cfg = self._choose(kernel, args, kwargs, _cfg, platform).cfg
+            run = kernel.prepare(*args, cfg=cfg, **kwargs)
             if len(self._remembered) >= 65536:
                 self._remembered.clear()
-            self._remembered[(*key[:4], self.chain.cache.generation, *key[5:])] = cfg
-        return kernel.run(*args, cfg=cfg, **kwargs)
+            self._remembered[(*key[:4], self.chain.cache.generation, *key[5:])] = run
+        return run(*args)
 
     def _choose(self, kernel, args, kwargs, cfg, platform) -> Choice:
         inv = kernel.bind(*args, **kwargs)
@@ -86,20 +87,21 @@ class Executor:
         return choice
 
 
-def _device(x: Any) -> Any:
-    """Where the call runs: the device of its first argument, as for bind()."""
-    framework = framework_of(x)
-    return framework and get(framework).device_of(x)
-
-
-def _signature(x: Any) -> Any:
-    """What else of an argument the choice may depend on."""
-    if x is None:
-        return None
-    if isinstance(x, np.ndarray):
-        # A constant, whose values are checked at each call.
-        return x.shape, x.dtype, not x.size or x.max() <= 0
-    return (x.shape, x.dtype) if framework_of(x) else x
+def _signature(args: tuple) -> list:
+    """What of the arguments the choice may depend on. The call runs where the first one is, as for bind()."""
+    framework = framework_of(args[0])
+    key: list[Any] = [framework and get(framework).device_of(args[0])]
+    for x in args:
+        if x is None:
+            key.append(x)
+        elif isinstance(x, np.ndarray):
+            # A constant, whose values are checked too.
+            key += x.shape, x.dtype, x.tobytes()
+        elif own := framework_of(x):
+            key += own, x.shape, x.dtype
+        else:
+            key.append(x)
+    return key
 
 
 def create_default_executor() -> Executor:

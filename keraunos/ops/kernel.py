@@ -142,6 +142,10 @@ class Kernel(ABC):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the implementation and the launch configuration that the keyword ``cfg`` names."""
 
+    def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
+        """``run`` for all calls with arguments like these, as a function of ``args``, settled as far as it can be."""
+        return functools.partial(self.run, cfg=cfg, **kwargs)
+
     def get_impl(self, cfg: Config) -> Implementation:
         """The implementation that ``cfg.platform`` and ``cfg.backend`` name."""
         return _implementation(self.op_id, cfg.platform, cfg.backend, kernel_registry.generation)

@@ -177,7 +177,12 @@ def kernels(
         forward, backward: as at the top of this page.
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
     """
-    call = frontends.differentiable(forward, backward)
+    made = frontends.differentiable(forward, backward)
+
+    def prepare(args, softmax_scale, reverse, cfg):
+        scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+        opts = Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray))
+        return made(frontends.framework_of(args.query), opts)
 
     def run(op_id, args, softmax_scale, reverse, cfg):
         if cfg is None:
@@ -186,8 +191,7 @@ def kernels(
             if reason:
                 raise UnsupportedError(f"{op_id}: {reason}")
             cfg = heuristic(inv, Config())
-        scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-        return call(args, Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray)))
+        return prepare(args, softmax_scale, reverse, cfg)(args)
 
     def gla(query, key, value, g=None, g_gamma=None, softmax_scale=None, initial_state=None, reverse=False,
             cu_seqlens=None, *, cfg=None):  # fmt: skip
@@ -202,7 +206,7 @@ def kernels(
         args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
         return run("lightning_attn", args, softmax_scale, reverse, cfg)
 
-    def made(fn: Callable) -> Implementation:
-        return Implementation(fn, fields, unsupported, heuristic, candidates, source=source)
+    def implementation(fn: Callable) -> Implementation:
+        return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare)
 
-    return made(gla), made(lightning_attn)
+    return implementation(gla), implementation(lightning_attn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -70,6 +70,18 @@ class LinearOperation(Kernel):
         arrays = {name: given[name] for name in Args._fields if name in given}
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
                           {"reverse": reverse}, arguments)  # fmt: skip
+
+    def pack(self, *args: Any) -> Args:
+        """The arrays that ``run`` takes, by their names in the recurrence."""
+        return Args(**dict(zip(self.arguments, args, strict=True)))
+
+    def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
+        """See :meth:`Kernel.prepare`."""
+        prepare, pack = self.get_impl(cfg).prepare, self.pack
+        if prepare is None:
+            return super().prepare(*args, cfg=cfg, **kwargs)
+        run = prepare(pack(*args), cfg=cfg, **kwargs)
+        return lambda *args: run(pack(*args))
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
         """See :func:`sample`."""

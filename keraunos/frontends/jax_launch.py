@@ -24,7 +24,7 @@ finally:
 
 def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
            constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:  # fmt: skip
-    """Launch as an operation of JAX; the arguments are those of :func:`keraunos.frontends.torch.launch`."""
+    """Launch as an operation of JAX; the arguments are those of :func:`keraunos.frontends.torch_launch.launch`."""
     _check_names(kernel, inputs, outputs, constants)
     made = {name: jax.ShapeDtypeStruct(*o) for name, o in outputs.items() if o is not None}
     if not all(grid):

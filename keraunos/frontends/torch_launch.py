@@ -1,0 +1,217 @@
+"""PyTorch: launching Triton kernels; host code runs once for all calls that are alike, which repeat its launches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_MOST = 4096
+
+
+def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
+           constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:  # fmt: skip
+    """Allocate the outputs and launch.
+
+    Args:
+        kernel: a ``@triton.jit`` function; its parameters are the inputs, the outputs, the constants, in this order.
+        grid: number of programs along each axis.
+        inputs: name -> tensor, number or None.
+        outputs: name -> (shape, dtype name), or None for one that the constants switch off.
+        constants: name -> compile-time value.
+
+    Returns:
+        The outputs, in order; None for those that are off.
+    """
+    if (recording := getattr(_local, "recording", None)) is None:
+        return _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)[0]
+    with recording.own_work():
+        made, run, given, kinds = _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)
+    recording.add(run, list(inputs.values()), kinds, made, given)
+    return made
+
+
+def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> tuple[tuple, Callable, list, list]:
+    """The outputs; what does the same launch with other arguments, and the last of these; the outputs' kinds."""
+    like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
+    kinds = [None if o is None else (o[0], _DTYPES[o[1]]) for o in outputs.values()]
+    made = tuple(None if o is None else torch.empty(o[0], dtype=o[1], device=like.device) for o in kinds)
+    # While a graph is traced there is nothing to compute: the shapes and dtypes of the outputs are the answer.
+    if 0 in grid or isinstance(like, FakeTensor) or like.device.type == "meta":
+        return made, _nothing, [], kinds
+    run = functools.partial(kernel[grid], **constants, num_warps=num_warps, num_stages=num_stages)
+    with _on(like.device):
+        built = run(*inputs.values(), *made)
+    if built is None:
+        # The interpreter builds nothing.
+        return made, run, [], kinds
+    return made, _again(built, (*grid, 1, 1)[:3]), [constants[p.name] for p in kernel.params if p.is_constexpr], kinds
+
+
+def _nothing(*args: Any) -> None:
+    """The launch of no program."""
+
+
+def _again(built: Any, grid: tuple[int, ...]) -> Callable:
+    """Launches what Triton has built, without asking it to find that again."""
+    import triton
+
+    hooks, watched = triton.knobs.runtime, built[grid]
+    start = functools.partial(built.run, *grid)
+    stream, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+
+    def run(*args):
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            watched(*args)
+        else:
+            # The same without hooks, such as a profiler's: those cost a fifth of a call even where there are none.
+            start(stream(device()), built.function, built.packed_metadata, None, None, None, *args)
+
+    return run
+
+
+def _on(device: torch.device) -> Any:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device.index if device.type == "cuda" else -1)
+
+
+class _Step(NamedTuple):
+    """One launch: what it allocates, and where among its arguments the arrays go."""
+
+    run: Callable
+    args: list[Any]
+    arrays: list[tuple[int, int]]  # argument, slot
+    outputs: list[tuple[tuple[int, ...], torch.dtype]]
+    spent: list[int]  # slots that nothing reads afterwards
+
+
+class _Recording(TorchDispatchMode):
+    """The launches between some tensors and what is made of them; and whether they were all that was done."""
+
+    def __init__(self, tensors: list[torch.Tensor | None]):
+        super().__init__()
+        # By identity, and weakly: what the host code lets go of is free for what comes next.
+        self.slots: Any = WeakTensorKeyDictionary()
+        self.slots.update({x: i for i, x in enumerate(tensors) if x is not None})
+        self.size = len(tensors)
+        self.steps: list[_Step] = []
+        self.complete = True
+        self.launching = False
+
+    @contextlib.contextmanager
+    def own_work(self):
+        """What a launch itself does to tensors, such as to allocate them, is repeated with it."""
+        self.launching = True
+        yield
+        self.launching = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.complete &= self.launching
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        _local.recording = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _local.recording = None
+        return super().__exit__(*error)
+
+    def add(self, run, inputs, kinds, made, given):
+        for x in made:
+            if x is not None:
+                self.slots[x] = self.size
+                self.size += 1
+        args = [*inputs, *made]
+        arrays = [(i, self.slots.get(x, -1)) for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        self.complete &= all(slot >= 0 for _, slot in arrays)
+        args = [*(None if isinstance(x, torch.Tensor) else x for x in args), *given]
+        self.steps.append(_Step(run, args, arrays, [k for k in kinds if k is not None], []))
+
+    def finish(self, results) -> _Launches | None:
+        """What repeats the calls; None where something else than launches made the results."""
+        made = [None if x is None else self.slots.get(x, -1) for x in results]
+        if not self.complete or -1 in made:
+            return None
+        last = {slot: step for step in self.steps for _, slot in step.arrays}
+        for slot, step in last.items():
+            if slot not in made:
+                step.spent.append(slot)
+        return _Launches(self.steps, made)
+
+
+class _Launches(NamedTuple):
+    steps: list[_Step]
+    results: list[int | None]
+
+    def repeat(self, tensors: list[Any], device: torch.device) -> tuple[Any, ...]:
+        """Launch everything on other tensors of the same kind."""
+        slots, on_gpu = tensors.copy(), device.type == "cuda"
+        for run, args, arrays, outputs, spent in self.steps:
+            for shape, dtype in outputs:
+                slots.append(torch.empty(shape, dtype=dtype, device=device))
+            args = args.copy()
+            for i, slot in arrays:
+                # Triton takes addresses too, and need not ask the driver whether they are on the device: they were.
+                args[i] = slots[slot].data_ptr() if on_gpu else slots[slot]
+            run(*args)
+            for slot in spent:
+                slots[slot] = None
+        return tuple([None if i is None else slots[i] for i in self.results])
+
+
+def remembered(fn: Callable[[list], tuple]) -> Callable[[list], tuple]:
+    """``fn(tensors)``, whose launches are recorded, and repeated for tensors of the same kind.
+
+    Args:
+        fn: takes a list of tensors or None, returns a tuple of the like. What it does depends on the tensors' shapes,
+            strides, dtypes and device. If it does more to tensors than launch kernels, it is run each time.
+    """
+    known: dict[Any, _Launches | None] = {}
+
+    def call(tensors: list[Any]) -> tuple:
+        device = tensors[0].device
+        on_gpu = device.type == "cuda"
+        if not (on_gpu or _INTERPRETED) or isinstance(tensors[0], FakeTensor):
+            return fn(tensors)
+        if on_gpu and device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return call(tensors)
+        key: list[Any] = []
+        for x in tensors:
+            # Triton builds other code for arrays that are not aligned to 16 bytes.
+            if x is None:
+                key.append(x)
+            else:
+                key += x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0
+        launches = known.get(found := tuple(key), _NEVER)
+        if launches is _NEVER:
+            return record(tensors, found)
+        return fn(tensors) if launches is None else launches.repeat(tensors, device)
+
+    def record(tensors, key):
+        # One tensor given twice is two arguments, which other calls may tell apart.
+        tensors = [x if x is None else x.detach() for x in tensors]
+        with _Recording(tensors) as recording:
+            results = fn(tensors)
+        if len(known) >= _MOST:
+            known.clear()
+        known[key] = recording.finish(results)
+        return results
+
+    return call
+
+
+_local = threading.local()
+_NEVER: Any = object()
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

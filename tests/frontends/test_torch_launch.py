@@ -1,0 +1,155 @@
+"""Host code runs once for all calls that are alike; a repeated call launches the same on its own tensors."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from keraunos.frontends import torch_launch  # noqa: E402
+
+
+class AddKernel:
+    """Stands for a Triton kernel: ``y = x + factor * z``."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        def run(x, z, number, y, FACTOR, num_warps, num_stages):
+            self.seen.append((grid, number, num_warps, num_stages))
+            y.copy_(x + FACTOR * z if z is not None else x)
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    # Repeat launches on the CPU too, as the interpreter does.
+    monkeypatch.setattr(torch_launch, "_INTERPRETED", True)
+    return AddKernel()
+
+
+def add(kernel, x, z, factor=2):
+    inputs, outputs = {"x": x, "z": z, "number": 7}, {"y": (tuple(x.shape), "float32")}
+    return torch_launch.launch(kernel, (3,), inputs, outputs, {"FACTOR": factor}, num_warps=4, num_stages=2)[0]
+
+
+def counted(fn):
+    ran = []
+
+    @functools.cache
+    def call(opts):
+        def run(tensors):
+            ran.append(opts)
+            return fn(tensors, opts)
+
+        return torch_launch.remembered(run)
+
+    return lambda tensors, opts: call(opts)(tensors), ran
+
+
+def test_repeats_what_was_launched(kernel):
+    def twice(tensors, factor):
+        x, z = tensors
+        between = add(kernel, x, z, factor)
+        return between, None, add(kernel, between, x, factor)
+
+    call, ran = counted(twice)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, z = torch.randn(2, 5)
+        first, none, second = call([x, z], 2)
+        assert torch.equal(first, x + 2 * z)
+        assert torch.equal(second, first + 2 * x)
+        assert none is None
+    assert ran == [2]
+    assert kernel.seen == [((3,), 7, 4, 2)] * 6
+
+
+def test_runs_again_for_another_kind_of_call(kernel):
+    call, ran = counted(lambda tensors, factor: (add(kernel, *tensors, factor),))
+    x = torch.arange(64.0)
+    calls = [
+        ([x[:4], x[:4]], 2), ([x[:4], x[:4]], 3), ([x[:5], x[:5]], 2), ([x[:8:2], x[:4]], 2), ([x[:4], None], 2),
+        ([x[:4].half(), x[:4]], 2), ([x[1:5], x[:4]], 2),
+    ]  # fmt: skip
+    for tensors, factor in calls * 2:
+        first, second = tensors
+        expected = first + factor * second if second is not None else first
+        assert torch.equal(call(tensors, factor)[0], expected.float())
+    assert ran == [factor for _, factor in calls]
+
+
+def test_one_tensor_given_twice_is_two_arguments(kernel):
+    call, ran = counted(lambda tensors, factor: (add(kernel, *tensors, factor),))
+    x, z = torch.randn(2, 8)
+    assert torch.equal(call([x, x], 2)[0], 3 * x)
+    assert torch.equal(call([x, z], 2)[0], x + 2 * z)
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("other", [
+    lambda x, y: (y.mul_(2),), lambda x, y: (y * 2,), lambda x, y: (y[1:],), lambda x, y: (torch.ones(2),),
+])  # fmt: skip
+def test_what_does_more_than_launch_runs_each_time(kernel, other):
+    call, ran = counted(lambda tensors, factor: other(tensors[0], add(kernel, *tensors, factor)))
+    results = []
+    for x in torch.randn(3, 2, 6):
+        got = call(list(x), 2)[0]
+        results.append(got)
+        assert torch.equal(got, other(x[0], x[0] + 2 * x[1])[0])
+    assert len(ran) == 3
+
+
+def test_what_nothing_reads_any_more_is_freed(kernel):
+    alive = []
+
+    def chain(tensors, factor):
+        x, z = tensors
+        for _ in range(4):
+            x = add(kernel, x, z, factor)
+        return (x,)
+
+    def watch(grid):
+        def run(x, z, number, y, **options):
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in refs))
+            refs.append(weakref.ref(y))
+
+        return run
+
+    call, ran = counted(chain)
+    for _ in range(2):
+        refs = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AddKernel, "__getitem__", lambda self, grid: watch(grid))
+            call(list(torch.randn(2, 6)), 2)
+    # Of the results before, only the one that is read.
+    assert alive == [0, 1, 1, 1] * 2
+    assert len(ran) == 1
+
+
+def test_a_failed_call_is_not_remembered(kernel):
+    def fail(tensors, factor):
+        add(kernel, *tensors, factor)
+        raise ValueError("no")
+
+    call, ran = counted(fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            call(list(torch.randn(2, 6)), 2)
+    assert len(ran) == 2
+
+
+def test_no_programs_leave_the_outputs_as_they_are(kernel):
+    def none(tensors, factor):
+        outputs = {"y": ((0, 4), "float32")}
+        return torch_launch.launch(kernel, (0,), {"x": tensors[0]}, outputs, {}, num_warps=1, num_stages=1)
+
+    call, ran = counted(none)
+    for _ in range(2):
+        assert call([torch.ones(2)], None)[0].shape == (0, 4)
+    assert (len(ran), kernel.seen) == (1, [])
