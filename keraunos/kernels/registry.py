@@ -256,7 +256,10 @@ class KernelRegistry:
             UnsupportedError: none can; the message gives each one's reason.
         """
         passed: list[str] = []
-        for row in self.find(inv.op_id, platform, backend):
+        rows = self.find(inv.op_id, platform, backend)
+        if backend not in (Backend.ANY, inv.backend):
+            raise UnsupportedError(f"{inv.op_id}: asked for backend {backend!r}; the arrays are on {inv.backend}")
+        for row in rows:
             reason = row.unsupported(inv)
             if reason is None:
                 return row, passed
@@ -276,6 +279,9 @@ for _algorithm in ("gla", "lightning_attn"):
     for _platform, _backend, _priority, _frameworks in _ROWS:
         _target = f"keraunos.kernels.linear_attention.{_platform}:{_algorithm}"
         kernel_registry.register(_algorithm, _platform, _backend, _priority, frameworks=_frameworks)(_target)
+kernel_registry.register("lightning_attn", Platform.PALLAS, Backend.GPU, 5, frameworks=("jax",))(
+    "keraunos.kernels.linear_attention.pallas:lightning_attn"
+)
 
 
 def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str:
