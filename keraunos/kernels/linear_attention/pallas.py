@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keraunos.frontends.jax import vary, varying
 from keraunos.kernels.linear_attention.interface import Args, Options
 from keraunos.kernels.linear_attention.interface import kernels as implementations
 
@@ -115,10 +114,7 @@ def forward(args: Args, opts: Options):
     call = _Call(args, opts)
     starts = call.starts(call.k, call.v, call.h0, call.forward)
     output, final = call.scan(call.q, call.k, call.v, starts, call.forward, scale_out=call.scale, final=True)
-    # The kernels do not say over which axes of a mesh their results vary.
-    axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
-    outputs = vary(output, axes), vary(final, axes)
-    return outputs, (None if call.forward.segments == 1 else vary(starts, axes),)
+    return (output, final), (None if call.forward.segments == 1 else starts,)
 
 
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
@@ -137,7 +133,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     dk, _ = call.scan(v, do, q, _transposed(ends), call.adjoint, scale_in=call.scale, output=each)
     dv, dh0 = call.scan(k, q, do, ends, call.adjoint, scale_in=call.scale, output=each, final=call.h0 is not None)
     given = Args(dq, call.shared(dk, args.key), call.shared(dv, args.value), initial_state=dh0)
-    return Args(*(None if d is None else vary(d.astype(x.dtype), varying(x)) for x, d in zip(args, given, strict=True)))
+    return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, given, strict=True)))
 
 
 def _transposed(states: Any) -> Any:

@@ -20,6 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import jaxpr_as_fun
+
+from keraunos.frontends.jax import vary, varying
 
 CHUNK = 64
 # Columns of V per compute warpgroup: its state [K, 64] in float32 is half of a thread's registers where K is 128.
@@ -140,7 +143,8 @@ def _ring(first, last, stages, full, empty, load):
     """The memory warpgroup's loop: fill the stages in turn, each as soon as everyone is done with it.
 
     ``load(i, slot, barrier)`` issues the copies of step i. They arrive at ``full[slot]`` by themselves when their bytes
-    are there; each compute warpgroup arrives at ``empty[slot]`` when it needs them no more.
+    are there; each compute warpgroup arrives at ``empty[slot]`` when it needs them no more. Every completion of a
+    barrier is waited for, those of the last round too.
     """
 
     @pl.loop(first, last)
@@ -153,6 +157,10 @@ def _ring(first, last, stages, full, empty, load):
 
         load(i, slot, full.at[slot])
 
+    @pl.loop(jnp.maximum(last - stages, first), last)
+    def _(i):
+        plgpu.barrier_wait(empty.at[lax.rem(i - first, stages)])
+
 
 def _registers(warpgroups, n, action):
     """Move registers from the memory warpgroup to the compute warpgroups; a single one has all it can use anyway."""
@@ -160,9 +168,31 @@ def _registers(warpgroups, n, action):
         plgpu.set_max_registers(n, action=action)
 
 
-def _params():
-    # No barriers of the compiler's own: each place below where one warp may not overtake another says so.
-    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+def _axis(name):
+    """A name for an axis of the grid that no axis of a user's mesh has: that would be taken for it."""
+    return f"keraunos.{name}"
+
+
+def _indices(*names):
+    return [lax.axis_index(_axis(name)) for name in names]
+
+
+def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types):
+    """Run a kernel on arrays (None: left out); ``grid``: the sizes of its axes by name, programs side by side last."""
+    arrays = [x for x in arrays if x is not None]
+    kernel = plgpu.kernel(
+        body, out_type=out_type, scratch_types=scratch_types, kernel_name=f"linear_attention_{name}",
+        grid=tuple(grid.values()), grid_names=tuple(map(_axis, grid)),
+        num_threads=warpgroups, thread_name=_axis("warpgroup"),
+        # No barriers of the compiler's own: each place below where one warp may not overtake another says so.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )  # fmt: skip
+    # Inside shard_map, types say over which axes of the mesh a value varies. Accumulators lose that, and then the
+    # loops' types do not match: the kernel is traced for plain arrays.
+    plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    results = jaxpr_as_fun(jax.make_jaxpr(kernel)(*plain))(*arrays)
+    axes = frozenset().union(*map(varying, arrays))
+    return [vary(x, axes) for x in results]
 
 
 def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final, stages):
@@ -188,7 +218,7 @@ def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final,
         o_ref = rest.pop(0)
         final_ref: Any = rest.pop(0) if final else None
         a_s, b_s, c_s, left_s, state_s, o_s, full, empty = rest
-        i_b, i_p, i_h, i_w = (lax.axis_index(name) for name in ("batch", "segment", "head", "warpgroup"))
+        i_b, i_p, i_h, i_w = _indices("batch", "segment", "head", "warpgroup")
         chunks = walk.of_segment(i_p)
         columns = pl.ds(i_w * COLUMNS, COLUMNS)
 
@@ -269,17 +299,16 @@ def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final,
     out_type = [jax.ShapeDtypeStruct((B, rows, H, V), output)]
     if final:
         out_type.append(jax.ShapeDtypeStruct((B, H, K, V), jnp.float32))
-    results = plgpu.kernel(
-        body, out_type=out_type, num_threads=W + 1, thread_name="warpgroup",
-        grid=(B, walk.segments, H), grid_names=("batch", "segment", "head"), compiler_params=_params(),
-        kernel_name="linear_attention_scan",
+    results = _launch(
+        body, (a, b, c, gamma, starts), name="scan", out_type=out_type, warpgroups=W + 1,
+        grid={"batch": B, "segment": walk.segments, "head": H},
         scratch_types=[
             _smem(dtype, stages, CHUNK, K), _smem(dtype, stages, CHUNK, K), _smem(dtype, stages, W, CHUNK, COLUMNS),
             _smem(dtype, W, CHUNK, COLUMNS), _smem(dtype, W, K, COLUMNS), _smem(output, 2, W, CHUNK, COLUMNS),
             # full: one arrival per copy; empty: one per compute warpgroup.
             plgpu.Barrier(num_arrivals=2 + W, num_barriers=stages), plgpu.Barrier(num_arrivals=W, num_barriers=stages),
         ],
-    )(a, b, c, gamma, *([] if starts is None else [starts]))  # fmt: skip
+    )  # fmt: skip
     return results[0], results[1] if final else None
 
 
@@ -294,7 +323,7 @@ def local_states(b, c, gamma, *, H, walk, scale_in, stages):
     split = [H // x.shape[2] for x in (b, c)]
 
     def body(b_ref, c_ref, gamma_ref, local_ref, b_s, c_s, left_s, full, empty):
-        i_b, i_p, i_f, i_h, i_w = (lax.axis_index(n) for n in ("batch", "segment", "piece", "head", "warpgroup"))
+        i_b, i_p, i_f, i_h, i_w = _indices("batch", "segment", "piece", "head", "warpgroup")
         chunks = walk.of_piece(i_p, i_f)
         g = _log2_decay(gamma_ref[i_b, i_h])
         counts = i_f >= walk.first_piece(g)
@@ -341,15 +370,15 @@ def local_states(b, c, gamma, *, H, walk, scale_in, stages):
 
             _ring(first, chunks.count, stages, full, empty, load)
 
-    return plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((B, walk.segments - 1, walk.pieces, H, K, V), jnp.float32),
-        grid=(B, walk.segments - 1, walk.pieces, H), grid_names=("batch", "segment", "piece", "head"),
-        num_threads=W + 1, thread_name="warpgroup", compiler_params=_params(), kernel_name="linear_attention_states",
+    out_type = [jax.ShapeDtypeStruct((B, walk.segments - 1, walk.pieces, H, K, V), jnp.float32)]
+    return _launch(
+        body, (b, c, gamma), name="states", out_type=out_type, warpgroups=W + 1,
+        grid={"batch": B, "segment": walk.segments - 1, "piece": walk.pieces, "head": H},
         scratch_types=[
             _smem(dtype, stages, CHUNK, K), _smem(dtype, stages, W, CHUNK, COLUMNS), _smem(dtype, 2, W, CHUNK, COLUMNS),
             plgpu.Barrier(num_arrivals=1 + W, num_barriers=stages), plgpu.Barrier(num_arrivals=W, num_barriers=stages),
         ],
-    )(b, c, gamma)  # fmt: skip
+    )[0]  # fmt: skip
 
 
 def combine(local, gamma, initial, *, walk):
@@ -365,7 +394,7 @@ def combine(local, gamma, initial, *, walk):
         local_ref, gamma_ref = refs[:2]
         initial_ref: Any = None if initial is None else refs[2]
         starts_ref, tiles, full, empty = refs[-4:]
-        i_b, i_h, i_r, i_w = (lax.axis_index(name) for name in ("batch", "head", "rows", "warpgroup"))
+        i_b, i_h, i_r, i_w = _indices("batch", "head", "rows", "warpgroup")
         g = _log2_decay(gamma_ref[i_b, i_h])
         first = walk.first_piece(g)
         count = walk.pieces - first
@@ -406,12 +435,12 @@ def combine(local, gamma, initial, *, walk):
 
             _ring(0, (walk.segments - 1) * count, stages, full, empty, load)
 
-    return plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((B, walk.segments, H, K, V), jnp.float32), grid=(B, H, K // rows),
-        grid_names=("batch", "head", "rows"), num_threads=2, thread_name="warpgroup", compiler_params=_params(),
-        kernel_name="linear_attention_combine",
+    return _launch(
+        body, (local, gamma, initial), name="combine", warpgroups=2,
+        out_type=[jax.ShapeDtypeStruct((B, walk.segments, H, K, V), jnp.float32)],
+        grid={"batch": B, "head": H, "rows": K // rows},
         scratch_types=[
             plgpu.SMEM((stages, rows, V), jnp.float32), plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
         ],
-    )(local, gamma, *([] if initial is None else [initial]))  # fmt: skip
+    )[0]  # fmt: skip

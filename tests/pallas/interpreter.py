@@ -1,0 +1,82 @@
+"""Run the Pallas kernels on the CPU, in the interpreter of JAX.
+
+The interpreter knows threads, barriers, bulk copies and shared memory, but no product whose left operand or whose
+accumulator is a value in registers. Here all products are ordinary ones, done at once: what is tested is everything
+around them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from keraunos.kernels.linear_attention import pallas_kernels
+
+
+class _Accumulator:
+    """An accumulator's value; reading it waits for nothing, since nothing is pending."""
+
+    def __init__(self, value):
+        self.value = value
+
+    @classmethod
+    def zeros(cls, shape, dtype):
+        return cls(jnp.zeros(shape, dtype))
+
+    # The name that the kernels use.
+    init = classmethod(lambda cls, value: cls(value))
+
+    def __getitem__(self, index):
+        return self.value
+
+
+def _wgmma(acc, a, b):
+    left, right = (x if isinstance(x, jnp.ndarray) else x[...] for x in (a, b))
+    acc.value = acc.value + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32))
+
+
+def _run_scoped(fn, *accumulators):
+    return fn(*accumulators)
+
+
+def _run_state(fn):
+    def run(state):
+        fn(state)
+        return tuple(x.value for x in state) if isinstance(state, tuple) else state.value
+
+    return run
+
+
+class _With:
+    """A module with some names replaced."""
+
+    def __init__(self, module, **names):
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+class _ACC:
+    """Stands for ``plgpu.ACC``: called, an accumulator of zeros."""
+
+    def __new__(cls, shape, dtype):
+        return _Accumulator.zeros(shape, dtype)
+
+    init = staticmethod(_Accumulator)
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Within it, kernels of ``pallas_kernels`` run on the CPU."""
+    with (
+        mock.patch.object(pallas_kernels, "plgpu", _With(plgpu, wgmma=_wgmma, ACC=_ACC)),
+        mock.patch.object(pallas_kernels, "pl", _With(pl, run_scoped=_run_scoped, run_state=_run_state)),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
+    ):
+        yield
