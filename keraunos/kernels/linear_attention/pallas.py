@@ -32,12 +32,12 @@ FIELDS = ("num_stages",)
 _HEAD_DIMS = (64, 128)
 _DTYPES = ("bfloat16", "float16")
 
-# What the choice of segments counts with: multiprocessors; the time of a chunk where one program runs alone, relative
-# to its share of the memory's time where all run; chunks' time for starting a program; for two more launches; to write
-# and read a state.
-_PROCESSORS, _ALONE, _START, _LAUNCHES, _STATE = 132, 0.91, 4, 4, 1
-_MIN_SEGMENT = 8
-_PIECE = 16
+# What the choice of segments counts with: multiprocessors; the time of a chunk where a program runs alone, relative to
+# that where all run and share the memory's bandwidth, which is the unit here; the time for starting programs, for two
+# more launches, and for writing and reading a state twice, in that unit.
+_PROCESSORS, _ALONE, _START, _LAUNCHES, _STATE = 132, 0.91, 4, 4, 4
+# Chunks of a segment at least; of a piece, where few programs would make states, and where many do.
+_MIN_SEGMENT, _PIECE_FEW, _PIECE_MANY = 8, 8, 16
 
 
 def _time(programs: int, chunks: float) -> float:
@@ -56,14 +56,16 @@ def segmentation(heads: int, chunks: int) -> tuple[int, int]:
         if segments > 1:
             # Keys and values are read again, and every segment's state is written and read twice.
             time += _time(heads * (segments - 1), segment / 2) + _LAUNCHES
-            time += 4 * _STATE * heads * segments / _PROCESSORS
+            time += _STATE * heads * segments / _PROCESSORS
         return time
 
     cuts = {max(-(-chunks // n), _MIN_SEGMENT) for n in range(2, 2 * _PROCESSORS)}
     segment = min([chunks, *sorted(cuts, reverse=True)], key=cost)
     if segment >= chunks:
         return max(chunks, 1), 1
-    pieces = max(1, min(8, segment // _PIECE))
+    # Most heads forget within a piece. For the few that do not, pieces are more programs to share the work.
+    few = heads * (-(-chunks // segment) - 1) < 0.75 * _PROCESSORS
+    pieces = max(1, min(16, segment // (_PIECE_FEW if few else _PIECE_MANY)))
     return -(-segment // pieces) * pieces, pieces
 
 
@@ -95,7 +97,7 @@ class _Call:
 
     def scan(self, a: Any, b: Any, c: Any, starts: Any, walk: Any, **options: Any) -> Any:
         """``kernels.scan``, without the rows that were padded."""
-        factors = {"scale_in": 1.0, "scale_out": 1.0, "output": a.dtype, "final": False} | options
+        factors = {"scale_in": 1.0, "scale_out": 1.0, "output": a.dtype, "final": False, "transposed": False} | options
         output, final = kernels.scan(a, b, c, self.gamma, starts, H=self.H, walk=walk, stages=self.opts.cfg.num_stages,
                                      **factors)  # fmt: skip
         return output[:, : self.T], final
@@ -129,15 +131,11 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         starts = call.starts(k, v, call.h0, call.forward)
     ends = call.starts(q, do, dfinal.astype(jnp.float32), call.adjoint, call.scale)
     each = args.query.dtype if call.G == call.H else jnp.float32
-    dq, _ = call.scan(do, v, k, _transposed(starts), call.forward, scale_out=call.scale)
-    dk, _ = call.scan(v, do, q, _transposed(ends), call.adjoint, scale_in=call.scale, output=each)
+    dq, _ = call.scan(do, v, k, starts, call.forward, scale_out=call.scale, transposed=True)
+    dk, _ = call.scan(v, do, q, ends, call.adjoint, scale_in=call.scale, output=each, transposed=True)
     dv, dh0 = call.scan(k, q, do, ends, call.adjoint, scale_in=call.scale, output=each, final=call.h0 is not None)
     given = Args(dq, call.shared(dk, args.key), call.shared(dv, args.value), initial_state=dh0)
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, given, strict=True)))
-
-
-def _transposed(states: Any) -> Any:
-    return None if states is None else jnp.swapaxes(states, -1, -2)
 
 
 def _no_tokens(args: Args):

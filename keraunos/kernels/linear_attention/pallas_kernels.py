@@ -195,13 +195,14 @@ def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types):
     return [vary(x, axes) for x in results]
 
 
-def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final, stages):
+def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final, transposed, stages):
     """One walk with queries a, keys b, values c: ``(output [B, T, H, V], final state [B, H, K, V] or None)``.
 
     Args:
         a, b, c: ``[B, T, heads, K]``, ``[B, T, heads, K]``, ``[B, T, heads, V]``; heads divide H; rows past T are zero.
         gamma: ``[B, H]``, the log of the decay.
         starts: ``[B, segments, H, K, V]`` float32, or None: zeros (one segment only).
+        transposed: starts are ``[B, segments, H, V, K]``.
         scale_in: factor of what enters the state; scale_out: of what is read from it; outputs have both.
         output: dtype of the output.
         final: the final state is wanted.
@@ -232,7 +233,9 @@ def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final,
             if starts is None:
                 state = _zeros(K, COLUMNS)
             else:
-                state = plgpu.load(starts_ref.at[i_b, i_p, i_h, :, columns], layout=_LAYOUT, optimized=False)
+                start, layout = starts_ref.at[i_b, i_p, i_h], plgpu.Layout.WGMMA_TRANSPOSED if transposed else _LAYOUT
+                start = start.at[columns].T if transposed else start.at[:, columns]
+                state = plgpu.layout_cast(plgpu.load(start, layout=layout, optimized=False), _LAYOUT)
             state_s[i_w] = state.astype(dtype)
             plgpu.commit_smem()
 
