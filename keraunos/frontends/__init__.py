@@ -34,17 +34,21 @@ def get(framework: str) -> Any:
     return importlib.import_module(f"keraunos.frontends.{framework}")
 
 
-def differentiable(forward: Callable, backward: Callable) -> Callable:
+def differentiable(forward: Callable, backward: Callable, folding: tuple[Callable, Callable] | None = None) -> Callable:
     """``prepare(framework, opts)``: one function ``args -> outputs``, with gradients, for the arrays of a framework.
 
     Args:
         forward: ``(args, opts) -> (outputs, residuals)``.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
+        folding: what makes of many calls one, for JAX's ``vmap``; see :func:`keraunos.frontends.jax.batched`.
     """
 
     @functools.cache
     def made(framework):
-        return get(framework).differentiable(forward, backward)
+        pair = forward, backward
+        if folding and framework == "jax":
+            pair = get("jax").batched(*pair, *folding)
+        return get(framework).differentiable(*pair)
 
     @functools.lru_cache(maxsize=4096)
     def prepare(framework, opts):

@@ -38,6 +38,87 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     return lambda opts: lambda args: jitted(args, opts)
 
 
+def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Callable) -> tuple[Callable, Callable]:
+    """The same two functions, which under ``vmap`` make one call of many.
+
+    Args:
+        forward, backward: as for :func:`keraunos.frontends.differentiable`.
+        fold: ``(args, size) -> args`` of one call that does ``size`` calls, whose arrays are stacked along a new first
+            axis; None if there is none, and the calls are made one after the other.
+        unfold: ``(x, size, shape) -> x``: the outputs, each of ``shape``, of the ``size`` calls from that of the one.
+    """
+
+    def run_forward(args, opts):
+        @jax.custom_batching.custom_vmap
+        def call(args):
+            return forward(args, opts)
+
+        @call.def_vmap
+        def rule(size, all_mapped, args):
+            (mapped,) = all_mapped
+            one = jax.eval_shape(lambda args: forward(args, opts), _first(args, mapped))
+            folded = fold(_stacked(args, mapped, size), size)
+            if folded is None:
+                return _in_turn(lambda args: run_forward(args, opts), mapped, args)
+            outputs, _ = run_forward(folded, opts)
+            # A larger batch may be cut in other pieces, or in none: run_backward makes its residuals itself.
+            residuals = jax.tree.map(lambda x: zeros(x.shape, x.dtype, args[0]), one[1])
+            return (_unfolded(unfold, outputs, size, one[0]), residuals), (_all(one[0], True), _all(one[1], False))
+
+        return call(args)
+
+    def run_backward(args, residuals, grads, opts):
+        @jax.custom_batching.custom_vmap
+        def call(args, residuals, grads):
+            return backward(args, residuals, grads, opts)
+
+        @call.def_vmap
+        def rule(size, all_mapped, args, residuals, grads):
+            given, mapped = (args, residuals, grads), tuple(all_mapped)
+            one = jax.eval_shape(lambda *given: backward(*given, opts), *_first(given, mapped))
+            folded = fold(_stacked(args, mapped[0], size), size)
+            if folded is None:
+                return _in_turn(lambda given: run_backward(given[0], given[1], given[2], opts), mapped, given)
+            outputs, residuals = run_forward(folded, opts)
+            stacked = _stacked(grads, mapped[2], size)
+            grads = jax.tree.map(lambda x, like: x.reshape(like.shape), stacked, outputs)
+            return _unfolded(unfold, run_backward(folded, residuals, grads, opts), size, one), _all(one, True)
+
+        return call(args, residuals, grads)
+
+    return run_forward, run_backward
+
+
+def _first(tree, mapped):
+    """The shapes of one call."""
+    return jax.tree.map(lambda x, m: jax.ShapeDtypeStruct(x.shape[1:] if m else x.shape, x.dtype), tree, mapped)
+
+
+def _stacked(tree, mapped, size):
+    return jax.tree.map(lambda x, m: x if m else jnp.broadcast_to(x, (size, *x.shape)), tree, mapped)
+
+
+def _unfolded(unfold, tree, size, one):
+    return jax.tree.map(lambda x, like: unfold(x, size, like.shape), tree, one)
+
+
+def _all(tree, value):
+    return jax.tree.map(lambda _: value, tree)
+
+
+def _in_turn(fn, mapped, given):
+    """One call after the other."""
+    leaves, structure = jax.tree.flatten(given)
+    which = jax.tree.leaves(mapped)
+
+    def call(moving):
+        moving = iter(moving)
+        return fn(jax.tree.unflatten(structure, [next(moving) if m else x for x, m in zip(leaves, which, strict=True)]))
+
+    outputs = jax.lax.map(call, [x for x, m in zip(leaves, which, strict=True) if m])
+    return outputs, _all(outputs, True)
+
+
 def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     """Zeros that, inside ``shard_map``, vary over the mesh axes that ``like`` does, so that a scan may carry them."""
     return vary(jnp.zeros(shape, dtype), varying(like))

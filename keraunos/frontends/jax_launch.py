@@ -34,18 +34,13 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
         # Every parameter needs a buffer, also where the constants switch it off.
         shapes = [made.get(name, jax.ShapeDtypeStruct((1,), np.float32)) for name in outputs]
 
-        # jax_triton has no batching rule: under vmap the kernel is launched once for each element.
-        @jax.custom_batching.sequential_vmap
-        def call(arrays):
-            args = [_argument(name, x, arrays) for name, x in inputs.items()]
-            return jax_triton.triton_call(
-                *args, kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages,
-                **constants,
-            )  # fmt: skip
-
+        args = [_argument(name, x, arrays) for name, x in inputs.items()]
+        found = jax_triton.triton_call(
+            *args, kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages, **constants
+        )
         # Inside shard_map, results vary over the mesh axes that any input does; jax_triton does not say so.
         axes = frozenset().union(*map(varying, arrays.values()))
-        done = [vary(x, axes) for x in call(arrays)]
+        done = [vary(x, axes) for x in found]
         return tuple(x if name in made else None for name, x in zip(outputs, done, strict=True))
     filled = iter(done)
     return tuple(next(filled) if name in made else None for name in outputs)

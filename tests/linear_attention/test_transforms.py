@@ -1,5 +1,6 @@
 """The operations under JAX's transformations give what they give without."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import keraunos
+from keraunos.kernels.linear_attention import interface, xla
+from keraunos.kernels.registry import kernel_registry
 from tests.linear_attention.cases import GPU, Case
 from tests.numerics import assert_within_rule
 
@@ -161,3 +164,66 @@ def test_float64():
         assert output.dtype == state.dtype == jnp.float64
         (truth, _), _ = case.reference(), None
         np.testing.assert_allclose(output, truth[0], atol=1e-12)
+
+
+def folded():
+    """The XLA platform as if it had no batching rules, so that calls under vmap become one with a larger batch."""
+    return interface.kernels(
+        xla.__file__, xla.forward, xla.backward, fields=xla.FIELDS, heuristic=xla.heuristic, candidates=xla.candidates
+    )
+
+
+GATED = Case(gate="vector", gamma=1, state=True, T=40)
+PACKED = Case(gate="vector", lengths=(3, 0, 20), state=True, B=1)
+
+
+@pytest.mark.parametrize(("case", "mapped"), [
+    (GATED, "all"), (GATED, "some"), (GATED, "twice"), (PACKED, "all"), (PACKED, "some"), (PACKED, "twice"),
+    (Case(gate="scalar", gamma=2, G=1, reverse=True, T=40), "all"), (Case(gamma=1, lengths=(9, 14), B=1), "twice"),
+    (Case(V=8, T=40), "some"),
+], ids=str)  # fmt: skip
+def test_folding_into_the_batch_is_right(case, mapped):
+    call = functools.partial(folded()[0].fn, reverse=case.reverse, cfg=keraunos.Config(block_q=16, platform="xla"))
+
+    def results(arrays, doutput, dstate):
+        def outputs(floats):
+            args = interface.Args(*floats, arrays[6])
+            return call(*args[:5], initial_state=args.initial_state, cu_seqlens=args.cu_seqlens)
+
+        found, pull = jax.vjp(outputs, arrays[:6])
+        return found, pull((doutput, dstate))[0]
+
+    # Other values in every call, and other lengths; or query and value alone, and the others shared.
+    cases = [dataclasses.replace(case, seed=seed, lengths=case.lengths and case.lengths[:: 1 - 2 * (seed % 2)])
+             for seed in range(4)]  # fmt: skip
+    shared = range(7) if mapped == "some" else ()
+    for one in cases:
+        args = [cases[0].arrays[0][i] if i in shared and i not in (0, 2) else x for i, x in enumerate(one.arrays[0])]
+        one.__dict__["arrays"] = (interface.Args(*args), *one.arrays[1:])
+    axes = [None if x is None or (i in shared and i not in (0, 2)) else 0 for i, x in enumerate(args)]
+    rows = zip(*(one.arrays[0] for one in cases), strict=True)
+    stacked = tuple(jnp.stack(x) if axis == 0 else x[0] for x, axis in zip(rows, axes, strict=True))
+    grads = [jnp.stack(x) for x in zip(*(one.arrays[1:] for one in cases), strict=True)]
+    if mapped == "twice":
+        pairs = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), (stacked, *grads))
+        got = jax.vmap(jax.vmap(results, (tuple(axes), 0, 0)), (tuple(axes), 0, 0))(*pairs)
+        got = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), got)
+    else:
+        got = jax.jit(jax.vmap(results, (tuple(axes), 0, 0)))(stacked, *grads)
+    for n, one in enumerate(cases):
+        outputs, gradients = jax.tree.map(lambda x, n=n: np.asarray(x[n]), got)
+        one.check(lambda case, _, found=(*outputs, *gradients): found)
+
+
+def test_shared_arguments_get_the_sum_of_the_gradients():
+    call = folded()[0].fn
+    q, k, v, g, gamma, state = arrays()
+
+    def loss(q, k, gamma, call):
+        return (call(q, k, v, g, gamma, initial_state=state)[0] ** 2).sum()
+
+    def mapped(call):
+        return lambda q, k, gamma: jax.vmap(lambda q: loss(q, k, gamma, call))(jnp.stack([q, 2 * q, -q])).sum()
+
+    native = kernel_registry.get("gla", "xla").fn
+    close(jax.grad(mapped(call), (0, 1, 2))(q, k, gamma), jax.grad(mapped(native), (0, 1, 2))(q, k, gamma))

@@ -35,29 +35,51 @@ def gradients(f):
 
 
 def lowered(f, *shapes):
+    """The shapes of the results, and the program."""
     traced = jax.jit(f).trace(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "triton_kernel_call" in text
-    return [x.shape for x in jax.tree.leaves(traced.out_info)]
+    return [x.shape for x in jax.tree.leaves(traced.out_info)], text
+
+
+def launches(text):
+    """The number of launches; there is no loop around them."""
+    assert "stablehlo.while" not in text
+    return text.count("@triton_kernel_call")
 
 
 def test_forward(gla):
-    assert lowered(gla, *[SHAPE] * 4) == [SHAPE, (2, 4, 64, 64)]
+    assert lowered(gla, *[SHAPE] * 4)[0] == [SHAPE, (2, 4, 64, 64)]
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
 def test_gradients(gla, transform):
-    assert lowered(gradients(transform(gla)), *[SHAPE] * 4) == [SHAPE] * 4
+    assert lowered(gradients(transform(gla)), *[SHAPE] * 4)[0] == [SHAPE] * 4
 
 
-def test_vmap(gla):
-    assert lowered(jax.vmap(gradients(gla)), *[(3, *SHAPE)] * 4) == [(3, *SHAPE)] * 4
-    one = jax.vmap(gla, (0, None, None, None))
-    assert lowered(one, (3, *SHAPE), *[SHAPE] * 3) == [(3, *SHAPE), (3, 2, 4, 64, 64)]
+@pytest.mark.parametrize(("axes", "shapes"), [
+    ((0, 0, 0, 0), [(3, *SHAPE)] * 4), ((0, None, None, None), [(3, *SHAPE), *[SHAPE] * 3]),
+    ((1, 0, None, 2), [(2, 3, *SHAPE[1:]), (3, *SHAPE), SHAPE, (*SHAPE[:2], 3, *SHAPE[2:])]),
+])  # fmt: skip
+def test_vmap_launches_once(gla, axes, shapes):
+    """Folded into the batch: as many launches as without vmap, forward and backward."""
+    for f, results in ((gla, [(3, *SHAPE), (3, 2, 4, 64, 64)]), (gradients(gla), [(3, *SHAPE)] * 4)):
+        found, text = lowered(jax.vmap(f, axes), *shapes)
+        assert found == results
+        assert launches(text) == launches(lowered(f, *[SHAPE] * 4)[1])
+
+
+def test_vmap_of_packed_sequences(gla):
+    def packed(q, cu):
+        return gla(q, q, q, q, cu_seqlens=cu.astype(jnp.int32))
+
+    found, text = lowered(jax.vmap(packed), (3, 1, 200, 4, 64), (3, 5))
+    assert found == [(3, 1, 200, 4, 64), (3, 4, 4, 64, 64)]
+    assert launches(text) == launches(lowered(packed, (1, 200, 4, 64), (5,))[1])
 
 
 def test_shard_map(gla):
     mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = P("batch", None, "heads")
     sharded = jax.shard_map(gla, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec, P("batch", "heads")))
-    assert lowered(gradients(sharded), *[SHAPE] * 4) == [SHAPE] * 4
+    assert lowered(gradients(sharded), *[SHAPE] * 4)[0] == [SHAPE] * 4

@@ -129,6 +129,42 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
     )
 
 
+def fold(args: Args, size: int) -> Args | None:
+    """``size`` calls at once, their arrays stacked along a new first axis, as one call with a larger batch.
+
+    Packed sequences are joined to one longer row. What belongs to tokens or states keeps its order in memory. A decay
+    per call comes back as one per sequence of the batch; None: packed sequences share theirs, so calls with decays of
+    their own cannot be one.
+    """
+    query, cu_seqlens, gamma = args.query, args.cu_seqlens, args.g_gamma
+    packed = cu_seqlens is not None
+    if packed and gamma is not None:
+        return None
+
+    def joined(x, axis):
+        return x if x is None else x.reshape(*x.shape[1:axis], size * x.shape[axis], *x.shape[axis + 1 :])
+
+    if gamma is not None:
+        B, H = query.shape[1], query.shape[3]
+        gamma = (gamma.repeat(B, 0) if gamma.ndim == 2 else gamma).reshape(size * B, H)
+    if packed:
+        # Each call's sequences start where the tokens of those before it end.
+        N = cu_seqlens.shape[1] - 1
+        starts = np.arange(size, dtype=np.int64)[:, None] * query.shape[2]
+        cu_seqlens = (cu_seqlens + starts.astype(str(cu_seqlens.dtype))).reshape(-1)
+        cu_seqlens = cu_seqlens[np.delete(np.arange(size * (N + 1)), np.s_[N + 1 :: N + 1])]
+    query, key, value, g = (joined(x, 2 if packed else 1) for x in args[:4])
+    return Args(query, key, value, g, gamma, joined(args.initial_state, 1), cu_seqlens)
+
+
+def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
+    """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
+    if x.size == size * math.prod(shape):
+        return x.reshape(size, *shape)
+    # A decay that the batch of a call shares.
+    return x.reshape(size, -1, *shape).sum(1)
+
+
 def _dtype(frontend, x) -> str:
     return x.dtype.name if isinstance(x, np.ndarray) else frontend.dtype_name(x)
 
@@ -169,6 +205,7 @@ def kernels(
     heuristic: Callable,
     candidates: Callable,
     unsupported: Callable = lambda inv: None,
+    has_vmap: bool = False,
 ) -> tuple[Implementation, Implementation]:
     """The implementations ``(gla, lightning_attn)`` that a platform module registers.
 
@@ -176,8 +213,9 @@ def kernels(
         source: the module's ``__file__``.
         forward, backward: as at the top of this page.
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
+        has_vmap: all that it does has batching rules in JAX; without, calls under ``vmap`` are folded into one.
     """
-    made = frontends.differentiable(forward, backward)
+    made = frontends.differentiable(forward, backward, None if has_vmap else (fold, unfold))
 
     def prepare(args, softmax_scale, reverse, cfg):
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)

@@ -381,4 +381,6 @@ def _gamma_gradient(w: _Walker, da, chunk):
     return da.sum(tuple(range(2, da.ndim)))
 
 
-gla, lightning_attn = kernels(__file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates)
+gla, lightning_attn = kernels(
+    __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
+)
