@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run witho
 
 CFG = Config(block_q=64, block_d=64, num_warps=4, num_stages=2)
 SHAPE = (2, 200, 4, 64)
+ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
 
 
 @pytest.fixture
@@ -83,3 +85,22 @@ def test_shard_map(gla):
     spec = P("batch", None, "heads")
     sharded = jax.shard_map(gla, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec, P("batch", "heads")))
     assert lowered(gradients(sharded), *[SHAPE] * 4)[0] == [SHAPE] * 4
+
+
+def test_export(gla):
+    exported = jax.export.export(jax.jit(gla), platforms=["cuda"], disabled_checks=ALLOWED)(
+        *[jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)] * 4
+    )
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert [x.shape for x in again.out_avals] == [SHAPE, (2, 4, 64, 64)]
+    assert "triton_kernel_call" in again.mlir_module()
+    with pytest.raises(ValueError, match="triton_kernel_call"):
+        jax.export.export(jax.jit(gla), platforms=["cuda"])(*[jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)] * 4)
+
+
+def test_export_of_gradients(gla):
+    exported = jax.export.export(jax.jit(gradients(gla)), platforms=["cuda"], disabled_checks=ALLOWED)(
+        *[jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)] * 4
+    )
+    assert [x.shape for x in jax.export.deserialize(exported.serialize()).out_avals] == [SHAPE] * 4
