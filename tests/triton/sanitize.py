@@ -1,0 +1,104 @@
+"""Run every Triton kernel in every tile size that can be selected, on small shapes, for compute-sanitizer to watch.
+
+``python -m tests.triton.sanitize build`` builds them, in parallel; ``run`` runs them, forward and backward, in one
+process; ``planted`` runs a kernel with faults of both kinds, which the tools must find.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention import interface
+from keraunos.kernels.linear_attention import triton as platform
+from keraunos.kernels.linear_attention import triton_kernels as kernels
+from keraunos.ops import Config
+
+# dtype, T, K, V, gate, packed, every tile (or the heuristic's only). Two chunks of the longest, and a shorter one; the
+# long ones are cut into segments.
+CALLS = [
+    ("bfloat16", 150, 128, 128, None, True, True),
+    ("bfloat16", 150, 128, 128, "scalar", False, True),
+    ("bfloat16", 150, 128, 128, "vector", False, True),
+    ("bfloat16", 1100, 64, 64, "scalar", True, False),
+    ("bfloat16", 1100, 64, 64, "vector", False, False),
+    ("float16", 150, 192, 256, "vector", True, False),
+    ("float32", 150, 64, 64, "scalar", True, False),
+    ("float32", 150, 64, 64, "vector", False, False),
+]
+H, DEVICE = 2, "cuda"
+KERNELS = {name for name in vars(kernels) if name.endswith("_kernel")}
+
+
+def arguments(dtype, T, K, V, gate, packed, _) -> interface.Args:
+    def normal(*shape):
+        return torch.randn(shape, device=DEVICE).to(getattr(torch, dtype))
+
+    g = {None: None, "scalar": (1, T, H), "vector": (1, T, H, K)}[gate]
+    offsets = torch.tensor([0, 40, T], dtype=torch.int32, device=DEVICE) if packed else None
+    return interface.Args(
+        normal(1, T, H, K), normal(1, T, 1, K), normal(1, T, 1, V), None if g is None else -normal(*g).abs(),
+        torch.full((H,), -0.1, device=DEVICE), torch.randn(2 if packed else 1, H, K, V, device=DEVICE), offsets,
+    )  # fmt: skip
+
+
+def configurations(call) -> list[Config]:
+    """One configuration for each tile size that a call can have: the heuristic's, and the shallowest of the others."""
+    inv = interface.describe("gla", arguments(*call))
+    heuristic = platform.heuristic(inv, Config())
+    found = [heuristic, *(platform.candidates(inv, heuristic) if call[-1] else ())]
+    return list({(cfg.block_q, cfg.block_d, cfg.num_warps): cfg for cfg in reversed(found)}.values())
+
+
+def run(call, cfg: Config) -> set[str]:
+    """Forward and backward; the kernels that they launched."""
+    launched = set()
+
+    def launch(kernel, *args, **options):
+        launched.add(kernel.__name__)
+        return frontends.launch(kernel, *args, **options)
+
+    args, opts = arguments(*call), interface.Options(0.1, False, cfg)
+    with mock.patch.object(platform, "launch", launch):
+        outputs, residuals = platform.forward(args, opts)
+        platform.backward(args, residuals, outputs, opts)
+    return launched
+
+
+@triton.jit
+def planted_kernel(x, n: tl.constexpr):
+    """Writes past the end of x, and lets two warps write different values to one place in shared memory."""
+    o = tl.arange(0, n)
+    values = tl.load(x + o)
+    tl.store(x + o + n, values)
+    address = tl.sum(tl.full([n], 0, tl.int32))
+    asm: tl.constexpr = "st.shared.u32 [$1], $2; mov.u32 $0, $2;"
+    tl.inline_asm_elementwise(asm, "=r,r,r", [address + o * 0, o], tl.int32, is_pure=False, pack=1)
+
+
+def main(what: str) -> None:
+    if what == "planted":
+        planted_kernel[(1,)](torch.zeros(128, device="cuda", dtype=torch.int32), 128)
+        torch.cuda.synchronize()
+        return
+    pairs = [(call, cfg) for call in CALLS for cfg in configurations(call)]
+    if what == "build":
+        with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
+            launched = set().union(*pool.map(run, *zip(*pairs, strict=True)))
+    else:
+        launched = set().union(*(run(*pair) for pair in pairs))
+        torch.cuda.synchronize()
+    print(f"{len(pairs)} configurations of {sorted(launched)}")
+    if launched != KERNELS:
+        raise SystemExit(f"launched {sorted(launched)}; there are {sorted(KERNELS)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
