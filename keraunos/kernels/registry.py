@@ -264,7 +264,7 @@ class KernelRegistry:
             if reason is None:
                 return row, passed
             passed.append(f"{row.platform}: {reason}")
-        raise UnsupportedError(f"{inv.op_id}: no platform can run this call. {'; '.join(passed)}")
+        raise UnsupportedError(f"{inv.op_id}: no platform can run this call. {'; '.join(dict.fromkeys(passed))}")
 
 
 kernel_registry = KernelRegistry()
@@ -279,9 +279,11 @@ for _algorithm in ("gla", "lightning_attn"):
     for _platform, _backend, _priority, _frameworks in _ROWS:
         _target = f"keraunos.kernels.linear_attention.{_platform}:{_algorithm}"
         kernel_registry.register(_algorithm, _platform, _backend, _priority, frameworks=_frameworks)(_target)
-kernel_registry.register("lightning_attn", Platform.PALLAS, Backend.GPU, 5, frameworks=("jax",))(
-    "keraunos.kernels.linear_attention.pallas:lightning_attn"
-)
+# Where it is the fastest, and everything that it can run.
+for _name, _priority in (("preferred", 40), ("lightning_attn", 20)):
+    kernel_registry.register("lightning_attn", Platform.PALLAS, Backend.GPU, _priority, frameworks=("jax",))(
+        f"keraunos.kernels.linear_attention.pallas:{_name}"
+    )
 
 
 def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str:

@@ -9,16 +9,21 @@ import os
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from keraunos.kernels.linear_attention.interface import Args
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
+from keraunos.kernels.registry import UnsupportedError
 from keraunos.numerics import coarser, working_dtype
 from tests.numerics import assert_within_rule
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
 GPU = os.environ.get("KERAUNOS_TEST_GPU") == "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Platforms that take a decay per head as a constant: a NumPy array. In place of its gradient they give LEFT_OUT.
+CONSTANT_DECAY = ("pallas",)
+LEFT_OUT = object()
 
 
 def platforms() -> list[tuple[str, str]]:
@@ -27,6 +32,11 @@ def platforms() -> list[tuple[str, str]]:
         return [("triton", "torch")]
     pairs = [("xla", "jax"), ("torch", "torch")] + ([("triton", "jax"), ("triton", "torch")] if GPU else [])
     return [pair for pair in pairs if importlib.util.find_spec(pair[1])]
+
+
+def lightning_platforms() -> list[tuple[str, str]]:
+    """Those that run a constant decay, on the machine's kind of GPU where they are for one."""
+    return platforms() + ([("pallas", "jax")] if GPU and importlib.util.find_spec("jax") else [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +122,8 @@ class Case:
         """Run the call by ``run(case, gradients) -> output, state, six gradients``; hold it to the tolerance rule."""
         got = run(self, gradients)
         (truth, scale), (in_dtype, _) = self.reference(), self.reference(working_dtype(self.dtype))
+        if gradients and got[6] is LEFT_OUT:
+            got[6] = truth[6] = None
         dtypes = [*[self.dtype] * 5, *[coarser(self.dtype, self.gate_dtype)] * 2, coarser(self.dtype, "float32")]
         names = ["output", "final_state", "dquery", "dkey", "dvalue", "dg", "dg_gamma", "dinitial_state"]
         n = 8 if gradients else 2
@@ -124,16 +136,26 @@ def run_jax(platform, function, case, gradients):
     import jax.numpy as jnp
 
     args, doutput, dstate = case.arrays
-    args = [None if x is None else jnp.asarray(x) for x in args]
+    constant = args.g_gamma if platform in CONSTANT_DECAY else None
+    args = [None if x is None or x is constant else jnp.asarray(x) for x in args]
     doutput, dstate = jnp.asarray(doutput), jnp.asarray(dstate)
 
     def call(*floats):
-        return function((*floats, args[6]), case, platform)
+        given = [*floats, args[6]]
+        if constant is not None:
+            given[4] = constant
+        return function(tuple(given), case, platform)
 
-    if not gradients:
-        return [np.asarray(x) for x in call(*args[:6])]
-    outputs, pull = jax.vjp(call, *args[:6])
-    return [None if x is None else np.asarray(x) for x in (*outputs, *pull((doutput, dstate)))]
+    try:
+        if not gradients:
+            return [np.asarray(x) for x in call(*args[:6])]
+        outputs, pull = jax.vjp(call, *args[:6])
+    except UnsupportedError as error:
+        if platform in CONSTANT_DECAY:
+            pytest.skip(str(error))
+        raise
+    got = [None if x is None else np.asarray(x) for x in (*outputs, *pull((doutput, dstate)))]
+    return got if constant is None else [*got[:6], LEFT_OUT, *got[7:]]
 
 
 def run_torch(platform, function, case, gradients):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import keraunos
 from keraunos.kernels.linear_attention import interface
-from tests.linear_attention.cases import GPU, INTERPRETED, Case, platforms, runner
+from tests.linear_attention.cases import GPU, INTERPRETED, Case, lightning_platforms, platforms, runner
 from tests.numerics import assert_within_rule
 
 # Small shapes where every operation is slow; the GPU takes the large ones too.
@@ -38,7 +38,7 @@ def run_gla(request):
     return runner(*request.param, gla)
 
 
-@pytest.fixture(params=platforms(), ids="-".join)
+@pytest.fixture(params=lightning_platforms(), ids="-".join)
 def run_lightning(request):
     return runner(*request.param, lightning)
 
@@ -122,7 +122,9 @@ def test_lightning(run_lightning, state, dstate):
 
 @pytest.mark.parametrize("case", [
     Case(gamma=1, T=1), Case(gamma=1, lengths=(70, 0, 3), state=True, B=1), Case(gamma=1, reverse=True, G=1, T=90),
-    Case(gamma=1, dtype="bfloat16", K=64, V=64, T=200), Case(gamma=1, decay="infinite", T=80),
+    Case(gamma=1, dtype="bfloat16", K=64, V=64, T=200), Case(gamma=1, dtype="float16", K=128, V=64, T=130, state=True),
+    Case(gamma=1, dtype="bfloat16", K=64, V=128, H=4, G=2, T=65, reverse=True, decay="strong"),
+    Case(gamma=1, decay="infinite", T=80),
 ], ids=str)  # fmt: skip
 def test_lightning_options(run_lightning, case):
     case.check(run_lightning)

@@ -48,7 +48,7 @@ def watched(cfg):
 def program(row, framework, cfg, gate, monkeypatch):
     """What forward and backward do for a configuration, as text: each Triton launch, and the framework's operations."""
     kernel = KERNELS[row.algorithm]()
-    inv = dataclasses.replace(invocation(kernel, framework, gate), backend="cpu")
+    inv = dataclasses.replace(invocation(kernel, framework, gate, row.platform), backend="cpu")
     args, kwargs = kernel.sample(inv, 0)
     measure, launches = frontends.get(f"{framework}_measure"), []
 
@@ -79,9 +79,10 @@ def program(row, framework, cfg, gate, monkeypatch):
     return str(jax.make_jaxpr(both)(given, cotangents))
 
 
-def invocation(kernel, framework, gate):
+def invocation(kernel, framework, gate, platform):
     # Long enough for several chunks of every candidate.
-    return kernel.invocation(framework, "float32", T=300, H=2, K=128, gate=gate)
+    dtype = "bfloat16" if platform == "pallas" else "float32"
+    return kernel.invocation(framework, dtype, T=300, H=2, K=128, gate=gate)
 
 
 CALLS = [
@@ -100,7 +101,7 @@ def test_every_field_reaches_the_launch_and_no_other_is_read(row, framework, mon
     pytest.importorskip(framework)
     kernel = KERNELS[row.algorithm]()
     gates = ("vector", "constant") if row.algorithm == "gla" else ("constant",)
-    inv = invocation(kernel, framework, gates[0])
+    inv = invocation(kernel, framework, gates[0], row.platform)
     heuristic = kernel.heuristic_cfg(inv, row)
 
     read = set()

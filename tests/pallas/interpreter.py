@@ -51,6 +51,10 @@ def _run_state(fn):
     return run
 
 
+def _accumulator_load(acc, *, wait_n):
+    return acc.value
+
+
 class _With:
     """A module with some names replaced."""
 
@@ -75,7 +79,9 @@ class _ACC:
 def interpreted():
     """Within it, kernels of ``pallas_kernels`` run on the CPU."""
     with (
-        mock.patch.object(pallas_kernels, "plgpu", _With(plgpu, wgmma=_wgmma, ACC=_ACC)),
+        mock.patch.object(
+            pallas_kernels, "plgpu", _With(plgpu, wgmma=_wgmma, wgmma_accumulator_load=_accumulator_load, ACC=_ACC)
+        ),
         mock.patch.object(pallas_kernels, "pl", _With(pl, run_scoped=_run_scoped, run_state=_run_state)),
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
     ):

@@ -18,9 +18,9 @@ def _hopper():
         pytest.skip("needs a Hopper GPU")
 
 
-def lightning(case):
+def lightning(case, cfg=None):
     """``(query, key, value, initial_state) -> (output, final_state)``."""
-    options = dict(log_decay=case.arrays[0].g_gamma, softmax_scale=case.scale, reverse=case.reverse)
+    options = dict(log_decay=case.arrays[0].g_gamma, softmax_scale=case.scale, reverse=case.reverse, cfg=cfg)
 
     def call(query, key, value, state):
         return keraunos.lightning_attention(query, key, value, state, **options, return_state=True, platform="pallas")
@@ -28,12 +28,12 @@ def lightning(case):
     return call
 
 
-def gradients(case):
+def gradients(case, cfg=None):
     """``(args, doutput, dfinal) -> results`` as :func:`check` wants them."""
 
     def call(args, doutput, dfinal):
         arrays = [None if x is None else jax.numpy.asarray(x) for x in (*args[:3], args.initial_state)]
-        outputs, pull = jax.vjp(lightning(case), *arrays)
+        outputs, pull = jax.vjp(lightning(case, cfg), *arrays)
         return *outputs, *pull((jax.numpy.asarray(doutput), jax.numpy.asarray(dfinal)))
 
     return call
@@ -120,3 +120,11 @@ def test_shard_map():
     for f in (lambda call: call, lambda call: jax.grad(functools.partial(loss, call), range(4))):
         for a, b in zip(f(call)(*x), jax.jit(f(sharded))(*x), strict=True):
             assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 8])
+@pytest.mark.parametrize("some", [case(T=700, K=128, V=128, state=True), case(T=700, G=1, state=True)], ids=str)
+def test_every_depth_of_the_ring_gives_the_same_bits(some, num_stages):
+    cfg = keraunos.LightningAttentionConfig(platform="pallas", num_stages=num_stages)
+    for a, b in zip(gradients(some)(*some.arrays), gradients(some, cfg)(*some.arrays), strict=True):
+        assert np.array_equal(a, b)

@@ -62,6 +62,20 @@ def test_sequences_are_cut_where_heads_do_not_fill_the_gpu(heads, chunks, segmen
 
 
 @NEEDS_JAX
+@pytest.mark.parametrize(
+    ("B", "T", "H", "first"),
+    [(1, 2048, 64, "triton"), (4, 2048, 16, "triton"), (1, 8192, 64, "pallas"), (2, 512, 64, "pallas"),
+     (1, 512, 32, "pallas"), (1, 65536, 4, "pallas"), (1, 0, 64, "pallas")],
+)  # fmt: skip
+def test_auto_prefers_what_was_measured_to_be_faster(B, T, H, first):
+    from keraunos.kernels.linear_attention.pallas import loses
+
+    inv = keraunos.LightningAttention().invocation("jax", "bfloat16", B=B, T=T or 1, H=H, K=128)
+    inv = dataclasses.replace(inv, backend="gpu", device="NVIDIA H200", dims={**inv.dims, "T": T})
+    assert (loses(inv) is None) == (first == "pallas")
+
+
+@NEEDS_JAX
 @pytest.mark.parametrize("reverse", [False, True])
 def test_every_token_is_walked_once_and_in_order(reverse):
     from keraunos.kernels.linear_attention.pallas_kernels import CHUNK, Walk

@@ -32,6 +32,9 @@ _UNDERFLOW = 150.0
 # Registers per thread, of 65,536 per multiprocessor: the memory warpgroup only issues copies.
 _REGISTERS, _REGISTERS_MEMORY = 232, 40
 
+# Bytes of shared memory of a block, less what barriers and alignment take.
+_SHARED = 232448 - 1024
+
 _LAYOUT = plgpu.Layout.WGMMA
 # What the tensor cores and the bulk copies agree on: rows of 128 bytes, swizzled, in tiles of 8.
 _TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -195,6 +198,13 @@ def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types):
     return [vary(x, axes) for x in results]
 
 
+def most_stages(K: int, V: int, output: Any) -> int:
+    """How many stages of ``scan``'s ring fit into shared memory."""
+    state, chunk = K * V * 2, CHUNK * V
+    rest = _SHARED - state - chunk * 2 - 2 * chunk * jnp.dtype(output).itemsize
+    return rest // (CHUNK * (2 * K + V) * 2)
+
+
 def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final, transposed, stages):
     """One walk with queries a, keys b, values c: ``(output [B, T, H, V], final state [B, H, K, V] or None)``.
 
@@ -242,34 +252,37 @@ def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final,
             def step(i, state):
                 slot, t, n = lax.rem(i, stages), chunks.start(i), chunks.length(i)
                 enter, leave = _weights(walk, g, n)
+                out = o_s.at[lax.rem(i, 2), i_w]
                 plgpu.barrier_wait(full.at[slot])
 
-                def read(scores, o):
-                    plgpu.wgmma(scores, a_s.at[slot], b_s.at[slot].T)
-                    plgpu.wgmma(o, a_s.at[slot], state_s.at[i_w])
-                    # While the tensor cores do that: what of each value is left at the chunk's end.
-                    v = plgpu.load(c_s.at[slot, i_w], layout=_LAYOUT).astype(jnp.float32)
-                    left_s[i_w] = (v * _rows(leave * scale_in, COLUMNS)).astype(dtype)
-                    plgpu.commit_smem()
-                    return scores[...], o[...]
+                def products(state):
+                    def first(scores, o):
+                        plgpu.wgmma(scores, a_s.at[slot], b_s.at[slot].T)
+                        plgpu.wgmma(o, a_s.at[slot], state_s.at[i_w])
+                        # While the tensor cores do that: what of each value is left at the chunk's end.
+                        v = plgpu.load(c_s.at[slot, i_w], layout=_LAYOUT).astype(jnp.float32)
+                        left_s[i_w] = (v * _rows(leave * scale_in, COLUMNS)).astype(dtype)
+                        plgpu.commit_smem()
+                        plgpu.wgmma(state, b_s.at[slot].T, left_s.at[i_w])
+                        # Of the three products, the last one or two may still be running.
+                        return plgpu.wgmma_accumulator_load(scores, wait_n=2), plgpu.wgmma_accumulator_load(o, wait_n=1)
 
-                accumulators = plgpu.ACC((CHUNK, CHUNK), jnp.float32), plgpu.ACC((CHUNK, COLUMNS), jnp.float32)
-                scores, o = pl.run_scoped(read, *accumulators)
-                scores = (scores * pairs).astype(dtype)
-                o = o * _rows(enter * scale_out, COLUMNS)
-                state = state * jnp.exp2(g * n.astype(jnp.float32))
+                    accumulators = plgpu.ACC((CHUNK, CHUNK), jnp.float32), plgpu.ACC((CHUNK, COLUMNS), jnp.float32)
+                    scores, o = pl.run_scoped(first, *accumulators)
+                    scores = (scores * pairs).astype(dtype)
 
-                def write(refs):
-                    plgpu.wgmma(refs[0], scores, c_s.at[slot, i_w])
-                    plgpu.wgmma(refs[1], b_s.at[slot].T, left_s.at[i_w])
+                    def last(o):
+                        plgpu.wgmma(o, scores, c_s.at[slot, i_w])
 
-                o, state = pl.run_state(write)((plgpu.ACC.init(o), plgpu.ACC.init(state)))
-                plgpu.barrier_arrive(empty.at[slot])
-                # Waits until the output of two chunks ago has left its buffer. Here the warps of the warpgroup meet,
-                # all with their products done: only from now on may state_s and left_s be written again.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                out = o_s.at[lax.rem(i, 2), i_w]
-                out[...] = o.astype(output)
+                    # Ends with all products done.
+                    o = pl.run_state(last)(plgpu.ACC.init(o * _rows(enter * scale_out, COLUMNS)))
+                    plgpu.barrier_arrive(empty.at[slot])
+                    # Waits until the output of two chunks ago has left its buffer. Here the warps of the warpgroup
+                    # meet, all with their products done: only from now on may state_s and left_s be written again.
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    out[...] = o.astype(output)
+
+                state = pl.run_state(products)(plgpu.ACC.init(state * jnp.exp2(g * n.astype(jnp.float32))))
                 state_s[i_w] = state.astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out, o_ref.at[i_b, pl.ds(t, CHUNK), i_h, columns])
