@@ -1,4 +1,7 @@
-"""The linear operations as part of PyTorch: its transformations, its compiler, its settings; and the torch platform."""
+"""The linear operations as part of PyTorch: its transformations, its compiler, its settings; and the torch platform.
+
+In Triton's interpreter, those of its tests that concern every platform run on triton instead.
+"""
 
 import dataclasses
 
@@ -14,14 +17,15 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import keraunos  # noqa: E402
 from keraunos.kernels.linear_attention import interface  # noqa: E402
 from keraunos.kernels.linear_attention import torch as platform  # noqa: E402
-from tests.linear_attention.cases import Case, runner  # noqa: E402
+from tests.linear_attention.cases import INTERPRETED, Case, runner  # noqa: E402
 from tests.linear_attention.test_values import GATES, gla  # noqa: E402
 
 run = runner("torch", "torch", gla)
 
 
 def call(*args, **options):
-    return keraunos.gla_attention(*args, platform="torch", return_state=True, **options)
+    chosen = "triton" if INTERPRETED else "torch"
+    return keraunos.gla_attention(*args, platform=chosen, return_state=True, **options)
 
 
 def arguments(grad=True, **case):

@@ -20,12 +20,17 @@ pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run witho
 IGNORED = "ignore:Conversion of an array:DeprecationWarning"
 
 
-@pytest.mark.parametrize(
-    ("segment", "tests"), [("", "not any"), ("64", "every_gate or packed or lightning")], ids=["whole", "segments"]
-)
-def test_values_in_the_interpreter(segment, tests):
+VALUES = "tests/linear_attention/test_values.py"
+TORCH = "tests/linear_attention/test_torch.py"
+
+
+@pytest.mark.parametrize(("file", "segment", "tests"), [
+    (VALUES, "", "not any"), (VALUES, "64", "every_gate or packed or lightning"),
+    (TORCH, "", "promises or compile_gradients or autocast or checkpoint or functional or missing or fused"),
+], ids=["whole", "segments", "torch"])  # fmt: skip
+def test_in_the_interpreter(file, segment, tests):
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_SEGMENT=segment)
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton.interpreter", "-p", "no:cacheprovider", "-x"]
-    command += ["-W", IGNORED, "-k", tests, "tests/linear_attention/test_values.py"]
+    command += ["-W", IGNORED, "-k", tests, file]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
