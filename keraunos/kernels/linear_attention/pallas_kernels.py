@@ -176,17 +176,24 @@ def _axis(name):
     return f"keraunos.{name}"
 
 
-def _indices(*names):
-    return [lax.axis_index(_axis(name)) for name in names]
-
-
 def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types):
-    """Run a kernel on arrays (None: left out); ``grid``: the sizes of its axes by name, programs side by side last."""
+    """Run a kernel on arrays (None: left out).
+
+    ``grid``: its sizes; programs side by side differ in the last index. ``body(indices, warpgroup, *references)``.
+    """
     arrays = [x for x in arrays if x is not None]
+
+    def program(*refs):
+        # One axis of CUDA's: the others end at 65,535.
+        rest, indices = lax.axis_index(_axis("program")), list[Any]()
+        for size in reversed(grid):
+            indices.insert(0, lax.rem(rest, size))
+            rest = lax.div(rest, size)
+        body(indices, lax.axis_index(_axis("warpgroup")), *refs)
+
     kernel = plgpu.kernel(
-        body, out_type=out_type, scratch_types=scratch_types, kernel_name=f"linear_attention_{name}",
-        grid=tuple(grid.values()), grid_names=tuple(map(_axis, grid)),
-        num_threads=warpgroups, thread_name=_axis("warpgroup"),
+        program, out_type=out_type, scratch_types=scratch_types, kernel_name=f"linear_attention_{name}",
+        grid=(math.prod(grid),), grid_names=(_axis("program"),), num_threads=warpgroups, thread_name=_axis("warpgroup"),
         # No barriers of the compiler's own: each place below where one warp may not overtake another says so.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )  # fmt: skip
@@ -222,14 +229,14 @@ def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final,
     W = V // COLUMNS
     split = [H // x.shape[2] for x in (a, b, c)]
 
-    def body(*refs):
+    def body(indices, i_w, *refs):
+        i_b, i_p, i_h = indices
         a_ref, b_ref, c_ref, gamma_ref = refs[:4]
         rest = list(refs[4:])
         starts_ref: Any = None if starts is None else rest.pop(0)
         o_ref = rest.pop(0)
         final_ref: Any = rest.pop(0) if final else None
         a_s, b_s, c_s, left_s, state_s, o_s, full, empty = rest
-        i_b, i_p, i_h, i_w = _indices("batch", "segment", "head", "warpgroup")
         chunks = walk.of_segment(i_p)
         columns = pl.ds(i_w * COLUMNS, COLUMNS)
 
@@ -317,7 +324,7 @@ def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final,
         out_type.append(jax.ShapeDtypeStruct((B, H, K, V), jnp.float32))
     results = _launch(
         body, (a, b, c, gamma, starts), name="scan", out_type=out_type, warpgroups=W + 1,
-        grid={"batch": B, "segment": walk.segments, "head": H},
+        grid=(B, walk.segments, H),
         scratch_types=[
             _smem(dtype, stages, CHUNK, K), _smem(dtype, stages, CHUNK, K), _smem(dtype, stages, W, CHUNK, COLUMNS),
             _smem(dtype, W, CHUNK, COLUMNS), _smem(dtype, W, K, COLUMNS), _smem(output, 2, W, CHUNK, COLUMNS),
@@ -338,8 +345,8 @@ def local_states(b, c, gamma, *, H, walk, scale_in, stages):
     W = V // COLUMNS
     split = [H // x.shape[2] for x in (b, c)]
 
-    def body(b_ref, c_ref, gamma_ref, local_ref, b_s, c_s, left_s, full, empty):
-        i_b, i_p, i_f, i_h, i_w = _indices("batch", "segment", "piece", "head", "warpgroup")
+    def body(indices, i_w, b_ref, c_ref, gamma_ref, local_ref, b_s, c_s, left_s, full, empty):
+        i_b, i_p, i_f, i_h = indices
         chunks = walk.of_piece(i_p, i_f)
         g = _log2_decay(gamma_ref[i_b, i_h])
         counts = i_f >= walk.first_piece(g)
@@ -389,7 +396,7 @@ def local_states(b, c, gamma, *, H, walk, scale_in, stages):
     out_type = [jax.ShapeDtypeStruct((B, walk.segments - 1, walk.pieces, H, K, V), jnp.float32)]
     return _launch(
         body, (b, c, gamma), name="states", out_type=out_type, warpgroups=W + 1,
-        grid={"batch": B, "segment": walk.segments - 1, "piece": walk.pieces, "head": H},
+        grid=(B, walk.segments - 1, walk.pieces, H),
         scratch_types=[
             _smem(dtype, stages, CHUNK, K), _smem(dtype, stages, W, CHUNK, COLUMNS), _smem(dtype, 2, W, CHUNK, COLUMNS),
             plgpu.Barrier(num_arrivals=1 + W, num_barriers=stages), plgpu.Barrier(num_arrivals=W, num_barriers=stages),
@@ -406,11 +413,11 @@ def combine(local, gamma, initial, *, walk):
     rows, stages = 16, 8
     layout = plgpu.Layout.WG_STRIDED((rows, V), vec_size=4)
 
-    def body(*refs):
+    def body(indices, i_w, *refs):
+        i_b, i_h, i_r = indices
         local_ref, gamma_ref = refs[:2]
         initial_ref: Any = None if initial is None else refs[2]
         starts_ref, tiles, full, empty = refs[-4:]
-        i_b, i_h, i_r, i_w = _indices("batch", "head", "rows", "warpgroup")
         g = _log2_decay(gamma_ref[i_b, i_h])
         first = walk.first_piece(g)
         count = walk.pieces - first
@@ -454,7 +461,7 @@ def combine(local, gamma, initial, *, walk):
     return _launch(
         body, (local, gamma, initial), name="combine", warpgroups=2,
         out_type=[jax.ShapeDtypeStruct((B, walk.segments, H, K, V), jnp.float32)],
-        grid={"batch": B, "head": H, "rows": K // rows},
+        grid=(B, H, K // rows),
         scratch_types=[
             plgpu.SMEM((stages, rows, V), jnp.float32), plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
