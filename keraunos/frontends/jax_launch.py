@@ -26,7 +26,10 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
            constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:  # fmt: skip
     """Launch as an operation of JAX; the arguments are those of :func:`keraunos.frontends.torch_launch.launch`."""
     _check_names(kernel, inputs, outputs, constants)
-    made = {name: jax.ShapeDtypeStruct(*o) for name, o in outputs.items() if o is not None}
+    made = {
+        name: jax.ShapeDtypeStruct(*((inputs[o].shape, inputs[o].dtype) if isinstance(o, str) else o))
+        for name, o in outputs.items() if o is not None
+    }  # fmt: skip
     if not all(grid):
         done = [jnp.zeros(o.shape, o.dtype) for o in made.values()]
     else:
@@ -34,10 +37,13 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
         # Every parameter needs a buffer, also where the constants switch it off.
         shapes = [made.get(name, jax.ShapeDtypeStruct((1,), np.float32)) for name in outputs]
 
-        args = [_argument(name, x, arrays) for name, x in inputs.items()]
+        args = {name: _argument(name, x, arrays) for name, x in inputs.items()}
+        places = [name for name, x in args.items() if isinstance(x, jax.Array)]
         found = jax_triton.triton_call(
-            *args, kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages, **constants
-        )
+            *args.values(), kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages,
+            input_output_aliases={places.index(o): i for i, o in enumerate(outputs.values()) if isinstance(o, str)},
+            **constants,
+        )  # fmt: skip
         # Inside shard_map, results vary over the mesh axes that any input does; jax_triton does not say so.
         axes = frozenset().union(*map(varying, arrays.values()))
         done = [vary(x, axes) for x in found]

@@ -26,7 +26,8 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
         kernel: a ``@triton.jit`` function; its parameters are the inputs, the outputs, the constants, in this order.
         grid: number of programs along each axis.
         inputs: name -> tensor, number or None.
-        outputs: name -> (shape, dtype name), or None for one that the constants switch off.
+        outputs: name -> (shape, dtype name); or the name of an input to overwrite, which nothing else may use then; or
+            None for one that the constants switch off.
         constants: name -> compile-time value.
 
     Returns:
@@ -43,8 +44,10 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
 def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> tuple[tuple, Callable, list, list]:
     """The outputs; what does the same launch with other arguments, and the last of these; the outputs' kinds."""
     like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
-    kinds = [None if o is None else (o[0], _DTYPES[o[1]]) for o in outputs.values()]
-    made = tuple(None if o is None else torch.empty(o[0], dtype=o[1], device=like.device) for o in kinds)
+    kinds = [(o[0], _DTYPES[o[1]]) if isinstance(o, tuple) else o for o in outputs.values()]
+    made = tuple(
+        torch.empty(o[0], dtype=o[1], device=like.device) if isinstance(o, tuple) else o and inputs[o] for o in kinds
+    )
     # While a graph is traced there is nothing to compute: the shapes and dtypes of the outputs are the answer.
     if 0 in grid or isinstance(like, FakeTensor) or like.device.type == "meta":
         return made, _nothing, [], kinds
@@ -129,14 +132,14 @@ class _Recording(TorchDispatchMode):
 
     def add(self, run, inputs, kinds, made, given):
         for x in made:
-            if x is not None:
+            if x is not None and x not in self.slots:
                 self.slots[x] = self.size
                 self.size += 1
         args = [*inputs, *made]
         arrays = [(i, self.slots.get(x, -1)) for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         self.complete &= all(slot >= 0 for _, slot in arrays)
         args = [*(None if isinstance(x, torch.Tensor) else x for x in args), *given]
-        self.steps.append(_Step(run, args, arrays, [k for k in kinds if k is not None], []))
+        self.steps.append(_Step(run, args, arrays, [k for k in kinds if isinstance(k, tuple)], []))
 
     def finish(self, results) -> _Launches | None:
         """What repeats the calls; None where something else than launches made the results."""

@@ -30,6 +30,7 @@ CALLS = {
     "lightning, few heads, shared keys, packed": ("bfloat16", 128, 128, 8, 2, None, True, 1, 65536, True),
     "lightning, wide": ("bfloat16", 256, 256, 32, 32, None, True, 1, 4096, False),
     "lightning, float32": ("float32", 128, 128, 64, 64, None, True, 1, 4096, False),
+    "lightning, float32, wide": ("float32", 256, 64, 4, 4, None, True, 1, 4096, False),
     "scalar gates": ("bfloat16", 128, 128, 64, 64, "scalar", False, 2, 16384, False),
     "vector gates": ("bfloat16", 128, 128, 64, 64, "vector", False, 2, 16384, False),
     "vector gates, float16, wide": ("float16", 256, 96, 32, 32, "vector", True, 1, 4096, False),
@@ -70,7 +71,7 @@ def measure(call: str) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
 
     def launch(kernel, grid, inputs, outputs, constants, *, num_warps, num_stages):
-        made = [None if o is None else empty(*o[0], dtype=o[1]) for o in outputs.values()]
+        made = [empty(*o[0], dtype=o[1]) if isinstance(o, tuple) else o and inputs[o] for o in outputs.values()]
         number = sum(name.startswith(kernel.__name__) for name in found)
         found[f"{kernel.__name__} {number}"] = resources(kernel, inputs, made, constants, num_warps, num_stages)
         return tuple(made)

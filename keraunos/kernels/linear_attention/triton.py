@@ -1,14 +1,15 @@
 """The gated linear recurrence in Triton, for JAX and PyTorch on NVIDIA GPUs from sm_80: which kernel runs when.
 
-Forward: one fused scan, which reads every input once. Vector gates are first worked into q, k and
-the pairs of every chunk by a kernel that is parallel over chunks. When batch times heads does not fill the GPU,
-sequences are cut into segments: a cheap pass gives each segment's own state, a tiny one each segment's incoming state,
-then all segments run at once.
+Forward: one fused scan, which reads every input once. Vector gates are first worked into q and k by a kernel that
+streams through them; the scan takes the pairs of a chunk from these, or for chunks whose gates are too strong for that
+from a kernel that makes them by halving. When batch times heads does not fill the GPU, sequences are cut into segments:
+a cheap pass gives each segment's own state, a tiny one each segment's incoming state, then all segments run at once.
 
 Backward, constant decay: the same scan with its arguments permuted. With L(a, b, c) the recurrence "queries a, keys b,
 values c" and R its adjoint, which runs the other way: dq = L(do, v, k), dk = R(v, do, q), dv = R(k, q, do). Backward
 with a gradient for gates: one scan gives the state before each chunk, R(k, q, do) gives dv and the gradient of the
-state after each chunk, and from both a kernel that is parallel over chunks makes dq, dk and dg.
+state after each chunk, and from both a kernel that is parallel over chunks makes dq, dk and dg; a second launch does
+the chunks with strong gates again, by halving.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _PROGRAMS = 128
 _MIN_SEGMENT = 512
 
-# Tiles and launch options of the kernels that are parallel over chunks: (dimensions of K, of V, warps, stages). Those
-# of the gradient are never cut to fewer dimensions: with 32 of K and 64 of V, Triton 3.6 builds wrong code for Hopper.
-_DECAY = (64, None, 4, 1)
-_GRADIENT = (64, 64, 4, 1)
+# Tiles and launch options: dimensions of K, warps, stages of the kernel that halves; of V, warps, stages of walks that
+# make states only; of K, of V, warps, stages of the gradient of gates. The last are never cut to fewer dimensions: with
+# 32 of K and 64 of V, Triton 3.6 builds wrong code for Hopper.
+_HALVING = (64, 4, 1)
+_STATES = (64, 4, 3)
+_GRADIENT = (64, 64, 4, 3)
+# Heads that one program looks at, to find chunks with strong gates.
+_HEADS = 8
 
 
 def _remember(fn: Callable) -> Callable:
@@ -101,14 +106,6 @@ def _unit(*arrays: _Spec | None) -> int:
     return math.gcd(16, *(stride for x in arrays if x for stride in x.strides[:3]))
 
 
-class _Constants(dict):
-    """A launch's compile-time values, with a place where a front end may keep what it built for them."""
-
-    def __init__(self, **values):
-        super().__init__(**values)
-        self.built: dict = {}
-
-
 class _Plan(NamedTuple):
     """A launch but for its arrays."""
 
@@ -116,7 +113,7 @@ class _Plan(NamedTuple):
     grid: tuple[int, ...]
     numbers: dict[str, Any]
     outputs: dict[str, Any]
-    constants: _Constants
+    constants: dict[str, Any]
     num_warps: int
     num_stages: int
 
@@ -149,7 +146,8 @@ class _Call:
         self.terms = 3 if self.exact else 1 if plain else 2
         # Six bf16 products are as good as float32; the interpreter, which computes in float32, has no name for them.
         self.precision = "tf32" if not self.exact else "ieee" if _INTERPRETED else "bf16x6"
-        self.mild = 40.0 if self.dtype == "bfloat16" else 0.0
+        # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
+        self.mild = 92.0 if self.dtype == "bfloat16" else 0.0
         self.BT: int = cast(int, self.cfg.block_q)
         self.L = segment_length(self.T, self.N * self.H * -(-min(self.K, self.V) // self.cfg.block_d), self.BT)
         self.slots = self.N if self.L is None else self.pieces(self.L)
@@ -179,7 +177,9 @@ def segment_length(T: int, programs: int, BT: int) -> int | None:
 def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segment, output, chunks, state_t) -> _Plan:
     H, cfg = call.H, call.cfg
     K, V = k.shape[-1], v.shape[-1]
-    BV = min(cfg.block_d, _tile(V))
+    BV, num_warps, num_stages = min(cfg.block_d, _tile(V)), cfg.num_warps, cfg.num_stages
+    if q is None:
+        BV, num_warps, num_stages = min((BV, num_warps, num_stages), _STATES)
     split = per_segment or init == 2
     slots = call.slots if split else call.N
     like_q = q or k
@@ -197,15 +197,15 @@ def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segme
         hs=None if chunks is None else ((call.chunks, H, K, V), chunks),
         total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if per_segment and call.gate else None,
     )
-    constants = _Constants(
+    constants = dict(
         H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2], **_strides(like_q, "q", 1, "t"),
         **_strides(k, "k", 1, "t"), **_strides(v, "v", 1, "t"), UNIT=unit, BT=call.BT, BK=_tile(K), BV=BV,
-        BN=_pow2(call.N), GATE=call.gate, TERMS=call.terms, ADJOINT=adjoint, SPLIT=split, INIT=init,
+        BN=_pow2(call.N), GATE=call.gate, TERMS=call.terms, MILD=call.mild, ADJOINT=adjoint, SPLIT=split, INIT=init,
         FINAL=0 if final is None else 2 if per_segment else 1, OUTPUT=q is not None, CHUNKS=chunks is not None,
         STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, **call.flags(reverse),
     )  # fmt: skip
     grid = (slots * H * -(-V // BV),)
-    return _Plan(kernels.scan_kernel, grid, numbers, outputs, constants, cfg.num_warps, cfg.num_stages)
+    return _Plan(kernels.scan_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
 
 
 def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None, starts=None, decayed=None, final=None,
@@ -233,7 +233,8 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None
     )  # fmt: skip
     return plan.launch(
         q=k if q is None else q, k=k, v=v, g=args.g if call.gate == 1 else None, gamma=args.g_gamma,
-        intra=decayed and decayed.intra, sums=decayed and decayed.sums, h0=init if starts is None else starts,
+        sums=decayed and decayed.sums, halved=decayed and decayed.halved, intra=decayed and decayed.intra,
+        h0=init if starts is None else starts,
         cu_seqlens=args.cu_seqlens,
     )  # fmt: skip
 
@@ -242,7 +243,7 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None
 def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool) -> _Plan:
     BK = 16
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L)
-    constants = _Constants(H=call.H, K=K, V=V, BK=BK, BV=_tile(V), GATE=call.gate, INIT=init, **call.flags(reverse))
+    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=_tile(V), GATE=call.gate, INIT=init, **call.flags(reverse))
     outputs = dict(starts=((call.slots, call.H, K, V), "float32"))
     return _Plan(kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
@@ -258,38 +259,46 @@ def _starts(call: _Call, args: Args, k, v, *, reverse, adjoint=False, init=None,
 
 
 class _Decayed(NamedTuple):
-    """From ``decay_kernel``: q and k decayed to their chunk's borders, the chunk's pairs, and its sums of gates."""
+    """q and k decayed to their chunk's borders, its sums of gates; and the pairs of chunks whose gates are strong."""
 
     q: Any
     k: Any
-    intra: Any
     sums: Any
+    early: Any
+    halved: Any
+    intra: Any
 
 
 @_remember
-def _decay_plan(call: _Call) -> _Plan:
+def _decay_plans(call: _Call) -> tuple[_Plan, _Plan]:
     q, k, g = call.specs.query, call.specs.key, call.specs.g
-    BK, _, num_warps, num_stages = _DECAY
     unit = _unit(q, k, g)
     numbers = dict(**_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(g, "g", unit),
                    stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N)  # fmt: skip
-    constants = _Constants(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BK=min(_tile(call.K), BK),
-    BN=_pow2(call.N),
-                           TERMS=call.terms, MILD=call.mild, PRECISION=call.precision,
-                           **call.flags(call.reverse))  # fmt: skip
-    tokens = (call.B, call.T, call.H)
-    outputs = dict(qd=((*tokens, call.K), call.dtype), kd=((*tokens, call.K), call.dtype),
-                   intra=((*tokens, call.BT), call.dtype),
-                   sums=((call.chunks, call.H, 2, call.K), "float32"))  # fmt: skip
-    return _Plan(kernels.decay_kernel, (call.chunks * call.H,), numbers, outputs, constants, num_warps, num_stages)
+    common = dict(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BN=_pow2(call.N), **call.flags(call.reverse))
+    grid, tokens, chunks = (call.chunks * call.H,), (call.B, call.T, call.H), (call.chunks, call.H)
+    outputs: dict[str, Any] = dict(qd=((*tokens, call.K), call.dtype), kd=((*tokens, call.K), call.dtype),
+                   sums=((*chunks, call.K), "float32"), early=((*chunks, call.K), "float32"))  # fmt: skip
+    BK = _tile(call.K)
+    constants = dict(**common, BK=BK)
+    decay = _Plan(kernels.decay_kernel, grid, numbers, outputs, constants, max(BK // 128, 1), 1)
+    BK, num_warps, num_stages = _HALVING
+    outputs = dict(halved=(chunks, "int32") if call.mild else None, intra=((*chunks, call.BT, call.BT), call.dtype))
+    BH = min(_pow2(call.H), _HEADS)
+    grid = (call.chunks * -(-call.H // BH),)
+    constants = dict(**common, BK=min(_tile(call.K), BK), BS=_tile(call.K), BH=BH, TERMS=call.terms,
+                           MILD=call.mild, PRECISION=call.precision)  # fmt: skip
+    return decay, _Plan(kernels.halving_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
 
 
 def _decay(call: _Call, args: Args) -> _Decayed | None:
     """Vector gates, worked into q and k in parallel over chunks; None where there are none."""
     if call.gate != 2:
         return None
-    return _Decayed(*_decay_plan(call).launch(q=args.query, k=args.key, g=args.g, gamma=args.g_gamma,
-                                              cu_seqlens=args.cu_seqlens))  # fmt: skip
+    decay, halving = _decay_plans(call)
+    arrays = dict(q=args.query, k=args.key, g=args.g, gamma=args.g_gamma)
+    q, k, sums, early = decay.launch(**arrays, cu_seqlens=args.cu_seqlens)
+    return _Decayed(q, k, sums, early, *halving.launch(**arrays, sums=sums, cu_seqlens=args.cu_seqlens))
 
 
 def forward(args: Args, opts: Options):
@@ -328,9 +337,10 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     if need_gate:
         _, _, hs, _ = _scan(call, args, None, kd, v, reverse=call.reverse, init=h0, starts=starts, decayed=decayed,
                             chunks=chunks)  # fmt: skip
-        sums = decayed and decayed.sums
-        del decayed, qd, kd
-        dq, dk, dg, dgamma = _gradients(call, args, sums, do, hs, dhs, dtype)
+        if decayed:
+            decayed = decayed._replace(q=None, k=None, intra=None)
+        del qd, kd
+        dq, dk, dg, dgamma = _gradients(call, args, decayed, do, hs, dhs, dtype)
     else:
         dq = _scan(call, args, do, v, k, reverse=call.reverse, init=h0, starts=starts, output=call.dtype,
                    state_t=True)[0]  # fmt: skip
@@ -342,7 +352,8 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
 
 
 @_remember
-def _gradient_plan(call: _Call, do: _Spec, dtype: str) -> _Plan:
+def _gradient_plans(call: _Call, do: _Spec, dtype: str) -> tuple[_Plan, _Plan | None]:
+    """The launch for all chunks, and one that does those again whose pairs came by halving."""
     q, k, v, g = call.specs[:4]
     (B, T, H, K), V = q.shape, call.V
     BK, BV, num_warps, num_stages = _GRADIENT
@@ -354,22 +365,34 @@ def _gradient_plan(call: _Call, do: _Spec, dtype: str) -> _Plan:
                    **_strides(do, "o", unit),
                    scale=call.scale, T=T, N=call.N)  # fmt: skip
     dg = ((B, T, H, K), "float32" if call.need_gamma else g.dtype) if vector else ((tiles, B, T, H), "float32")
-    outputs = dict(dq=((B, T, H, K), call.dtype), dk=((B, T, H, K), dtype), dg=dg)
-    constants = _Constants(H=H, K=K, V=V, R=call.R, UNIT=unit, BT=call.BT, BK=BK, BV=BV, BN=_pow2(call.N),
-    GATE=call.gate,
-                           TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3),
-                           MILD=call.mild, PRECISION=call.precision, **call.flags(call.reverse))  # fmt: skip
-    grid = (call.chunks * H * tiles,)
-    return _Plan(kernels.gradient_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
+    outputs: dict[str, Any] = dict(dq=((B, T, H, K), call.dtype), dk=((B, T, H, K), dtype), dg=dg)
+    mild = vector and call.mild > 0
+    common = dict(
+        H=H, K=K, V=V, R=call.R, UNIT=unit, BT=call.BT, BK=BK, BV=BV, BN=_pow2(call.N), GATE=call.gate,
+        TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), PRECISION=call.precision,
+        **call.flags(call.reverse),
+    )  # fmt: skip
+    constants = dict(**common, BH=1, MILD=mild, HALVED=False)
+    grid: tuple[int, ...] = (call.chunks * H * tiles,)
+    plan = _Plan(kernels.gradient_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
+    if not mild:
+        return plan, None
+    BH = min(_pow2(H), _HEADS)
+    constants = dict(**common, BH=BH, MILD=False, HALVED=True)
+    grid = (call.chunks * -(-H // BH) * tiles,)
+    return plan, plan._replace(grid=grid, outputs={name: f"{name}_mild" for name in outputs}, constants=constants)
 
 
-def _gradients(call: _Call, args: Args, sums, do, hs, dhs, dtype: str):
+def _gradients(call: _Call, args: Args, decayed: _Decayed | None, do, hs, dhs, dtype: str):
     """``(dq, dk, dg, dgamma)``, in parallel over chunks, from the states before and the gradients after each chunk."""
     g = call.specs.g
-    dq, dk, dg = _gradient_plan(call, _spec(do), dtype).launch(
-        q=args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, sums=sums, do=do, hs=hs, dhs=dhs,
-        cu_seqlens=args.cu_seqlens,
-    )  # fmt: skip
+    plan, again = _gradient_plans(call, _spec(do), dtype)
+    halved, sums, early = (decayed.halved, decayed.sums, decayed.early) if decayed else (None, None, None)
+    arrays = dict(q=args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, sums=sums, early=early, do=do,
+                  hs=hs, dhs=dhs, halved=halved)  # fmt: skip
+    dq, dk, dg = plan.launch(**arrays, dq_mild=None, dk_mild=None, dg_mild=None, cu_seqlens=args.cu_seqlens)
+    if again:
+        dq, dk, dg = again.launch(**arrays, dq_mild=dq, dk_mild=dk, dg_mild=dg, cu_seqlens=args.cu_seqlens)
     whole = (call.B, call.T, call.H)
     if call.gate < 2:
         dg = _sum(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else g.dtype)
@@ -395,7 +418,7 @@ def _gamma_gradient(call: _Call, dg):
 def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str) -> _Plan:
     BD, BR, unit = min(_tile(D), 256), min(_pow2(R), 16), math.gcd(16, D)
     return _Plan(kernels.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
-                 _Constants(UNIT=unit, BR=BR, BD=BD), 4, 2)  # fmt: skip
+                 dict(UNIT=unit, BR=BR, BD=BD), 4, 2)  # fmt: skip
 
 
 def _sum(x, M: int, R: int, D: int, shape, dtype: str):
@@ -419,14 +442,20 @@ def unsupported(inv) -> str | None:
 def heuristic(inv, cfg):
     """Chunks of 64 tokens; tiles of V and pipeline depth as registers and shared memory allow."""
     exact, K, V = inv.arrays["query"][0] == "float32", inv.dims["K"], inv.dims["V"]
-    if exact or max(K, V) > 128:
-        return replace(cfg, block_q=32 if exact else 64, block_d=64 if max(K, V) <= 128 or not exact else 32,
+    wide = max(K, V) > 128
+    if exact or wide:
+        return replace(cfg, block_q=_exact_chunk(wide) if exact else 64, block_d=32 if exact and wide else 64,
                        num_warps=4, num_stages=2)  # fmt: skip
     # Two warpgroups with half a state each need every input once, but programs must be enough for the GPU.
     heads = inv.dims["N"] * inv.dims["H"]
     wide = min(K, V) > 64 and (heads >= 96 or heads <= 32)
     stages = 3 if "g" in inv.arrays else 4
     return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)
+
+
+def _exact_chunk(wide: bool) -> int:
+    """Tokens per chunk in float32: with 32 and wide heads, ptxas runs out of registers, and 13.0 builds wrong code."""
+    return 16 if wide else 32
 
 
 def candidates(inv, cfg):
@@ -436,7 +465,7 @@ def candidates(inv, cfg):
     tiles = {(BV, warps) for BV, warps in ((64, 4), (128, 8)) if widest >= BV}
     return [
         replace(cfg, block_q=BT, block_d=BV, num_warps=warps, num_stages=stages)
-        for BT in (32, 64)
+        for BT in ((cfg.block_q,) if cfg.block_q == 16 else (32, 64))
         for BV, warps in sorted(tiles | {(cfg.block_d, cfg.num_warps)})
         for stages in (2, 3, 4)
     ]
