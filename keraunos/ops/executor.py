@@ -60,8 +60,9 @@ class Executor:
         """
         if _overlays.get() or _explaining.get():
             return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
+        # With the options' types: 1 and 1.0 equal True, but the checks may refuse them.
         key = (kernel, _cfg, platform, _policy.get(), self.chain.cache.generation, kernel_registry.generation,
-               *kwargs, *kwargs.values(), *_signature(args))  # fmt: skip
+               *kwargs, *kwargs.values(), *map(type, kwargs.values()), *_signature(args))  # fmt: skip
         try:
             run = self._remembered.get(key)
         except TypeError:

@@ -100,6 +100,23 @@ def test_lightning(options, error, message):
         keraunos.lightning_attention(q, k, v, **options)
 
 
+@pytest.mark.parametrize(("right", "wrong", "error", "message"), [
+    ({"reverse": True}, {"reverse": 1}, TypeError, "reverse is 1; expected True or False"),
+    ({"reverse": False}, {"reverse": 0.0}, TypeError, "reverse is 0.0"),
+    ({"softmax_scale": 1.0}, {"softmax_scale": 1 + 0j}, TypeError, r"softmax_scale is \(1\+0j\)"),
+    ({"layer_idx": 1}, {"layer_idx": True}, TypeError, "layer_idx is True; expected an integer"),
+    ({"num_layers": 4}, {"num_layers": 4.0}, ValueError, "num_layers is 4.0; expected an integer"),
+], ids=str)  # fmt: skip
+def test_what_equals_a_remembered_option_is_checked_all_the_same(right, wrong, error, message):
+    def run(**options):
+        q = jnp.zeros((B, T, H, K))
+        return keraunos.lightning_attention(q, q, q, **{"layer_idx": 1, "num_layers": 4, **options})
+
+    run(**right)
+    with pytest.raises(error, match=message):
+        run(**wrong)
+
+
 def test_a_misspelled_option_is_no_option():
     with pytest.raises(TypeError, match="sofmax_scale"):
         call(sofmax_scale=1.0)

@@ -193,7 +193,8 @@ def constant_decay(op_id: str, num_heads: int, layer_idx: Any, num_layers: Any, 
     return np.asarray(log_decay, np.float32)
 
 
-_lightning = functools.lru_cache(maxsize=1024)(decay.lightning)
+# By type too: what equals a layer, such as True, is none, and has to reach the check.
+_lightning = functools.lru_cache(maxsize=1024, typed=True)(decay.lightning)
 
 
 def kernels(
