@@ -34,21 +34,25 @@ def get(framework: str) -> Any:
     return importlib.import_module(f"keraunos.frontends.{framework}")
 
 
-def differentiable(forward: Callable, backward: Callable, folding: tuple[Callable, Callable] | None = None) -> Callable:
+def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable, Callable],
+                   folding: tuple[Callable, Callable] | None = None) -> Callable:  # fmt: skip
     """``prepare(framework, opts)``: one function ``args -> outputs``, with gradients, for the arrays of a framework.
 
     Args:
         forward: ``(args, opts) -> (outputs, residuals)``.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
+        shapes: of what both return, for PyTorch's compiler; see :func:`keraunos.frontends.torch.differentiable`.
         folding: what makes of many calls one, for JAX's ``vmap``; see :func:`keraunos.frontends.jax.batched`.
     """
 
     @functools.cache
     def made(framework):
         pair = forward, backward
-        if folding and framework == "jax":
+        if framework == "torch":
+            return get("torch").differentiable(*pair, *shapes)
+        if folding:
             pair = get("jax").batched(*pair, *folding)
-        return get(framework).differentiable(*pair)
+        return get("jax").differentiable(*pair)
 
     @functools.lru_cache(maxsize=4096)
     def prepare(framework, opts):

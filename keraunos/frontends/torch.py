@@ -24,20 +24,26 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 _NUMBER = itertools.count()
 
 
-def differentiable(forward: Callable, backward: Callable) -> Callable:
+def differentiable(forward: Callable, backward: Callable, outputs: Callable, differentiated: Callable) -> Callable:
     """``prepare(opts)``, which gives ``args -> outputs`` with a gradient.
 
     To whatever traces or transforms a call, such as ``torch.compile``, it is a custom operator: opaque, so that nothing
-    traces into its kernels. Where nothing does, the call goes past the dispatcher.
+    traces into its kernels. Where nothing does, the call goes past the dispatcher. While a graph is traced, sizes may
+    be symbols that stand for any: then no host code runs, which would decide by them and so fix them, and the shapes of
+    the results are the answer.
 
     Args:
         forward: ``(args, opts) -> (outputs, residuals)``. Its annotation of ``args`` is a NamedTuple of tensors or
-            None, ``opts`` can be pickled, there are two outputs, and ``forward.residuals`` names the residuals (each
-            may be None); without it there are none.
-        backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
+            None, ``opts`` can be pickled, there are two outputs, and ``forward.residuals`` are functions by the
+            residuals' names, ``(args, opts) -> (shape, dtype name)`` or None where there can be none (each may be None
+            all the same); without it there are no residuals.
+        backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``. Where a residual can be,
+            but was None, it may be given a tensor without values.
+        outputs: ``(args, opts) ->`` for each output ``(shape, dtype name)``.
+        differentiated: ``(args, opts) -> args``, None in place of those that have no gradient.
     """
     kind = typing.get_type_hints(forward)["args"]
-    names, residuals = kind._fields, getattr(forward, "residuals", ())
+    names, residuals = kind._fields, getattr(forward, "residuals", {})
     n = len(names)
     name = f"{forward.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
 
@@ -54,19 +60,33 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
         return remembered(launch_forward), remembered(launch_backward)
 
+    def traced_forward(*flat):
+        args, opts = kind(*flat[:n]), decode(flat[n])
+        kept = (shape(args, opts) for shape in residuals.values())
+        return tuple(_room(made, flat[0]) for made in (*outputs(args, opts), *kept))
+
     def run_forward(*flat):
-        launch, _ = launchers(decode(flat[n]))
-        return tuple(_present(x, flat[0]) for x in launch(list(flat[:n])))
+        opts = decode(flat[n])
+        output, state, *kept = launchers(opts)[0](list(flat[:n]))
+        shapes = (shape(kind(*flat[:n]), opts) for shape in residuals.values())
+        kept = (_room(made, flat[0]) if x is None else x for x, made in zip(kept, shapes, strict=True))
+        return output, state, *kept
+
+    def traced_backward(*flat):
+        wanted = differentiated(kind(*flat[:n]), decode(flat[-1]))
+        return tuple(_room(None if x is None else (x.shape, dtype_name(x)), flat[0]) for x in wanted)
 
     def run_backward(*flat):
         _, launch = launchers(decode(flat[-1]))
         given = [*flat[:n], *map(_absent, flat[n:-3]), *flat[-3:-1]]
-        return tuple(_present(x, flat[0]) for x in launch(given))
+        return tuple(_room(None, flat[0]) if x is None else x for x in launch(given))
 
     tensors = ", ".join(f"Tensor? {name}" for name in names)
-    forward_op = _operator(f"{name}_forward", f"({tensors}, str opts)", 2 + len(residuals), run_forward)
+    forward_op = _operator(f"{name}_forward", f"({tensors}, str opts)", 2 + len(residuals), run_forward, traced_forward)
     kept = "".join(f"Tensor {name}, " for name in residuals)
-    backward_op = _operator(f"{name}_backward", f"({tensors}, {kept}Tensor d0, Tensor? d1, str opts)", n, run_backward)
+    backward_op = _operator(
+        f"{name}_backward", f"({tensors}, {kept}Tensor d0, Tensor? d1, str opts)", n, run_backward, traced_backward
+    )
 
     def save(ctx, inputs, output):
         ctx.save_for_backward(*inputs[:n], *output[2:])
@@ -105,7 +125,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
             flat = given(ctx, doutput, dstate)
             if not torch.is_grad_enabled() and not _watched(flat):
                 return (None, None, *launchers(ctx.opts)[1](flat))
-            kept = (_present(x, flat[0]) for x in flat[n:-2])
+            kept = (_room(None, flat[0]) if x is None else x for x in flat[n:-2])
             return (None, None, *map(_absent, backward_op(*flat[:n], *kept, *flat[-2:], encode(ctx.opts))))
 
     def prepare(opts):
@@ -136,12 +156,13 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
-def _watched(tensors: list[torch.Tensor | None]) -> bool:
-    """Whether something traces or transforms the call, which then has to be an operator."""
+def _watched(tensors: list[Any]) -> bool:
+    """Whether something traces or transforms the call, or asks for shapes, so that it has to be an operator."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or tensors[0].is_meta
         or not _PLAIN.issuperset(map(type, tensors))
     )
 
@@ -149,11 +170,11 @@ def _watched(tensors: list[torch.Tensor | None]) -> bool:
 _LIBRARY = torch.library.Library("keraunos", "FRAGMENT")
 
 
-def _operator(name: str, parameters: str, outputs: int, fn: Callable) -> Callable:
+def _operator(name: str, parameters: str, outputs: int, fn: Callable, traced: Callable) -> Callable:
     returns = ", ".join(["Tensor"] * outputs)
     _LIBRARY.define(f"{name}{parameters} -> ({returns})")
     _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"keraunos::{name}", fn, lib=_LIBRARY)
+    torch.library.register_fake(f"keraunos::{name}", traced, lib=_LIBRARY)
     return getattr(torch.ops.keraunos, name).default
 
 
@@ -181,9 +202,10 @@ def _one_by_one(op: Callable, info: Any, in_dims: tuple, *flat: Any) -> tuple:
     return outputs, (0,) * len(outputs)
 
 
-def _present(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Operators return tensors only: an empty vector of bytes stands for None."""
-    return torch.empty(0, dtype=torch.uint8, device=like.device) if x is None else x
+def _room(made: tuple[tuple[int, ...], str] | None, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of a shape and dtype. Operators return tensors only: an empty vector of bytes stands for None."""
+    shape, dtype = made or ((0,), "uint8")
+    return torch.empty(shape, dtype=_DTYPES[dtype], device=like.device)
 
 
 def _absent(x: torch.Tensor) -> torch.Tensor | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -48,8 +47,7 @@ def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> 
     made = tuple(
         torch.empty(o[0], dtype=o[1], device=like.device) if isinstance(o, tuple) else o and inputs[o] for o in kinds
     )
-    # While a graph is traced there is nothing to compute: the shapes and dtypes of the outputs are the answer.
-    if 0 in grid or isinstance(like, FakeTensor) or like.device.type == "meta":
+    if 0 in grid:
         return made, _nothing, [], kinds
     run = functools.partial(kernel[grid], **constants, num_warps=num_warps, num_stages=num_stages)
     with _on(like.device):
@@ -185,7 +183,7 @@ def remembered(fn: Callable[[list], tuple]) -> Callable[[list], tuple]:
     def call(tensors: list[Any]) -> tuple:
         device = tensors[0].device
         on_gpu = device.type == "cuda"
-        if not (on_gpu or _INTERPRETED) or isinstance(tensors[0], FakeTensor):
+        if not (on_gpu or _INTERPRETED):
             return fn(tensors)
         if on_gpu and device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):

@@ -129,6 +129,20 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
     )
 
 
+def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """The shapes and dtypes of the output and of the final state."""
+    B, T, H, K = args.query.shape
+    N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+    V = args.value.shape[-1]
+    dtype = frontends.get(frontends.framework_of(args.query)).dtype_name(args.query)
+    return ((B, T, H, V), dtype), ((N, H, K, V), "float64" if dtype == "float64" else "float32")
+
+
+def differentiated(args: Args, opts: Options) -> Args:
+    """The arguments that have a gradient, which is of their shape and dtype; None in place of the others."""
+    return args._replace(g_gamma=None if opts.gamma_is_constant else args.g_gamma, cu_seqlens=None)
+
+
 def fold(args: Args, size: int) -> Args | None:
     """``size`` calls at once, their arrays stacked along a new first axis, as one call with a larger batch.
 
@@ -184,7 +198,8 @@ def constant_decay(op_id: str, num_heads: int, layer_idx: Any, num_layers: Any, 
         if layer_idx is None or num_layers is None:
             raise ValueError(f"{op_id}: expected layer_idx and num_layers, or log_decay; got neither pair nor decay")
         if isinstance(layer_idx, int):
-            return _lightning(num_heads, layer_idx, num_layers)
+            # A number, also where the compiler leaves sizes open: the decay is a constant of its graph.
+            return _lightning(int(num_heads), layer_idx, num_layers)
         return decay.lightning(num_heads, layer_idx, num_layers)
     if layer_idx is not None or num_layers is not None:
         raise ValueError(f"{op_id}: got log_decay and layer_idx or num_layers; expected one or the other")
@@ -216,7 +231,8 @@ def kernels(
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
         has_vmap: all that it does has batching rules in JAX; without, calls under ``vmap`` are folded into one.
     """
-    made = frontends.differentiable(forward, backward, None if has_vmap else (fold, unfold))
+    folding = None if has_vmap else (fold, unfold)
+    made = frontends.differentiable(forward, backward, (outputs, differentiated), folding)
 
     def prepare(args, softmax_scale, reverse, cfg):
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)

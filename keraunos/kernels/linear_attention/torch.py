@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from keraunos.kernels.linear_attention.interface import Args, Options, kernels
 
@@ -333,22 +332,11 @@ def _added(w: _Walker, k, v, decay):
     return w.mm((k * decay.leave).mT, v)
 
 
-def _is_traced(x: torch.Tensor) -> bool:
-    """Whether there is nothing to compute, as while a graph is traced: shapes and dtypes of outputs are the answer."""
-    return isinstance(x, FakeTensor) or x.device.type == "meta"
-
-
 def forward(args: Args, opts: Options):
     """``((output, final_state), ())``: the backward needs the inputs only."""
-    B, T, H, K = args.query.shape
-    if _is_traced(args.query):
-        N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
-        state = torch.promote_types(args.query.dtype, torch.float32)
-        V = args.value.shape[-1]
-        return (args.query.new_empty(B, T, H, V), args.query.new_empty(N, H, K, V, dtype=state)), ()
     w = _Walker(args, opts)
     states, state = w.states(args.initial_state)
-    output = w.buffer(H, w.V, dtype=args.query.dtype)
+    output = w.buffer(w.H, w.V, dtype=args.query.dtype)
     # The precision is the caller's choice by the dtype of the inputs: autocast does not reach in here.
     with torch.autocast(w.device.type, enabled=False):
         for group in w.groups:
@@ -375,9 +363,6 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     doutput, dfinal = grads
     need_gamma = args.g_gamma is not None and not opts.gamma_is_constant
     need_gate = args.g is not None or need_gamma
-    if _is_traced(args.query):
-        wanted = args._replace(g_gamma=args.g_gamma if need_gamma else None, cu_seqlens=None)
-        return Args(*(None if x is None else x.new_empty(x.shape) for x in wanted))
     w = _Walker(args, opts)
     dstates, dstate = w.states(dfinal)
     dq_, dk_, dv_, dg_ = (None if x is None else w.buffer(*x.shape[2:], dtype=x.dtype) for x in args[:4])

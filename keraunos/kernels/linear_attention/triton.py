@@ -18,7 +18,6 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -46,21 +45,8 @@ _GRADIENT = (64, 64, 4, 3)
 _HEADS = 8
 
 
-def _remember(fn: Callable) -> Callable:
-    """Work something out once; not where a compiler traces with sizes that stand for any: those cannot be looked up."""
-    cached = functools.lru_cache(maxsize=4096)(fn)
-
-    @functools.wraps(fn)
-    def call(*args, **kwargs):
-        try:
-            return cached(*args, **kwargs)
-        except TypeError as error:
-            if "unhashable type: non-nested SymInt" not in str(error):
-                raise
-            return fn(*args, **kwargs)
-
-    call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
-    return call
+# What follows from shapes, dtypes and options is worked out once.
+_remember = functools.lru_cache(maxsize=4096)
 
 
 def _pow2(n: int) -> int:
@@ -136,7 +122,7 @@ class _Call:
         self.R = self.H // self.G
         self.dtype = specs.query.dtype
         self.packed = specs.cu_seqlens is not None
-        self.N = specs.cu_seqlens.shape[0] - 1 if self.packed else self.B
+        self.N = _sequences(specs)
         self.gate = 0 if specs.g is None else len(specs.g.shape) - 2
         self.has_gamma = specs.g_gamma is not None
         self.need_gamma = self.has_gamma and not opts.gamma_is_constant
@@ -149,7 +135,7 @@ class _Call:
         # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
         self.mild = 92.0 if self.dtype == "bfloat16" else 0.0
         self.BT: int = cast(int, self.cfg.block_q)
-        self.L = segment_length(self.T, self.N * self.H * -(-min(self.K, self.V) // self.cfg.block_d), self.BT)
+        self.L = segment_length(self.T, _programs(specs, opts), self.BT)
         self.slots = self.N if self.L is None else self.pieces(self.L)
         self.chunks = self.pieces(self.BT)
 
@@ -167,10 +153,34 @@ def _call(specs: Args, opts: Options) -> _Call:
     return _Call(specs, opts)
 
 
+def _sequences(args: Args) -> int:
+    return args.query.shape[0] if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+
+
+def _programs(args: Args, opts: Options) -> int:
+    """Programs of a walk over whole sequences."""
+    (_, _, H, K), V = args.query.shape, args.value.shape[-1]
+    return _sequences(args) * H * -(-min(K, V) // cast(int, opts.cfg.block_d))
+
+
+def _most_segments(programs: int) -> int:
+    """How many segments a sequence is cut into at most, whatever its length."""
+    return _PROGRAMS // max(programs, 1)
+
+
 def segment_length(T: int, programs: int, BT: int) -> int | None:
     """Tokens per segment, or None where one program per sequence, head and tile fills the GPU."""
-    count = min(_PROGRAMS // max(programs, 1), T // _MIN_SEGMENT)
+    count = min(_most_segments(programs), T // _MIN_SEGMENT)
     return -(-T // (count * BT)) * BT if count > 1 else None
+
+
+def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
+    """Room for the states that segments start from, the same for all lengths; None: no length is cut."""
+    (_, _, H, K), V, N = args.query.shape, args.value.shape[-1], _sequences(args)
+    most = _most_segments(_programs(args, opts))
+    if most < 2:
+        return None
+    return ((N * most if args.cu_seqlens is None else N + most, H, K, V), "float32")
 
 
 @_remember
@@ -244,7 +254,7 @@ def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool) -> _Pl
     BK = 16
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L)
     constants = dict(H=call.H, K=K, V=V, BK=BK, BV=_tile(V), GATE=call.gate, INIT=init, **call.flags(reverse))
-    outputs = dict(starts=((call.slots, call.H, K, V), "float32"))
+    outputs = dict(starts=_room(call.specs, call.opts))
     return _Plan(kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
 
@@ -314,14 +324,14 @@ def forward(args: Args, opts: Options):
     return (output, final), (starts,)
 
 
-forward.residuals = ("starts",)  # type: ignore[attr-defined]
+forward.residuals = dict(starts=_room)  # type: ignore[attr-defined]
 
 
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
     call = _call(Args(*map(_spec, args)), opts)
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
-    (starts,) = residuals
+    starts = residuals[0] if call.L else None
     do, dfinal = grads
     # Query heads that share keys: each gives a gradient, and they are summed afterwards.
     dtype = "float32" if call.R > 1 else call.dtype
