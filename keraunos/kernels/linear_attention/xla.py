@@ -1,8 +1,8 @@
 """The gated linear recurrence in ``jax.numpy``: chunks of tokens in a scan, on CPU, GPU and TPU.
 
 Within a chunk every pair (query i, key j <= i) is a matrix product weighted by the decay between them; from chunk to
-chunk only the state ``[K, V]`` travels. Decays are products of factors <= 1, each over exactly the tokens it spans: no
-difference of cumulative sums, so nothing overflows or cancels for any gate <= 0.
+chunk only the state ``[K, V]`` travels. A decay is a product of factors, each over exactly the tokens it spans, and no
+difference of long sums, so nothing overflows or cancels for any gate <= 0.
 
 The backward keeps the inputs, recomputes the state before each chunk, and walks the chunks back with the gradient of
 the state: memory grows by ``K * V / chunk`` values a token and head, not by ``K * V``.
@@ -23,6 +23,9 @@ FIELDS = ("block_q",)
 
 # Stands for -inf in sums: finite, so that 0 * gate is 0 in the triangular products, and exp of it is 0.
 _CLOSED = -1e30
+# How far vector gates may sum below 0 over half a chunk where one product takes all its pairs. The rounding of the sum
+# is a relative error of the decay: up to 4, that is at most two units in the last place of float32.
+_MILD = 4.0
 
 
 def heuristic(inv, cfg):
@@ -124,24 +127,27 @@ class _Walker:
         return q * self.opts.softmax_scale, k, v
 
     def decay(self):
-        """A function chunk -> decay inside the chunk; a constant one is computed once, outside the scan."""
+        """A function ``(chunk, f) -> f(decay inside the chunk)``; a constant one is computed once, outside the scan."""
         g, gamma = self.args.g, self.args.g_gamma
-        kind = _Vector if g is not None and g.ndim == 4 else _Scalar
         gamma = jnp.zeros((1, self.H), self.dtype) if gamma is None else gamma.astype(self.dtype)
         gamma = jnp.broadcast_to(jnp.maximum(gamma, _CLOSED)[..., None], (*gamma.shape, self.C))
         gamma = gamma if gamma.ndim == 3 else gamma[None]  # [1 or B, H, C]
         if g is None and self.whole:
-            constant = kind(self, gamma)
-            return lambda chunk: constant
+            constant = _Scalar(self, gamma)
+            return lambda chunk, f: f(constant)
 
-        def at(chunk):
+        def under(chunk, f):
             _, valid = self.rows(chunk)
             a = gamma if valid is None else jnp.where(valid, gamma, 0)
             if g is None:
-                return kind(self, a)
-            return kind(self, jnp.maximum(self.read(g, chunk), _CLOSED) + (a if g.ndim == 3 else a[..., None]))
+                return f(_Scalar(self, a))
+            a = jnp.maximum(self.read(g, chunk), _CLOSED) + (a if g.ndim == 3 else a[..., None])
+            if g.ndim == 3:
+                return f(_Scalar(self, a))
+            halves = a.reshape(*a.shape[:2], min(self.C, 2), -1, self.K).sum(3)
+            return jax.lax.cond(halves.min() > -_MILD, lambda: f(_MildVector(self, a)), lambda: f(_Vector(self, a)))
 
-        return at
+        return under
 
     def initial(self):
         """The states as given, ``[N, H, K, V]``; zeros where there are none."""
@@ -202,8 +208,51 @@ class _Scalar:
         return dq, dk, dv, da + self.mm("tj,bhj->bht", before, y.sum(-1)) + z.sum((-1, -2))[..., None]
 
 
+class _MildVector:
+    """Decay inside a chunk for a gate per key dimension, ``a: [B, H, C, K]``, none of them strong.
+
+    The decay from j to i is exp(gates from the chunk's middle to i) * exp(-gates from there to j), where gates before
+    the middle count negative: two factors, neither too large nor too small, and one matrix product for all pairs.
+    """
+
+    def __init__(self, walker: _Walker, a):
+        self.mm, C, i = walker.mm, walker.C, jnp.arange(walker.C)
+        self.upto = (i[:, None] >= i).astype(a.dtype)
+        sign = self.upto - (i < C // 2)
+        between = jnp.einsum("ts,bhsk->bhtk", sign, a, precision=jax.lax.Precision.HIGHEST)
+        self.to, self.back = jnp.exp(between), jnp.exp(-between)
+        early, late = (jnp.exp(x.sum(2, keepdims=True)) for x in (a[:, :, : C // 2], a[:, :, C // 2 :]))
+        self.enter, self.leave = self.to * early, self.back * late
+        self.total = jnp.swapaxes(early * late, -1, -2)  # [B, H, K, 1]
+
+    def inside(self, q, k, v):
+        """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
+        scores = jnp.tril(self.mm("bhik,bhjk->bhij", q * self.to, k * self.back))
+        return self.mm("bhij,bhjv->bhiv", scores, v)
+
+    def backward(self, q, k, v, do, crossing):
+        """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C, K]``; see :class:`_Scalar`.
+
+        What a pair adds to the gates at its query it takes away at its key: exactly, as both are the same product.
+        """
+        q, k = q * self.to, k * self.back
+        scores = jnp.tril(self.mm("bhik,bhjk->bhij", q, k))
+        # The diagonal spans no gate and is left out, not cancelled.
+        dscores = jnp.tril(self.mm("bhiv,bhjv->bhij", do, v), -1)
+        dq, dk = self.mm("bhij,bhjk->bhik", dscores, k), self.mm("bhij,bhik->bhjk", dscores, q)
+        diagonal = (do * v).sum(-1, keepdims=True)
+        dv = self.mm("bhij,bhiv->bhjv", scores, do)
+        da = None
+        if crossing is not None:
+            x, y, z = crossing
+            da = jnp.einsum("st,bhsk->bhtk", self.upto, x + q * dq - k * dk, precision=jax.lax.Precision.HIGHEST)
+            da += jnp.einsum("st,bhsk->bhtk", 1 - self.upto, y, precision=jax.lax.Precision.HIGHEST)
+            da += z.sum(-1)[..., None, :]
+        return (dq + diagonal * k) * self.to, (dk + diagonal * q) * self.back, dv, da
+
+
 class _Vector:
-    """Decay inside a chunk for a gate per key dimension, ``a: [B, H, C, K]``.
+    """Decay inside a chunk for a gate per key dimension, ``a: [B, H, C, K]``, however strong.
 
     The chunk is halved again and again. Between the right and the left half of a block, the decay from j to i is
     exp(gates from the middle to i) * exp(gates after j up to the middle): two factors <= 1, and a matrix product. Both
@@ -293,15 +342,18 @@ def forward(args: Args, opts: Options):
     if not args.query.shape[1]:
         return _no_tokens(args), ()
     w = _Walker(args, opts)
-    decay_at = w.decay()
+    under = w.decay()
 
     def step(carry, chunk):
         state, states, output = carry
         q, k, v = w.qkv(chunk)
-        decay = decay_at(chunk)
         state = w.enter(state, states, chunk.first, chunk)
-        o = decay.inside(q, k, v) + w.mm("bhik,bhkv->bhiv", q * decay.enter, state)
-        state = _advance(w, state, k, v, decay)
+
+        def pass_chunk(decay):
+            o = decay.inside(q, k, v) + w.mm("bhik,bhkv->bhiv", q * decay.enter, state)
+            return o, _advance(w, state, k, v, decay)
+
+        o, state = under(chunk, pass_chunk)
         return (state, w.leave(state, states, chunk), w.write(output, o, chunk)), None
 
     states = w.initial()
@@ -318,7 +370,7 @@ def _no_tokens(args: Args):
     return jnp.zeros((B, 0, H, V), args.query.dtype), states
 
 
-def _states_before(w: _Walker, decay_at):
+def _states_before(w: _Walker, under):
     """The state before each chunk, ``[n, B, H, K, V]``."""
 
     states = w.initial()
@@ -326,7 +378,7 @@ def _states_before(w: _Walker, decay_at):
     def step(state, chunk):
         state = w.enter(state, states, chunk.first, chunk)
         k, v = w.read(w.args.key, chunk), w.read(w.args.value, chunk)
-        return _advance(w, state, k, v, decay_at(chunk)), state
+        return under(chunk, lambda decay: _advance(w, state, k, v, decay)), state
 
     return jax.lax.scan(step, w.carry(states), w.chunks)[1]
 
@@ -337,7 +389,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     if not args.query.shape[1]:
         return jax.vjp(_no_tokens, args)[1](grads)[0]
     w = _Walker(args, opts)
-    decay_at = w.decay()
+    under = w.decay()
     need_gate = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
 
     def step(carry, xs):
@@ -345,18 +397,21 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         chunk, state = xs
         q, k, v = w.qkv(chunk)
         do = w.read(doutput, chunk)
-        decay = decay_at(chunk)
         dstate = w.enter(dstate, dstates, chunk.last, chunk)
-        q_enter, k_leave = q * decay.enter, k * decay.leave
-        dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
-        crossing = q_enter * dq_enter, k_leave * dk_leave, decay.total * state * dstate
-        dq, dk, dv, da = decay.backward(q, k, v, do, crossing if need_gate else None)
-        dq, dk = dq + decay.enter * dq_enter, dk + decay.leave * dk_leave
-        dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
+
+        def pass_chunk(decay):
+            q_enter, k_leave = q * decay.enter, k * decay.leave
+            dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
+            crossing = q_enter * dq_enter, k_leave * dk_leave, decay.total * state * dstate
+            dq, dk, dv, da = decay.backward(q, k, v, do, crossing if need_gate else None)
+            dq, dk = dq + decay.enter * dq_enter, dk + decay.leave * dk_leave
+            dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
+            return dq, dk, dv, da, decay.total * dstate + w.mm("bhik,bhiv->bhkv", q_enter, do)
+
+        dq, dk, dv, da, dstate = under(chunk, pass_chunk)
         if need_gate:
             dgamma = dgamma + _gamma_gradient(w, da, chunk)
             dg_ = None if dg_ is None else w.write(dg_, da, chunk)
-        dstate = decay.total * dstate + w.mm("bhik,bhiv->bhkv", q_enter, do)
         dq_ = w.write(dq_, dq * opts.softmax_scale, chunk)
         buffers = dq_, w.write(dk_, dk, chunk), w.write(dv_, dv, chunk), dg_
         return (dstate, w.leave(dstate, dstates, chunk), dgamma, buffers), None
@@ -364,7 +419,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     dstates = dfinal.astype(w.dtype)
     buffers = tuple(None if x is None else w.zeros(x.shape, x.dtype) for x in args[:4])
     carry = (w.carry(dstates), dstates, w.zeros((w.B, w.H)), buffers)
-    (_, dstates, dgamma, buffers), _ = jax.lax.scan(step, carry, (w.chunks, _states_before(w, decay_at)), reverse=True)
+    (_, dstates, dgamma, buffers), _ = jax.lax.scan(step, carry, (w.chunks, _states_before(w, under)), reverse=True)
     dgamma = None if args.g_gamma is None else (dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0))
     if opts.gamma_is_constant:
         dgamma = None
