@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import inspect
 import json
+import shutil
 import sys
 import zlib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -184,3 +187,27 @@ def test_candidates_are_complete_and_distinct(row):
         given = set(cfg.to_json()) - {"platform", "backend"}
         assert given == set(implementation.fields)
         assert (cfg.platform, cfg.backend) == (row.platform, row.backend)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.algorithm}-{row.platform}")
+def test_a_change_of_any_file_with_its_kernels_makes_stored_configurations_stale(row, tmp_path):
+    try:
+        implementation = row.implementation
+    except ImportError as error:
+        pytest.skip(f"{row.platform} cannot be imported: {error}")
+    source = Path(implementation.source)
+    module = next(m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(source))
+    used = [Path(m.__file__) for m in vars(module).values() if inspect.ismodule(m) and getattr(m, "__file__", None)]
+    files = [source, *(file for file in used if file.parent == source.parent)]
+
+    def version():
+        return dataclasses.replace(implementation, source=str(folder / source.name)).source_version
+
+    folder = tmp_path / "copy"
+    shutil.copytree(source.parent, folder)
+    versions = {version()}
+    for file in files:
+        with (folder / file.name).open("a") as copy:
+            copy.write("# changed")
+        versions.add(version())
+    assert len(versions) == 1 + len(files)

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention import interface
+from keraunos.kernels.linear_attention import interface, triton_chunks, triton_kernels
 from keraunos.kernels.linear_attention import triton as platform
-from keraunos.kernels.linear_attention import triton_kernels as kernels
 from keraunos.ops import Config
 
 # dtype, T, K, V, gate, packed, every tile (or the heuristic's only). Two chunks of the longest, and a shorter one; the
@@ -34,7 +33,7 @@ CALLS = [
     ("float32", 150, 64, 64, "vector", False, False),
 ]
 H, DEVICE = 2, "cuda"
-KERNELS = {name for name in vars(kernels) if name.endswith("_kernel")}
+KERNELS = {name for file in (triton_chunks, triton_kernels) for name in vars(file) if name.endswith("_kernel")}
 
 
 def arguments(dtype, T, K, V, gate, packed, _) -> interface.Args:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from keraunos.frontends import launch
-from keraunos.kernels.linear_attention import triton_kernels as kernels
+from keraunos.kernels.linear_attention import triton_chunks, triton_kernels
 from keraunos.kernels.linear_attention.interface import Args, Options
 from keraunos.kernels.linear_attention.interface import kernels as implementations
 
@@ -215,7 +215,7 @@ def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segme
         STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, **call.flags(reverse),
     )  # fmt: skip
     grid = (slots * H * -(-V // BV),)
-    return _Plan(kernels.scan_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
+    return _Plan(triton_kernels.scan_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
 
 
 def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None, starts=None, decayed=None, final=None,
@@ -255,7 +255,7 @@ def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool) -> _Pl
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L)
     constants = dict(H=call.H, K=K, V=V, BK=BK, BV=_tile(V), GATE=call.gate, INIT=init, **call.flags(reverse))
     outputs = dict(starts=_room(call.specs, call.opts))
-    return _Plan(kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
+    return _Plan(triton_kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
 
 def _starts(call: _Call, args: Args, k, v, *, reverse, adjoint=False, init=None, decayed=None):
@@ -291,14 +291,14 @@ def _decay_plans(call: _Call) -> tuple[_Plan, _Plan]:
                    sums=((*chunks, call.K), "float32"), early=((*chunks, call.K), "float32"))  # fmt: skip
     BK = _tile(call.K)
     constants = dict(**common, BK=BK)
-    decay = _Plan(kernels.decay_kernel, grid, numbers, outputs, constants, max(BK // 128, 1), 1)
+    decay = _Plan(triton_chunks.decay_kernel, grid, numbers, outputs, constants, max(BK // 128, 1), 1)
     BK, num_warps, num_stages = _HALVING
     outputs = dict(halved=(chunks, "int32") if call.mild else None, intra=((*chunks, call.BT, call.BT), call.dtype))
     BH = min(_pow2(call.H), _HEADS)
     grid = (call.chunks * -(-call.H // BH),)
     constants = dict(**common, BK=min(_tile(call.K), BK), BS=_tile(call.K), BH=BH, TERMS=call.terms,
                            MILD=call.mild, PRECISION=call.precision)  # fmt: skip
-    return decay, _Plan(kernels.halving_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
+    return decay, _Plan(triton_chunks.halving_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
 
 
 def _decay(call: _Call, args: Args) -> _Decayed | None:
@@ -384,7 +384,7 @@ def _gradient_plans(call: _Call, do: _Spec, dtype: str) -> tuple[_Plan, _Plan | 
     )  # fmt: skip
     constants = dict(**common, BH=1, MILD=mild, HALVED=False)
     grid: tuple[int, ...] = (call.chunks * H * tiles,)
-    plan = _Plan(kernels.gradient_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
+    plan = _Plan(triton_chunks.gradient_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
     if not mild:
         return plan, None
     BH = min(_pow2(H), _HEADS)
@@ -427,7 +427,7 @@ def _gamma_gradient(call: _Call, dg):
 @_remember
 def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str) -> _Plan:
     BD, BR, unit = min(_tile(D), 256), min(_pow2(R), 16), math.gcd(16, D)
-    return _Plan(kernels.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
+    return _Plan(triton_chunks.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
                  dict(UNIT=unit, BR=BR, BD=BD), 4, 2)  # fmt: skip
 
 
