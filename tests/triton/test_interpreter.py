@@ -25,9 +25,10 @@ TORCH = "tests/linear_attention/test_torch.py"
 
 
 @pytest.mark.parametrize(("file", "segment", "tests"), [
-    (VALUES, "", "not any"), (VALUES, "64", "every_gate or packed or lightning"),
+    (VALUES, "", "not any and vector"), (VALUES, "", "not any and not vector"),
+    (VALUES, "64", "every_gate or packed or lightning"),
     (TORCH, "64", "promises or compile or autocast or checkpoint or functional or missing or fused"),
-], ids=["whole", "segments", "torch"])  # fmt: skip
+], ids=["vector", "others", "segments", "torch"])  # fmt: skip
 def test_in_the_interpreter(file, segment, tests):
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_SEGMENT=segment)
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton.interpreter", "-p", "no:cacheprovider", "-x"]
