@@ -35,7 +35,7 @@ def page(results: Path = RESULTS) -> str:
     files = gpu_files(results)
     parts += [_gpu(json.loads(file.read_text()), file.stem) for file in files]
     if not files:
-        parts.append("There are no results from a GPU yet.\n")
+        parts.append("There are no results from a GPU of the kernels as they stand yet.\n")
     parts.append("## CPU\n")
     cpu = results / "cpu.json"
     parts.append(_cpu(json.loads(cpu.read_text())) if cpu.exists() else "There are no results from a CPU yet.\n")
