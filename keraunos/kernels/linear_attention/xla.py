@@ -4,8 +4,9 @@ Within a chunk every pair (query i, key j <= i) is a matrix product weighted by 
 chunk only the state ``[K, V]`` travels. A decay is a product of factors, each over exactly the tokens it spans, and no
 difference of long sums, so nothing overflows or cancels for any gate <= 0.
 
-The backward keeps the inputs, recomputes the state before each chunk, and walks the chunks back with the gradient of
-the state: memory grows by ``K * V / chunk`` values a token and head, not by ``K * V``.
+The forward keeps the state before every eighth chunk or so. The backward takes these groups of chunks from the last to
+the first, recomputes the states inside a group, and walks its chunks back with the gradient of the state: memory grows
+by ``K * V / chunk / 8`` values a token and head, not by ``K * V``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _CLOSED = -1e30
 # How far vector gates may sum below 0 over half a chunk where one product takes all its pairs. The rounding of the sum
 # is a relative error of the decay: up to 4, that is at most two units in the last place of float32.
 _MILD = 4.0
+# How many chunks, at most, walk back together from one state that was kept.
+_GROUP = 8
 
 
 def heuristic(inv, cfg):
@@ -39,13 +42,13 @@ def candidates(inv, cfg):
 
 
 class _Chunks(NamedTuple):
-    """Where each step of the scan works: one row per chunk, in the order of the recurrence."""
+    """Where each step of the scans works: chunks in the order of the recurrence, in groups of equal size."""
 
-    begin: Any  # [n] first token
-    end: Any  # [n] one past its last token; begin == end: nothing to do
-    sequence: Any  # [n] whose state it continues; N: nobody's
-    first: Any  # [n] bool: starts from the initial state
-    last: Any  # [n] bool: ends in the final state
+    begin: Any  # [groups, group] first token
+    end: Any  # one past its last token; begin == end: nothing to do
+    sequence: Any  # whose state it continues; N: nobody's
+    first: Any  # bool: starts from the initial state
+    last: Any  # bool: ends in the final state
 
 
 def _chunks(args: Args, opts: Options, C: int) -> _Chunks:
@@ -57,7 +60,9 @@ def _chunks(args: Args, opts: Options, C: int) -> _Chunks:
     count = -(-(cu[1:] - cu[:-1]) // C)  # chunks of each sequence
     stop = jnp.cumsum(count)
     n = -(-T // C) if args.cu_seqlens is None else T // C + N
-    i = jnp.arange(n, dtype=jnp.int32)
+    longest = min(_GROUP, n)
+    group = min(range(longest, longest // 2, -1), key=lambda g: -n % g)  # the fewest empty chunks in the last group
+    i = jnp.arange(-(-n // group) * group, dtype=jnp.int32).reshape(-1, group)
     sequence = jnp.searchsorted(stop, i, side="right").astype(jnp.int32)
     s = jnp.minimum(sequence, N - 1)
     local = i - (stop - count)[s]
@@ -77,11 +82,11 @@ class _Walker:
         self.G, self.V = args.value.shape[2:]
         # A window of C tokens must fit into T; a power of two, for the halving of vector gates.
         self.C = min(opts.cfg.block_q, 1 << (self.T.bit_length() - 1))
-        self.whole = args.cu_seqlens is None and self.T % self.C == 0
         self.dtype = jnp.promote_types(args.query.dtype, jnp.float32)
         exact = args.query.dtype in (jnp.float32, jnp.float64)
         self.precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
         self.chunks = _chunks(args, opts, self.C)
+        self.whole = args.cu_seqlens is None and self.chunks.begin.size * self.C == self.T
 
     def mm(self, equation, a, b):
         return jnp.einsum(equation, a, b, precision=self.precision)
@@ -204,8 +209,8 @@ class _Scalar:
         before = self.below.astype(dq.dtype)  # [t, j]
         pairs = self.mm("bhij,tj->bhit", jnp.where(self.below, scores * dscores, 0), before)
         x, y, z = crossing
-        da = jnp.where(self.below.T, 0, pairs + x.sum(-1)[..., None]).sum(-2)
-        return dq, dk, dv, da + self.mm("tj,bhj->bht", before, y.sum(-1)) + z.sum((-1, -2))[..., None]
+        da = jnp.where(self.below.T, 0, pairs + _sum(x)[..., None]).sum(-2)
+        return dq, dk, dv, da + self.mm("tj,bhj->bht", before, _sum(y)) + _sum(_sum(z))[..., None]
 
 
 class _MildVector:
@@ -217,9 +222,10 @@ class _MildVector:
 
     def __init__(self, walker: _Walker, a):
         self.mm, C, i = walker.mm, walker.C, jnp.arange(walker.C)
-        self.upto = (i[:, None] >= i).astype(a.dtype)
-        sign = self.upto - (i < C // 2)
-        between = jnp.einsum("ts,bhsk->bhtk", sign, a, precision=jax.lax.Precision.HIGHEST)
+        # One copy a head, as a product of all heads with the same triangle transposes them all twice.
+        self.since = jnp.broadcast_to((i[:, None] <= i).astype(a.dtype), (*a.shape[:2], C, C))
+        sign = jnp.swapaxes(self.since, -1, -2) - (i < C // 2)
+        between = _exact("bhts,bhsk->bhtk", sign, a)
         self.to, self.back = jnp.exp(between), jnp.exp(-between)
         early, late = (jnp.exp(x.sum(2, keepdims=True)) for x in (a[:, :, : C // 2], a[:, :, C // 2 :]))
         self.enter, self.leave = self.to * early, self.back * late
@@ -240,14 +246,13 @@ class _MildVector:
         # The diagonal spans no gate and is left out, not cancelled.
         dscores = jnp.tril(self.mm("bhiv,bhjv->bhij", do, v), -1)
         dq, dk = self.mm("bhij,bhjk->bhik", dscores, k), self.mm("bhij,bhik->bhjk", dscores, q)
-        diagonal = (do * v).sum(-1, keepdims=True)
+        diagonal = _sum(do * v)[..., None]
         dv = self.mm("bhij,bhiv->bhjv", scores, do)
         da = None
         if crossing is not None:
             x, y, z = crossing
-            da = jnp.einsum("st,bhsk->bhtk", self.upto, x + q * dq - k * dk, precision=jax.lax.Precision.HIGHEST)
-            da += jnp.einsum("st,bhsk->bhtk", 1 - self.upto, y, precision=jax.lax.Precision.HIGHEST)
-            da += z.sum(-1)[..., None, :]
+            da = _exact("bhts,bhsk->bhtk", self.since, x + q * dq - k * dk)
+            da = da + _exact("bhts,bhsk->bhtk", 1 - self.since, y) + _sum(z)[..., None, :]
         return (dq + diagonal * k) * self.to, (dk + diagonal * q) * self.back, dv, da
 
 
@@ -316,6 +321,15 @@ class _Vector:
         return dq, dk, dv, None if crossing is None else da + by_query
 
 
+def _exact(equation, a, b):
+    return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _sum(x):
+    """Sums over the last axis, as a product: a sum that XLA's CPU backend fuses with its neighbours is far slower."""
+    return _exact("...v,v->...", x, jnp.ones(x.shape[-1], x.dtype))
+
+
 def _left(x, m):
     """The left half of each block of 2m tokens: ``[B, H, C, dim] -> [B, H, C / 2m, m, dim]``."""
     return x.reshape(*x.shape[:2], -1, 2, m, x.shape[-1])[:, :, :, 0]
@@ -338,7 +352,7 @@ def _advance(w, state, k, v, decay):
 
 
 def forward(args: Args, opts: Options):
-    """``((output, final_state), ())``: the backward needs the inputs only."""
+    """``((output, final_state), the states before the groups of chunks, [groups, B or 1, H, K, V])``."""
     if not args.query.shape[1]:
         return _no_tokens(args), ()
     w = _Walker(args, opts)
@@ -356,10 +370,13 @@ def forward(args: Args, opts: Options):
         o, state = under(chunk, pass_chunk)
         return (state, w.leave(state, states, chunk), w.write(output, o, chunk)), None
 
+    def walk(carry, group):
+        return jax.lax.scan(step, carry, group)[0], carry[0]
+
     states = w.initial()
     output = w.zeros((w.B, w.T, w.H, w.V), args.query.dtype)
-    (_, states, output), _ = jax.lax.scan(step, (w.carry(states), states, output), w.chunks)
-    return (output, states), ()
+    (_, states, output), before = jax.lax.scan(walk, (w.carry(states), states, output), w.chunks)
+    return (output, states), before
 
 
 def _no_tokens(args: Args):
@@ -370,9 +387,8 @@ def _no_tokens(args: Args):
     return jnp.zeros((B, 0, H, V), args.query.dtype), states
 
 
-def _states_before(w: _Walker, under):
-    """The state before each chunk, ``[n, B, H, K, V]``."""
-
+def _states_before(w: _Walker, under, group, state):
+    """The state before each chunk of a group, ``[group, B, H, K, V]``, from the one before its first."""
     states = w.initial()
 
     def step(state, chunk):
@@ -380,7 +396,7 @@ def _states_before(w: _Walker, under):
         k, v = w.read(w.args.key, chunk), w.read(w.args.value, chunk)
         return under(chunk, lambda decay: _advance(w, state, k, v, decay)), state
 
-    return jax.lax.scan(step, w.carry(states), w.chunks)[1]
+    return jax.lax.scan(step, state, group)[1]
 
 
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
@@ -416,10 +432,14 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         buffers = dq_, w.write(dk_, dk, chunk), w.write(dv_, dv, chunk), dg_
         return (dstate, w.leave(dstate, dstates, chunk), dgamma, buffers), None
 
+    def walk(carry, xs):
+        group, state = xs
+        return jax.lax.scan(step, carry, (group, _states_before(w, under, group, state)), reverse=True)[0], None
+
     dstates = dfinal.astype(w.dtype)
     buffers = tuple(None if x is None else w.zeros(x.shape, x.dtype) for x in args[:4])
     carry = (w.carry(dstates), dstates, w.zeros((w.B, w.H)), buffers)
-    (_, dstates, dgamma, buffers), _ = jax.lax.scan(step, carry, (w.chunks, _states_before(w, under)), reverse=True)
+    (_, dstates, dgamma, buffers), _ = jax.lax.scan(walk, carry, (w.chunks, residuals), reverse=True)
     dgamma = None if args.g_gamma is None else (dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0))
     if opts.gamma_is_constant:
         dgamma = None
