@@ -60,8 +60,10 @@ def _chunks(args: Args, opts: Options, C: int) -> _Chunks:
     count = -(-(cu[1:] - cu[:-1]) // C)  # chunks of each sequence
     stop = jnp.cumsum(count)
     n = -(-T // C) if args.cu_seqlens is None else T // C + N
+    # Groups with the fewest empty chunks; none at all where every chunk is whole, as then nothing need be masked.
     longest = min(_GROUP, n)
-    group = min(range(longest, longest // 2, -1), key=lambda g: -n % g)  # the fewest empty chunks in the last group
+    shortest = 1 if args.cu_seqlens is None and T % C == 0 else longest // 2 + 1
+    group = min(range(longest, shortest - 1, -1), key=lambda g: -n % g)
     i = jnp.arange(-(-n // group) * group, dtype=jnp.int32).reshape(-1, group)
     sequence = jnp.searchsorted(stop, i, side="right").astype(jnp.int32)
     s = jnp.minimum(sequence, N - 1)
