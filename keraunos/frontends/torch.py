@@ -39,7 +39,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
             all the same); without it there are no residuals.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``. Where a residual can be,
             but was None, it may be given a tensor without values.
-        outputs: ``(args, opts) ->`` for each output ``(shape, dtype name)``.
+        outputs: ``(args, opts) ->`` for each output ``(shape, dtype name)``, None for one that is not there.
         differentiated: ``(args, opts) -> args``, None in place of those that have no gradient.
     """
     kind = typing.get_type_hints(forward)["args"]
@@ -67,10 +67,10 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
 
     def run_forward(*flat):
         opts = decode(flat[n])
-        output, state, *kept = launchers(opts)[0](list(flat[:n]))
-        shapes = (shape(kind(*flat[:n]), opts) for shape in residuals.values())
-        kept = (_room(made, flat[0]) if x is None else x for x, made in zip(kept, shapes, strict=True))
-        return output, state, *kept
+        made = launchers(opts)[0](list(flat[:n]))
+        args = kind(*flat[:n])
+        shapes = (*outputs(args, opts), *(shape(args, opts) for shape in residuals.values()))
+        return tuple(_room(like, flat[0]) if x is None else x for x, like in zip(made, shapes, strict=True))
 
     def traced_backward(*flat):
         wanted = differentiated(kind(*flat[:n]), decode(flat[-1]))
@@ -78,7 +78,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
 
     def run_backward(*flat):
         _, launch = launchers(decode(flat[-1]))
-        given = [*flat[:n], *map(_absent, flat[n:-3]), *flat[-3:-1]]
+        given = [*flat[:n], *map(_absent, flat[n:-3]), flat[-3], _absent(flat[-2])]
         return tuple(_room(None, flat[0]) if x is None else x for x in launch(given))
 
     tensors = ", ".join(f"Tensor? {name}" for name in names)
@@ -142,7 +142,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
                         differentiate |= x.requires_grad
                 flat.append(x)
             if _watched(flat):
-                return forward_op(*flat, encode(opts))[:2]
+                return tuple(map(_absent, forward_op(*flat, encode(opts))[:2]))
             # Forward mode has no derivative here, and says so.
             if differentiate and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
                 return Direct.apply(opts, launch, *flat)
@@ -208,8 +208,8 @@ def _room(made: tuple[tuple[int, ...], str] | None, like: torch.Tensor) -> torch
     return torch.empty(shape, dtype=_DTYPES[dtype], device=like.device)
 
 
-def _absent(x: torch.Tensor) -> torch.Tensor | None:
-    return None if x.dtype == torch.uint8 else x
+def _absent(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None or x.dtype == torch.uint8 else x
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -28,14 +28,15 @@ class GLAttention(LinearOperation):
     pack = interface.Args
 
     def bind(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
-             *, softmax_scale=None, reverse=False) -> Invocation:  # fmt: skip
+             *, softmax_scale=None, reverse=False, return_state=True) -> Invocation:  # fmt: skip
         args = self.pack(query, key, value, g, g_gamma, initial_state, cu_seqlens)
         return interface.describe(self.op_id, args, softmax_scale, reverse)
 
     def run(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
-            *, cfg, softmax_scale=None, reverse=False):  # fmt: skip
+            *, cfg, softmax_scale=None, reverse=False, return_state=True):  # fmt: skip
         fn = self.get_impl(cfg).fn
-        return fn(query, key, value, g, g_gamma, softmax_scale, initial_state, reverse, cu_seqlens, cfg=cfg)
+        return fn(query, key, value, g, g_gamma, softmax_scale, initial_state, reverse, cu_seqlens, cfg=cfg,
+                  return_state=return_state)  # fmt: skip
 
 
 _OPERATION = GLAttention()
@@ -105,6 +106,6 @@ def gla_attention(
         g_gamma = np.asarray(g_gamma, np.float32)
     output, state = default_executor()(
         _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,
-        softmax_scale=softmax_scale, reverse=reverse, platform=platform, _cfg=cfg,
+        softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform, _cfg=cfg,
     )  # fmt: skip
     return (output, state) if return_state else output

@@ -28,15 +28,15 @@ class LightningAttention(LinearOperation):
         return interface.Args(query, key, value, None, log_decay, initial_state, cu_seqlens)
 
     def bind(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
-             *, softmax_scale=None, reverse=False) -> Invocation:  # fmt: skip
+             *, softmax_scale=None, reverse=False, return_state=True) -> Invocation:  # fmt: skip
         args = self.pack(query, key, value, log_decay, initial_state, cu_seqlens)
         return interface.describe(self.op_id, args, softmax_scale, reverse)
 
     def run(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
-            *, cfg, softmax_scale=None, reverse=False):  # fmt: skip
+            *, cfg, softmax_scale=None, reverse=False, return_state=True):  # fmt: skip
         fn = self.get_impl(cfg).fn
         return fn(query, key, value, None, None, softmax_scale, initial_state, reverse, cu_seqlens,
-                  log_decay=log_decay, cfg=cfg)  # fmt: skip
+                  log_decay=log_decay, cfg=cfg, return_state=return_state)  # fmt: skip
 
 
 _OPERATION = LightningAttention()
@@ -108,6 +108,6 @@ def lightning_attention(
     log_decay = interface.constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
     output, state = default_executor()(
         _OPERATION, query, key, value, log_decay, initial_state, cu_seqlens,
-        softmax_scale=softmax_scale, reverse=reverse, platform=platform, _cfg=cfg,
+        softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform, _cfg=cfg,
     )  # fmt: skip
     return (output, state) if return_state else output

@@ -17,11 +17,15 @@ CHUNK = 64
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
 
 
-def gla(args, case, platform):
-    *arrays, cu_seqlens = args
+def gla(args, case, platform, return_state=True):
     return keraunos.gla_attention(
-        *arrays, cu_seqlens, softmax_scale=case.scale, reverse=case.reverse, return_state=True, platform=platform
+        *args, softmax_scale=case.scale, reverse=case.reverse, return_state=return_state, platform=platform
     )
+
+
+def gla_in_two(args, case, platform):
+    """The output of a call that is not asked for the state, and the state of one that is."""
+    return gla(args, case, platform, return_state=False), gla(args, case, platform)[1]
 
 
 def lightning(args, case, platform):
@@ -36,6 +40,11 @@ def lightning(args, case, platform):
 @pytest.fixture(params=platforms(), ids="-".join)
 def run_gla(request):
     return runner(*request.param, gla)
+
+
+@pytest.fixture(params=platforms(), ids="-".join)
+def run_gla_in_two(request):
+    return runner(*request.param, gla_in_two)
 
 
 @pytest.fixture(params=lightning_platforms(), ids="-".join)
@@ -69,6 +78,11 @@ def test_every_gate(run_gla, gates, reverse):
 @pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"], GATES["vector+gamma2"]], ids=str)
 def test_every_strength_of_decay(run_gla, gates, decay):
     Case(**gates, decay=decay, T=130, state=True).check(run_gla)
+
+
+@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector"]], ids=str)
+def test_without_the_state(run_gla_in_two, gates):
+    Case(**gates, T=130, B=1, state=True).check(run_gla_in_two)
 
 
 @pytest.mark.parametrize("T", LENGTHS)

@@ -5,7 +5,8 @@ A platform module (``xla.py``, ``torch.py``, ``triton.py``, ...) defines two fun
     forward(args: Args, opts: Options) -> ((output, final_state), residuals)
     backward(args: Args, residuals, (doutput, dfinal_state), opts: Options) -> Args of gradients
 
-and hands them to :func:`kernels`, which makes of them the registered functions ``gla`` and ``lightning_attn``.
+and hands them to :func:`kernels`, which makes of them the registered functions ``gla`` and ``lightning_attn``. A
+final state that nobody asked for (``opts.state``) may be None, or is dropped.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Options(NamedTuple):
     reverse: bool
     cfg: Config  # complete: every field that the platform reads has a value
     gamma_is_constant: bool = False  # g_gamma is no input of the user's: no gradient for it
+    state: bool = True  # the final state is wanted
 
 
 def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False) -> Invocation:
@@ -129,13 +131,18 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
     )
 
 
-def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """The shapes and dtypes of the output and of the final state."""
-    B, T, H, K = args.query.shape
+def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
+    """The shapes and dtypes of the output and of the final state, None if it is not wanted."""
+    dtype = _dtype(frontends.get(frontends.framework_of(args.query)), args.query)
+    return ((*args.query.shape[:3], args.value.shape[-1]), dtype), _state(args) if opts.state else None
+
+
+def _state(args: Args) -> tuple[tuple[int, ...], str]:
+    """The shape and dtype of the final state."""
+    (B, _, H, K), V = args.query.shape, args.value.shape[-1]
     N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
-    V = args.value.shape[-1]
-    dtype = frontends.get(frontends.framework_of(args.query)).dtype_name(args.query)
-    return ((B, T, H, V), dtype), ((N, H, K, V), "float64" if dtype == "float64" else "float32")
+    dtype = _dtype(frontends.get(frontends.framework_of(args.query)), args.query)
+    return (N, H, K, V), "float64" if dtype == "float64" else "float32"
 
 
 def differentiated(args: Args, opts: Options) -> Args:
@@ -177,6 +184,23 @@ def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
         return x.reshape(size, *shape)
     # A decay that the batch of a call shares.
     return x.reshape(size, -1, *shape).sum(1)
+
+
+def _without_state(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
+    """The same two functions, which leave out the final state where it is not wanted."""
+
+    @functools.wraps(forward)
+    def run_forward(args, opts):
+        (output, state), residuals = forward(args, opts)
+        return (output, state if opts.state else None), residuals
+
+    @functools.wraps(backward)
+    def run_backward(args, residuals, grads, opts):
+        if grads[1] is None and frontends.framework_of(args.query) == "jax":
+            grads = grads[0], frontends.get("jax").zeros(*_state(args), args.query)
+        return backward(args, residuals, grads, opts)
+
+    return run_forward, run_backward
 
 
 def _dtype(frontend, x) -> str:
@@ -232,34 +256,34 @@ def kernels(
         has_vmap: all that it does has batching rules in JAX; without, calls under ``vmap`` are folded into one.
     """
     folding = None if has_vmap else (fold, unfold)
-    made = frontends.differentiable(forward, backward, (outputs, differentiated), folding)
+    made = frontends.differentiable(*_without_state(forward, backward), (outputs, differentiated), folding)
 
-    def prepare(args, softmax_scale, reverse, cfg):
+    def prepare(args, softmax_scale, reverse, cfg, return_state=True):
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-        opts = Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray))
+        opts = Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray), return_state)
         return made(frontends.framework_of(args.query), opts)
 
-    def run(op_id, args, softmax_scale, reverse, cfg):
+    def run(op_id, args, softmax_scale, reverse, cfg, return_state):
         if cfg is None:
             inv = describe(op_id, args, softmax_scale, reverse)
             reason = unsupported(inv)
             if reason:
                 raise UnsupportedError(f"{op_id}: {reason}")
             cfg = heuristic(inv, Config())
-        return prepare(args, softmax_scale, reverse, cfg)(args)
+        return prepare(args, softmax_scale, reverse, cfg, return_state)(args)
 
     def gla(query, key, value, g=None, g_gamma=None, softmax_scale=None, initial_state=None, reverse=False,
-            cu_seqlens=None, *, cfg=None):  # fmt: skip
-        """Gated linear attention, ``(output, final_state)``; see :func:`keraunos.gla_attention`."""
+            cu_seqlens=None, *, cfg=None, return_state=True):  # fmt: skip
+        """Gated linear attention, ``(output, final_state or None)``; see :func:`keraunos.gla_attention`."""
         args = Args(query, key, value, g, g_gamma, initial_state, cu_seqlens)
-        return run("gla", args, softmax_scale, reverse, cfg)
+        return run("gla", args, softmax_scale, reverse, cfg, return_state)
 
     def lightning_attn(query, key, value, layer_idx=None, num_layers=None, softmax_scale=None, initial_state=None,
-                       reverse=False, cu_seqlens=None, *, log_decay=None, cfg=None):  # fmt: skip
-        """Lightning attention, ``(output, final_state)``; see :func:`keraunos.lightning_attention`."""
+                       reverse=False, cu_seqlens=None, *, log_decay=None, cfg=None, return_state=True):  # fmt: skip
+        """Lightning attention, ``(output, final_state or None)``; see :func:`keraunos.lightning_attention`."""
         gamma = constant_decay("lightning_attn", query.shape[2], layer_idx, num_layers, log_decay)
         args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
-        return run("lightning_attn", args, softmax_scale, reverse, cfg)
+        return run("lightning_attn", args, softmax_scale, reverse, cfg, return_state)
 
     def implementation(fn: Callable) -> Implementation:
         return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare)
