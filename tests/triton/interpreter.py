@@ -1,7 +1,7 @@
 """Make Triton's interpreter right for bf16: it multiplies the raw 16-bit integers, and casts by cutting bits off.
 
-A pytest plugin. KERAUNOS_TEST_SEGMENT cuts sequences into segments of that many tokens (or of a chunk, if that is
-longer), which the choice by size would not do for sequences as short as the interpreter can take.
+A pytest plugin. KERAUNOS_TEST_SEGMENT cuts sequences into segments of that many tokens (or of two pieces of a chunk,
+if that is longer), which the choice by size would not do for sequences as short as the interpreter can take.
 """
 
 import os
@@ -43,3 +43,4 @@ if os.environ.get("KERAUNOS_TEST_SEGMENT"):
     from keraunos.kernels.linear_attention import triton as platform
 
     platform._MIN_SEGMENT = int(os.environ["KERAUNOS_TEST_SEGMENT"]) // 2
+    platform._MIN_PIECE = platform._MIN_SEGMENT // 2

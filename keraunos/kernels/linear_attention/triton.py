@@ -31,9 +31,12 @@ FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 # With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# Programs that fill the largest GPUs. With fewer, sequences are cut into segments.
+# Programs that fill the largest GPUs. With fewer, sequences are cut into segments, for which a pass over pieces of them
+# makes the states that they start from. Tokens that make a segment and a piece worth their while. Pieces, times heads,
+# that run at once; and that share the pass evenly where constant decays leave most heads little to do.
 _PROGRAMS = 128
-_MIN_SEGMENT = 512
+_MIN_SEGMENT, _MIN_PIECE = 512, 1024
+_PIECES, _PIECES_FORGETTING = 198, 2048
 
 # Tiles and launch options: dimensions of K, warps, stages of the kernel that halves; of V, warps, stages of walks that
 # make states only; of K, of V, warps, stages of the gradient of gates. The last are never cut to fewer dimensions: with
@@ -135,12 +138,13 @@ class _Call:
         # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
         self.mild = 92.0 if self.dtype == "bfloat16" else 0.0
         self.BT: int = cast(int, self.cfg.block_q)
-        self.L = segment_length(self.T, _programs(specs, opts), self.BT)
-        self.slots = self.N if self.L is None else self.pieces(self.L)
-        self.chunks = self.pieces(self.BT)
+        # Tokens per segment (0: sequences are not cut) and pieces per segment.
+        forgets = self.has_gamma and not self.gate
+        self.L, self.P = segmentation(self.T, self.N * self.H, _programs(specs, opts), self.BT, forgets)
+        self.chunks = self.slots(self.BT)
 
-    def pieces(self, length: int) -> int:
-        """How many pieces of a length sequences have at most; a packed one may end in a shorter piece anywhere."""
+    def slots(self, length: int) -> int:
+        """How many parts of a length sequences have at most; a packed one may end in a shorter part anywhere."""
         return self.T // length + self.N if self.packed else self.N * -(-self.T // length)
 
     def flags(self, reverse: bool) -> dict[str, Any]:
@@ -168,10 +172,19 @@ def _most_segments(programs: int) -> int:
     return _PROGRAMS // max(programs, 1)
 
 
-def segment_length(T: int, programs: int, BT: int) -> int | None:
-    """Tokens per segment, or None where one program per sequence, head and tile fills the GPU."""
+def segmentation(T: int, heads: int, programs: int, BT: int, forgets: bool) -> tuple[int, int]:
+    """``(tokens per segment, pieces per segment)``; no tokens where one program per sequence, head and tile is enough.
+
+    Args:
+        T: tokens of the longest sequence; heads: sequences times heads; programs: those of a walk over sequences.
+        BT: tokens per chunk; forgets: the decay is constant.
+    """
     count = min(_most_segments(programs), T // _MIN_SEGMENT)
-    return -(-T // (count * BT)) * BT if count > 1 else None
+    if count < 2:
+        return 0, 1
+    most = _PIECES_FORGETTING // (count * heads) if forgets else _PIECES // ((count - 1) * heads)
+    pieces = max(min(T // count // _MIN_PIECE, most), 1)
+    return -(-T // (count * pieces * BT)) * pieces * BT, pieces
 
 
 def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
@@ -191,14 +204,15 @@ def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segme
     if q is None:
         BV, num_warps, num_stages = min((BV, num_warps, num_stages), _STATES)
     split = per_segment or init == 2
-    slots = call.slots if split else call.N
+    length = call.L // call.P if per_segment else call.L
+    slots = call.slots(length) if split else call.N
     like_q = q or k
     g = call.specs.g if call.gate == 1 else None
     unit = _unit(like_q, k, v)
     numbers = dict(
         **_strides(like_q, "q", unit, "bh"), **_strides(k, "k", unit, "bh"), **_strides(v, "v", unit, "bh"),
         **_strides(g, "g", 1),
-        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=call.L or 0,
+        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P,
     )  # fmt: skip
     states = (slots if per_segment else call.N, H)
     outputs = dict(
@@ -227,7 +241,7 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None
         init: state of each sequence; starts: state of each segment.
         decayed: where the gates are vectors.
         final, output, chunks: dtype of the final state, the output and the states at chunks, None if not wanted.
-        per_segment: the final state of each segment, from zero.
+        per_segment: the final state of each piece of a segment, from zero.
         state_t: states are transposed in memory.
 
     Returns:
@@ -251,8 +265,8 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None
 
 @_remember
 def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool) -> _Plan:
-    BK = 16
-    numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L)
+    BK = 8
+    numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L // call.P, P=call.P)
     constants = dict(H=call.H, K=K, V=V, BK=BK, BV=_tile(V), GATE=call.gate, INIT=init, **call.flags(reverse))
     outputs = dict(starts=_room(call.specs, call.opts))
     return _Plan(triton_kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
@@ -260,7 +274,7 @@ def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool) -> _Pl
 
 def _starts(call: _Call, args: Args, k, v, *, reverse, adjoint=False, init=None, decayed=None):
     """The state that each segment starts from, ``[slots, H, K, V]``; None where sequences are not cut."""
-    if call.L is None:
+    if not call.L:
         return None
     _, local, _, total = _scan(call, args, None, k, v, reverse=reverse, adjoint=adjoint, final="float32",
                                per_segment=True, decayed=decayed)  # fmt: skip
@@ -269,46 +283,49 @@ def _starts(call: _Call, args: Args, k, v, *, reverse, adjoint=False, init=None,
 
 
 class _Decayed(NamedTuple):
-    """q and k decayed to their chunk's borders, its sums of gates; and the pairs of chunks whose gates are strong."""
+    """What ``decay_kernel`` makes of vector gates, and the pairs of the chunks that are halved."""
 
     q: Any
     k: Any
+    factor: Any
     sums: Any
-    early: Any
     halved: Any
     intra: Any
 
 
 @_remember
-def _decay_plans(call: _Call) -> tuple[_Plan, _Plan]:
+def _decay_plans(call: _Call, factor: bool) -> tuple[_Plan, _Plan]:
     q, k, g = call.specs.query, call.specs.key, call.specs.g
     unit = _unit(q, k, g)
     numbers = dict(**_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(g, "g", unit),
                    stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N)  # fmt: skip
-    common = dict(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BN=_pow2(call.N), **call.flags(call.reverse))
-    grid, tokens, chunks = (call.chunks * call.H,), (call.B, call.T, call.H), (call.chunks, call.H)
-    outputs: dict[str, Any] = dict(qd=((*tokens, call.K), call.dtype), kd=((*tokens, call.K), call.dtype),
-                   sums=((*chunks, call.K), "float32"), early=((*chunks, call.K), "float32"))  # fmt: skip
+    common = dict(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BN=_pow2(call.N), MILD=call.mild,
+                  **call.flags(call.reverse))  # fmt: skip
+    grid, tokens, chunks = (call.chunks * call.H,), (call.B, call.T, call.H, call.K), (call.chunks, call.H)
+    mild, decayed, sums = call.mild > 0, (tokens, call.dtype), ((*chunks, call.K), "float32")
+    factor = factor and mild
+    outputs: dict[str, Any] = dict(
+        qd=decayed, kd=decayed, factor=decayed if factor else None, sums=sums,
+        halved=(chunks, "int32") if mild else None,
+    )  # fmt: skip
     BK = _tile(call.K)
-    constants = dict(**common, BK=BK)
-    decay = _Plan(triton_chunks.decay_kernel, grid, numbers, outputs, constants, max(BK // 128, 1), 1)
+    decay = _Plan(triton_chunks.decay_kernel, grid, numbers, outputs, dict(**common, BK=BK, FACTOR=factor),
+                  max(BK // 128, 1), 1)  # fmt: skip
     BK, num_warps, num_stages = _HALVING
-    outputs = dict(halved=(chunks, "int32") if call.mild else None, intra=((*chunks, call.BT, call.BT), call.dtype))
     BH = min(_pow2(call.H), _HEADS)
-    grid = (call.chunks * -(-call.H // BH),)
-    constants = dict(**common, BK=min(_tile(call.K), BK), BS=_tile(call.K), BH=BH, TERMS=call.terms,
-                           MILD=call.mild, PRECISION=call.precision)  # fmt: skip
+    grid, outputs = (call.chunks * -(-call.H // BH),), dict(intra=((*chunks, call.BT, call.BT), call.dtype))
+    constants = dict(**common, BK=min(_tile(call.K), BK), BH=BH, TERMS=call.terms, PRECISION=call.precision)
     return decay, _Plan(triton_chunks.halving_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
 
 
-def _decay(call: _Call, args: Args) -> _Decayed | None:
+def _decay(call: _Call, args: Args, factor: bool = False) -> _Decayed | None:
     """Vector gates, worked into q and k in parallel over chunks; None where there are none."""
     if call.gate != 2:
         return None
-    decay, halving = _decay_plans(call)
+    decay, halving = _decay_plans(call, factor)
     arrays = dict(q=args.query, k=args.key, g=args.g, gamma=args.g_gamma)
-    q, k, sums, early = decay.launch(**arrays, cu_seqlens=args.cu_seqlens)
-    return _Decayed(q, k, sums, early, *halving.launch(**arrays, sums=sums, cu_seqlens=args.cu_seqlens))
+    made = decay.launch(**arrays, cu_seqlens=args.cu_seqlens)
+    return _Decayed(*made, *halving.launch(**arrays, halved=made[-1], cu_seqlens=args.cu_seqlens))
 
 
 def forward(args: Args, opts: Options):
@@ -320,7 +337,7 @@ def forward(args: Args, opts: Options):
         q, k = decayed.q, decayed.k
     starts = _starts(call, args, k, v, reverse=call.reverse, init=h0, decayed=decayed)
     output, final, _, _ = _scan(call, args, q, k, v, reverse=call.reverse, init=h0, starts=starts, decayed=decayed,
-                                final="float32", output=call.dtype)  # fmt: skip
+                                final="float32" if opts.state else None, output=call.dtype)  # fmt: skip
     return (output, final), (starts,)
 
 
@@ -337,7 +354,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     dtype = "float32" if call.R > 1 else call.dtype
     need_gate = args.g is not None or call.need_gamma
     chunks = call.dtype if need_gate else None
-    decayed = _decay(call, args)
+    decayed = _decay(call, args, factor=True)
     qd, kd = (decayed.q, decayed.k) if decayed else (q, k)
     run = dict(reverse=not call.reverse, adjoint=True, init=dfinal)
     ends = _starts(call, args, qd, do, decayed=decayed, **run)
@@ -348,8 +365,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         _, _, hs, _ = _scan(call, args, None, kd, v, reverse=call.reverse, init=h0, starts=starts, decayed=decayed,
                             chunks=chunks)  # fmt: skip
         if decayed:
-            decayed = decayed._replace(q=None, k=None, intra=None)
-        del qd, kd
+            decayed = decayed._replace(intra=None)
         dq, dk, dg, dgamma = _gradients(call, args, decayed, do, hs, dhs, dtype)
     else:
         dq = _scan(call, args, do, v, k, reverse=call.reverse, init=h0, starts=starts, output=call.dtype,
@@ -362,10 +378,10 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
 
 
 @_remember
-def _gradient_plans(call: _Call, do: _Spec, dtype: str) -> tuple[_Plan, _Plan | None]:
-    """The launch for all chunks, and one that does those again whose pairs came by halving."""
-    q, k, v, g = call.specs[:4]
-    (B, T, H, K), V = q.shape, call.V
+def _gradient_plan(call: _Call, q: _Spec, k: _Spec, do: _Spec, mild: bool, halved: bool, outputs: tuple) -> _Plan:
+    """The launch for all chunks (mild: with decayed q and k), or for those that are halved."""
+    v, g = call.specs.value, call.specs.g
+    H, K, V = call.H, call.K, call.V
     BK, BV, num_warps, num_stages = _GRADIENT
     tiles = -(-K // BK)
     vector = call.gate == 2
@@ -373,37 +389,45 @@ def _gradient_plans(call: _Call, do: _Spec, dtype: str) -> tuple[_Plan, _Plan | 
     numbers = dict(**_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(v, "v", unit),
                    **_strides(g, "g", unit if vector else 1), stride_gamma_b=call.stride_gamma_b,
                    **_strides(do, "o", unit),
-                   scale=call.scale, T=T, N=call.N)  # fmt: skip
-    dg = ((B, T, H, K), "float32" if call.need_gamma else g.dtype) if vector else ((tiles, B, T, H), "float32")
-    outputs: dict[str, Any] = dict(dq=((B, T, H, K), call.dtype), dk=((B, T, H, K), dtype), dg=dg)
-    mild = vector and call.mild > 0
-    common = dict(
-        H=H, K=K, V=V, R=call.R, UNIT=unit, BT=call.BT, BK=BK, BV=BV, BN=_pow2(call.N), GATE=call.gate,
-        TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), PRECISION=call.precision,
-        **call.flags(call.reverse),
+                   scale=call.scale, T=call.T, N=call.N)  # fmt: skip
+    BH = min(_pow2(H), _HEADS) if halved else 1
+    constants = dict(
+        H=H, K=K, V=V, RK=H // k.shape[2], RV=call.R, UNIT=unit, BT=call.BT, BK=BK, BV=BV, BH=BH, BN=_pow2(call.N),
+        GATE=call.gate, TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), MILD=mild,
+        HALVED=halved, PRECISION=call.precision, **call.flags(call.reverse),
     )  # fmt: skip
-    constants = dict(**common, BH=1, MILD=mild, HALVED=False)
-    grid: tuple[int, ...] = (call.chunks * H * tiles,)
-    plan = _Plan(triton_chunks.gradient_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
-    if not mild:
-        return plan, None
-    BH = min(_pow2(H), _HEADS)
-    constants = dict(**common, BH=BH, MILD=False, HALVED=True)
     grid = (call.chunks * -(-H // BH) * tiles,)
-    return plan, plan._replace(grid=grid, outputs={name: f"{name}_mild" for name in outputs}, constants=constants)
+    kernel = triton_chunks.gradient_kernel
+    return _Plan(kernel, grid, numbers, dict(zip(("dq", "dk", "dg"), outputs, strict=True)), constants, num_warps,
+                 num_stages)  # fmt: skip
 
 
 def _gradients(call: _Call, args: Args, decayed: _Decayed | None, do, hs, dhs, dtype: str):
     """``(dq, dk, dg, dgamma)``, in parallel over chunks, from the states before and the gradients after each chunk."""
-    g = call.specs.g
-    plan, again = _gradient_plans(call, _spec(do), dtype)
-    halved, sums, early = (decayed.halved, decayed.sums, decayed.early) if decayed else (None, None, None)
-    arrays = dict(q=args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, sums=sums, early=early, do=do,
-                  hs=hs, dhs=dhs, halved=halved)  # fmt: skip
-    dq, dk, dg = plan.launch(**arrays, dq_mild=None, dk_mild=None, dg_mild=None, cu_seqlens=args.cu_seqlens)
-    if again:
-        dq, dk, dg = again.launch(**arrays, dq_mild=dq, dk_mild=dk, dg_mild=dg, cu_seqlens=args.cu_seqlens)
-    whole = (call.B, call.T, call.H)
+    q, k, g = call.specs.query, call.specs.key, call.specs.g
+    whole, vector, mild = (call.B, call.T, call.H), call.gate == 2, call.gate == 2 and call.mild > 0
+    kind_g = "float32" if call.need_gamma or not vector else g.dtype
+    outputs: tuple[Any, ...] = (((*whole, call.K), call.dtype), ((*whole, call.K), dtype),
+               ((*whole, call.K) if vector else (-(-call.K // _GRADIENT[0]), *whole), kind_g))  # fmt: skip
+    qd, kd, factor, sums, halved, _ = decayed or [None] * 6
+
+    def launch(plan, q, k, given=(None, None, None)):
+        return plan.launch(
+            q=q, k=k, v=args.value, g=args.g, gamma=args.g_gamma, factor=factor, sums=sums, do=do, hs=hs, dhs=dhs,
+            halved=halved, dq_mild=given[0], dk_mild=given[1], dg_mild=given[2], cu_seqlens=args.cu_seqlens,
+        )  # fmt: skip
+
+    if not mild:
+        dq, dk, dg = launch(_gradient_plan(call, q, k, _spec(do), False, False, outputs), args.query, args.key)
+    else:
+        # Each program overwrites what no other reads: its own part of the decayed q and k and of their factor.
+        own = zip(("q", "k", "factor"), outputs, strict=True)
+        outputs, contiguous = tuple(name if o[1] == call.dtype else o for name, o in own), _spec(qd)
+        plan = _gradient_plan(call, contiguous, contiguous, _spec(do), True, False, outputs)
+        given = launch(plan, qd, kd)
+        factor = None
+        plan = _gradient_plan(call, q, k, _spec(do), False, True, ("dq_mild", "dk_mild", "dg_mild"))
+        dq, dk, dg = launch(plan, args.query, args.key, given)
     if call.gate < 2:
         dg = _sum(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else g.dtype)
     dgamma = _gamma_gradient(call, dg) if call.need_gamma else None
@@ -456,9 +480,10 @@ def heuristic(inv, cfg):
     if exact or wide:
         return replace(cfg, block_q=_exact_chunk(wide) if exact else 64, block_d=32 if exact and wide else 64,
                        num_warps=4, num_stages=2)  # fmt: skip
-    # Two warpgroups with half a state each need every input once, but programs must be enough for the GPU.
+    # Two warpgroups with half a state each read every input once. But where programs with half a state fill the GPU as
+    # they are, and with a whole one only once sequences are cut, that pays in long sequences only.
     heads = inv.dims["N"] * inv.dims["H"]
-    wide = min(K, V) > 64 and (heads >= 96 or heads <= 32)
+    wide = min(K, V) > 64 and not (48 < heads <= 66 and inv.dims["T"] <= 8192)
     stages = 3 if "g" in inv.arrays else 4
     return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)
 

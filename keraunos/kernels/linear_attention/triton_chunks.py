@@ -31,27 +31,21 @@ def level(o_p, m):
 
 
 @triton.jit
-def around_middle(o_p, BT: tl.constexpr):
-    """``[BT, BT]`` in {-1, 0, 1}: its product with gates is their sum from the chunk's middle to a token, signed."""
-    m_upto = (o_p[None, :] <= o_p[:, None]).to(tl.float32)
-    m_early = (o_p[None, :] < BT // 2).to(tl.float32)
-    return m_upto - m_early
-
-
-@triton.jit
 def decay_kernel(
     q, k, g, gamma, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_gamma_b, scale, T, N,
-    qd, kd, sums, early,
+    qd, kd, factor, sums, halved,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, GAMMA: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    BN: tl.constexpr, GAMMA: tl.constexpr, MILD: tl.constexpr, FACTOR: tl.constexpr, REVERSE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """What vector gates do inside a chunk, worked into q and k, so that a scan over chunks need not know them.
 
-    ``qd = scale * q exp(gates from the chunk's start to the token)``, ``kd = k exp(gates after the token to the chunk's
-    end)``, ``sums`` the gates (base 2) of the chunk, ``early`` those of its earlier half. Walks token by token, q from
-    the start and k from the end.
+    ``qd = scale * q * factor``, ``kd = k / factor`` with ``factor = exp(gates from the chunk's start to the token)``;
+    ``sums`` are the gates (base 2) of the chunk. If those of any dimension sum below -MILD, factors may be too small
+    for the dtype: then the chunk is ``halved``, and ``kd = k exp(gates after the token to the chunk's end)``. Walks
+    token by token, two at a time.
     """
     i_h = tl.program_id(0) % H
     i_s = tl.program_id(0) // H
@@ -66,48 +60,57 @@ def decay_kernel(
     p_q = q + (i_b * stride_qb + base * stride_qt + i_h * stride_qh) * UNIT + o_k
     p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh) * UNIT + o_k
     p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT + o_k
-    p_d = ((i_b * T + base) * H + i_h) * K + o_k
+    o_d = ((i_b * T + base) * H + i_h) * K + o_k
     b_gamma = 0.0
     if GAMMA:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
 
     b_to = tl.zeros([BK], dtype=tl.float32)
-    b_left = tl.zeros([BK], dtype=tl.float32)
-    b_early = tl.zeros([BK], dtype=tl.float32)
-    for i in range(left):
-        t_q = (left - 1 - i) if REVERSE else i
-        t_k = i if REVERSE else (left - 1 - i)
-        b_gq = load_gate(p_g + t_q * (stride_gt * UNIT), m_k, CLOSED) * LOG2E + b_gamma
-        b_gk = load_gate(p_g + t_k * (stride_gt * UNIT), m_k, CLOSED) * LOG2E + b_gamma
-        b_q = tl.load(p_q + t_q * (stride_qt * UNIT), mask=m_k, other=0.0).to(tl.float32)
-        b_k = tl.load(p_k + t_k * (stride_kt * UNIT), mask=m_k, other=0.0).to(tl.float32)
-        b_to += b_gq
-        b_early += tl.where(((BT - 1 - t_q) if REVERSE else t_q) < BT // 2, b_gq, 0.0)
-        tl.store(qd + p_d + t_q * (H * K), (b_q * (tl.exp2(b_to) * scale)).to(qd.dtype.element_ty), mask=m_k)
-        tl.store(kd + p_d + t_k * (H * K), (b_k * tl.exp2(b_left)).to(kd.dtype.element_ty), mask=m_k)
-        b_left += b_gk
+    for i in range(0, left, 2):
+        for j in tl.static_range(2):
+            t = (left - 1 - i - j) if REVERSE else (i + j)
+            m_t = m_k & (i + j < left)
+            b_g = load_gate(p_g + t * (stride_gt * UNIT), m_t, CLOSED)
+            b_q = tl.load(p_q + t * (stride_qt * UNIT), mask=m_t, other=0.0).to(tl.float32)
+            if MILD > 0:
+                b_k = tl.load(p_k + t * (stride_kt * UNIT), mask=m_t, other=0.0).to(tl.float32)
+            b_to += tl.where(m_t, b_g * LOG2E + b_gamma, 0.0)
+            b_f = tl.exp2(b_to)
+            o_t = o_d + t * (H * K)
+            tl.store(qd + o_t, (b_q * (b_f * scale)).to(qd.dtype.element_ty), mask=m_t)
+            if MILD > 0:
+                tl.store(kd + o_t, (b_k * tl.exp2(-b_to)).to(kd.dtype.element_ty), mask=m_t)
+            if FACTOR:
+                tl.store(factor + o_t, b_f.to(factor.dtype.element_ty), mask=m_t)
     i_slot = i_s.to(tl.int64) * H + i_h
     tl.store(sums + i_slot * K + o_k, b_to, mask=m_k)
-    tl.store(early + i_slot * K + o_k, b_early, mask=m_k)
+    strong = tl.min(tl.where(m_k, b_to, 0.0), 0) <= -MILD
+    if MILD > 0:
+        tl.store(halved + i_slot, strong.to(tl.int32))
+    if strong:
+        b_left = tl.zeros([BK], dtype=tl.float32)
+        for i in range(left):
+            t = i if REVERSE else (left - 1 - i)
+            b_k = tl.load(p_k + t * (stride_kt * UNIT), mask=m_k, other=0.0).to(tl.float32)
+            tl.store(kd + o_d + t * (H * K), (b_k * tl.exp2(b_left)).to(kd.dtype.element_ty), mask=m_k)
+            b_left += load_gate(p_g + t * (stride_gt * UNIT), m_k, CLOSED) * LOG2E + b_gamma
 
 
 @triton.jit
 def halving_kernel(
-    q, k, g, gamma, sums, cu_seqlens,
+    q, k, g, gamma, halved, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_gamma_b, scale, T, N,
-    halved, intra,
+    intra,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr,
     REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of chunks with strong gates: for j <= i ``intra_ij = scale * sum_k q_ik k_jk exp(gates between j, i)``.
+    """Pairs j <= i of chunks that are ``halved``: ``intra_ij = scale * sum_k q_ik k_jk exp(gates between j and i)``.
 
-    Where no dimension's gates sum below -MILD (base 2) over the chunk, the chunk is left to who needs the pairs: they
-    factor into factors that are neither too large nor too small for the dtype. Else by halving: at each level the pairs
-    between the halves of a block factor at their boundary into ``exp(gates from the boundary to i) * exp(gates from j
-    to the boundary)``, both at most 1, so each level is one tile ``y = (q in later halves, k in earlier halves) *
-    factor`` and one product ``y y^T``; the diagonal has no decay. Both ways are exact.
+    At each level the pairs between the halves of a block factor at their boundary into ``exp(gates from the boundary to
+    i) * exp(gates from j to the boundary)``, both at most 1, so each level is one tile ``y = (q in later halves, k in
+    earlier halves) * factor`` and one product ``y y^T``; the diagonal has no decay. MILD of 0: all chunks.
     """
     NB: tl.constexpr = (H + BH - 1) // BH
     i_s = tl.program_id(0) // NB
@@ -118,11 +121,7 @@ def halving_kernel(
     o_h = tl.arange(0, BH)
     m_strong = i_h0 + o_h < H
     if MILD > 0:
-        p_sums = sums + ((i_s.to(tl.int64) * H + i_h0 + o_h) * K)[:, None] + tl.arange(0, BS)[None, :]
-        b_sums = tl.load(p_sums, mask=m_strong[:, None] & (tl.arange(0, BS) < K)[None, :], other=0.0)
-        b_worst = tl.min(b_sums, 1)
-        tl.store(halved + i_s.to(tl.int64) * H + i_h0 + o_h, (b_worst < -MILD).to(tl.int32), mask=m_strong)
-        m_strong = b_worst < -MILD
+        m_strong = tl.load(halved + i_s.to(tl.int64) * H + i_h0 + o_h, mask=m_strong, other=0) != 0
         if tl.max(m_strong.to(tl.int32), 0) == 0:
             return
     i_b = 0 if PACKED else i_n.to(tl.int64)
@@ -167,31 +166,25 @@ def halving_kernel(
 
 @triton.jit
 def mild_gradients(
-    b_q, b_k, b_g, b_sums, b_early, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
-    BT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, b_k, b_f, b_sums, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
+    DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg ``[BT, BK]`` with vector gates whose sum is mild: pairs factor at the chunk's middle.
+    """dq, dk and dg ``[BT, BK]`` with mild vector gates: q has been decayed by ``b_f``, k by its inverse.
 
     ``b_da`` ``[BT, BT]`` are the gradients of pairs, without decay; ``b_dq`` and ``b_dk`` those through the states;
     ``b_across`` ``[BK]`` is what passes through the chunk.
     """
-    b_qf = b_q.to(tl.float32)
-    b_kf = b_k.to(tl.float32)
     b_p = tl.where(m_upto, b_da, 0.0).to(b_q.dtype)  # [BT (i), BT (j)]
-    b_e = ones_dot(around_middle(o_p, BT), b_g, TERMS) * LOG2E
-    b_qe = (b_qf * tl.exp2(b_e)).to(b_q.dtype)
-    b_ke = (b_kf * tl.exp2(-b_e)).to(b_q.dtype)
-    b_dq = tl.dot(b_p, b_ke, b_dq * (tl.exp2(b_early) * scale)[None, :], input_precision=PRECISION)
-    b_x = b_qe.to(tl.float32) * b_dq
-    b_dq *= tl.exp2(b_e)
-    b_dk *= tl.exp2(b_sums - b_early)[None, :]
-    b_across += tl.sum(b_ke.to(tl.float32) * b_dk, 0)
-    b_dk = tl.dot(tl.trans(b_p), b_qe, b_dk, input_precision=PRECISION)
+    b_kf = b_k.to(tl.float32)
+    b_dk *= tl.exp2(b_sums)[None, :]
+    b_across += tl.sum(b_kf * b_dk, 0)
+    b_dk = tl.dot(tl.trans(b_p), b_q, b_dk, input_precision=PRECISION)
+    b_dq = tl.dot(b_p, b_k, b_dq, input_precision=PRECISION)
     # What pairs inside the chunk add here cancels but for those that span t: exactly, as both have the same terms.
-    b_x -= b_ke.to(tl.float32) * b_dk
-    b_dk *= tl.exp2(-b_e)
+    b_x = b_q.to(tl.float32) * b_dq - b_kf * b_dk
     b_dg = ones_dot(o_p[:, None] <= o_p[None, :], b_x, DG_TERMS + 1) + b_across[None, :]
-    return b_dq, b_dk, b_dg
+    b_ff = b_f.to(tl.float32)
+    return b_dq * (b_ff * scale), b_dk / b_ff, b_dg
 
 
 @triton.jit
@@ -264,11 +257,11 @@ def scalar_gradients(
 
 @triton.jit
 def gradient_kernel(
-    q, k, v, g, gamma, sums, early, do, hs, dhs, halved, dq_mild, dk_mild, dg_mild, cu_seqlens,
+    q, k, v, g, gamma, factor, sums, do, hs, dhs, halved, dq_mild, dk_mild, dg_mild, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N,
     dq, dk, dg,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, UNIT: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, MILD: tl.constexpr,
     HALVED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -279,7 +272,8 @@ def gradient_kernel(
     that spans it, so dg_t is a sum over pairs j < t <= i: within the chunk level by level, from before the chunk
     through q and dq, to after it through k and dk, and across it through both states. All these are sums of what is
     there, never differences that cancel. With scalar or constant gates (GATE < 2) dg is one value per token and tile of
-    K.
+    K. MILD: q and k come from ``decay_kernel``, with its ``factor``, and chunks that are ``halved`` get nothing of use;
+    HALVED: only these.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NB: tl.constexpr = (H + BH - 1) // BH
@@ -308,10 +302,10 @@ def gradient_kernel(
             o_p = (BT - 1 - o_t) if REVERSE else o_t
             o_k = i_k * BK + tl.arange(0, BK)
             m_k = m_t[:, None] & (o_k < K)[None, :]
-            p_v = v + (i_b * stride_vb + base * stride_vt + (i_h // R) * stride_vh) * UNIT
+            p_v = v + (i_b * stride_vb + base * stride_vt + (i_h // RV) * stride_vh) * UNIT
             p_o = do + (i_b * stride_ob + base * stride_ot + i_h * stride_oh) * UNIT
             p_q = q + (i_b * stride_qb + base * stride_qt + i_h * stride_qh) * UNIT
-            p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // R) * stride_kh) * UNIT
+            p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh) * UNIT
             i_slot = i_s.to(tl.int64) * H + i_h
             i_state = i_slot * K * V
             b_gamma = 0.0
@@ -328,11 +322,13 @@ def gradient_kernel(
             b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
             b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
             if GATE == 2:
-                b_g = tl.load(p_g + o_t[:, None] * (stride_gt * UNIT_G) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
-                if GAMMA:
-                    b_g = tl.where(m_k, b_g.to(tl.float32) + b_gamma / LOG2E, 0.0)
                 b_sums = tl.load(sums + i_slot * K + o_k, mask=o_k < K, other=0.0)  # [BK]
-                b_early = tl.load(early + i_slot * K + o_k, mask=o_k < K, other=0.0)  # [BK]
+                if MILD:
+                    b_f = tl.load(factor + o_d, mask=m_k, other=1.0)  # [BT, BK]
+                else:
+                    b_g = tl.load(p_g + o_t[:, None] * (stride_gt * UNIT_G) + o_k[None, :], mask=m_k, other=0.0)
+                    if GAMMA:
+                        b_g = tl.where(m_k, b_g.to(tl.float32) + b_gamma / LOG2E, 0.0)
             b_da = tl.zeros([BT, BT], dtype=tl.float32)
             b_dq = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -350,14 +346,15 @@ def gradient_kernel(
                 b_dq = tl.dot(b_do, tl.trans(b_h), b_dq, input_precision=PRECISION)
                 b_dk = tl.dot(b_v, tl.trans(b_dh), b_dk, input_precision=PRECISION)
                 b_across += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
-            b_da *= scale
+            if not MILD:
+                b_da *= scale
 
             if GATE == 2:
                 b_across *= tl.exp2(b_sums)
                 if MILD:
                     b_dq, b_dk, b_dg = mild_gradients(
-                        b_q, b_k, b_g, b_sums, b_early, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
-                        BT, TERMS, DG_TERMS, PRECISION,
+                        b_q, b_k, b_f, b_sums, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
+                        DG_TERMS, PRECISION,
                     )  # fmt: skip
                 else:
                     b_dq, b_dk, b_dg = halved_gradients(

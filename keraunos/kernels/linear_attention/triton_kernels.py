@@ -1,9 +1,9 @@
 """The Triton kernels that walk over sequences; ``triton.py`` says how they and others make a forward and a backward.
 
-Sequences are cut into chunks of BT tokens, and for the sequence split into segments of L tokens. Rows of a tile are in
-the order of memory; ``o_p`` is their place in the order of the recurrence, so that running backwards is index
-arithmetic. An adjoint run (ADJOINT) carries the gradient of the state: a token's own gate acts after the token, not
-before it, and the softmax scale acts on what enters the state, not on what is read from it.
+Sequences are cut into chunks of BT tokens, and for the sequence split into segments, whose states come from pieces, P
+to a segment. Rows of a tile are in the order of memory; ``o_p`` is their place in the order of the recurrence, so that
+running backwards is index arithmetic. An adjoint run (ADJOINT) carries the gradient of the state: a token's own gate
+acts after the token, not before it, and the softmax scale acts on what enters the state, not on what is read from it.
 
 Every decay is ``exp2`` of a sum of gates over exactly the tokens that it spans, taken as a product with a 0/1 matrix:
 no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0, ``-inf`` included.
@@ -20,11 +20,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-16384.0)
 # The log of less than any 16-bit value.
 FAINT = tl.constexpr(-100.0)
+# The log, base 2, of less than any float32 value.
+NOTHING = tl.constexpr(-150.0)
 
 
 @triton.jit
 def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr):
-    """Slot -> (sequence, its first token, its length, segment). Sequence n owns the slots from ``begin // L + n``."""
+    """Slot -> (sequence, its first token, its length, part). Sequence n owns the slots from ``begin // L + n``."""
     if PACKED:
         i_n = i_s
         if SPLIT:
@@ -45,17 +47,23 @@ def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, 
 
 
 @triton.jit
+def upper(x):
+    """The upper 8 bits of x, which bf16 holds; by their mask: arithmetic could be contracted away."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def ones_dot(m, x, TERMS: tl.constexpr):
     """``m @ x`` of a 0/1 matrix, exact to ``8 * TERMS`` bits of x: the tensor cores see x as that many bf16 parts."""
     # By way of float32: the interpreter casts only that to bf16 by value.
     m = m.to(tl.float32).to(tl.bfloat16)
-    b_x = x.to(tl.bfloat16)
-    b_y = tl.dot(m, b_x)
+    x = x.to(tl.float32)
+    b_y = tl.zeros(x.shape, dtype=tl.float32)
     for _ in tl.static_range(TERMS - 1):
-        x = x.to(tl.float32) - b_x.to(tl.float32)
-        b_x = x.to(tl.bfloat16)
-        b_y = tl.dot(m, b_x, b_y)
-    return b_y
+        b_x = upper(x)
+        b_y = tl.dot(m, b_x.to(tl.bfloat16), b_y)
+        x -= b_x
+    return tl.dot(m, x.to(tl.bfloat16), b_y)
 
 
 @triton.jit
@@ -71,18 +79,20 @@ def load_gamma(gamma, i_b, i_h, stride_gamma_b):
 
 
 @triton.jit
-def chunk_decay(
-    b_gamma, o_p, left, scale_out, scale_in, BT: tl.constexpr, REVERSE: tl.constexpr, ADJOINT: tl.constexpr
-):
-    """Constant decays of a chunk of ``left`` tokens: from its start to each ``[BT]``, from each to its end, across it.
+def reach(b_gamma, i_p, L, P, REVERSE: tl.constexpr):
+    """How many tokens back from the end of piece i_p of a segment anything is left at the segment's end.
 
-    Rows past the end do not count: they come last, or first when running backwards.
+    Below 0: not even there. Not for pieces of the segment that is walked last, which may be a short one.
     """
-    n_past = BT - left
-    n_to = o_p + (0 if ADJOINT else 1) - (n_past if REVERSE else 0)
-    n_left = BT - 1 - o_p + (1 if ADJOINT else 0) - (0 if REVERSE else n_past)
-    b_to = tl.exp2(b_gamma * tl.maximum(n_to, 0)) * scale_out
-    b_left = tl.exp2(b_gamma * tl.maximum(n_left, 0)) * scale_in
+    n_after = (i_p if REVERSE else (P - 1 - i_p)) * L
+    return tl.minimum(NOTHING / tl.minimum(b_gamma, -1e-6), 1e9).to(tl.int32) - n_after
+
+
+@triton.jit
+def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT: tl.constexpr):
+    """Constant decays of a chunk of ``left`` tokens: from its start to each ``[BT]``, from each to its end, across."""
+    b_to = tl.exp2(b_gamma * (o_p + (0 if ADJOINT else 1))) * scale_out
+    b_left = tl.exp2(b_gamma * tl.maximum(left - o_p - (0 if ADJOINT else 1), 0)) * scale_in
     return b_to, b_left, tl.exp2(b_gamma * left)
 
 
@@ -90,7 +100,7 @@ def chunk_decay(
 def scan_kernel(
     q, k, v, g, gamma, sums, halved, intra, h0, cu_seqlens,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
-    scale, T, N, L,
+    scale, T, N, L, P,
     o, ht, hs, total,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
     stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
@@ -106,10 +116,11 @@ def scan_kernel(
     cores read from registers, and only the masked ``k q^T`` passes through shared memory.
 
     GATE: 0 none, 1 per token ``[B, T, H]``, 2 per token and dimension of k: then q and k come from ``decay_kernel``,
-    decayed to the borders of their chunk, with its ``sums``; the pairs of a chunk that is ``halved`` are in ``intra``,
-    those of others come from q and k and the sums: MILD says when. INIT: 0 zeros, 1 h0 of the sequence, 2 h0 of the
-    segment. FINAL: 0 none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of the segment. CHUNKS:
-    write the state before each chunk to hs. STATE_T: h0 and ht are ``[V, K]`` in memory.
+    decayed from and to their chunk's start, with its ``sums``; of a chunk that is ``halved`` (MILD of 0: all), k is
+    decayed to the end, and the pairs are in ``intra``. INIT: 0 zeros, 1 h0 of the sequence, 2 h0 of the
+    segment. FINAL: 0 none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of the piece, if anything
+    of it is left at its segment's end. CHUNKS: write the state before each chunk to hs. STATE_T: h0 and ht are ``[V,
+    K]`` in memory. L: tokens per segment, or per piece where FINAL is 2.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -121,11 +132,23 @@ def scan_kernel(
             return
         if FINAL == 2:  # noqa: SIM102
             # Nobody continues from the last segment.
-            if (i_g == 0) if REVERSE else ((i_g + 1) * L >= length):
+            if (i_g < P) if REVERSE else ((i_g // P + 1) * P * L >= length):
                 return
     i_b = 0 if PACKED else i_n.to(tl.int64)
     first = i_g * L if SPLIT else i_g
     size = (tl.minimum(length - first, L) if SPLIT else length).to(tl.int32)
+    b_gamma = 0.0
+    if GAMMA and GATE < 2:
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+    if FINAL == 2 and GAMMA and GATE == 0:
+        # Only the tokens count of which anything is left at the segment's end.
+        n_seen = reach(b_gamma, (i_g % P).to(tl.int32), L, P, REVERSE)
+        if n_seen < 0:
+            return
+        unseen = tl.maximum(size - n_seen, 0) // BT * BT
+        size -= unseen
+        if not REVERSE:
+            first += unseen
     n_c = tl.cdiv(size, BT)
 
     o_t = tl.arange(0, BT)
@@ -134,10 +157,8 @@ def scan_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = (o_k < K)[None, :]
     m_v = (o_v < V)[None, :]
-    # Walk from the first chunk, or from the last one down.
-    skip = ((n_c - 1) * BT).to(tl.int64) if REVERSE else tl.full([], 0, tl.int64)
-    step = -BT if REVERSE else BT
-    base = begin + first + skip
+    # Walk from the first chunk, or from the last one down. Tiles begin, or running backwards end, where chunks do.
+    base = begin + first + ((size - BT) if REVERSE else 0)
     p_q = q + (i_b * stride_qb + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT + base * stride_qt
     p_k = k + (i_b * stride_kb + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + base * stride_kt
     p_v = v + (i_b * stride_vb + (i_h // RV).to(tl.int64) * stride_vh) * UNIT + base * stride_vt
@@ -147,7 +168,7 @@ def scan_kernel(
     if GATE == 1:
         p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh + o_t * stride_gt
     i_slot = (begin // BT + i_n) if PACKED else (i_b * tl.cdiv(T, BT))
-    i_slot = (i_slot + (first + skip) // BT) * H + i_h  # of the chunk
+    i_slot = (i_slot + first // BT + ((n_c - 1) if REVERSE else 0)) * H + i_h  # of the chunk
     dtype: tl.constexpr = k.dtype.element_ty
 
     o_s = o_v[:, None] * (K if STATE_T else 1) + o_k[None, :] * (1 if STATE_T else V)
@@ -160,23 +181,28 @@ def scan_kernel(
 
     # The decays of a whole chunk: between its tokens, from its start, to its end, and across it. Adjoint runs see a
     # token's gate after the token, and scale what enters the state.
-    b_gamma = 0.0
-    if GAMMA and GATE < 2:
-        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
     m_pair = o_p[:, None] <= o_p[None, :]  # [BT (j), BT (i)]
     b_gap = b_gamma * tl.maximum(o_p[None, :] - o_p[:, None], 0)
     b_pair = tl.where(m_pair, tl.exp2(b_gap) * scale, 0.0)
     scale_out = 1.0 if ADJOINT else scale
     scale_in = scale if ADJOINT else 1.0
     left = tl.minimum(size - (n_c - 1) * BT if REVERSE else size, BT)
-    b_to, b_left, b_all = chunk_decay(b_gamma, o_p, left, scale_out, scale_in, BT, REVERSE, ADJOINT)
+    b_to, b_left, b_all = chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT)
     b_sum = tl.zeros([BK], dtype=tl.float32)
     b_sum1 = 0.0
 
     one = tl.where(T < 0, 0.0, 1.0)
+    # With keys decayed to the chunk's start, the state decays after they entered it: at the start of the next step,
+    # where that waits for no product, unless the final state is wanted.
+    LATE: tl.constexpr = GATE == 2 and MILD > 0 and not ADJOINT
+    b_due = tl.full([BK], 1.0, dtype=tl.float32)
     for i in range(n_c):
+        if LATE and FINAL == 0:
+            b_s *= b_due[None, :]
         # Written with i, not with the carried ``left``: the pipeline loads chunks ahead and needs their masks then.
-        m_t = o_t < size - ((n_c - 1 - i) if REVERSE else i) * BT
+        n_rest = size - ((n_c - 1 - i) if REVERSE else i) * BT
+        m_t = o_p < n_rest
+        step = -tl.minimum(n_rest, BT) if REVERSE else BT
         if CHUNKS:
             p_s = hs + i_slot * K * V + o_v[:, None] + o_k[None, :] * V
             tl.store(p_s, b_s.to(hs.dtype.element_ty), mask=m_s)
@@ -210,22 +236,29 @@ def scan_kernel(
         if GATE == 2:
             b_sums = tl.load(sums + i_slot * K + o_k, mask=o_k < K, other=0.0)
             b_sum += b_sums
+            b_decay = tl.exp2(b_sums)
+            halves = True
+            if MILD > 0:
+                halves = tl.load(halved + i_slot) != 0
 
         if OUTPUT:
             if GATE == 2:
                 # intra is [query's token, key's token]; in an adjoint run the two change places.
-                o_a = o_t[:, None] * (BT if ADJOINT else 1) + o_t[None, :] * (1 if ADJOINT else BT)
+                o_c = (o_t - BT - step) if REVERSE else o_t
+                o_a = o_c[:, None] * (BT if ADJOINT else 1) + o_c[None, :] * (1 if ADJOINT else BT)
                 p_a = intra + i_slot * BT * BT + o_a
+                m_a = m_t[:, None] & m_t[None, :]
                 if MILD > 0:
-                    # Decayed to the chunk's start and to its end is decayed by all its gates too much.
-                    b_r = (b_q.to(tl.float32) * tl.exp2(-b_sums)[None, :]).to(dtype)
-                    b_a = tl.dot(b_k, tl.trans(b_r), input_precision=PRECISION)  # [BT (j), BT (i)]
+                    b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BT (j), BT (i)]
                     b_a = tl.where(m_pair, b_a, 0.0).to(dtype)
-                    if tl.load(halved + i_slot) != 0:
-                        b_a = tl.load(p_a)
+                    if halves:
+                        b_a = tl.load(p_a, mask=m_a, other=0.0)
                 else:
-                    b_a = tl.load(p_a)
-                b_o = tl.dot(b_s.to(dtype), tl.trans(b_q), input_precision=PRECISION)  # [BV, BT]
+                    b_a = tl.load(p_a, mask=m_a, other=0.0)
+                b_h = b_s
+                if MILD > 0 and ADJOINT:
+                    b_h = tl.where(halves, b_s, b_s * b_decay[None, :])
+                b_o = tl.dot(b_h.to(dtype), tl.trans(b_q), input_precision=PRECISION)  # [BV, BT]
             else:
                 b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BT (j), BT (i)]
                 b_o = tl.dot(b_s.to(dtype), tl.trans(b_q), input_precision=PRECISION)  # [BV, BT]
@@ -237,7 +270,12 @@ def scan_kernel(
             p_o += step * (H * V)
         if GATE == 2:
             b_u = b_v
-            b_s *= tl.exp2(b_sums)[None, :]
+            if LATE:
+                if halves:
+                    b_s *= b_decay[None, :]
+                b_due = tl.where(halves, 1.0, b_decay)
+            else:
+                b_s *= b_decay[None, :]
         else:
             b_u = (b_v.to(tl.float32) * b_left_c[:, None]).to(dtype)
             b_s *= b_all_c
@@ -245,7 +283,7 @@ def scan_kernel(
         if FINAL > 0:
             # Reading the state here ends its product in this step; read only after the loop, the assembler would
             # serialize all products of the loop.
-            b_s *= one
+            b_s *= b_due[None, :] if LATE else one
         p_q += step * stride_qt
         p_k += step * stride_kt
         p_v += step * stride_vt
@@ -254,7 +292,7 @@ def scan_kernel(
         # Only the sequence's last chunk may be shorter: the decays change once at most.
         following = BT if REVERSE else tl.maximum(tl.minimum(size - (i + 1) * BT, BT), 0)
         if following != left:
-            b_to, b_left, b_all = chunk_decay(b_gamma, o_p, following, scale_out, scale_in, BT, REVERSE, ADJOINT)
+            b_to, b_left, b_all = chunk_decay(b_gamma, o_p, following, scale_out, scale_in, ADJOINT)
         left = following
 
     if FINAL > 0:
@@ -274,20 +312,22 @@ def scan_kernel(
 
 @triton.jit
 def combine_kernel(
-    local, total, gamma, h0, cu_seqlens, stride_gamma_b, T, N, L,
+    local, total, gamma, h0, cu_seqlens, stride_gamma_b, T, N, L, P,
     starts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, INIT: tl.constexpr,
 ):  # fmt: skip
-    """Each segment's incoming state ``[slots, H, K, V]``, walking a sequence's segments, from their own states."""
+    """Each segment's incoming state ``[slots, H, K, V]``, walking a sequence's pieces, from their own states."""
     NK: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % NK
     i_h = (tl.program_id(0) // NK) % H
     i_n = tl.program_id(0) // (NK * H)
     _, begin, length, _ = locate(cu_seqlens, i_n, T, N, L, PACKED, False, 1)
     i_b = 0 if PACKED else i_n.to(tl.int64)
-    n_g = tl.maximum(tl.cdiv(length, L), 1).to(tl.int32)
-    slot0 = (begin // L + i_n) if PACKED else i_b * n_g
+    n_s = tl.maximum(tl.cdiv(length, L * P), 1).to(tl.int32)
+    n_g = tl.cdiv(length, L).to(tl.int32)
+    segment0 = (begin // (L * P) + i_n) if PACKED else i_b * n_s
+    piece0 = (begin // L + i_n) if PACKED else i_b * n_g
     o_k = i_k * BK + tl.arange(0, BK)
     o_v = tl.arange(0, BV)
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
@@ -299,16 +339,28 @@ def combine_kernel(
     b_gamma = 0.0
     if GAMMA and GATE < 2:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
-    for i in range(n_g):
+    # All pieces but those of the segment that is walked last: the segment, and the piece's place in it.
+    i_s = (n_s - 1) if REVERSE else 0
+    i_p = (n_g - 1 - i_s * P) if REVERSE else 0
+    for i in tl.range((n_g - P) if REVERSE else (n_s - 1) * P, num_stages=8):
         i_g = (n_g - 1 - i) if REVERSE else i
-        i_slot = (slot0 + i_g) * H + i_h
-        tl.store(starts + i_slot * K * V + o_s, b_s, mask=m_s)
-        if i < n_g - 1:
-            if GATE == 2:
-                b_s *= tl.exp2(tl.load(total + i_slot * K + o_k, mask=o_k < K, other=0.0))[:, None]
+        enters = (i == 0) | (i_p == (P - 1 if REVERSE else 0))
+        tl.store(starts + ((segment0 + i_s) * H + i_h) * K * V + o_s, b_s, mask=m_s & enters)
+        i_slot = (piece0 + i_g) * H + i_h
+        m_l = m_s
+        if GATE == 2:
+            b_s *= tl.exp2(tl.load(total + i_slot * K + o_k, mask=o_k < K, other=0.0))[:, None]
+        else:
+            b_all = b_gamma * tl.minimum(length - i_g * L, L).to(tl.float32)
+            if GATE == 1:
+                b_all += tl.load(total + i_slot)
             else:
-                b_all = b_gamma * tl.minimum(length - i_g * L, L).to(tl.float32)
-                if GATE == 1:
-                    b_all += tl.load(total + i_slot)
-                b_s *= tl.exp2(b_all)
-            b_s += tl.load(local + i_slot * K * V + o_s, mask=m_s, other=0.0)
+                m_l = m_s & (reach(b_gamma, i_p, L, P, REVERSE) >= 0)
+            b_s *= tl.exp2(b_all)
+        b_s += tl.load(local + i_slot * K * V + o_s, mask=m_l, other=0.0)
+        i_p += -1 if REVERSE else 1
+        over = (i_p < 0) if REVERSE else (i_p == P)
+        i_s += tl.where(over, -1 if REVERSE else 1, 0)
+        i_p = tl.where(over, P - 1 if REVERSE else 0, i_p)
+    i_last = 0 if REVERSE else n_s - 1
+    tl.store(starts + ((segment0 + i_last) * H + i_h) * K * V + o_s, b_s, mask=m_s)
