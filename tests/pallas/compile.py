@@ -18,11 +18,18 @@ from pathlib import Path
 HERE = Path(__file__).parent
 BUDGETS = HERE / "budgets.json"
 
-# Name -> (dtype, K, V, heads of q, heads of k, batch, tokens, initial state, reverse, inside shard_map)
 CALLS = {
-    "lightning": ("bfloat16", 128, 128, 64, 64, 2, 16384, False, False, False),
-    "few heads, from a state, in a mesh": ("bfloat16", 128, 128, 4, 4, 1, 65536, True, False, True),
-    "float16, shared keys, K < V, reverse": ("float16", 64, 128, 8, 2, 1, 3001, True, True, False),
+    "lightning": dict(H=64, B=2, T=16384),
+    "few heads, from a state, in a mesh": dict(H=4, T=65536, state=True, in_mesh=True),
+    "float16, shared keys, K < V, reverse": dict(dtype="float16", K=64, H=8, G=2, T=3001, state=True, reverse=True),
+    "packed": dict(H=64, T=65601, packed=32, state=True),
+    "few heads, packed, shared keys": dict(K=64, H=4, G=1, T=65536, packed=3, reverse=True),
+    "gates": dict(H=64, T=16384, gate=True, gamma="constant"),
+    "few heads, gates, packed, shared keys": dict(H=4, G=1, T=65601, packed=3, gate=True, gamma=None, state=True),
+    "learned decay": dict(H=64, T=16384, gamma="learned", reverse=True),
+    "256": dict(K=256, V=256, H=16, T=16384),
+    "256, few heads, gates, shared keys": dict(K=256, V=256, H=4, G=1, T=16384, gate=True),
+    "256 and 128, packed": dict(K=128, V=256, H=32, T=16384, packed=16, state=True),
 }
 
 
@@ -49,8 +56,12 @@ def environment(dump: str) -> dict[str, str]:
     }
 
 
-def measure(call: str, dump: Path) -> dict[str, dict[str, int]]:
-    """The most that any of a call's launches of a kernel needs, forward and backward."""
+def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, packed=None, gate=False,
+            gamma="constant", state=False, reverse=False, in_mesh=False) -> dict[str, dict[str, int]]:  # fmt: skip
+    """The most that any of a call's launches of a kernel needs, forward and backward.
+
+    ``packed``: sequences; ``gate``: there is one per token; ``gamma``: "constant", "learned" or None.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -68,17 +79,18 @@ def measure(call: str, dump: Path) -> dict[str, dict[str, int]]:
     # Named like something that kernels may have a name for, too: it must not be taken for that.
     mesh = Mesh(np.array(topology.devices), "batch")
     sharding = NamedSharding(mesh, PartitionSpec())
-    dtype, K, V, H, G, B, T, state, reverse, in_mesh = CALLS[call]
+    G = G or H
 
     def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
-    final = array(B, H, K, V, dtype="float32")
+    final = array(packed or B, H, K, V, dtype="float32")
     args = Args(
-        array(B, T, H, K), array(B, T, G, K), array(B, T, G, V), None, array(H, dtype="float32"),
-        final if state else None,
+        array(B, T, H, K), array(B, T, G, K), array(B, T, G, V), array(B, T, H) if gate else None,
+        array(H, dtype="float32") if gamma else None, final if state else None,
+        array(packed + 1, dtype="int32") if packed else None,
     )  # fmt: skip
-    opts = Options(K**-0.5, reverse, Config(num_stages=2), True)
+    opts = Options(K**-0.5, reverse, Config(num_stages=2), gamma == "constant")
 
     def both(args, doutput, dfinal):
         outputs, residuals = platform.forward(args, opts)
@@ -104,16 +116,17 @@ def measure(call: str, dump: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-def main() -> None:
-    """Print the resources of all calls, as JSON."""
+def main(*names: str) -> None:
+    """Print the resources of all calls, or of those that are named, as JSON."""
     with tempfile.TemporaryDirectory() as dump:
         os.environ |= environment(dump)
-        print(json.dumps({call: measure(call, Path(dump)) for call in CALLS}, indent=1))
+        chosen = {call: sizes for call, sizes in CALLS.items() if not names or call in names}
+        print(json.dumps({call: measure(Path(dump), **sizes) for call, sizes in chosen.items()}, indent=1))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--print"]:
-        main()
+    if sys.argv[1:2] == ["--print"]:
+        main(*sys.argv[2:])
     else:
         import contextlib
         import io

@@ -11,6 +11,7 @@ import contextlib
 from unittest import mock
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -55,6 +56,12 @@ def _accumulator_load(acc, *, wait_n):
     return acc.value
 
 
+def _store_rows(ref, value, first, end):
+    @pl.loop(first, end)
+    def _(i):
+        ref[pl.ds(i, 1)] = lax.dynamic_slice_in_dim(value, i, 1)
+
+
 class _With:
     """A module with some names replaced."""
 
@@ -82,6 +89,7 @@ def interpreted():
         mock.patch.object(
             pallas_kernels, "plgpu", _With(plgpu, wgmma=_wgmma, wgmma_accumulator_load=_accumulator_load, ACC=_ACC)
         ),
+        mock.patch.object(pallas_kernels, "_store_rows", _store_rows),
         mock.patch.object(pallas_kernels, "pl", _With(pl, run_scoped=_run_scoped, run_state=_run_state)),
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
     ):

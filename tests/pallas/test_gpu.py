@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import keraunos
+from keraunos.kernels.linear_attention.reference import linear_attention
 from tests.linear_attention.cases import GPU
-from tests.pallas.cases import NEEDS_JAX, case, check, jax
+from tests.numerics import assert_within_rule
+from tests.pallas.cases import NAMES, NEEDS_JAX, case, check, jax
 
 pytestmark = [NEEDS_JAX, pytest.mark.skipif(not GPU, reason="needs a GPU: run with --gpu")]
 
@@ -20,25 +22,50 @@ def _hopper():
 
 def lightning(case, cfg=None):
     """``(query, key, value, initial_state) -> (output, final_state)``."""
-    options = dict(log_decay=case.arrays[0].g_gamma, softmax_scale=case.scale, reverse=case.reverse, cfg=cfg)
+    args = case.arrays[0]
+    options = dict(log_decay=args.g_gamma, softmax_scale=case.scale, reverse=case.reverse, cfg=cfg)
+    offsets = None if args.cu_seqlens is None else jax.numpy.asarray(args.cu_seqlens)
 
     def call(query, key, value, state):
-        return keraunos.lightning_attention(query, key, value, state, **options, return_state=True, platform="pallas")
+        return keraunos.lightning_attention(
+            query, key, value, state, offsets, **options, return_state=True, platform="pallas"
+        )
 
     return call
 
 
 def gradients(case, cfg=None):
-    """``(args, doutput, dfinal) -> results`` as :func:`check` wants them."""
+    """``(args, doutput, dfinal) -> results`` as :func:`check` wants them; the decay is a constant."""
 
     def call(args, doutput, dfinal):
         arrays = [None if x is None else jax.numpy.asarray(x) for x in (*args[:3], args.initial_state)]
         outputs, pull = jax.vjp(lightning(case, cfg), *arrays)
+        *grads, dstate = pull((jax.numpy.asarray(doutput), jax.numpy.asarray(dfinal)))
+        return *outputs, *grads, None, None, dstate
+
+    return call
+
+
+def learned(case):
+    """The same, with gates and decays that have gradients."""
+    from keraunos.kernels.linear_attention.pallas import gla
+
+    def call(args, doutput, dfinal):
+        *floats, offsets = (None if x is None else jax.numpy.asarray(x) for x in args)
+
+        def run(query, key, value, g, gamma, state):
+            return gla.fn(query, key, value, g, gamma, case.scale, state, case.reverse, offsets)
+
+        outputs, pull = jax.vjp(run, *floats)
         return *outputs, *pull((jax.numpy.asarray(doutput), jax.numpy.asarray(dfinal)))
 
     return call
 
 
+PACKED = (5, 0, 270, 1, 64, 13, 600, 300)
+# Few heads: cut into segments.
+LONG = (70, 0, 3001, 1, 64, 1500)
+BOTH_WAYS = (False, True)
 CASES = [
     *(case(T=T, state=True, reverse=T % 2 == 0) for T in (1, 8, 63, 64, 65, 200)),
     *(case(T=150, K=K, V=V, state=True) for K, V in ((64, 64), (64, 128), (128, 64), (128, 128))),
@@ -50,6 +77,30 @@ CASES = [
     *(case(T=3001, H=1, state=True, reverse=reverse, decay=decay) for reverse in (False, True)
       for decay in ("zero", "weak", "infinite")),
     case(T=4096, B=2, H=2, G=1, K=128, V=128, decay="weak", state=True),
+    *(case(T=333, K=K, V=V, state=True) for K, V in ((256, 256), (256, 64), (64, 256), (128, 256), (256, 128))),
+    case(T=3001, H=4, G=2, K=256, V=256, state=True, reverse=True),
+    # So many heads that packed sequences stay whole, and so few that they are cut.
+    *(case(lengths=(5, 0, 70, 1, 130), H=80, G=16, state=True, reverse=reverse) for reverse in BOTH_WAYS),
+    *(case(lengths=lengths, K=128, V=128, state=True, reverse=reverse) for lengths in (PACKED, LONG)
+      for reverse in BOTH_WAYS),
+    case(lengths=(64, 128, 64), dtype="float16"),
+    case(lengths=(0, 0, 7), state=True),
+    case(lengths=PACKED, H=4, G=1, K=256, V=256, state=True),
+]  # fmt: skip
+
+GATES = dict(gate="scalar", gamma=0, state=True)
+LEARNED = [
+    *(case(T=T, **GATES, reverse=T % 2 == 0) for T in (1, 8, 63, 64, 65, 200)),
+    *(case(T=333, K=K, V=V, **GATES) for K in (64, 128, 256) for V in (64, 128, 256)),
+    *(case(T=3001, K=K, **GATES, decay=decay, gate_dtype=dtype) for decay in ("zero", "weak", "strong", "infinite")
+      for K, dtype in ((64, "float32"), (128, "bfloat16"))),
+    *(case(lengths=lengths, K=128, V=128, **GATES, reverse=reverse, decay="infinite") for lengths in (PACKED, LONG)
+      for reverse in BOTH_WAYS),
+    case(lengths=(5, 0, 70, 1, 130), H=80, G=16, **{**GATES, "gamma": 1}),
+    case(T=500, B=2, H=4, G=2, **{**GATES, "gamma": 2}, dtype="float16"),
+    *(case(T=1333, B=2, K=128, V=128, gamma=gamma, state=True, reverse=gamma == 2) for gamma in (1, 2)),
+    case(T=3001, H=4, G=1, K=256, V=256, decay="strong"),
+    case(lengths=LONG, gamma=1, state=True),
 ]  # fmt: skip
 
 
@@ -58,33 +109,84 @@ def test_values_and_gradients(case):
     check(case, gradients(case))
 
 
+@pytest.mark.parametrize("case", LEARNED, ids=str)
+def test_gradients_of_gates(case):
+    check(case, learned(case), learned=True)
+
+
 def test_an_empty_sequence_keeps_its_state():
-    empty = case(T=0, state=True)
-    output, state, *_, dstate = gradients(empty)(*empty.arrays)
-    assert output.shape == (1, 0, 2, 64)
-    np.testing.assert_array_equal(state, empty.arrays[0].initial_state)
-    np.testing.assert_array_equal(dstate, empty.arrays[2])
+    for empty in (case(T=0, state=True), case(lengths=(0, 0), state=True)):
+        output, state, *_, dstate = gradients(empty)(*empty.arrays)
+        assert output.shape == (1, 0, 2, 64)
+        np.testing.assert_array_equal(state, empty.arrays[0].initial_state)
+        np.testing.assert_array_equal(dstate, empty.arrays[2])
 
 
-def test_the_same_bits_on_every_run():
-    some = case(T=2500, B=2, H=2, K=128, V=128, state=True)
-    run = jax.jit(gradients(some))
-    first = run(*some.arrays)
+# Of every kind, each with partial chunks; cut into segments and whole; gradients of gates too.
+KINDS = [
+    case(T=2501, B=2, K=128, V=128, state=True),
+    case(T=333, K=256, V=256, state=True),
+    case(lengths=PACKED, H=64, K=128, V=128, state=True),
+    case(lengths=LONG, state=True),
+    case(T=2501, **GATES),
+    case(T=500, K=256, V=128, H=4, G=2, **GATES),
+    case(lengths=PACKED, H=64, **GATES),
+    case(lengths=LONG, K=128, V=128, **{**GATES, "gamma": 1}),
+]
+
+
+def every(case):
+    """All results of a call, as a jitted function of nothing."""
+    arrays = case.arrays
+    has_gates = case.gate != "none"
+    run = jax.jit(learned(case) if has_gates else gradients(case))
+    given = arrays if has_gates else (arrays[0]._replace(g_gamma=None), *arrays[1:])
+    return lambda: run(*given)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_the_same_bits_on_every_run(case):
+    run = every(case)
+    first = jax.tree.leaves(run())
     for _ in range(100):
-        for a, b in zip(first, run(*some.arrays), strict=True):
-            assert np.array_equal(a, b)
+        for a, b in zip(first, jax.tree.leaves(run()), strict=True):
+            assert jax.numpy.array_equal(a, b)
 
 
-def test_what_memory_held_before_does_not_matter():
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_what_memory_held_before_does_not_matter(case):
     # Freed arrays full of NaN are what outputs, states and padding are made in next.
-    some = case(T=2501, H=2, state=True)
-    want = gradients(some)(*some.arrays)
+    run = every(case)
+    want = jax.tree.leaves(run())
     for _ in range(3):
         junk = [jax.numpy.full(x.shape, np.nan, x.dtype) for x in want for _ in range(4)]
         jax.block_until_ready(junk)
         del junk
-        for a, b in zip(want, gradients(some)(*some.arrays), strict=True):
-            assert np.array_equal(a, b)
+        for a, b in zip(want, jax.tree.leaves(run()), strict=True):
+            assert jax.numpy.array_equal(a, b)
+
+
+def test_offsets_are_data():
+    # One compilation for all lengths of sequences, and no way back to the host.
+    gamma = np.array([-0.1, -0.01], np.float32)
+    compiled = 0
+
+    @jax.jit
+    def run(query, key, value, offsets):
+        nonlocal compiled
+        compiled += 1
+        return keraunos.lightning_attention(
+            query, key, value, None, offsets, log_decay=gamma, return_state=True, platform="pallas"
+        )
+
+    for lengths in ((100, 200, 33), (0, 333, 0), (1, 2, 330)):
+        args = case(lengths=lengths).arrays[0]._replace(g_gamma=gamma)
+        arrays = [jax.numpy.asarray(x) for x in (*args[:3], args.cu_seqlens)]
+        with jax.transfer_guard("disallow"):
+            got = jax.block_until_ready(run(*arrays))
+        truth, rough = (linear_attention(*args, dtype=dtype) for dtype in (np.float64, np.float32))
+        assert_within_rule(NAMES[:2], [np.asarray(x) for x in got], truth, rough, ["bfloat16"] * 2)
+    assert compiled == 1
 
 
 @functools.cache

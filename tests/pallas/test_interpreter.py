@@ -1,5 +1,6 @@
 """The kernels' values in JAX's interpreter: indices, barriers, decays and partial chunks, but for the tensor cores."""
 
+import numpy as np
 import pytest
 
 from tests.linear_attention.cases import GPU
@@ -8,25 +9,39 @@ from tests.pallas.cases import NEEDS_JAX, case, check, jax
 pytestmark = [NEEDS_JAX, pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")]
 
 
-def interpret(case, segmentation, monkeypatch):
+def runner(case, learned):
+    """``(args, doutput, dfinal) -> results`` as :func:`check` wants them."""
     from keraunos.kernels.linear_attention import pallas as platform
     from keraunos.kernels.linear_attention.interface import Options
     from keraunos.ops import Config
     from tests.pallas.interpreter import interpreted
 
-    if segmentation:
-        monkeypatch.setattr(platform, "segmentation", lambda heads, chunks: segmentation)
     scale = case.K**-0.5 if case.scale is None else case.scale
-    opts = Options(scale, case.reverse, Config(num_stages=2), True)
+    opts = Options(scale, case.reverse, Config(num_stages=2), not learned)
 
     @jax.jit
     def both(args, doutput, dfinal):
         outputs, residuals = platform.forward(args, opts)
-        grads = platform.backward(args, residuals, (doutput, dfinal), opts)
-        return *outputs, grads.query, grads.key, grads.value, grads.initial_state
+        *grads, _ = platform.backward(args, residuals, (doutput, dfinal), opts)
+        return *outputs, *grads
 
-    with interpreted():
-        check(case, both)
+    def run(*arrays):
+        with interpreted():
+            return [None if x is None else np.asarray(x) for x in both(*arrays)]
+
+    return run
+
+
+def interpret(case, segmentation, learned, monkeypatch):
+    from keraunos.kernels.linear_attention import pallas as platform
+
+    if segmentation:
+        monkeypatch.setattr(platform, "segmentation", lambda *_: segmentation)
+    check(case, runner(case, learned), learned=learned)
+
+
+GATES = dict(H=1, gate="scalar", gamma=0, state=True)
+PACKED = (5, 0, 70, 1, 64, 13)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +52,50 @@ def interpret(case, segmentation, monkeypatch):
         (case(T=1, K=128, V=64, H=1, state=True), None),
         (case(T=333, H=1, state=True), (2, 2)),
         (case(T=200, reverse=True, decay="infinite", dtype="float16"), (2, 1)),
+        (case(lengths=PACKED, H=1, state=True), None),
+        (case(lengths=(67, 70), G=1, K=128, V=128, reverse=True), None),
+        (case(lengths=(5, 0, 333, 1, 150), H=1, state=True), (2, 2)),
+        (case(lengths=(5, 0, 333, 1, 150), H=1, state=True, reverse=True), (2, 1)),
+        (case(T=100, K=256, V=256, H=1, state=True), None),
     ],
     ids=str,
 )
 def test_values(case, segmentation, monkeypatch):
-    interpret(case, segmentation, monkeypatch)
+    interpret(case, segmentation, False, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("case", "segmentation"),
+    [
+        *((case(T=600, decay=decay, **GATES), None) for decay in ("zero", "weak", "strong", "infinite")),
+        (case(T=200, **{**GATES, "gamma": 1}, reverse=True), None),
+        (case(T=1300, **GATES), (8, 2)),
+        (case(T=500, B=2, H=1, gamma=2, state=True), None),
+        (case(T=700, H=1, decay="strong", state=True), (8, 2)),
+        (case(lengths=(*PACKED, 270), **{**GATES, "H": 2}, G=1), None),
+        (case(lengths=(*PACKED, 600), **{**GATES, "gamma": 1}, reverse=True), (8, 2)),
+        (case(lengths=(30, 40), **GATES, K=64, V=256), None),
+        (case(T=70, **{**GATES, "H": 2}, G=1, K=256, V=128), None),
+    ],
+    ids=str,
+)
+def test_gradients_of_gates(case, segmentation, monkeypatch):
+    interpret(case, segmentation, True, monkeypatch)
+
+
+def test_what_neighbours_hold_does_not_matter():
+    # Of three packed sequences the middle one holds NaN: the others' results and gradients are as if it held zeros.
+    some = case(lengths=(30, 50, 75), H=1, gate="scalar", gamma=0)
+    run, results = runner(some, learned=True), []
+    for middle in (0.0, np.nan):
+        args, doutput, dfinal = some.arrays
+        *arrays, doutput = [np.array(x) for x in (*args[:4], doutput)]
+        for x in (*arrays[:3], doutput):
+            x[:, 30:80] = middle
+        results.append(run(type(args)(*arrays, *args[4:]), doutput, dfinal))
+    per_token = (0, 2, 3, 4, 5)
+    for i, (zeros, nans) in enumerate(zip(*results, strict=True)):
+        if zeros is not None:
+            others = np.r_[0:30, 80:155] if i in per_token else [0, 2]
+            zeros, nans = (np.take(x, others, 1 if i in per_token else 0) for x in (zeros, nans))
+            np.testing.assert_array_equal(zeros, nans)

@@ -27,14 +27,17 @@ def test_an_older_jax_is_named_as_the_reason():
         ({}, None),
         ({"dtype": "float16", "K": 128}, None),
         ({"dtype": "float32"}, "takes bfloat16 and float16"),
-        ({"K": 96}, "head dims of 64 and 128; the call has K = 96, V = 64"),
-        ({"V": 256}, "K = 64, V = 256"),
-        ({"N": 3}, "no packed sequences"),
+        ({"K": 96}, "head dims of 64, 128 and 256; the call has K = 96, V = 64"),
+        ({"V": 512}, "K = 64, V = 512"),
+        ({"K": 256, "V": 256}, None),
+        ({"N": 3}, None),
         ({"device": "NVIDIA A100-SXM4-80GB"}, "needs a Hopper GPU"),
         ({"device": "NVIDIA GB200"}, "needs a Hopper GPU"),
         ({"device": "NVIDIA GH200 480GB"}, None),
         ({"device": "NVIDIA H100 80GB HBM3"}, None),
-        ({"g_gamma": "learned"}, "no gradient for a decay that is a JAX array"),
+        ({"g_gamma": "learned"}, None),
+        ({"gate": "scalar"}, None),
+        ({"gate": "vector"}, "no gates per token and dimension"),
     ],
     ids=str,
 )
@@ -42,8 +45,9 @@ def test_it_says_what_it_cannot_do(change, reason):
     from keraunos.kernels.linear_attention.pallas import unsupported
 
     change = {"dtype": "bfloat16", "device": "NVIDIA H200", "g_gamma": np.zeros(2, np.float32), **change}
-    sizes = {"T": 100, "H": 2, "K": 64, "V": 64} | {k: v for k, v in change.items() if k in "KVN"}
-    inv = keraunos.LightningAttention().invocation("jax", change["dtype"], **sizes)
+    sizes = {"T": 100, "H": 2, "K": 64, "V": 64} | {k: v for k, v in change.items() if k in ("K", "V", "N", "gate")}
+    operation = keraunos.GLAttention() if "gate" in change else keraunos.LightningAttention()
+    inv = operation.invocation("jax", change["dtype"], **sizes)
     inv = dataclasses.replace(inv, backend="gpu", device=change["device"], arguments={"g_gamma": change["g_gamma"]})
     said = unsupported(inv)
     assert said is None if reason is None else reason in said
@@ -75,21 +79,72 @@ def test_auto_prefers_what_was_measured_to_be_faster(B, T, H, first):
     assert (loses(inv) is None) == (first == "pallas")
 
 
+def spans(ranges):
+    """The first token of each chunk's own, and how many they are."""
+    from keraunos.kernels.linear_attention.pallas_walk import CHUNK, TILE
+
+    found = []
+    for r in ranges:
+        for i in range(int(r.count)):
+            first, end = map(int, r.rows(i))
+            assert int(r.start(i)) % TILE == 0
+            assert 0 <= first < end <= CHUNK
+            assert end - first == int(r.length(i))
+            found.append((int(r.start(i)) + first, end - first))
+    return found
+
+
 @NEEDS_JAX
 @pytest.mark.parametrize("reverse", [False, True])
 def test_every_token_is_walked_once_and_in_order(reverse):
-    from keraunos.kernels.linear_attention.pallas_kernels import CHUNK, Walk
+    from keraunos.kernels.linear_attention.pallas_walk import Sequence, Walk
 
     walk = Walk(T=1001, reverse=reverse, adjoint=False, segment=6, pieces=3)
     for ranges in (
         [walk.of_segment(p) for p in range(walk.segments)],
         [walk.of_piece(p, f) for p in range(walk.segments) for f in range(walk.pieces)],
     ):
-        spans = [(int(r.start(i)), int(r.length(i))) for r in ranges for i in range(int(r.count))]
-        assert sum(n for _, n in spans) == 1001
-        assert spans == sorted(spans, reverse=reverse)
-        assert all(t % CHUNK == 0 and 0 < n <= CHUNK for t, n in spans)
-    assert sum(int(walk.tokens(p)) for p in range(walk.segments)) == 1001
+        found = spans(ranges)
+        assert sum(n for _, n in found) == 1001
+        assert found == sorted(found, reverse=reverse)
+    assert sum(int(Sequence(walk, 0, 0).tokens(p)) for p in range(walk.segments)) == 1001
+
+
+@NEEDS_JAX
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("segment", [2, 100])
+@pytest.mark.parametrize("lengths", [(5, 0, 333, 1, 150, 64), (0, 0, 700), (63, 65, 127, 129), (1,) * 40])
+def test_every_token_of_packed_sequences_is_walked_once_by_its_own(lengths, segment, reverse):
+    from keraunos.kernels.linear_attention.pallas_walk import Walk
+
+    offsets = np.cumsum([0, *lengths]).astype(np.int32)
+    walk = Walk(offsets[-1], reverse, False, segment, 1, len(lengths))
+    plan = np.asarray(walk.plan(jax.numpy.asarray(offsets)))
+    assert len(plan) == walk.slots(1)
+    of_each = {n: [] for n in range(len(lengths))}
+    last, places = [], {1: [], 4: []}
+    for slot in range(len(plan)):
+        sequence = walk.at(slot, plan)
+        if bool(sequence.exists):
+            n, chunks = int(sequence.index), sequence.of_segment()
+            if walk.segments > 1:
+                assert slot == int(walk.of(n, offsets).place(segment)) + int(sequence.i_p)
+            of_each[n] += spans([chunks])
+            last += [n] if bool(sequence.is_last) else []
+            for i in range(int(chunks.count)):
+                places[1].append(int(chunks.place(i, 1)))
+                if segment % 4 == 0 and i % 4 == 0:
+                    places[4].append(int(chunks.place(i, 4)))
+    # Each sequence has one end, also where it has no tokens.
+    assert sorted(last) == list(range(len(lengths)))
+    for n, found in of_each.items():
+        assert sum(count for _, count in found) == lengths[n]
+        if found:
+            assert min(found)[0] == offsets[n]
+            assert found == sorted(found, reverse=reverse)
+    for size, taken in places.items():
+        assert len(set(taken)) == len(taken)
+        assert all(0 <= place < walk.places(1, size) for place in taken)
 
 
 @NEEDS_JAX

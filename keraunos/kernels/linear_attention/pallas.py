@@ -11,13 +11,13 @@ its adjoint, which runs the other way: dq = L(do, v, k), dk = R(v, do, q), dv = 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from keraunos.kernels.linear_attention.interface import Args, Options
 from keraunos.kernels.linear_attention.interface import kernels as implementations
@@ -29,13 +29,19 @@ from keraunos.kernels.linear_attention import pallas_kernels as kernels
 
 FIELDS = ("num_stages",)
 
-_HEAD_DIMS = (64, 128)
+_HEAD_DIMS = (64, 128, 256)
 _DTYPES = ("bfloat16", "float16")
+
+# The log of less than any 16-bit value. Sums of a chunk's gates stay small enough that their differences are as good as
+# 16-bit inputs if no gate is below it.
+_FAINT = -100.0
 
 # What the choice of segments counts with: multiprocessors; the time of a chunk where a program runs alone, relative to
 # that where all run and share the memory's bandwidth, which is the unit here; the time for starting programs, for two
 # more launches, and for writing and reading a state twice, in that unit.
 _PROCESSORS, _ALONE, _START, _LAUNCHES, _STATE = 132, 0.91, 4, 4, 4
+# How many times over packed sequences times heads must fill the GPU to be left whole.
+_ENOUGH = 3
 # Chunks of a segment at least; of a piece, where few programs would make states, and where many do.
 _MIN_SEGMENT, _PIECE_FEW, _PIECE_MANY = 8, 8, 16
 
@@ -47,8 +53,13 @@ def _time(programs: int, chunks: float) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def segmentation(heads: int, chunks: int) -> tuple[int, int]:
-    """``(chunks per segment, pieces per segment)`` for so many sequences times heads."""
+def segmentation(heads: int, chunks: int, sequences: int = 1, packed: bool = False) -> tuple[int, int]:
+    """``(chunks per segment, pieces per segment)`` for so many heads and sequences, packed ones of so many in all."""
+    if packed:
+        # How long each is nobody knows here: they are cut into what would be the segments of a single one, or there are
+        # enough of them that the GPU is busy with others while it does the longest.
+        return (chunks, 1) if heads * sequences >= _ENOUGH * _PROCESSORS else segmentation(heads, chunks)
+    heads *= sequences
 
     def cost(segment):
         segments = -(-chunks // segment)
@@ -77,37 +88,70 @@ class _Call:
         self.B, self.T, self.H, self.K = args.query.shape
         self.G, self.V = args.value.shape[2:]
         self.q, self.k, self.v = (self.pad(x) for x in args[:3])
+        self.learned = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
         gamma = jnp.zeros(self.H) if args.g_gamma is None else args.g_gamma
-        self.gamma = jnp.broadcast_to(jnp.asarray(gamma, jnp.float32), (self.B, self.H))
+        gamma = jnp.broadcast_to(jnp.asarray(gamma, jnp.float32), (self.B, self.H))
+        self.decay = kernels.Decay(gamma) if args.g is None else kernels.Decay(None, self.gates(gamma))
         self.h0 = None if args.initial_state is None else args.initial_state.astype(jnp.float32)
-        segment, pieces = segmentation(self.B * self.H, -(-self.T // kernels.CHUNK))
-        self.forward = kernels.Walk(self.T, opts.reverse, False, segment, pieces)
-        self.adjoint = kernels.Walk(self.T, not opts.reverse, True, segment, pieces)
+        self.cu_seqlens, packed = args.cu_seqlens, None
+        if self.cu_seqlens is not None:
+            self.cu_seqlens = self.cu_seqlens.astype(jnp.int32)
+            packed = self.cu_seqlens.shape[0] - 1
+        self.N = packed or self.B
+        segment, pieces = segmentation(self.H, -(-self.T // kernels.CHUNK), self.N, packed is not None)
+        if self.learned and segment * kernels.CHUNK < self.T:
+            # Whole groups of chunks.
+            unit = math.lcm(pieces, kernels.GROUP)
+            segment = -(-segment // unit) * unit
+        self.forward = kernels.Walk(self.T, opts.reverse, False, segment, pieces, packed)
+        self.adjoint = kernels.Walk(self.T, not opts.reverse, True, segment, pieces, packed)
+        self.plan = None if packed is None else self.forward.plan(self.cu_seqlens)
 
     def pad(self, x: Any) -> Any:
         """Up to a multiple of 8 tokens, the rows of a tile of a bulk copy."""
         return jnp.pad(x, ((0, 0), (0, -self.T % 8), (0, 0), (0, 0))) if self.T % 8 else x
 
+    def gates(self, gamma: Any) -> Any:
+        """Gates and constant decays together, ``[B, H, T]``, base 2, at least ``_FAINT``."""
+        g = jnp.maximum(self.args.g.astype(jnp.float32) + gamma[:, None], _FAINT) * math.log2(math.e)
+        return jnp.pad(g.transpose(0, 2, 1), ((0, 0), (0, 0), (0, -self.T % 8)))
+
     def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale_in: float = 1.0) -> Any:
-        """The state that each segment starts from; None: zeros, and one segment."""
+        """The state that each segment starts from; where sequences are not cut, the initial ones."""
         if walk.segments == 1:
-            return None if initial is None else initial[:, None]
-        local = kernels.local_states(b, c, self.gamma, H=self.H, walk=walk, scale_in=scale_in, stages=3)
-        return kernels.combine(local, self.gamma, initial, walk=walk)
+            return initial
+        local, total = kernels.local_states(
+            b, c, self.decay, H=self.H, walk=walk, plan=self.plan, scale_in=scale_in, stages=3
+        )
+        return kernels.combine(
+            local, total, self.decay, initial, B=self.B, walk=walk, cu_seqlens=self.cu_seqlens
+        )  # fmt: skip
 
     def scan(self, a: Any, b: Any, c: Any, starts: Any, walk: Any, **options: Any) -> Any:
         """``kernels.scan``, without the rows that were padded; as many stages as were asked for, or as fit."""
         factors = {"scale_in": 1.0, "scale_out": 1.0, "output": a.dtype, "final": False, "transposed": False} | options
         wanted: Any = self.opts.cfg.num_stages
-        stages = min(wanted, kernels.most_stages(a.shape[-1], c.shape[-1], factors["output"]))
-        output, final = kernels.scan(a, b, c, self.gamma, starts, H=self.H, walk=walk, stages=stages, **factors)
-        return output[:, : self.T], final
+        output, *more = kernels.scan(
+            a, b, c, self.decay, starts, H=self.H, walk=walk, plan=self.plan, stages=wanted, **factors
+        )
+        return output[:, : self.T], *more
 
     def shared(self, x: Any, like: Any) -> Any:
         """The sum over the query heads that share a key."""
         if self.G == self.H:
             return x
         return x.reshape(*x.shape[:2], self.G, -1, x.shape[-1]).sum(3).astype(like.dtype)
+
+    def of_decay(self, dgates: Any) -> tuple[Any, Any]:
+        """The gradients of gates and of constant decays, from that of both per token ``[K / 64, B, H, T]``."""
+        if dgates is None:
+            return None, None
+        dg = dgates[..., : self.T].sum(0)
+        gamma = self.args.g_gamma
+        dgamma = None if gamma is None or self.opts.gamma_is_constant else dg.sum(-1)
+        if dgamma is not None and gamma.ndim == 1:
+            dgamma = dgamma.sum(0)
+        return None if self.args.g is None else dg.transpose(0, 2, 1), dgamma
 
 
 def forward(args: Args, opts: Options):
@@ -116,7 +160,7 @@ def forward(args: Args, opts: Options):
         return _no_tokens(args), (None,)
     call = _Call(args, opts)
     starts = call.starts(call.k, call.v, call.h0, call.forward)
-    output, final = call.scan(call.q, call.k, call.v, starts, call.forward, scale_out=call.scale, final=True)
+    output, final, _ = call.scan(call.q, call.k, call.v, starts, call.forward, scale_out=call.scale, final=True)
     return (output, final), (None if call.forward.segments == 1 else starts,)
 
 
@@ -124,7 +168,8 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state."""
     doutput, dfinal = grads
     if not args.query.shape[1]:
-        return jax.vjp(_no_tokens, args)[1](grads)[0]
+        given = jax.vjp(_no_tokens, args._replace(cu_seqlens=None))[1](grads)[0]
+        return given._replace(g_gamma=None) if opts.gamma_is_constant else given
     call = _Call(args, opts)
     q, k, v, do = call.q, call.k, call.v, call.pad(doutput)
     (starts,) = residuals
@@ -132,16 +177,20 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         starts = call.starts(k, v, call.h0, call.forward)
     ends = call.starts(q, do, dfinal.astype(jnp.float32), call.adjoint, call.scale)
     each = args.query.dtype if call.G == call.H else jnp.float32
-    dq, _ = call.scan(do, v, k, starts, call.forward, scale_out=call.scale, transposed=True)
-    dk, _ = call.scan(v, do, q, ends, call.adjoint, scale_in=call.scale, output=each, transposed=True)
-    dv, dh0 = call.scan(k, q, do, ends, call.adjoint, scale_in=call.scale, output=each, final=call.h0 is not None)
-    given = Args(dq, call.shared(dk, args.key), call.shared(dv, args.value), initial_state=dh0)
+    learned = call.learned
+    dk, _, gradient = call.scan(v, do, q, ends, call.adjoint, scale_in=call.scale, output=each, transposed=True,
+                                factor=k if learned else None)  # fmt: skip
+    dq, _, dgates = call.scan(do, v, k, starts, call.forward, scale_out=call.scale, transposed=True,
+                              factor=q if learned else None, gradient=gradient)  # fmt: skip
+    dv, dh0, _ = call.scan(k, q, do, ends, call.adjoint, scale_in=call.scale, output=each, final=call.h0 is not None)
+    given = Args(dq, call.shared(dk, args.key), call.shared(dv, args.value), *call.of_decay(dgates), dh0)
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, given, strict=True)))
 
 
 def _no_tokens(args: Args):
     (B, _, H, K), V = args.query.shape, args.value.shape[-1]
-    state = jnp.zeros((B, H, K, V)) if args.initial_state is None else args.initial_state.astype(jnp.float32)
+    N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+    state = jnp.zeros((N, H, K, V)) if args.initial_state is None else args.initial_state.astype(jnp.float32)
     return jnp.zeros((B, 0, H, V), args.query.dtype), state
 
 
@@ -152,14 +201,10 @@ def unsupported(inv) -> str | None:
         return f"needs a Hopper GPU (H100, H200); the call's arrays are on {inv.device}"
     if dtype not in _DTYPES:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
-    if "g" in inv.arrays:
-        return "has no gates per token (g) yet, only a constant decay per head"
-    if "cu_seqlens" in inv.arrays:
-        return "takes no packed sequences (cu_seqlens) yet"
+    if inv.arrays.get("g", (None, 0))[1] == 4:
+        return "has no gates per token and dimension (g of 4 dimensions) yet, only one per token"
     if K not in _HEAD_DIMS or V not in _HEAD_DIMS:
-        return f"takes head dims of 64 and 128; the call has K = {K}, V = {V}"
-    if not isinstance(inv.arguments.get("g_gamma"), np.ndarray | None):
-        return "has no gradient for a decay that is a JAX array; give the decay as a NumPy array if it is not learned"
+        return f"takes head dims of 64, 128 and 256; the call has K = {K}, V = {V}"
     return None
 
 
@@ -183,7 +228,7 @@ def heuristic(inv, cfg):
 
 def candidates(inv, cfg):
     """Two to four stages; of head dims of 128, no more than three fit."""
-    most = kernels.most_stages(inv.dims["K"], inv.dims["V"], "bfloat16")
+    most = kernels.room(inv.dims["K"], inv.dims["V"], "bfloat16").stages
     return [replace(cfg, num_stages=n) for n in range(2, min(most, 4) + 1)]
 
 

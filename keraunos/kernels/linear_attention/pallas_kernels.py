@@ -1,116 +1,72 @@
-"""The recurrence with a constant decay per head, for Hopper: warp-specialised kernels in Pallas Mosaic GPU.
+"""The recurrence with a scalar decay, for Hopper: warp-specialised kernels in Pallas Mosaic GPU.
 
 Three kernels: ``scan`` (queries, keys and values give outputs), ``local_states`` (the states that pieces of a sequence
 would end in if they started from zero) and ``combine`` (from those, the state that each segment starts from). All three
 have the same shape: one memory warpgroup issues bulk copies into a ring of stages, compute warpgroups use them up.
-docs/hopper.md draws who waits for whom.
-
-Words: a *chunk* is ``CHUNK`` tokens, the unit of the loops. A *segment* is what one program of ``scan`` walks through,
-a *piece* what one program of ``local_states`` does. Chunks, pieces and segments are counted in the order in which they
-are walked; ``Walk`` turns that into token positions.
+docs/hopper.md draws who waits for whom; ``pallas_walk.py`` says which program does which tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import jaxpr_as_fun
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, scf, vector
 
 from keraunos.frontends.jax import vary, varying
+from keraunos.kernels.linear_attention.pallas_walk import CHUNK, Walk, horizon
 
-CHUNK = 64
+__all__ = ["CHUNK", "Decay", "Gradient", "Walk", "combine", "local_states", "scan"]
+
 # Columns of V per compute warpgroup: its state [K, 64] in float32 is half of a thread's registers where K is 128.
 COLUMNS = 64
-# Older than this many powers of two, a token is nothing in float32.
-_UNDERFLOW = 150.0
+# Chunks from one state that the gradient of gates starts from to the next.
+GROUP = 8
 # Registers per thread, of 65,536 per multiprocessor: the memory warpgroup only issues copies.
 _REGISTERS, _REGISTERS_MEMORY = 232, 40
 
 # Bytes of shared memory of a block, less what barriers and alignment take.
-_SHARED = 232448 - 1024
+_SHARED = 232448 - 256
 
 _LAYOUT = plgpu.Layout.WGMMA
+# One value per row, and one per column, of an array of that layout.
+_PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 # What the tensor cores and the bulk copies agree on: rows of 128 bytes, swizzled, in tiles of 8.
 _TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _TILES_FLOAT32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
-class Walk(NamedTuple):
-    """How the tokens of a sequence are walked through, and with which decay; hashable.
+class Decay(NamedTuple):
+    """What decays the state of a head; one of the two.
 
     Attributes:
-        T: tokens.
-        reverse: from the last token to the first.
-        adjoint: the state is a gradient: it leaves a token before it decays, rather than after.
-        segment: chunks per segment.
-        pieces: pieces per segment.
+        gamma: ``[B, H]``, the log of a constant decay.
+        gates: ``[B, H, T]``, the log of each token's decay, base 2 and finite.
     """
 
-    T: int
-    reverse: bool
-    adjoint: bool
-    segment: int
-    pieces: int
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a sequence."""
-        return -(-self.T // CHUNK)
-
-    @property
-    def segments(self) -> int:
-        """Segments of a sequence."""
-        return -(-self.chunks // self.segment)
-
-    def tokens(self, i_p: Any) -> Any:
-        """Tokens of a segment."""
-        first = self._first(i_p, self.segment, self.segments)
-        return jnp.minimum(self.T - first * CHUNK, self.segment * CHUNK)
-
-    def of_segment(self, i_p: Any) -> _Range:
-        """The chunks of a segment."""
-        return _Range(self, self._first(i_p, self.segment, self.segments), self.segment)
-
-    def of_piece(self, i_p: Any, i_f: Any) -> _Range:
-        """The chunks of a piece of a segment; there may be none."""
-        size = self.segment // self.pieces
-        first = self._first(i_p, self.segment, self.segments) + self._first(i_f, size, self.pieces)
-        return _Range(self, first, size)
-
-    def first_piece(self, log2_decay: Any) -> Any:
-        """The first piece of a segment of which anything is left at the segment's end."""
-        piece = self.segment // self.pieces * CHUNK
-        return jnp.maximum(self.pieces - 1 - _horizon(log2_decay) // piece, 0)
-
-    def _first(self, i: Any, size: int, count: int) -> Any:
-        return (count - 1 - i if self.reverse else i) * size
+    gamma: Any
+    gates: Any = None
 
 
-class _Range:
-    """Some consecutive chunks."""
+class Gradient(NamedTuple):
+    """What the walk for dk leaves to the walk for dq, which makes of it the gradient of the gates.
 
-    def __init__(self, walk: Walk, first: Any, size: int):
-        self.walk, self.first = walk, first
-        self.count = jnp.clip(walk.chunks - first, 0, size)
+    Attributes:
+        sums: ``[places of chunks, H, K / 64, 64]`` float32: for each token the sum of k dk over 64 dimensions.
+        states: ``[places of groups, H, V, K]``: the gradient, transposed, of the state before each group of chunks.
+    """
 
-    def start(self, i: Any) -> Any:
-        """The first token of a chunk."""
-        return (self.first + (self.count - 1 - i if self.walk.reverse else i)) * CHUNK
-
-    def length(self, i: Any) -> Any:
-        """The tokens of a chunk."""
-        return jnp.minimum(self.walk.T - self.start(i), CHUNK)
-
-
-def _horizon(log2_decay):
-    """How many tokens back anything is left."""
-    return jnp.minimum(_UNDERFLOW / jnp.maximum(-log2_decay, 1e-7), 2.0**30).astype(jnp.int32)
+    sums: Any
+    states: Any
 
 
 def _log2_decay(gamma):
@@ -118,20 +74,71 @@ def _log2_decay(gamma):
     return jnp.maximum(gamma, -1e4) * math.log2(math.e)
 
 
-def _weights(walk, log2_decay, n):
-    """``(enter, leave)`` ``[CHUNK]`` of a chunk of n tokens: from its start to a token, from a token to its end."""
-    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_LAYOUT.reduce(1))
+def _weights(walk, log2_decay, n, lead=0):
+    """``(enter, leave)`` ``[CHUNK]`` of a chunk of n tokens: from its start to a token, from a token to its end.
+
+    ``lead``: rows before the first token.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_ROW) - lead
     to, after = (n - row, row) if walk.reverse else (row + 1, n - 1 - row)
     if walk.adjoint:
         to, after = to - 1, after + 1
-    # Rows past the end hold zeros, and what they give is never read: any finite weight will do for them.
+    # Rows outside hold zeros, and what they give is never read: any finite weight will do for them.
     enter, leave = (jnp.exp2(log2_decay * jnp.maximum(x, 0).astype(jnp.float32)) for x in (to, after))
     return enter, leave
+
+
+def _steps(walk):
+    """``[CHUNK, CHUNK]``: how many steps before the row's token the walk sees the column's."""
+    row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), d, layout=_LAYOUT) for d in (0, 1))
+    return (col - row if walk.reverse else row - col).astype(jnp.float32)
+
+
+def _gate_weights(walk, gates, sums, scale=1.0):
+    """The same as ``_weights``, what decays across the chunk, and a function that gives that between its tokens.
+
+    Args:
+        walk: the walk.
+        gates: ``[CHUNK]`` per column, zero outside of the sequence.
+        sums: room for ``[CHUNK]`` in shared memory; the warps meet.
+        scale: factor of what the function gives, ``[CHUNK, CHUNK]``.
+    """
+    row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), d, layout=_LAYOUT) for d in (0, 1))
+    # In the recurrence's own order: all differences below are of tokens of the same chunk.
+    upto = row <= col if walk.backward_in_time else col <= row
+    to_row = jnp.sum(jnp.where(upto, _columns(gates, CHUNK), 0.0), axis=1)
+    sums[...] = to_row
+    plgpu.commit_smem()
+    to_col = plgpu.load(sums, layout=_PER_COLUMN)
+    total = sums[0 if walk.backward_in_time else CHUNK - 1]
+    enter, leave = jnp.exp2(to_row), jnp.exp2(total - to_row)
+    if walk.adjoint:
+        enter, leave = leave, enter
+
+    def between():
+        x = _rows(to_row, CHUNK) - _columns(to_col, CHUNK)
+        return jnp.exp2(-x if walk.adjoint else x) * scale
+
+    return enter, leave, jnp.exp2(total), between
+
+
+def _gates(ref, rows):
+    """The gates of a chunk, per column; those of neighbours count as zero."""
+    gates = plgpu.load(ref, layout=_PER_COLUMN)
+    if rows is None:
+        return gates
+    at = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_COLUMN)
+    return jnp.where((at >= rows[0]) & (at < rows[1]), gates, 0.0)
 
 
 def _rows(x, columns):
     """A factor per row, for all columns."""
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+
+
+def _columns(x, rows):
+    """A factor per column, for all rows."""
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
 
 
 def _smem(dtype, *shape):
@@ -140,6 +147,53 @@ def _smem(dtype, *shape):
 
 def _zeros(*shape):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
+
+
+def _store_rows(ref, value, first, end):
+    """Store rows of a value ``[rows, columns]`` or ``[rows]`` to memory, from the first to before the end."""
+    layout = _LAYOUT if value.ndim == 2 else _PER_ROW
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT))
+    def store(_, ref, value, *limits):
+        first, end = (arith.index_cast(ir.IndexType.get(), x.registers.item()) for x in limits)
+        # A thread's values lie in two rows: one test for each.
+        indices = [tuple(index) for index in value.layout.thread_idxs(value.shape)]
+        registers = list(zip(indices, value.registers.flat, strict=True))
+        row = [i for i, n in enumerate(value.registers.shape) if n == 2][-1]
+        halves = [i[row] for i in np.ndindex(value.registers.shape)]
+        for half in range(2):
+            mine = [x for x, at in zip(registers, halves, strict=True) if at == half]
+            row_index = mine[0][0][0]
+            after = arith.cmpi(arith.CmpIPredicate.sge, row_index, first)
+            before = arith.cmpi(arith.CmpIPredicate.slt, row_index, end)
+            inside: Any = scf.IfOp(arith.andi(after, before))  # type: ignore
+            with ir.InsertionPoint(inside.then_block):
+                for index, register in mine:
+                    vector.store(register, ref, [row_index, *index[1:]])
+                scf.yield_([])
+
+    store(ref, value, jnp.int32(first), jnp.int32(end))
+
+
+def _clear(tiles, first, end):
+    """Zero the rows of tiles ``[CHUNK, 64]`` in shared memory that are not from the first to before the end."""
+    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=_LAYOUT)
+    for tile in tiles:
+        x = plgpu.load(tile, layout=_LAYOUT)
+        tile[...] = jnp.where((row >= first) & (row < end), x, jnp.zeros_like(x))
+    plgpu.commit_smem()
+
+
+def _clear_shared(tile, i_w, warpgroups, met, first, end):
+    """The same for a tile ``[CHUNK, K]`` that all compute warpgroups read: each does its part, then they meet."""
+    for i in range(tile.shape[1] // 64):
+
+        @pl.when(i_w == i % warpgroups)
+        def _(i=i):
+            _clear([tile.at[:, pl.ds(i * 64, 64)]], first, end)
+
+    plgpu.barrier_arrive(met)
+    plgpu.barrier_wait(met)
 
 
 def _ring(first, last, stages, full, empty, load):
@@ -176,10 +230,11 @@ def _axis(name):
     return f"keraunos.{name}"
 
 
-def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types):
+def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types, between_warps=True):
     """Run a kernel on arrays (None: left out).
 
     ``grid``: its sizes; programs side by side differ in the last index. ``body(indices, warpgroup, *references)``.
+    ``between_warps``: there are sums over values of several warps, which go through shared memory.
     """
     arrays = [x for x in arrays if x is not None]
 
@@ -195,7 +250,9 @@ def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types):
         program, out_type=out_type, scratch_types=scratch_types, kernel_name=f"linear_attention_{name}",
         grid=(math.prod(grid),), grid_names=(_axis("program"),), num_threads=warpgroups, thread_name=_axis("warpgroup"),
         # No barriers of the compiler's own: each place below where one warp may not overtake another says so.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, **({} if between_warps else dict(reduction_scratch_bytes=0))
+        ),
     )  # fmt: skip
     # Inside shard_map, types say over which axes of the mesh a value varies. Accumulators lose that, and then the
     # loops' types do not match: the kernel is traced for plain arrays.
@@ -205,102 +262,288 @@ def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types):
     return [vary(x, axes) for x in results]
 
 
-def most_stages(K: int, V: int, output: Any) -> int:
-    """How many stages of ``scan``'s ring fit into shared memory."""
-    state, chunk = K * V * 2, CHUNK * V
-    rest = _SHARED - state - chunk * 2 - 2 * chunk * jnp.dtype(output).itemsize
-    return rest // (CHUNK * (2 * K + V) * 2)
+class _Names:
+    """References by name: those of a kernel's arrays, outputs and scratch space, in that order; None: left out."""
+
+    def __init__(self, refs, *groups):
+        rest = iter(refs)
+        for group in groups:
+            for name, value in group.items():
+                setattr(self, name, None if value is None else next(rest))
 
 
-def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final, transposed, stages):
-    """One walk with queries a, keys b, values c: ``(output [B, T, H, V], final state [B, H, K, V] or None)``.
+class Room(NamedTuple):
+    """How ``scan`` uses shared memory.
+
+    Attributes:
+        warpgroups: compute warpgroups: 64 columns of V each; heads with more have several programs.
+        buffers: for outputs on their way to memory.
+        alone: queries have one place of their own, which is filled again in the middle of a chunk, and no stages.
+        stages: of the ring, at most.
+    """
+
+    warpgroups: int
+    buffers: int
+    alone: bool
+    stages: int
+
+
+def room(K: int, V: int, output: Any, product: bool = False) -> Room:
+    """The most that fits of: two warpgroups, stages for queries, two buffers, then stages; two of these at least.
+
+    ``product``: outputs are multiplied with one more input.
+    """
+    for W, alone, buffers in itertools.product((2, 1), (False, True), (2, 1)):
+        queries, values = CHUNK * K * 2, CHUNK * W * COLUMNS
+        rest = _SHARED - K * W * COLUMNS * 2 - 2 * values - buffers * values * jnp.dtype(output).itemsize
+        # What each token has one of, and two states' product, each from where a tile of 1,024 bytes may start.
+        rest -= 2048 + (2048 if product else 0) + alone * queries
+        stages = rest // ((2 - alone) * queries + 2 * values * (2 if product else 1))
+        if V % (W * COLUMNS) == 0 and stages >= 2:
+            return Room(W, buffers, alone, stages)
+    raise ValueError(f"head dims of {K} and {V} need more shared memory than there is")
+
+
+def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, final, transposed, stages,
+         factor=None, gradient=None):  # fmt: skip
+    """One walk with queries a, keys b, values c: ``(output [B, T, H, V], final state [N, H, K, V], gradient)``.
 
     Args:
         a, b, c: ``[B, T, heads, K]``, ``[B, T, heads, K]``, ``[B, T, heads, V]``; heads divide H; rows past T are zero.
-        gamma: ``[B, H]``, the log of the decay.
-        starts: ``[B, segments, H, K, V]`` float32, or None: zeros (one segment only).
-        transposed: starts are ``[B, segments, H, V, K]``.
+        decay: the decay.
+        starts: ``[N, H, K, V]`` float32, or ``[slots, H, K, V]`` where sequences are cut; None: zeros.
+        H: heads.
+        walk, plan: how sequences are walked; of packed ones the plan.
+        transposed: starts are ``[..., V, K]``.
         scale_in: factor of what enters the state; scale_out: of what is read from it; outputs have both.
         output: dtype of the output.
-        final: the final state is wanted.
-        stages: stages of the ring.
+        final: the final state is wanted; else None.
+        stages: stages of the ring, at most.
+        factor: ``[B, T, heads, V]``, for the gradient of gates: k in the walk for dk, q in that for dq; or None.
+        gradient: in the walk for dq, what the walk for dk gave.
+
+    Returns:
+        The third is None without ``factor``, a :class:`Gradient` without ``gradient``, and with both that of each
+        token's gate, ``[V / 64, B, H, T]`` float32, to be summed over the first axis.
     """
     (B, rows, _, K), V, dtype = a.shape, c.shape[-1], a.dtype
-    W = V // COLUMNS
+    W, buffers, alone, most = room(K, V, output, factor is not None)
+    stages = min(stages, most)
+    blocks = V // (W * COLUMNS)
+    N = B if walk.packed is None else walk.packed
     split = [H // x.shape[2] for x in (a, b, c)]
+    leave_states = factor is not None and gradient is None
+    dgates = gradient is not None
+
+    def shape(*sizes, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    places = [walk.places(B, n) for n in (1, GROUP)]
+    inputs = dict(a=a, b=b, c=c, gamma=decay.gamma, gates=decay.gates, starts=starts, plan=plan, factor=factor,
+                  sums=gradient and gradient.sums, states=gradient and gradient.states)  # fmt: skip
+    outputs = dict(
+        o=shape(B, rows, H, V, dtype=output),
+        final=shape(N, H, K, V) if final else None,
+        sums_out=shape(places[0], H, V // COLUMNS, CHUNK) if leave_states else None,
+        states_out=shape(places[1], H, K, V, dtype=dtype) if leave_states else None,
+        dgates=shape(V // COLUMNS, B, H, rows) if dgates else None,
+    )  # fmt: skip
+    gated, packed, large = decay.gates is not None, plan is not None, K > 128
+    scratch = dict(
+        a_s=_smem(dtype, 1 if alone else stages, CHUNK, K), b_s=_smem(dtype, stages, CHUNK, K),
+        c_s=_smem(dtype, stages, W, CHUNK, COLUMNS),
+        factor_s=None if factor is None else _smem(dtype, stages, W, CHUNK, COLUMNS),
+        left_s=_smem(dtype, W, CHUNK, COLUMNS), state_s=_smem(dtype, W, K, COLUMNS),
+        o_s=_smem(output, buffers, W, CHUNK, COLUMNS),
+        # What each token has one of: gates; their sums, what changes the gradient from one to the next, row numbers.
+        gates_s=plgpu.SMEM((stages + 3 * W, CHUNK), jnp.float32) if gated or dgates or large else None,
+        border_s=plgpu.SMEM((W, K), jnp.float32) if dgates else None,
+        # full: one arrival per copy; the others: one per compute warpgroup.
+        full=plgpu.Barrier(num_arrivals=2 - alone + W * (1 if factor is None else 2) + gated, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=W, num_barriers=stages),
+        a_full=plgpu.Barrier() if alone else None, a_empty=plgpu.Barrier(num_arrivals=W) if alone else None,
+        met=plgpu.Barrier(num_arrivals=W) if packed else None,
+    )  # fmt: skip
 
     def body(indices, i_w, *refs):
-        i_b, i_p, i_h = indices
-        a_ref, b_ref, c_ref, gamma_ref = refs[:4]
-        rest = list(refs[4:])
-        starts_ref: Any = None if starts is None else rest.pop(0)
-        o_ref = rest.pop(0)
-        final_ref: Any = rest.pop(0) if final else None
-        a_s, b_s, c_s, left_s, state_s, o_s, full, empty = rest
-        chunks = walk.of_segment(i_p)
-        columns = pl.ds(i_w * COLUMNS, COLUMNS)
+        i_s, i_h, i_v = indices
+        at: Any = _Names(refs, inputs, outputs, scratch)
+        sequence = walk.at(i_s, at.plan)
+        chunks = sequence.of_segment()
 
         @pl.when(i_w < W)
         def _compute():
             _registers(W, _REGISTERS, "increase")
-            g = _log2_decay(gamma_ref[i_b, i_h])
-            row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), d, layout=_LAYOUT) for d in (0, 1))
-            steps = col - row if walk.reverse else row - col
-            pairs = jnp.where(steps >= 0, jnp.exp2(g * steps.astype(jnp.float32)) * (scale_in * scale_out), 0.0)
+            i_c = i_v * W + i_w
+            columns = pl.ds(i_c * COLUMNS, COLUMNS)
+            steps = None if large else _steps(walk)
+
+            def ahead():
+                """``[CHUNK, CHUNK]``: how many steps before the row's token the walk sees the column's."""
+                if steps is not None:
+                    return steps
+                # Made again each time: with a state this large there are no registers to keep it in.
+                x = at.gates_s.at[stages + 2 * W + i_w]
+                x = _rows(plgpu.load(x, layout=_PER_ROW, optimized=False), CHUNK) - _columns(
+                    plgpu.load(x, layout=_PER_COLUMN), CHUNK
+                )
+                return -x if walk.reverse else x
+
+            if large:
+                at.gates_s[stages + 2 * W + i_w] = plgpu.broadcasted_iota(
+                    jnp.int32, (CHUNK,), 0, layout=_PER_ROW
+                ).astype(jnp.float32)
+                plgpu.commit_smem()
+
+            g = 0.0 if gated else _log2_decay(at.gamma[sequence.row, i_h])
+
+            def between_constant(g):
+                return jnp.exp2(g * ahead()) * (scale_in * scale_out)
+
+            pairs = None if gated or large else jnp.where(ahead() >= 0, between_constant(g), 0.0)
+
             if starts is None:
                 state = _zeros(K, COLUMNS)
             else:
-                start, layout = starts_ref.at[i_b, i_p, i_h], plgpu.Layout.WGMMA_TRANSPOSED if transposed else _LAYOUT
+                start = at.starts.at[i_s if walk.segments > 1 else sequence.index, i_h]
+                layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else _LAYOUT
                 start = start.at[columns].T if transposed else start.at[:, columns]
                 state = plgpu.layout_cast(plgpu.load(start, layout=layout, optimized=False), _LAYOUT)
-            state_s[i_w] = state.astype(dtype)
+            at.state_s[i_w] = state.astype(dtype)
             plgpu.commit_smem()
 
-            def step(i, state):
+            def step(i, carry):
+                state, border = carry
                 slot, t, n = lax.rem(i, stages), chunks.start(i), chunks.length(i)
-                enter, leave = _weights(walk, g, n)
-                out = o_s.at[lax.rem(i, 2), i_w]
-                plgpu.barrier_wait(full.at[slot])
+                limits: Any = chunks.rows(i) if packed else None
+                a_t, b_t, c_t = at.a_s.at[0 if alone else slot], at.b_s.at[slot], at.c_s.at[slot, i_w]
+                out = at.o_s.at[lax.rem(i, buffers), i_w]
+                if not gated:
+                    constant = _weights(walk, g, n, limits[0] if packed else 0)
+                    constant = *constant, jnp.exp2(g * n.astype(jnp.float32))
+                later: Any = None
+                if dgates:
+                    # Needed at the end of the chunk: asked for early.
+                    later = plgpu.load(at.sums.at[chunks.place(i, 1), i_h, i_c], layout=_PER_ROW, optimized=False)
+                plgpu.barrier_wait(at.full.at[slot])
+                if alone:
+                    plgpu.barrier_wait(at.a_full)
+                if packed:
 
-                def products(state):
-                    def first(scores, o):
-                        plgpu.wgmma(scores, a_s.at[slot], b_s.at[slot].T)
-                        plgpu.wgmma(o, a_s.at[slot], state_s.at[i_w])
-                        # While the tensor cores do that: what of each value is left at the chunk's end.
-                        v = plgpu.load(c_s.at[slot, i_w], layout=_LAYOUT).astype(jnp.float32)
-                        left_s[i_w] = (v * _rows(leave * scale_in, COLUMNS)).astype(dtype)
-                        plgpu.commit_smem()
-                        plgpu.wgmma(state, b_s.at[slot].T, left_s.at[i_w])
+                    @pl.when(n < CHUNK)
+                    def _():
+                        _clear([c_t], *limits)
+                        _clear_shared(b_t, i_w, W, at.met, *limits)
+
+                def products(scores, o):
+                    plgpu.wgmma(scores, a_t, b_t.T)
+                    plgpu.wgmma(o, a_t, at.state_s.at[i_w])
+                    # While the tensor cores do that: what of each value is left at the chunk's end.
+                    if gated:
+                        gates = _gates(at.gates_s.at[slot], limits)
+                        decays = _gate_weights(walk, gates, at.gates_s.at[stages + i_w], scale_in * scale_out)
+                    enter, leave, across, *between_gates = decays if gated else constant
+                    v = plgpu.load(c_t, layout=_LAYOUT).astype(jnp.float32)
+                    at.left_s[i_w] = (v * _rows(leave * scale_in, COLUMNS)).astype(dtype)
+                    plgpu.commit_smem()
+
+                    def rest(state):
+                        plgpu.wgmma(state, b_t.T, at.left_s.at[i_w])
                         # Of the three products, the last one or two may still be running.
-                        return plgpu.wgmma_accumulator_load(scores, wait_n=2), plgpu.wgmma_accumulator_load(o, wait_n=1)
+                        p = plgpu.wgmma_accumulator_load(scores, wait_n=2)
+                        if pairs is None:
+                            between = (
+                                between_gates[0]() if gated
+                                else between_constant(_log2_decay(at.gamma[sequence.row, i_h]))
+                            )  # fmt: skip
+                            between = jnp.where(ahead() >= 0, between, 0.0)
+                        else:
+                            between = pairs
+                        p = (p * between).astype(dtype)
+                        read = plgpu.wgmma_accumulator_load(o, wait_n=1)
+                        if alone:
+                            plgpu.barrier_arrive(at.a_empty)
 
-                    accumulators = plgpu.ACC((CHUNK, CHUNK), jnp.float32), plgpu.ACC((CHUNK, COLUMNS), jnp.float32)
-                    scores, o = pl.run_scoped(first, *accumulators)
-                    scores = (scores * pairs).astype(dtype)
+                        def last(o):
+                            plgpu.wgmma(o, p, c_t)
 
-                    def last(o):
-                        plgpu.wgmma(o, scores, c_s.at[slot, i_w])
+                        # Ends with all products done.
+                        read = pl.run_state(last)(plgpu.ACC.init(read * _rows(enter * scale_out, COLUMNS)))
+                        if factor is not None:
+                            multiply(read)
+                        plgpu.barrier_arrive(at.empty.at[slot])
+                        # Waits until the output of as many chunks ago as there are buffers has left its own. Here the
+                        # warps of the warpgroup meet, all with their products done: only from now on may state_s and
+                        # left_s be written again, state_s only if it is not on its way to memory itself.
+                        plgpu.wait_smem_to_gmem(0 if leave_states else buffers - 1, wait_read_only=True)
+                        out[...] = read.astype(output)
 
-                    # Ends with all products done.
-                    o = pl.run_state(last)(plgpu.ACC.init(o * _rows(enter * scale_out, COLUMNS)))
-                    plgpu.barrier_arrive(empty.at[slot])
-                    # Waits until the output of two chunks ago has left its buffer. Here the warps of the warpgroup
-                    # meet, all with their products done: only from now on may state_s and left_s be written again.
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    out[...] = o.astype(output)
+                    return pl.run_state(rest)(plgpu.ACC.init(state * across))
 
-                state = pl.run_state(products)(plgpu.ACC.init(state * jnp.exp2(g * n.astype(jnp.float32))))
-                state_s[i_w] = state.astype(dtype)
+                def multiply(o):
+                    """For the gradient of gates: of each token the sum of its products."""
+                    x = plgpu.load(at.factor_s.at[slot, i_w], layout=_LAYOUT).astype(jnp.float32)
+                    x = jnp.sum(o * x, axis=1)
+                    if leave_states:
+                        at.sums_out[chunks.place(i, 1), i_h, i_c] = x
+                        return
+                    x = x - later
+                    if packed:
+                        row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_ROW)
+                        x = jnp.where((row >= limits[0]) & (row < limits[1]), x, 0.0)
+                    at.gates_s[stages + W + i_w] = x
+
+                accumulators = plgpu.ACC((CHUNK, CHUNK), jnp.float32), plgpu.ACC((CHUNK, COLUMNS), jnp.float32)
+                state = pl.run_scoped(products, *accumulators)
+                at.state_s[i_w] = state.astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out, o_ref.at[i_b, pl.ds(t, CHUNK), i_h, columns])
-                return state
+                if packed:
 
-            state = lax.fori_loop(0, chunks.count, step, state)
+                    @pl.when(n == CHUNK)
+                    def _():
+                        plgpu.copy_smem_to_gmem(out, at.o.at[0, pl.ds(t, CHUNK), i_h, columns])
+
+                    # The neighbours' rows are others' to write, and a bulk copy has whole tiles of rows only.
+                    @pl.when(n < CHUNK)
+                    def _():
+                        mine = plgpu.load(out, layout=_LAYOUT)
+                        _store_rows(at.o.at[0, pl.ds(t, CHUNK), i_h, columns], mine, *limits)
+                else:
+                    plgpu.copy_smem_to_gmem(out, at.o.at[sequence.row, pl.ds(t, CHUNK), i_h, columns])
+                if dgates:
+                    x = _columns(plgpu.load(at.gates_s.at[stages + W + i_w], layout=_PER_COLUMN), CHUNK)
+                    dg = border - jnp.sum(jnp.where(ahead() > 0, x, 0.0), axis=1)
+                    border = border - jnp.sum(x, axis=1)
+                    _store_rows(at.dgates.at[i_c, sequence.row, i_h, pl.ds(t, CHUNK)], dg, *chunks.rows(i))
+                if leave_states:
+                    # The walk for dq starts a group with this chunk.
+                    @pl.when(lax.rem(chunks.ahead(i), GROUP) == 0)
+                    def _():
+                        target = at.states_out.at[chunks.place(i, GROUP), i_h, :, columns]
+                        plgpu.copy_smem_to_gmem(at.state_s.at[i_w], target)
+
+                return state, border
+
+            if dgates:
+
+                def group(i_g, state):
+                    place = chunks.place(i_g * GROUP, GROUP)
+                    after = plgpu.load(at.states.at[place, i_h, :, columns], layout=_LAYOUT, optimized=False)
+                    at.border_s[i_w] = jnp.sum(state * after.astype(jnp.float32), axis=1)
+                    plgpu.commit_smem()
+                    border = plgpu.load(at.border_s.at[i_w], layout=_PER_COLUMN)
+                    border = jnp.sum(_columns(border, CHUNK), axis=1)
+                    last = jnp.minimum((i_g + 1) * GROUP, chunks.count)
+                    return lax.fori_loop(i_g * GROUP, last, step, (state, border))[0]
+
+                state = lax.fori_loop(0, (chunks.count + GROUP - 1) // GROUP, group, state)
+            else:
+                state = lax.fori_loop(0, chunks.count, lambda i, state: step(i, (state, None))[0], state)
             if final:
 
-                @pl.when(i_p == walk.segments - 1)
+                @pl.when(sequence.is_last)
                 def _():
-                    final_ref[i_b, i_h, :, columns] = state
+                    at.final[sequence.index, i_h, :, columns] = state
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -310,136 +553,198 @@ def scan(a, b, c, gamma, starts, *, H, walk, scale_in, scale_out, output, final,
             head_a, head_b, head_c = (i_h // n for n in split)
 
             def load(i, slot, barrier):
-                t = pl.ds(chunks.start(i), CHUNK)
-                plgpu.copy_gmem_to_smem(a_ref.at[i_b, t, head_a], a_s.at[slot], barrier)
-                plgpu.copy_gmem_to_smem(b_ref.at[i_b, t, head_b], b_s.at[slot], barrier)
+                t, row = pl.ds(chunks.start(i), CHUNK), sequence.row
+                if not alone:
+                    plgpu.copy_gmem_to_smem(at.a.at[row, t, head_a], at.a_s.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(at.b.at[row, t, head_b], at.b_s.at[slot], barrier)
                 for w in range(W):
-                    source = c_ref.at[i_b, t, head_c, pl.ds(w * COLUMNS, COLUMNS)]
-                    plgpu.copy_gmem_to_smem(source, c_s.at[slot, w], barrier)
+                    columns = pl.ds((i_v * W + w) * COLUMNS, COLUMNS)
+                    plgpu.copy_gmem_to_smem(at.c.at[row, t, head_c, columns], at.c_s.at[slot, w], barrier)
+                    if factor is not None:
+                        source = at.factor.at[row, t, i_h // (H // factor.shape[2]), columns]
+                        plgpu.copy_gmem_to_smem(source, at.factor_s.at[slot, w], barrier)
+                if gated:
+                    plgpu.copy_gmem_to_smem(at.gates.at[row, i_h, t], at.gates_s.at[slot], barrier)
+                if alone:
 
-            _ring(0, chunks.count, stages, full, empty, load)
+                    @pl.when(i > 0)
+                    def _():
+                        plgpu.barrier_wait(at.a_empty)
 
-    out_type = [jax.ShapeDtypeStruct((B, rows, H, V), output)]
-    if final:
-        out_type.append(jax.ShapeDtypeStruct((B, H, K, V), jnp.float32))
+                    plgpu.copy_gmem_to_smem(at.a.at[row, t, head_a], at.a_s.at[0], at.a_full)
+
+            _ring(0, chunks.count, stages, at.full, at.empty, load)
+            if alone:
+
+                @pl.when(chunks.count > 0)
+                def _():
+                    plgpu.barrier_wait(at.a_empty)
+
     results = _launch(
-        body, (a, b, c, gamma, starts), name="scan", out_type=out_type, warpgroups=W + 1,
-        grid=(B, walk.segments, H),
-        scratch_types=[
-            _smem(dtype, stages, CHUNK, K), _smem(dtype, stages, CHUNK, K), _smem(dtype, stages, W, CHUNK, COLUMNS),
-            _smem(dtype, W, CHUNK, COLUMNS), _smem(dtype, W, K, COLUMNS), _smem(output, 2, W, CHUNK, COLUMNS),
-            # full: one arrival per copy; empty: one per compute warpgroup.
-            plgpu.Barrier(num_arrivals=2 + W, num_barriers=stages), plgpu.Barrier(num_arrivals=W, num_barriers=stages),
-        ],
+        body, inputs.values(), name="scan", grid=(walk.slots(B), H, blocks), warpgroups=W + 1, between_warps=False,
+        out_type=[x for x in outputs.values() if x is not None],
+        scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
-    return results[0], results[1] if final else None
+    got: Any = _Names(results, outputs)
+    return got.o, got.final, Gradient(got.sums_out, got.states_out) if leave_states else got.dgates
 
 
-def local_states(b, c, gamma, *, H, walk, scale_in, stages):
-    """The state at the end of each piece, had it started from zero: ``[B, segments - 1, pieces, H, K, V]``.
+def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
+    """The state at the end of each piece, had it started from zero, and the pieces' decay.
 
-    Only of pieces that still count at the end of their segment; the others' places are not written. The last segment
-    has no successor.
+    Only of pieces that still count at the end of their segment, and not of the last segment, which has no successor:
+    the others' places are not written.
+
+    Returns:
+        ``[slots, pieces, H, K, V]``, and with gates ``[slots, pieces, H]``, base 2, else None.
     """
     (B, _, _, K), V, dtype = b.shape, c.shape[-1], b.dtype
-    W = V // COLUMNS
+    W = min(V // COLUMNS, 2)
+    blocks = V // (W * COLUMNS)
     split = [H // x.shape[2] for x in (b, c)]
+    gated, packed = decay.gates is not None, plan is not None
+    slots = walk.slots(B)
+    inputs = dict(b=b, c=c, gamma=decay.gamma, gates=decay.gates, plan=plan)
+    outputs = dict(
+        local=jax.ShapeDtypeStruct((slots, walk.pieces, H, K, V), jnp.float32),
+        total=jax.ShapeDtypeStruct((slots, walk.pieces, H), jnp.float32) if gated else None,
+    )  # fmt: skip
+    scratch = dict(
+        b_s=_smem(dtype, stages, CHUNK, K), c_s=_smem(dtype, stages, W, CHUNK, COLUMNS),
+        gates_s=plgpu.SMEM((stages, CHUNK), jnp.float32) if gated else None,
+        left_s=_smem(dtype, 2, W, CHUNK, COLUMNS),
+        to_s=plgpu.SMEM((2, W, CHUNK), jnp.float32) if gated else None,
+        full=plgpu.Barrier(num_arrivals=1 + W + gated, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=W, num_barriers=stages),
+        met=plgpu.Barrier(num_arrivals=W) if packed else None,
+    )  # fmt: skip
 
-    def body(indices, i_w, b_ref, c_ref, gamma_ref, local_ref, b_s, c_s, left_s, full, empty):
-        i_b, i_p, i_f, i_h = indices
-        chunks = walk.of_piece(i_p, i_f)
-        g = _log2_decay(gamma_ref[i_b, i_h])
-        counts = i_f >= walk.first_piece(g)
-        # From this chunk on, something is left at the end of the segment.
-        after = (walk.pieces - 1 - i_f) * (walk.segment // walk.pieces)
-        first = jnp.clip(chunks.count - 1 + after - _horizon(g) // CHUNK, 0, chunks.count)
+    def body(indices, i_w, *refs):
+        i_s, i_f, i_h, i_v = indices
+        at: Any = _Names(refs, inputs, outputs, scratch)
+        sequence = walk.at(i_s, at.plan)
+        chunks = sequence.of_piece(i_f)
+        g: Any = 0.0
+        first: Any = 0
+        counts = sequence.i_p < sequence.segments - 1
+        if not gated:
+            g = _log2_decay(at.gamma[sequence.row, i_h])
+            counts &= i_f >= walk.first_piece(g)
+            # From this chunk on, something is left at the end of the segment.
+            after = (walk.pieces - 1 - i_f) * (walk.segment // walk.pieces)
+            first = jnp.clip(chunks.count - 1 + after - horizon(g) // CHUNK, 0, chunks.count)
 
         @pl.when(counts & (i_w < W))
         def _compute():
             _registers(W, _REGISTERS, "increase")
 
-            def step(i, state):
+            def step(i, carry):
+                state, total = carry
                 slot, n = lax.rem(i - first, stages), chunks.length(i)
-                _, leave = _weights(walk, g, n)
-                plgpu.barrier_wait(full.at[slot])
-                v = plgpu.load(c_s.at[slot, i_w], layout=_LAYOUT).astype(jnp.float32)
-                # Two buffers: when one is written again, every warp has passed the meeting point of the chunk between,
-                # and so is done with the product that read it.
-                left = left_s.at[lax.rem(i, 2), i_w]
+                limits: Any = chunks.rows(i) if packed else None
+                plgpu.barrier_wait(at.full.at[slot])
+                if packed:
+
+                    @pl.when(n < CHUNK)
+                    def _():
+                        _clear([at.c_s.at[slot, i_w]], *limits)
+                        _clear_shared(at.b_s.at[slot], i_w, W, at.met, *limits)
+
+                # Two buffers, of values and of sums: when one is written again, every warp has passed the meeting point
+                # of the chunk between, and so is done with the product that read it.
+                half = lax.rem(i, 2)
+                if gated:
+                    to = at.to_s.at[half, i_w]
+                    _, leave, across, _ = _gate_weights(walk, _gates(at.gates_s.at[slot], limits), to)
+                    total = total + to[0 if walk.backward_in_time else CHUNK - 1]
+                else:
+                    _, leave = _weights(walk, g, n, limits[0] if packed else 0)
+                    across = jnp.exp2(g * n.astype(jnp.float32))
+                v = plgpu.load(at.c_s.at[slot, i_w], layout=_LAYOUT).astype(jnp.float32)
+                left = at.left_s.at[half, i_w]
                 left[...] = (v * _rows(leave * scale_in, COLUMNS)).astype(dtype)
                 plgpu.commit_smem()
-                state = state * jnp.exp2(g * n.astype(jnp.float32))
 
                 def write(state):
-                    plgpu.wgmma(state, b_s.at[slot].T, left)
+                    plgpu.wgmma(state, at.b_s.at[slot].T, left)
 
-                state = pl.run_state(write)(plgpu.ACC.init(state))
-                plgpu.barrier_arrive(empty.at[slot])
-                return state
+                state = pl.run_state(write)(plgpu.ACC.init(state * across))
+                plgpu.barrier_arrive(at.empty.at[slot])
+                return state, total
 
-            state = lax.fori_loop(first, chunks.count, step, _zeros(K, COLUMNS))
-            local_ref[i_b, i_p, i_f, i_h, :, pl.ds(i_w * COLUMNS, COLUMNS)] = state
+            state, total = lax.fori_loop(first, chunks.count, step, (_zeros(K, COLUMNS), jnp.float32(0)))
+            at.local[i_s, i_f, i_h, :, pl.ds((i_v * W + i_w) * COLUMNS, COLUMNS)] = state
+            if gated:
+                at.total[i_s, i_f, i_h] = total
 
         @pl.when(counts & (i_w == W))
         def _memory():
             _registers(W, _REGISTERS_MEMORY, "decrease")
 
             def load(i, slot, barrier):
-                t = pl.ds(chunks.start(i), CHUNK)
-                plgpu.copy_gmem_to_smem(b_ref.at[i_b, t, i_h // split[0]], b_s.at[slot], barrier)
+                t, row = pl.ds(chunks.start(i), CHUNK), sequence.row
+                plgpu.copy_gmem_to_smem(at.b.at[row, t, i_h // split[0]], at.b_s.at[slot], barrier)
                 for w in range(W):
-                    source = c_ref.at[i_b, t, i_h // split[1], pl.ds(w * COLUMNS, COLUMNS)]
-                    plgpu.copy_gmem_to_smem(source, c_s.at[slot, w], barrier)
+                    source = at.c.at[row, t, i_h // split[1], pl.ds((i_v * W + w) * COLUMNS, COLUMNS)]
+                    plgpu.copy_gmem_to_smem(source, at.c_s.at[slot, w], barrier)
+                if gated:
+                    plgpu.copy_gmem_to_smem(at.gates.at[row, i_h, t], at.gates_s.at[slot], barrier)
 
-            _ring(first, chunks.count, stages, full, empty, load)
+            _ring(first, chunks.count, stages, at.full, at.empty, load)
 
-    out_type = [jax.ShapeDtypeStruct((B, walk.segments - 1, walk.pieces, H, K, V), jnp.float32)]
-    return _launch(
-        body, (b, c, gamma), name="states", out_type=out_type, warpgroups=W + 1,
-        grid=(B, walk.segments - 1, walk.pieces, H),
-        scratch_types=[
-            _smem(dtype, stages, CHUNK, K), _smem(dtype, stages, W, CHUNK, COLUMNS), _smem(dtype, 2, W, CHUNK, COLUMNS),
-            plgpu.Barrier(num_arrivals=1 + W, num_barriers=stages), plgpu.Barrier(num_arrivals=W, num_barriers=stages),
-        ],
-    )[0]  # fmt: skip
+    results = _launch(
+        body, inputs.values(), name="states", grid=(slots, walk.pieces, H, blocks), warpgroups=W + 1,
+        between_warps=False,
+        out_type=[x for x in outputs.values() if x is not None],
+        scratch_types=[x for x in scratch.values() if x is not None],
+    )  # fmt: skip
+    got: Any = _Names(results, outputs)
+    return got.local, got.total
 
 
-def combine(local, gamma, initial, *, walk):
-    """The state that each segment starts from, ``[B, segments, H, K, V]``, from the pieces' own and the initial one.
+def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
+    """The state that each segment starts from, ``[slots, H, K, V]``, from the pieces' own and the initial one.
 
     One program per head and 16 rows of the state: parallel over the state, in order over the pieces.
     """
-    B, _, _, H, K, V = local.shape
+    slots, _, H, K, V = local.shape
     rows, stages = 16, 8
     layout = plgpu.Layout.WG_STRIDED((rows, V), vec_size=4)
+    inputs = dict(local=local, total=total, gamma=decay.gamma, initial=initial, cu_seqlens=cu_seqlens)
 
     def body(indices, i_w, *refs):
-        i_b, i_h, i_r = indices
-        local_ref, gamma_ref = refs[:2]
-        initial_ref: Any = None if initial is None else refs[2]
-        starts_ref, tiles, full, empty = refs[-4:]
-        g = _log2_decay(gamma_ref[i_b, i_h])
-        first = walk.first_piece(g)
+        i_n, i_h, i_r = indices
+        at: Any = _Names(refs, inputs, dict(starts=1, tiles=1, full=1, empty=1))
+        sequence = walk.of(i_n, at.cu_seqlens)
+        slot0 = sequence.place(walk.segment)
+        g, first = 0.0, 0
+        if total is None:
+            g = _log2_decay(at.gamma[sequence.row, i_h])
+            first = walk.first_piece(g)
         count = walk.pieces - first
         part = pl.ds(i_r * rows, rows)
 
         @pl.when(i_w == 0)
         def _compute():
             def store(i_p, state):
-                starts_ref[i_b, i_p, i_h, part] = state
+                at.starts[slot0 + i_p, i_h, part] = state
 
             def segment(i_p, state):
                 store(i_p, state)
-                state = state * jnp.exp2(g * walk.tokens(i_p).astype(jnp.float32))
+                if total is None:
+                    state = state * jnp.exp2(g * sequence.tokens(i_p).astype(jnp.float32))
 
                 def piece(n, state):
                     i = i_p * count + n
                     slot = lax.rem(i, stages)
-                    later = (count - 1 - n) * (walk.segment // walk.pieces * CHUNK)
-                    plgpu.barrier_wait(full.at[slot])
-                    tile = plgpu.load(tiles.at[slot], layout=layout)
-                    state = state + tile * jnp.exp2(g * later.astype(jnp.float32))
-                    plgpu.barrier_arrive(empty.at[slot])
+                    plgpu.barrier_wait(at.full.at[slot])
+                    tile = plgpu.load(at.tiles.at[slot], layout=layout)
+                    if total is None:
+                        later = (count - 1 - n) * (walk.segment // walk.pieces * CHUNK)
+                        state = state + tile * jnp.exp2(g * later.astype(jnp.float32))
+                    else:
+                        state = state * jnp.exp2(at.total[slot0 + i_p, first + n, i_h]) + tile
+                    plgpu.barrier_arrive(at.empty.at[slot])
                     return state
 
                 return lax.fori_loop(0, count, piece, state)
@@ -447,21 +752,21 @@ def combine(local, gamma, initial, *, walk):
             if initial is None:
                 state = plgpu.layout_cast(jnp.zeros((rows, V), jnp.float32), layout)
             else:
-                state = plgpu.load(initial_ref.at[i_b, i_h, part], layout=layout, optimized=False)
-            store(walk.segments - 1, lax.fori_loop(0, walk.segments - 1, segment, state))
+                state = plgpu.load(at.initial.at[i_n, i_h, part], layout=layout, optimized=False)
+            store(sequence.segments - 1, lax.fori_loop(0, sequence.segments - 1, segment, state))
 
         @pl.when(i_w == 1)
         def _memory():
             def load(i, slot, barrier):
                 i_p, i_f = i // count, first + lax.rem(i, count)
-                plgpu.copy_gmem_to_smem(local_ref.at[i_b, i_p, i_f, i_h, part], tiles.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(at.local.at[slot0 + i_p, i_f, i_h, part], at.tiles.at[slot], barrier)
 
-            _ring(0, (walk.segments - 1) * count, stages, full, empty, load)
+            _ring(0, (sequence.segments - 1) * count, stages, at.full, at.empty, load)
 
     return _launch(
-        body, (local, gamma, initial), name="combine", warpgroups=2,
-        out_type=[jax.ShapeDtypeStruct((B, walk.segments, H, K, V), jnp.float32)],
-        grid=(B, H, K // rows),
+        body, inputs.values(), name="combine", warpgroups=2,
+        out_type=[jax.ShapeDtypeStruct((slots, H, K, V), jnp.float32)],
+        grid=(B if walk.packed is None else walk.packed, H, K // rows),
         scratch_types=[
             plgpu.SMEM((stages, rows, V), jnp.float32), plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),

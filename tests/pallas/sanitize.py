@@ -1,0 +1,62 @@
+"""Run every Pallas kernel in every shape of its program, on small arrays, for compute-sanitizer to watch.
+
+``compute-sanitizer --tool memcheck python -m tests.pallas.sanitize``; ``--tool racecheck`` watches shared memory.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import jax
+import numpy as np
+
+from keraunos.kernels.linear_attention import pallas as platform
+from keraunos.kernels.linear_attention import pallas_kernels
+from keraunos.kernels.linear_attention.interface import Options
+from keraunos.ops import Config
+from tests.pallas.cases import case
+
+GATES = dict(gate="scalar", gamma=0, state=True)
+# And how sequences are cut.
+CALLS = [
+    (case(T=200, K=128, V=128, state=True), None),
+    (case(T=333, H=4, G=2, V=128, state=True, reverse=True), (2, 2)),
+    (case(lengths=(5, 0, 150, 70), K=128, V=128, state=True), None),
+    (case(lengths=(5, 0, 333, 70), K=128, state=True, reverse=True), (2, 1)),
+    (case(T=200, K=128, V=128, **GATES), None),
+    (case(T=1100, **GATES), (8, 2)),
+    (case(lengths=(5, 0, 600, 70), K=128, V=128, H=4, G=2, **GATES), (8, 2)),
+    (case(T=200, K=256, V=256, state=True), None),
+    (case(lengths=(5, 150), K=256, V=128, **GATES), None),
+]
+KERNELS = {"scan", "states", "combine"}
+
+
+def main() -> None:
+    """Forward and backward of each."""
+    launched = set()
+    launch = pallas_kernels._launch
+
+    def noted(*args, name, **options):
+        launched.add(name)
+        return launch(*args, name=name, **options)
+
+    for some, segmentation in CALLS:
+        learned = some.gate != "none"
+        opts = Options(some.K**-0.5, some.reverse, Config(num_stages=2), not learned)
+
+        def both(args, doutput, dfinal, opts=opts):
+            outputs, residuals = platform.forward(args, opts)
+            return outputs, platform.backward(args, residuals, (doutput, dfinal), opts)
+
+        cut = {"segmentation": lambda *_, cut=segmentation: cut} if segmentation else {}
+        with mock.patch.multiple(platform, **cut), mock.patch.object(pallas_kernels, "_launch", noted):
+            results = jax.tree.leaves(jax.jit(both)(*some.arrays))
+        finite = all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in results)
+        print(some, "finite" if finite else "NOT FINITE", flush=True)
+    if launched != KERNELS:
+        raise SystemExit(f"launched {sorted(launched)}; there are {sorted(KERNELS)}")
+
+
+if __name__ == "__main__":
+    main()
