@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -122,6 +122,36 @@ def _in_turn(fn, mapped, given):
 def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     """Zeros that, inside ``shard_map``, vary over the mesh axes that ``like`` does, so that a scan may carry them."""
     return vary(jnp.zeros(shape, dtype), varying(like))
+
+
+def constant(x: np.ndarray, like: jax.Array) -> jax.Array:
+    """A constant."""
+    return vary(jnp.asarray(x), varying(like))
+
+
+def cast(x: jax.Array | np.ndarray, dtype: str) -> jax.Array:
+    """The values in another dtype."""
+    return jnp.asarray(x, dtype)
+
+
+def pad(x: jax.Array, axis: int, n: int) -> jax.Array:
+    """With n zeros at the end of an axis."""
+    return jnp.pad(x, [(0, n if i == axis else 0) for i in range(x.ndim)]) if n else x
+
+
+def permute(x: jax.Array, *axes: int) -> jax.Array:
+    """With its axes in another order."""
+    return x.transpose(axes)
+
+
+def stack(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
+    """Side by side along a new axis."""
+    return jnp.stack(arrays, axis)
+
+
+def numbers(n: int, like: jax.Array) -> jax.Array:
+    """0 to n - 1, int32."""
+    return jnp.arange(n, dtype=jnp.int32)
 
 
 def varying(x: Any) -> frozenset[str]:

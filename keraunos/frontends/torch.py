@@ -7,7 +7,7 @@ import functools
 import itertools
 import pickle
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
             for x in args:
                 if x is not None:
                     if isinstance(x, np.ndarray):
-                        x = constant(x, args[0].device)
+                        x = constant(x, args[0])
                     else:
                         x = _rows(x)
                         differentiate |= x.requires_grad
@@ -229,17 +229,47 @@ def decode(text: str) -> Any:
     return pickle.loads(base64.b85decode(text))
 
 
-def constant(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A small constant on the device: copied there once, not in every call."""
+def constant(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """A small constant on the device of ``like``: copied there once, not in every call."""
     if is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         # What is made now belongs to a graph or a transformation, and must not outlive it.
-        return torch.tensor(x.tolist(), dtype=_DTYPES[x.dtype.name], device=device)
-    return _constant(x.tobytes(), x.dtype.str, x.shape, device)
+        return torch.tensor(x.tolist(), dtype=_DTYPES[x.dtype.name], device=like.device)
+    return _constant(x.tobytes(), x.dtype.str, x.shape, like.device)
 
 
 @functools.lru_cache(maxsize=1024)
 def _constant(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy()).to(device)
+
+
+def zeros(shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Tensor:
+    """Zeros on the device of ``like``."""
+    return torch.zeros(shape, dtype=_DTYPES[dtype], device=like.device)
+
+
+def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The values in another dtype."""
+    return x if x.dtype == _DTYPES[dtype] else x.to(_DTYPES[dtype])
+
+
+def pad(x: torch.Tensor, axis: int, n: int) -> torch.Tensor:
+    """With n zeros at the end of an axis."""
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, n]) if n else x
+
+
+def permute(x: torch.Tensor, *axes: int) -> torch.Tensor:
+    """With its axes in another order, in memory too."""
+    return x.permute(axes).contiguous()
+
+
+def stack(tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    """Side by side along a new axis."""
+    return torch.stack(list(tensors), axis)
+
+
+def numbers(n: int, like: torch.Tensor) -> torch.Tensor:
+    """0 to n - 1, int32."""
+    return torch.arange(n, dtype=torch.int32, device=like.device)
 
 
 def device_of(x: torch.Tensor) -> Device:

@@ -1,4 +1,4 @@
-"""PyTorch: launching Triton kernels; host code runs once for all calls that are alike, which repeat its launches."""
+"""PyTorch: launching kernels; host code runs once for all calls that are alike, which repeat its launches."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     with recording.own_work():
         made, run, given, kinds = _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)
     recording.add(run, list(inputs.values()), kinds, made, given)
+    return made
+
+
+def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple:
+    """Allocate outputs of these shapes and dtypes, ``run(*inputs, *outputs)``, return them.
+
+    ``run`` must do the same when it is given addresses on the device.
+    """
+    device, recording = inputs[0].device, getattr(_local, "recording", None)
+    with contextlib.nullcontext() if recording is None else recording.own_work():
+        made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs)
+        with _on(device):
+            run(*inputs, *made)
+    if recording is not None:
+        recording.add(run, inputs, outputs, made, [])
     return made
 
 

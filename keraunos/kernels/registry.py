@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -121,6 +122,7 @@ class Row:
     backend: str
     priority: int
     frameworks: tuple[str, ...] = ("jax", "torch")
+    devices: tuple[str, str] = ("", "")
     target: Any = field(default=None, compare=False)
 
     @functools.cached_property
@@ -137,6 +139,9 @@ class Row:
             return f"takes {' or '.join(self.frameworks)} arrays, not {inv.framework}"
         if self.backend not in (Backend.ANY, inv.backend):
             return f"needs a {self.backend} device; the call's arrays are on {inv.backend}"
+        name, pattern = self.devices
+        if not re.search(pattern, inv.device):
+            return f"needs {name}; the call's arrays are on {inv.device}"
         try:
             implementation = self.implementation
         except ImportError as error:
@@ -159,6 +164,7 @@ class KernelRegistry:
         priority: int = 0,
         *,
         frameworks: tuple[str, ...] = ("jax", "torch"),
+        devices: tuple[str, str] = ("", ""),
         **about: Any,
     ) -> Callable[[Any], Any]:
         """Register what the returned decorator is applied to: a function, an Implementation or "module:name".
@@ -169,6 +175,7 @@ class KernelRegistry:
             backend: the device kind it needs.
             priority: of the rows that can run a call, the one with the highest priority does.
             frameworks: whose arrays it takes.
+            devices: a name for the devices it is for, and a pattern of theirs: for others it is not even imported.
             about: the fields of :class:`Implementation` other than ``fn``, when it is applied to a function.
 
         Raises:
@@ -184,7 +191,7 @@ class KernelRegistry:
                 made = Implementation(target, **about)
             elif about:
                 raise TypeError(f"register: {', '.join(about)} describe a function; the target already is complete")
-            row = Row(algorithm, platform, backend, priority, frameworks, made)
+            row = Row(algorithm, platform, backend, priority, frameworks, devices, made)
             if row in self._rows:
                 raise ValueError(
                     f"register: {algorithm} on {platform}/{backend} with priority {priority} is registered already"
@@ -279,9 +286,11 @@ for _algorithm in ("gla", "lightning_attn"):
     for _platform, _backend, _priority, _frameworks in _ROWS:
         _target = f"keraunos.kernels.linear_attention.{_platform}:{_algorithm}"
         kernel_registry.register(_algorithm, _platform, _backend, _priority, frameworks=_frameworks)(_target)
+HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
 # Where it is the fastest, and everything that it can run.
-for _name, _priority in (("preferred", 40), ("lightning_attn", 20)):
-    kernel_registry.register("lightning_attn", Platform.PALLAS, Backend.GPU, _priority, frameworks=("jax",))(
+for _algorithm, _name, _priority in (("lightning_attn", "preferred", 40), ("lightning_attn", "lightning_attn", 20),
+                                     ("gla", "gla", 20)):  # fmt: skip
+    kernel_registry.register(_algorithm, Platform.PALLAS, Backend.GPU, _priority, devices=HOPPER)(
         f"keraunos.kernels.linear_attention.pallas:{_name}"
     )
 

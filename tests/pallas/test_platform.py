@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import keraunos
+from keraunos import frontends
 from keraunos.kernels.registry import UnsupportedError, kernel_registry
 from tests.linear_attention.cases import GPU
 from tests.pallas.cases import NEEDS_JAX, jax
@@ -119,7 +120,7 @@ def test_every_token_of_packed_sequences_is_walked_once_by_its_own(lengths, segm
 
     offsets = np.cumsum([0, *lengths]).astype(np.int32)
     walk = Walk(offsets[-1], reverse, False, segment, 1, len(lengths))
-    plan = np.asarray(walk.plan(jax.numpy.asarray(offsets)))
+    plan = np.asarray(walk.plan(jax.numpy.asarray(offsets), frontends.get("jax")))
     assert len(plan) == walk.slots(1)
     of_each = {n: [] for n in range(len(lengths))}
     last, places = [], {1: [], 4: []}

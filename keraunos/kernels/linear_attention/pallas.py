@@ -1,4 +1,4 @@
-"""The recurrence with a constant decay per head on Hopper GPUs, for JAX: which Pallas Mosaic GPU kernel runs when.
+"""The recurrence with a decay per head or token on Hopper GPUs: which Pallas Mosaic GPU kernel runs when.
 
 Forward: one fused walk that reads every input once. Where batch times heads does not fill the GPU, sequences are cut
 into segments: one kernel gives the states of their pieces, a small one each segment's first state, then all segments
@@ -17,10 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from keraunos.kernels.linear_attention.interface import Args, Options
+from keraunos import frontends
+from keraunos.kernels.linear_attention.interface import Args, Options, differentiated
 from keraunos.kernels.linear_attention.interface import kernels as implementations
+from keraunos.kernels.registry import HOPPER
 
 if jax.__version_info__ < (0, 11):
     raise ImportError(f"needs jax 0.11 or later (and so Python 3.12); this is jax {jax.__version__}", name="jax")
@@ -42,6 +44,8 @@ _FAINT = -100.0
 _PROCESSORS, _ALONE, _START, _LAUNCHES, _STATE = 132, 0.91, 4, 4, 4
 # How many times over packed sequences times heads must fill the GPU to be left whole.
 _ENOUGH = 3
+# Chunks, of all heads, of a call of PyTorch's that ``"auto"`` has kernels compiled for.
+_WORTH_COMPILING = 8192
 # Chunks of a segment at least; of a piece, where few programs would make states, and where many do.
 _MIN_SEGMENT, _PIECE_FEW, _PIECE_MANY = 8, 8, 16
 
@@ -85,17 +89,18 @@ class _Call:
 
     def __init__(self, args: Args, opts: Options):
         self.args, self.opts, self.scale = args, opts, opts.softmax_scale
+        self.framework = frontends.framework_of(args.query)
+        # What is done to arrays outside of kernels.
+        self.arrays = frontends.get(self.framework)
         self.B, self.T, self.H, self.K = args.query.shape
         self.G, self.V = args.value.shape[2:]
         self.q, self.k, self.v = (self.pad(x) for x in args[:3])
         self.learned = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
-        gamma = jnp.zeros(self.H) if args.g_gamma is None else args.g_gamma
-        gamma = jnp.broadcast_to(jnp.asarray(gamma, jnp.float32), (self.B, self.H))
-        self.decay = kernels.Decay(gamma) if args.g is None else kernels.Decay(None, self.gates(gamma))
-        self.h0 = None if args.initial_state is None else args.initial_state.astype(jnp.float32)
+        self.decay = self.of_head() if args.g is None else kernels.Decay(None, self.gates())
+        self.h0 = None if args.initial_state is None else self.arrays.cast(args.initial_state, "float32")
         self.cu_seqlens, packed = args.cu_seqlens, None
         if self.cu_seqlens is not None:
-            self.cu_seqlens = self.cu_seqlens.astype(jnp.int32)
+            self.cu_seqlens = self.arrays.cast(self.cu_seqlens, "int32")
             packed = self.cu_seqlens.shape[0] - 1
         self.N = packed or self.B
         segment, pieces = segmentation(self.H, -(-self.T // kernels.CHUNK), self.N, packed is not None)
@@ -105,42 +110,57 @@ class _Call:
             segment = -(-segment // unit) * unit
         self.forward = kernels.Walk(self.T, opts.reverse, False, segment, pieces, packed)
         self.adjoint = kernels.Walk(self.T, not opts.reverse, True, segment, pieces, packed)
-        self.plan = None if packed is None else self.forward.plan(self.cu_seqlens)
+        self.plan = None if packed is None else self.forward.plan(self.cu_seqlens, self.arrays)
+
+    def run(self, kernel: Any, arrays: dict[str, Any], **static: Any) -> Any:
+        """Launch a kernel on arrays."""
+        if self.framework == "torch":
+            return frontends.get("torch_pallas").launch(kernel, arrays, static)
+        return kernel(**arrays, **static)
 
     def pad(self, x: Any) -> Any:
         """Up to a multiple of 8 tokens, the rows of a tile of a bulk copy."""
-        return jnp.pad(x, ((0, 0), (0, -self.T % 8), (0, 0), (0, 0))) if self.T % 8 else x
+        return self.arrays.pad(x, 1, -self.T % 8)
 
-    def gates(self, gamma: Any) -> Any:
+    def of_head(self) -> kernels.Decay:
+        """The constant decays."""
+        gamma = self.args.g_gamma
+        if gamma is None:
+            gamma = self.arrays.constant(np.zeros(self.H, np.float32), self.args.query)
+        return kernels.Decay(self.arrays.cast(gamma, "float32"))
+
+    def gates(self) -> Any:
         """Gates and constant decays together, ``[B, H, T]``, base 2, at least ``_FAINT``."""
-        g = jnp.maximum(self.args.g.astype(jnp.float32) + gamma[:, None], _FAINT) * math.log2(math.e)
-        return jnp.pad(g.transpose(0, 2, 1), ((0, 0), (0, 0), (0, -self.T % 8)))
+        g = self.arrays.cast(self.args.g, "float32")
+        if self.args.g_gamma is not None:
+            gamma = self.arrays.cast(self.args.g_gamma, "float32")
+            g = g + (gamma if gamma.ndim == 1 else gamma[:, None])
+        g = g.clip(_FAINT) * math.log2(math.e)
+        return self.arrays.pad(self.arrays.permute(g, 0, 2, 1), 2, -self.T % 8)
 
     def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale_in: float = 1.0) -> Any:
         """The state that each segment starts from; where sequences are not cut, the initial ones."""
         if walk.segments == 1:
             return initial
-        local, total = kernels.local_states(
-            b, c, self.decay, H=self.H, walk=walk, plan=self.plan, scale_in=scale_in, stages=3
-        )
-        return kernels.combine(
-            local, total, self.decay, initial, B=self.B, walk=walk, cu_seqlens=self.cu_seqlens
-        )  # fmt: skip
+        given = dict(b=b, c=c, decay=self.decay, plan=self.plan)
+        local, total = self.run(kernels.local_states, given, H=self.H, walk=walk, scale_in=scale_in, stages=3)
+        given = dict(local=local, total=total, decay=self.decay, initial=initial, cu_seqlens=self.cu_seqlens)
+        return self.run(kernels.combine, given, B=self.B, walk=walk)
 
-    def scan(self, a: Any, b: Any, c: Any, starts: Any, walk: Any, **options: Any) -> Any:
+    def scan(self, a: Any, b: Any, c: Any, starts: Any, walk: Any, *, factor: Any = None, gradient: Any = None,
+             **options: Any) -> Any:  # fmt: skip
         """``kernels.scan``, without the rows that were padded; as many stages as were asked for, or as fit."""
-        factors = {"scale_in": 1.0, "scale_out": 1.0, "output": a.dtype, "final": False, "transposed": False} | options
+        arrays = dict(a=a, b=b, c=c, decay=self.decay, starts=starts, plan=self.plan, factor=factor, gradient=gradient)
+        static = {"scale_in": 1.0, "scale_out": 1.0, "output": None, "final": False, "transposed": False} | options
         wanted: Any = self.opts.cfg.num_stages
-        output, *more = kernels.scan(
-            a, b, c, self.decay, starts, H=self.H, walk=walk, plan=self.plan, stages=wanted, **factors
-        )
-        return output[:, : self.T], *more
+        output, *more = self.run(kernels.scan, arrays, H=self.H, walk=walk, stages=wanted, **static)
+        return output if output.shape[1] == self.T else output[:, : self.T], *more
 
-    def shared(self, x: Any, like: Any) -> Any:
+    def shared(self, x: Any) -> Any:
         """The sum over the query heads that share a key."""
         if self.G == self.H:
             return x
-        return x.reshape(*x.shape[:2], self.G, -1, x.shape[-1]).sum(3).astype(like.dtype)
+        return x.reshape(*x.shape[:2], self.G, -1, x.shape[-1]).sum(3)
 
     def of_decay(self, dgates: Any) -> tuple[Any, Any]:
         """The gradients of gates and of constant decays, from that of both per token ``[K / 64, B, H, T]``."""
@@ -151,54 +171,81 @@ class _Call:
         dgamma = None if gamma is None or self.opts.gamma_is_constant else dg.sum(-1)
         if dgamma is not None and gamma.ndim == 1:
             dgamma = dgamma.sum(0)
-        return None if self.args.g is None else dg.transpose(0, 2, 1), dgamma
+        return None if self.args.g is None else self.arrays.permute(dg, 0, 2, 1), dgamma
 
 
 def forward(args: Args, opts: Options):
-    """``((output, final_state), residuals)``: the states at segments, where sequences are cut."""
-    if not args.query.shape[1]:
-        return _no_tokens(args), (None,)
-    call = _Call(args, opts)
+    """``((output, final_state), residuals)``: in JAX the states at segments, where sequences are cut."""
+    call = _Call(args, opts) if args.query.shape[1] else None
+    if call is None:
+        return _no_tokens(args), _kept(args, None)
     starts = call.starts(call.k, call.v, call.h0, call.forward)
-    output, final, _ = call.scan(call.q, call.k, call.v, starts, call.forward, scale_out=call.scale, final=True)
-    return (output, final), (None if call.forward.segments == 1 else starts,)
+    output, final, _ = call.scan(call.q, call.k, call.v, starts, call.forward, scale_out=call.scale, final=opts.state)
+    return (output, final), _kept(args, None if call.forward.segments == 1 else starts)
+
+
+def _kept(args: Args, starts: Any) -> tuple:
+    # PyTorch's compiler wants the shapes of residuals for lengths that it leaves open: there they are made again.
+    return () if frontends.framework_of(args.query) == "torch" else (starts,)
 
 
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
-    """The gradients of ``args`` from those of the output and of the final state."""
+    """The gradients of ``args`` from those of the output and of the final state, which may be None."""
     doutput, dfinal = grads
     if not args.query.shape[1]:
-        given = jax.vjp(_no_tokens, args._replace(cu_seqlens=None))[1](grads)[0]
-        return given._replace(g_gamma=None) if opts.gamma_is_constant else given
-    call = _Call(args, opts)
+        given = _no_gradients(args, dfinal, opts)
+    else:
+        given = _gradients(_Call(args, opts), residuals[0] if residuals else None, doutput, dfinal)
+    arrays = frontends.get(frontends.framework_of(args.query))
+    return Args(*(None if d is None else arrays.cast(d, arrays.dtype_name(x))
+                  for x, d in zip(args, given, strict=True)))  # fmt: skip
+
+
+def _gradients(call: _Call, starts: Any, doutput: Any, dfinal: Any) -> Args:
     q, k, v, do = call.q, call.k, call.v, call.pad(doutput)
-    (starts,) = residuals
     if starts is None:
         starts = call.starts(k, v, call.h0, call.forward)
-    ends = call.starts(q, do, dfinal.astype(jnp.float32), call.adjoint, call.scale)
-    each = args.query.dtype if call.G == call.H else jnp.float32
+    dfinal = None if dfinal is None else call.arrays.cast(dfinal, "float32")
+    ends = call.starts(q, do, dfinal, call.adjoint, call.scale)
+    # Sums over the heads that share a key are made of float32.
+    each = None if call.G == call.H else "float32"
     learned = call.learned
     dk, _, gradient = call.scan(v, do, q, ends, call.adjoint, scale_in=call.scale, output=each, transposed=True,
                                 factor=k if learned else None)  # fmt: skip
     dq, _, dgates = call.scan(do, v, k, starts, call.forward, scale_out=call.scale, transposed=True,
                               factor=q if learned else None, gradient=gradient)  # fmt: skip
     dv, dh0, _ = call.scan(k, q, do, ends, call.adjoint, scale_in=call.scale, output=each, final=call.h0 is not None)
-    given = Args(dq, call.shared(dk, args.key), call.shared(dv, args.value), *call.of_decay(dgates), dh0)
-    return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, given, strict=True)))
+    return Args(dq, call.shared(dk), call.shared(dv), *call.of_decay(dgates), dh0)
 
 
 def _no_tokens(args: Args):
+    arrays = frontends.get(frontends.framework_of(args.query))
     (B, _, H, K), V = args.query.shape, args.value.shape[-1]
     N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
-    state = jnp.zeros((N, H, K, V)) if args.initial_state is None else args.initial_state.astype(jnp.float32)
-    return jnp.zeros((B, 0, H, V), args.query.dtype), state
+    state = args.initial_state
+    # A copy: an operation of PyTorch's may not return what it was given.
+    state = arrays.zeros((N, H, K, V), "float32", args.query) + (0 if state is None else arrays.cast(state, "float32"))
+    return arrays.zeros((B, 0, H, V), arrays.dtype_name(args.query), args.query), state
+
+
+def _no_gradients(args: Args, dfinal: Any, opts: Options) -> Args:
+    """Where there are no tokens: all zero but that of the initial state."""
+    arrays = frontends.get(frontends.framework_of(args.query))
+    wanted = differentiated(args, opts)
+    given = Args(*(None if x is None else arrays.zeros(x.shape, arrays.dtype_name(x), x) for x in wanted))
+    if dfinal is not None and args.initial_state is not None:
+        given = given._replace(initial_state=given.initial_state + arrays.cast(dfinal, "float32"))
+    return given
 
 
 def unsupported(inv) -> str | None:
     """Why these kernels cannot run the call, or None."""
     K, V, dtype = inv.dims["K"], inv.dims["V"], inv.arrays["query"][0]
-    if not _is_hopper(inv):
-        return f"needs a Hopper GPU (H100, H200); the call's arrays are on {inv.device}"
+    name, pattern = HOPPER
+    if inv.backend != "gpu" or not re.search(pattern, inv.device):
+        return f"needs {name}; the call's arrays are on {inv.device}"
+    if inv.framework == "torch" and (reason := frontends.get("torch_pallas").unsupported()):
+        return reason
     if dtype not in _DTYPES:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
     if inv.arrays.get("g", (None, 0))[1] == 4:
@@ -211,14 +258,12 @@ def unsupported(inv) -> str | None:
 def loses(inv) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what it cannot run, and where Triton was measured to be faster."""
     heads, chunks = inv.dims["N"] * inv.dims["H"], -(-inv.dims["T"] // kernels.CHUNK)
+    if inv.framework == "torch" and ("cu_seqlens" in inv.arrays or heads * chunks < _WORTH_COMPILING):
+        return "compiles for seconds for every new shape, which packed sequences and small calls are not worth"
     # Triton then has two programs per head, which fill the GPU.
     if 32 < heads < 96 and 0 < chunks < 64 and segmentation(heads, chunks)[0] >= chunks:
         return "is slower than Triton where half the GPU's programs would do and sequences are too short to be cut"
     return unsupported(inv)
-
-
-def _is_hopper(inv) -> bool:
-    return inv.backend == "gpu" and re.search(r"\bG?H(20|100|200|800)\b", inv.device) is not None
 
 
 def heuristic(inv, cfg):

@@ -49,7 +49,7 @@ class Decay(NamedTuple):
     """What decays the state of a head; one of the two.
 
     Attributes:
-        gamma: ``[B, H]``, the log of a constant decay.
+        gamma: ``[H]`` or ``[B, H]``, the log of a constant decay.
         gates: ``[B, H, T]``, the log of each token's decay, base 2 and finite.
     """
 
@@ -69,7 +69,8 @@ class Gradient(NamedTuple):
     states: Any
 
 
-def _log2_decay(gamma):
+def _log2_decay(gamma, row, i_h):
+    gamma = gamma[i_h] if len(gamma.shape) == 1 else gamma[row, i_h]
     # A finite stand-in for -inf, so that no steps of it are no decay: exp2 of either is 0.
     return jnp.maximum(gamma, -1e4) * math.log2(math.e)
 
@@ -230,11 +231,13 @@ def _axis(name):
     return f"keraunos.{name}"
 
 
-def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types, between_warps=True):
+def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types, between_warps=True,
+            lanes=False):  # fmt: skip
     """Run a kernel on arrays (None: left out).
 
     ``grid``: its sizes; programs side by side differ in the last index. ``body(indices, warpgroup, *references)``.
     ``between_warps``: there are sums over values of several warps, which go through shared memory.
+    ``lanes``: all layouts are said: no search for them, which takes minutes where kernels are large.
     """
     arrays = [x for x in arrays if x is not None]
 
@@ -251,7 +254,9 @@ def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types, be
         grid=(math.prod(grid),), grid_names=(_axis("program"),), num_threads=warpgroups, thread_name=_axis("warpgroup"),
         # No barriers of the compiler's own: each place below where one warp may not overtake another says so.
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, **({} if between_warps else dict(reduction_scratch_bytes=0))
+            approx_math=True, unsafe_no_auto_barriers=True,
+            **({} if between_warps else dict(reduction_scratch_bytes=0)),
+            **(dict(lowering_semantics=plgpu.LoweringSemantics.Lane) if lanes else {}),
         ),
     )  # fmt: skip
     # Inside shard_map, types say over which axes of the mesh a value varies. Accumulators lose that, and then the
@@ -316,7 +321,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
         walk, plan: how sequences are walked; of packed ones the plan.
         transposed: starts are ``[..., V, K]``.
         scale_in: factor of what enters the state; scale_out: of what is read from it; outputs have both.
-        output: dtype of the output.
+        output: dtype of the output; None: the queries'.
         final: the final state is wanted; else None.
         stages: stages of the ring, at most.
         factor: ``[B, T, heads, V]``, for the gradient of gates: k in the walk for dk, q in that for dq; or None.
@@ -327,6 +332,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
         token's gate, ``[V / 64, B, H, T]`` float32, to be summed over the first axis.
     """
     (B, rows, _, K), V, dtype = a.shape, c.shape[-1], a.dtype
+    output = jnp.dtype(output or dtype)
     W, buffers, alone, most = room(K, V, output, factor is not None)
     stages = min(stages, most)
     blocks = V // (W * COLUMNS)
@@ -395,7 +401,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                 ).astype(jnp.float32)
                 plgpu.commit_smem()
 
-            g = 0.0 if gated else _log2_decay(at.gamma[sequence.row, i_h])
+            g = 0.0 if gated else _log2_decay(at.gamma, sequence.row, i_h)
 
             def between_constant(g):
                 return jnp.exp2(g * ahead()) * (scale_in * scale_out)
@@ -454,7 +460,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                         if pairs is None:
                             between = (
                                 between_gates[0]() if gated
-                                else between_constant(_log2_decay(at.gamma[sequence.row, i_h]))
+                                else between_constant(_log2_decay(at.gamma, sequence.row, i_h))
                             )  # fmt: skip
                             between = jnp.where(ahead() >= 0, between, 0.0)
                         else:
@@ -628,7 +634,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
         first: Any = 0
         counts = sequence.i_p < sequence.segments - 1
         if not gated:
-            g = _log2_decay(at.gamma[sequence.row, i_h])
+            g = _log2_decay(at.gamma, sequence.row, i_h)
             counts &= i_f >= walk.first_piece(g)
             # From this chunk on, something is left at the end of the segment.
             after = (walk.pieces - 1 - i_f) * (walk.segment // walk.pieces)
@@ -719,7 +725,7 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
         slot0 = sequence.place(walk.segment)
         g, first = 0.0, 0
         if total is None:
-            g = _log2_decay(at.gamma[sequence.row, i_h])
+            g = _log2_decay(at.gamma, sequence.row, i_h)
             first = walk.first_piece(g)
         count = walk.pieces - first
         part = pl.ds(i_r * rows, rows)

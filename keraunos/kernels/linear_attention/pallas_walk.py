@@ -64,21 +64,23 @@ class Walk(NamedTuple):
         """Slots of all sequences."""
         return self.packed if self.packed is not None and self.segments == 1 else self.places(B, self.segment)
 
-    def plan(self, cu_seqlens: Any) -> Any:
+    def plan(self, cu_seqlens: Any, arrays: Any) -> Any:
         """``[slots, 4]`` int32: a slot's sequence, which segment of it, the sequence's first token and its end.
+
+        ``cu_seqlens`` is int32; ``arrays`` is the front end whose array it is.
 
         The longest sequences come first where they are not cut: a program that starts last had better be short.
         """
-        starts, ends = (x.astype(jnp.int32) for x in (cu_seqlens[:-1], cu_seqlens[1:]))
+        starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
         if self.segments == 1:
-            n = jnp.argsort(starts - ends).astype(jnp.int32)
-            i_p = jnp.zeros_like(n)
+            n = arrays.cast((starts - ends).argsort(), "int32")
+            i_p = n * 0
         else:
-            first = starts // (self.segment * CHUNK) + jnp.arange(len(starts), dtype=jnp.int32)
-            slots = jnp.arange(self.slots(1), dtype=jnp.int32)
-            n = jnp.maximum((first <= slots[:, None]).sum(1, dtype=jnp.int32) - 1, 0)
+            first = starts // (self.segment * CHUNK) + arrays.numbers(len(starts), starts)
+            slots = arrays.numbers(self.slots(1), starts)
+            n = arrays.cast((first <= slots[:, None]).sum(1) - 1, "int32").clip(0)
             i_p = slots - first[n]
-        return jnp.stack([n, i_p, starts[n], ends[n]], 1)
+        return arrays.stack([n, i_p, starts[n], ends[n]], 1)
 
     def at(self, slot: Any, plan: Any = None) -> Sequence:
         """The sequence that a slot belongs to and which segment of it: ``plan`` is a reference to :meth:`plan`'s."""
