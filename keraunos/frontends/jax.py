@@ -124,19 +124,14 @@ def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     return vary(jnp.zeros(shape, dtype), varying(like))
 
 
-def constant(x: np.ndarray, like: jax.Array) -> jax.Array:
-    """A constant."""
-    return vary(jnp.asarray(x), varying(like))
-
-
 def cast(x: jax.Array | np.ndarray, dtype: str) -> jax.Array:
     """The values in another dtype."""
     return jnp.asarray(x, dtype)
 
 
-def pad(x: jax.Array, axis: int, n: int) -> jax.Array:
-    """With n zeros at the end of an axis."""
-    return jnp.pad(x, [(0, n if i == axis else 0) for i in range(x.ndim)]) if n else x
+def pad(x: jax.Array, axis: int, after: int, before: int = 0) -> jax.Array:
+    """With so many zeros at the ends of an axis."""
+    return jnp.pad(x, [(before, after) if i == axis else (0, 0) for i in range(x.ndim)]) if before or after else x
 
 
 def permute(x: jax.Array, *axes: int) -> jax.Array:
@@ -196,3 +191,8 @@ def dtype_name(x: Any) -> str:
 def length(n: int) -> int:
     """A size as a number."""
     return n
+
+
+def seed(rng: jax.Array) -> jax.Array:
+    """Two integers of 32 bits that follow from a key."""
+    return jax.random.bits(rng, (2,), jnp.uint32)

@@ -136,7 +136,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
             for x in args:
                 if x is not None:
                     if isinstance(x, np.ndarray):
-                        x = constant(x, args[0])
+                        x = constant(x, args[0].device)
                     else:
                         x = _rows(x)
                         differentiate |= x.requires_grad
@@ -229,12 +229,12 @@ def decode(text: str) -> Any:
     return pickle.loads(base64.b85decode(text))
 
 
-def constant(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """A small constant on the device of ``like``: copied there once, not in every call."""
+def constant(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A small constant on the device: copied there once, not in every call."""
     if is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         # What is made now belongs to a graph or a transformation, and must not outlive it.
-        return torch.tensor(x.tolist(), dtype=_DTYPES[x.dtype.name], device=like.device)
-    return _constant(x.tobytes(), x.dtype.str, x.shape, like.device)
+        return torch.tensor(x.tolist(), dtype=_DTYPES[x.dtype.name], device=device)
+    return _constant(x.tobytes(), x.dtype.str, x.shape, device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -252,9 +252,11 @@ def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
     return x if x.dtype == _DTYPES[dtype] else x.to(_DTYPES[dtype])
 
 
-def pad(x: torch.Tensor, axis: int, n: int) -> torch.Tensor:
-    """With n zeros at the end of an axis."""
-    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, n]) if n else x
+def pad(x: torch.Tensor, axis: int, after: int, before: int = 0) -> torch.Tensor:
+    """With so many zeros at the ends of an axis."""
+    if not (before or after):
+        return x
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [before, after])
 
 
 def permute(x: torch.Tensor, *axes: int) -> torch.Tensor:
@@ -295,3 +297,8 @@ def dtype_name(x: torch.Tensor) -> str:
 def length(n: int | torch.SymInt) -> int:
     """A size as a number; of one that a graph leaves open, the one at hand while it is traced, without fixing it."""
     return n if isinstance(n, int) else n.node.hint
+
+
+def seed(rng: torch.Generator) -> torch.Tensor:
+    """Two integers of 32 bits, the next that a generator gives."""
+    return torch.randint(1 << 32, (2,), generator=rng, device=rng.device)

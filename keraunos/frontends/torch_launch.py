@@ -46,13 +46,19 @@ def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tupl
     ``run`` must do the same when it is given addresses on the device.
     """
     device, recording = inputs[0].device, getattr(_local, "recording", None)
-    with contextlib.nullcontext() if recording is None else recording.own_work():
+    with own_work():
         made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs)
         with _on(device):
             run(*inputs, *made)
     if recording is not None:
         recording.add(run, inputs, outputs, made, [])
     return made
+
+
+def own_work() -> contextlib.AbstractContextManager:
+    """What is done to tensors within it need not be repeated when launches are: it is part of them, or constant."""
+    recording = getattr(_local, "recording", None)
+    return contextlib.nullcontext() if recording is None else recording.own_work()
 
 
 def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> tuple[tuple, Callable, list, list]:

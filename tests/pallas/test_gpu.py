@@ -7,7 +7,7 @@ import pytest
 
 import keraunos
 from keraunos.kernels.linear_attention.reference import linear_attention
-from tests.linear_attention.cases import GPU
+from tests.linear_attention.cases import GPU, run_torch
 from tests.numerics import assert_within_rule
 from tests.pallas.cases import NAMES, NEEDS_JAX, case, check, jax
 
@@ -230,3 +230,113 @@ def test_every_depth_of_the_ring_gives_the_same_bits(some, num_stages):
     cfg = keraunos.LightningAttentionConfig(platform="pallas", num_stages=num_stages)
     for a, b in zip(gradients(some)(*some.arrays), gradients(some, cfg)(*some.arrays), strict=True):
         assert np.array_equal(a, b)
+
+
+# Of PyTorch: lengths that kernels are compiled for and others; every gradient there is.
+TORCH = [
+    case(T=1024, B=2, K=128, V=128, gamma=1, state=True),
+    case(T=333, B=3, H=4, G=2, K=128, V=128, gamma=1, state=True, reverse=True),
+    case(T=1, gamma=1, state=True),
+    case(T=3001, H=1, state=True, gamma=0),
+    case(T=500, B=2, gamma=2, dtype="float16", decay="strong"),
+    case(T=700, B=2, K=128, V=128, **GATES, decay="infinite"),
+    case(T=512, K=256, V=64, **{**GATES, "gamma": 1}, gate_dtype="bfloat16", reverse=True),
+    case(lengths=PACKED, K=128, V=128, state=True, gamma=1),
+    case(lengths=LONG, **GATES, reverse=True),
+]
+
+
+def gla_of_torch(args, case, platform="pallas"):
+    """All results of a call with tensors."""
+    return keraunos.gla_attention(
+        *args, softmax_scale=case.scale, reverse=case.reverse, return_state=True, platform=platform
+    )
+
+
+@pytest.mark.parametrize("case", TORCH, ids=str)
+def test_torch(case):
+    pytest.importorskip("torch")
+    case.check(functools.partial(run_torch, "pallas", gla_of_torch))
+
+
+def tensors(B, T, H, D=128):
+    torch = pytest.importorskip("torch")
+    gen = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(B, T, H, D, generator=gen, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+
+def lightning_of_torch(*args):
+    return keraunos.lightning_attention(*args, layer_idx=1, num_layers=4, return_state=True, platform="pallas")
+
+
+def test_torch_takes_what_is_not_contiguous_or_not_aligned():
+    import torch
+
+    q, k, v = tensors(2, 200, 4, 64)
+    want = lightning_of_torch(q, k, v)
+    fused = torch.cat([q, k, v], 2)
+    flat = torch.empty(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape)
+    for parts in (fused.split(4, 2), (flat.copy_(q), k, v)):
+        for a, b in zip(want, lightning_of_torch(*parts), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("T", [512, 504, 501])
+def test_torch_runs_on_the_current_stream(T):
+    import torch
+
+    q, k, v = tensors(1, T, 4)
+    want = lightning_of_torch(q, k, v)
+    late = [torch.zeros_like(x) for x in (q, k, v)]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        for x, y in zip(late, (q, k, v), strict=True):
+            x.copy_(y)
+        got = lightning_of_torch(*late)
+    stream.synchronize()
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = lightning_of_torch(*late)
+    for x in late:
+        x.mul_(-1)
+    graph.replay()
+    for a, b in zip(lightning_of_torch(*late), got, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("T", [1000, 2001])
+def test_torch_reads_nothing_outside_of_its_tensors(T):
+    import torch
+
+    x = tensors(2, T, 4)
+    want = lightning_of_torch(*x)
+    around = [torch.full((4, T, 4, 128), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in x]
+    for whole, part in zip(around, x, strict=True):
+        whole[1:3] = part
+    for a, b in zip(want, lightning_of_torch(*(whole[1:3] for whole in around)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_torch_compiles_for_a_bucket_of_lengths():
+    pytest.importorskip("torch")
+    from keraunos.frontends import torch_pallas
+
+    lightning_of_torch(*tensors(1, 4700, 4))
+    made = torch_pallas._made.cache_info().misses
+    for T in (4616, 4800, 5112, 5120 - 64):
+        lightning_of_torch(*tensors(1, T, 4))
+    assert torch_pallas._made.cache_info().misses == made
+
+
+def test_torch_compile_takes_the_whole_graph():
+    torch = pytest.importorskip("torch")
+    q, k, v = (x.requires_grad_() for x in tensors(2, 200, 2, 64))
+    compiled = torch.compile(lambda *x: lightning_of_torch(*x)[0] * 2, fullgraph=True, backend="aot_eager")
+    out = compiled(q, k, v)
+    torch.testing.assert_close(out, lightning_of_torch(q, k, v)[0] * 2, rtol=0, atol=0)
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))

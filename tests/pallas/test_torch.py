@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run witho
 
 
 def to_jax(x):
+    if isinstance(x, np.ndarray):
+        return x
     if x.dtype == torch.bfloat16:
         return jax.numpy.asarray(x.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16))
     return jax.numpy.asarray(x.detach().numpy())
@@ -30,14 +32,27 @@ def to_torch(x):
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == ml_dtypes.bfloat16 else torch.tensor(x)
 
 
+def longer(x, row):
+    x = x.reshape(1, -1, *x.shape[2:])
+    assert row.lead >= 0
+    assert row.lead + x.shape[1] == row.length
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, row.lead, 0), value=float("nan"))
+
+
 @contextlib.contextmanager
 def interpreted(launched):
     """Within it, kernels run in the interpreter; ``launched`` gets the names and compile-time values of them."""
     from keraunos.frontends import torch_pallas
     from tests.pallas import interpreter
 
-    def launch(fn, arrays, static):
+    def launch(fn, arrays, static, row):
         launched.append((fn.__name__, static))
+        if row is not None:
+            # What lies before the tokens is not there: nothing may come of it.
+            some = next(arrays[name] for name in row.arrays if name in arrays) if "b" in arrays else None
+            arrays = arrays | {
+                name: longer(x, row) for name, x in arrays.items() if name in row.arrays and x is not None
+            }
         leaves, structure = jax.tree.flatten(arrays)
         hash((structure, tuple(static.items())))
 
@@ -46,7 +61,11 @@ def interpreted(launched):
             return fn(**jax.tree.unflatten(structure, leaves), **static)
 
         with interpreter.interpreted():
-            return jax.tree.map(to_torch, call([to_jax(x) for x in leaves]))
+            outputs = jax.tree.map(to_torch, call([to_jax(x) for x in leaves]))
+        if row is not None and fn.__name__ == "scan":
+            output, *more = outputs
+            return output[:, row.lead :].reshape(*some.shape[:2], *output.shape[2:]), *more
+        return outputs
 
     with mock.patch.object(torch_pallas, "launch", launch):
         yield
@@ -70,6 +89,10 @@ def function(args, case, platform):
         (case(lengths=(5, 0, 70, 13), H=1, gate="scalar", gamma=1, state=True), None),
         (case(lengths=(5, 0, 600, 1, 150), H=1, gamma=0, state=True, reverse=True), (8, 1)),
         (case(T=500, B=2, H=1, gamma=2, state=True), None),
+        # Of a length that kernels are compiled for, and of others: at the end of a longer row.
+        (case(T=128, B=2, H=1, state=True), None),
+        (case(T=75, B=3, H=2, G=1, gate="scalar", gamma=1, state=True), None),
+        (case(T=1100, H=1, state=True), (2, 2)),
     ],
     ids=str,
 )
@@ -116,6 +139,87 @@ def test_a_kernel_is_one_launch_of_all_its_arrays_in_order():
     more = jax.jit(lambda *args: call(*args)[0] + 1).trace(x, x, x, struct((2,), "float32"), state)
     with pytest.raises((NotImplementedError, ValueError)):
         torch_pallas._module(more.lower(lowering_platforms=("cuda",)).compiler_ir(), 5, 1)
+
+
+@NEEDS_JAX
+def test_one_compilation_serves_many_lengths():
+    from keraunos.kernels.linear_attention.pallas import bucket
+
+    tokens = range(1, 70000, 7)
+    lengths = [bucket(n) for n in tokens]
+    assert all(n <= length and length % 64 == 0 for n, length in zip(tokens, lengths, strict=True))
+    assert all(length <= max(n * 9 / 8, n + 63) for n, length in zip(tokens, lengths, strict=True))
+    assert [bucket(n) for n in set(lengths)] == list(set(lengths))
+    assert len(set(lengths)) == 8 + 8 * 7 + 1
+    shapes = []
+    for T in (135, 150, 160):
+        with interpreted(launched := []):
+            some = case(T=T, B=2, H=1, state=True, gamma=1, seed=T)
+            some.check(functools.partial(run_torch, "pallas", function), gradients=False)
+        shapes.append(launched)
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+class Noted:
+    """Stands for a compiled kernel that doubles; notes the addresses that it is given."""
+
+    def __init__(self, outputs, structure):
+        self.outputs, self.structure, self.calls = outputs, structure, []
+
+    def __call__(self, addresses):
+        self.calls.append(addresses)
+
+
+@NEEDS_JAX
+def test_a_row_stands_for_the_end_of_a_longer_one():
+    from keraunos.frontends import torch_pallas
+
+    a, starts = torch.zeros(2, 12, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 3)
+    outputs = [((1, 64, 3, 8), torch.float32), ((5,), torch.float32)]
+    program, asked = Noted(outputs, jax.tree.structure((0, 0))), []
+    row = torch_pallas.Row(40, 64, ("a", "b"))
+
+    def compile(fn, structure, kinds, static, device):
+        asked.append(kinds)
+        return program
+
+    with mock.patch.object(torch_pallas, "_program", compile):
+        arrays = dict(starts=starts, plan=np.arange(3, dtype=np.int32), a=a, b=None)
+        o, more = torch_pallas.launch(None, arrays, {}, row)
+        strided = torch.zeros(2, 12, 4, 3, dtype=torch.bfloat16).transpose(2, 3)
+        torch_pallas.launch(None, arrays | {"a": strided}, {}, row)
+    assert asked[0] == asked[1] == (((1, 64, 3, 4), "bfloat16"), ((3,), "int32"), ((2, 3), "float32"))
+    assert o.shape == (2, 12, 3, 8)
+    assert more.shape == (5,)
+    first, second = program.calls
+    wanted = [a.data_ptr() - 40 * 12 * 2, starts.data_ptr(), o.data_ptr() - 40 * 24 * 4, more.data_ptr()]
+    assert [first[0], *first[2:]] == wanted
+    # The constant is there once; what is not contiguous is copied.
+    assert first[1] == second[1]
+    assert second[0] not in (first[0], strided.data_ptr() - 40 * 12 * 2)
+
+
+@NEEDS_JAX
+def test_launches_are_repeated_without_host_code(monkeypatch):
+    from keraunos.frontends import torch_launch, torch_pallas
+
+    program = Noted([((4,), torch.float32)], jax.tree.structure(0))
+    monkeypatch.setattr(torch_pallas, "_program", lambda *_: program)
+    monkeypatch.setattr(torch_launch, "_INTERPRETED", True)
+    ran = []
+
+    def host(tensors):
+        ran.append(tensors)
+        return (torch_pallas.launch(None, dict(a=tensors[0], b=np.zeros(2, np.float32)), {}),)
+
+    call = torch_launch.remembered(host)
+    made = [call([torch.full((4,), float(i))]) for i in range(3)]
+    assert len(ran) == 1
+    assert [len(addresses) for addresses in program.calls] == [3, 3, 3]
+    assert [addresses[-1] for addresses in program.calls] == [x.data_ptr() for (x,) in made]
+    call([torch.zeros(8)[::2]])
+    call([torch.zeros(8)[::2]])
+    assert len(ran) == 3
 
 
 def test_it_is_refused_with_a_reason():

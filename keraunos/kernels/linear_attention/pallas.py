@@ -84,6 +84,25 @@ def segmentation(heads: int, chunks: int, sequences: int = 1, packed: bool = Fal
     return -(-segment // pieces) * pieces, pieces
 
 
+def bucket(tokens: int) -> int:
+    """The length that kernels are compiled for in PyTorch: up to an eighth longer, eight for each power of two."""
+    step = max(1 << max((tokens - 1).bit_length() - 4, 0), kernels.CHUNK)
+    return -(-tokens // step) * step
+
+
+class _Host:
+    """Of a front end, what a plan of offsets needs that are known on the host: see :meth:`Walk.plan`."""
+
+    cast = staticmethod(lambda x, dtype: x.astype(dtype))
+    numbers = staticmethod(lambda n, like: np.arange(n, dtype=np.int32))
+    stack = staticmethod(np.stack)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(walk: kernels.Walk, offsets: tuple[int, ...]) -> np.ndarray:
+    return walk.plan(np.array(offsets, np.int32), _Host)
+
+
 class _Call:
     """One call: its sizes, its arrays with a length that the copies can take, and how its sequences are cut."""
 
@@ -94,40 +113,72 @@ class _Call:
         self.arrays = frontends.get(self.framework)
         self.B, self.T, self.H, self.K = args.query.shape
         self.G, self.V = args.value.shape[2:]
-        self.q, self.k, self.v = (self.pad(x) for x in args[:3])
         self.learned = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
-        self.decay = self.of_head() if args.g is None else kernels.Decay(None, self.gates())
         self.h0 = None if args.initial_state is None else self.arrays.cast(args.initial_state, "float32")
-        self.cu_seqlens, packed = args.cu_seqlens, None
-        if self.cu_seqlens is not None:
-            self.cu_seqlens = self.arrays.cast(self.cu_seqlens, "int32")
-            packed = self.cu_seqlens.shape[0] - 1
-        self.N = packed or self.B
-        segment, pieces = segmentation(self.H, -(-self.T // kernels.CHUNK), self.N, packed is not None)
-        if self.learned and segment * kernels.CHUNK < self.T:
+        self.N = self.B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+        self.cu_seqlens, self.row, length = self.lay_out()
+        self.q, self.k, self.v = (self.pad(x) for x in args[:3])
+        self.decay = self.of_head() if args.g is None else kernels.Decay(None, self.gates())
+        packed = None if self.cu_seqlens is None else self.N
+        segment, pieces = segmentation(self.H, -(-length // kernels.CHUNK), self.N, packed is not None)
+        if self.learned and segment * kernels.CHUNK < length:
             # Whole groups of chunks.
             unit = math.lcm(pieces, kernels.GROUP)
             segment = -(-segment // unit) * unit
-        self.forward = kernels.Walk(self.T, opts.reverse, False, segment, pieces, packed)
-        self.adjoint = kernels.Walk(self.T, not opts.reverse, True, segment, pieces, packed)
-        self.plan = None if packed is None else self.forward.plan(self.cu_seqlens, self.arrays)
+        self.forward = kernels.Walk(length, opts.reverse, False, segment, pieces, packed)
+        self.adjoint = kernels.Walk(length, not opts.reverse, True, segment, pieces, packed)
+        self.plan = None
+        if isinstance(self.cu_seqlens, np.ndarray):
+            self.plan = _plan(self.forward, tuple(self.cu_seqlens.tolist()))
+        elif packed is not None:
+            self.plan = self.forward.plan(self.cu_seqlens, self.arrays)
+
+    def lay_out(self) -> tuple[Any, Any, int]:
+        """``(cu_seqlens, row, length)``: offsets of packed sequences, and the tokens of a row.
+
+        In PyTorch, which compiles anew for every length, sequences of most lengths are packed ones at the end of a row
+        of another length. Chunks start at multiples of a tile, so that no kernel touches what would lie before them.
+        """
+        offsets = self.args.cu_seqlens
+        if offsets is not None:
+            offsets = self.arrays.cast(offsets, "int32")
+        tokens, gamma = self.B * self.T, self.args.g_gamma
+        # The sequences of a row share their decay.
+        alone = gamma is not None and gamma.ndim == 2 and self.B > 1
+        if self.framework != "torch" or alone or (offsets is None and bucket(self.T) == self.T):
+            return offsets, None, self.T
+        length = bucket(tokens)
+        lead = length - tokens - -tokens % kernels.TILE
+        if offsets is None:
+            offsets = np.arange(self.B + 1, dtype=np.int32) * self.T + np.int32(lead)
+        elif lead:
+            offsets = offsets + lead
+        return offsets, frontends.get("torch_pallas").Row(lead, length, kernels.PER_TOKEN), length
 
     def run(self, kernel: Any, arrays: dict[str, Any], **static: Any) -> Any:
         """Launch a kernel on arrays."""
         if self.framework == "torch":
-            return frontends.get("torch_pallas").launch(kernel, arrays, static)
+            return frontends.get("torch_pallas").launch(kernel, arrays, static, self.row)
         return kernel(**arrays, **static)
 
     def pad(self, x: Any) -> Any:
         """Up to a multiple of 8 tokens, the rows of a tile of a bulk copy."""
-        return self.arrays.pad(x, 1, -self.T % 8)
+        if self.row is None:
+            return self.arrays.pad(x, 1, -self.T % kernels.TILE)
+        missing = -self.B * self.T % kernels.TILE
+        return self.arrays.pad(x.reshape(1, -1, *x.shape[2:]), 1, missing) if missing else x
+
+    def unpad(self, x: Any) -> Any:
+        """The tokens of such an array."""
+        if x.shape[1] == self.T:
+            return x
+        return x[:, : self.T if self.row is None else self.B * self.T].reshape(self.B, self.T, *x.shape[2:])
 
     def of_head(self) -> kernels.Decay:
         """The constant decays."""
         gamma = self.args.g_gamma
-        if gamma is None:
-            gamma = self.arrays.constant(np.zeros(self.H, np.float32), self.args.query)
-        return kernels.Decay(self.arrays.cast(gamma, "float32"))
+        none: Any = np.zeros(self.H, np.float32)
+        return kernels.Decay(none if gamma is None else self.arrays.cast(gamma, "float32"))
 
     def gates(self) -> Any:
         """Gates and constant decays together, ``[B, H, T]``, base 2, at least ``_FAINT``."""
@@ -136,7 +187,10 @@ class _Call:
             gamma = self.arrays.cast(self.args.g_gamma, "float32")
             g = g + (gamma if gamma.ndim == 1 else gamma[:, None])
         g = g.clip(_FAINT) * math.log2(math.e)
-        return self.arrays.pad(self.arrays.permute(g, 0, 2, 1), 2, -self.T % 8)
+        if self.row is None:
+            return self.arrays.pad(self.arrays.permute(g, 0, 2, 1), 2, -self.T % kernels.TILE)
+        g = self.arrays.permute(g.reshape(1, -1, self.H), 0, 2, 1)
+        return self.arrays.pad(g, 2, -g.shape[2] % kernels.TILE, self.row.lead)
 
     def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale_in: float = 1.0) -> Any:
         """The state that each segment starts from; where sequences are not cut, the initial ones."""
@@ -154,7 +208,7 @@ class _Call:
         static = {"scale_in": 1.0, "scale_out": 1.0, "output": None, "final": False, "transposed": False} | options
         wanted: Any = self.opts.cfg.num_stages
         output, *more = self.run(kernels.scan, arrays, H=self.H, walk=walk, stages=wanted, **static)
-        return output if output.shape[1] == self.T else output[:, : self.T], *more
+        return self.unpad(output), *more
 
     def shared(self, x: Any) -> Any:
         """The sum over the query heads that share a key."""
@@ -166,12 +220,13 @@ class _Call:
         """The gradients of gates and of constant decays, from that of both per token ``[K / 64, B, H, T]``."""
         if dgates is None:
             return None, None
-        dg = dgates[..., : self.T].sum(0)
+        first, count = (0, self.T) if self.row is None else (self.row.lead, self.B * self.T)
+        dg = self.arrays.permute(dgates[..., first : first + count].sum(0), 0, 2, 1).reshape(self.B, self.T, self.H)
         gamma = self.args.g_gamma
-        dgamma = None if gamma is None or self.opts.gamma_is_constant else dg.sum(-1)
+        dgamma = None if gamma is None or self.opts.gamma_is_constant else dg.sum(1)
         if dgamma is not None and gamma.ndim == 1:
             dgamma = dgamma.sum(0)
-        return None if self.args.g is None else self.arrays.permute(dg, 0, 2, 1), dgamma
+        return None if self.args.g is None else dg, dgamma
 
 
 def forward(args: Args, opts: Options):
@@ -258,8 +313,11 @@ def unsupported(inv) -> str | None:
 def loses(inv) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what it cannot run, and where Triton was measured to be faster."""
     heads, chunks = inv.dims["N"] * inv.dims["H"], -(-inv.dims["T"] // kernels.CHUNK)
-    if inv.framework == "torch" and ("cu_seqlens" in inv.arrays or heads * chunks < _WORTH_COMPILING):
-        return "compiles for seconds for every new shape, which packed sequences and small calls are not worth"
+    if inv.framework == "torch":
+        if heads * chunks < _WORTH_COMPILING:
+            return "has kernels compiled for every size, for seconds, which so small a call is not worth"
+        if "cu_seqlens" in inv.arrays or bucket(inv.dims["T"]) != inv.dims["T"]:
+            return "is at its best in PyTorch where sequences are not packed and have a length that it compiles for"
     # Triton then has two programs per head, which fill the GPU.
     if 32 < heads < 96 and 0 < chunks < 64 and segmentation(heads, chunks)[0] >= chunks:
         return "is slower than Triton where half the GPU's programs would do and sequences are too short to be cut"

@@ -23,12 +23,14 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf, vector
 
 from keraunos.frontends.jax import vary, varying
-from keraunos.kernels.linear_attention.pallas_walk import CHUNK, Walk, horizon
+from keraunos.kernels.linear_attention.pallas_walk import CHUNK, TILE, Walk, horizon
 
-__all__ = ["CHUNK", "Decay", "Gradient", "Walk", "combine", "local_states", "scan"]
+__all__ = ["CHUNK", "TILE", "Decay", "Gradient", "Walk", "combine", "local_states", "scan"]
 
 # Columns of V per compute warpgroup: its state [K, 64] in float32 is half of a thread's registers where K is 128.
 COLUMNS = 64
+# The arrays with rows of tokens, by the names of parameters.
+PER_TOKEN = ("a", "b", "c", "factor")
 # Chunks from one state that the gradient of gates starts from to the next.
 GROUP = 8
 # Registers per thread, of 65,536 per multiprocessor: the memory warpgroup only issues copies.
