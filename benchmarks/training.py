@@ -86,7 +86,8 @@ def main() -> None:
     device = jax.devices()[0]
     path = args.out or RESULTS / file_name(device.device_kind)
     found: dict[str, Any] = {
-        "about": {"device": device.device_kind, "date": time.strftime("%Y-%m-%d"), "jax": jax.__version__},
+        "about": {"device": device.device_kind, "date": time.strftime("%Y-%m-%d"), "jax": jax.__version__,
+                  "compilation cache": bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))},
         "model": {name: getattr(args, name) for name in ("width", "heads", "layers", "context", "batch", "steps")},
         "platforms": {},
     }  # fmt: skip

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,9 +23,10 @@ import torch
 from jax.extend.mlir import ir
 
 from keraunos.frontends.torch import _DTYPES, _constant, constant, dtype_name
-from keraunos.frontends.torch_launch import own_work, recorded
+from keraunos.frontends.torch_launch import _on, own_work, recorded
 
 try:
+    from jax._src.xla_bridge import backends_are_initialized
     from jax.experimental.mosaic.gpu.core import _compile_as_torch_gpu_kernel as _build
 except ImportError as _error:
     raise ImportError(f"jax {jax.__version__} has no known way to hand its kernels to PyTorch", name="jax") from _error
@@ -97,14 +99,15 @@ class _Launch:
 
     def __init__(self, program: _Program, leads: list[int], constants: dict[int, torch.Tensor]):
         self.program, self.constants = program, constants
-        self.places = [(i, lead) for i, lead in enumerate(leads) if i not in constants]
-        self.addresses = [constants[i].data_ptr() if i in constants else 0 for i in range(len(leads))]
+        self.fixed = {i: x.data_ptr() for i, x in constants.items()}
+        given = [i for i in range(len(leads)) if i not in constants]
+        # Of each address, where among the arrays that are given it is, and what lies before.
+        self.places = [(given.index(i) if i in given else -1, self.fixed.get(i, -leads[i])) for i in program.order]
 
     def __call__(self, *arrays: Any) -> None:
-        addresses = self.addresses.copy()
-        for (i, lead), x in zip(self.places, arrays, strict=True):
-            addresses[i] = (x.data_ptr() if isinstance(x, torch.Tensor) else x) - lead
-        self.program(addresses)
+        given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arrays]
+        given.append(0)
+        self.program([given[i] + offset for i, offset in self.places])
 
 
 def _fixed(x: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -122,39 +125,74 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Program:
-    """A compiled kernel: called with addresses, of inputs then outputs, it launches on the current stream."""
+    """A compiled kernel: called with addresses in its own order, it launches on the current stream.
+
+    ``order`` has, for each address, which of the arguments and outputs of the function it is.
+    """
 
     def __init__(self, fn, structure, kinds, static, device):
+        _start_jax()
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
-        traced = jax.jit(lambda *leaves: fn(**jax.tree.unflatten(structure, leaves), **dict(static))).trace(*structs)
+
+        def call(*leaves):
+            return fn(**jax.tree.unflatten(structure, leaves), **dict(static))
+
+        # A kernel need not use all that it is given.
+        traced = jax.jit(call, keep_unused=True).trace(*structs)
         outputs, self.structure = jax.tree.flatten(traced.out_info)
         self.outputs = [(tuple(x.shape), _DTYPES[x.dtype.name]) for x in outputs]
-        module = _module(traced.lower(lowering_platforms=("cuda",)).compiler_ir(), len(kinds), len(outputs))
-        with torch.cuda.device(device):
+        lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+        module, self.order = _module(lowered, len(kinds), len(outputs))
+        with _on(device):
+            _make_current(device.index)
             start, unload = _build(module)
         found = inspect.getclosurevars(start).nonlocals
         self.start, self.function, self.unload = found["launch_c"], found["function"], unload
-        self.addresses = ctypes.c_void_p * (len(kinds) + len(outputs))
+        self.addresses = ctypes.c_void_p * len(self.order)
 
     def __call__(self, addresses: list[int]) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        self.start(self.function, stream, self.addresses(*addresses))
+        device = torch._C._cuda_getDevice()
+        _make_current(device)
+        self.start(self.function, torch._C._cuda_getCurrentRawStream(device), self.addresses(*addresses))
 
 
-def _module(lowered: Any, inputs: int, outputs: int) -> bytes:
-    """The kernel in a module of JAX, all that it may do: arguments in, results out, in their order."""
+def _start_jax() -> None:
+    """Have JAX, unless it has started, take the GPU's memory as it needs it and not most of it for itself."""
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    if not backends_are_initialized() and name not in os.environ:
+        os.environ[name] = "false"
+        try:
+            jax.devices()
+        finally:
+            del os.environ[name]
+
+
+_threads = threading.local()
+
+
+def _make_current(index: int | None) -> None:
+    """Give the thread the device's context: PyTorch does so at the first call that needs one, JAX's kernels do not."""
+    if index is not None and index not in (known := _threads.__dict__.setdefault("devices", set())):
+        torch.cuda.Event().record()
+        known.add(index)
+
+
+def _module(lowered: Any, inputs: int, outputs: int) -> tuple[bytes, list[int]]:
+    """The kernel in a module of JAX, which must be all that is done there, and the order of its arrays."""
     [main] = lowered.body.operations
     [block] = main.regions[0].blocks
-    call, end = block.operations
+    call, *rest, end = block.operations
+    given, results = list(block.arguments), list(end.operands)
     if (
-        call.attributes["call_target_name"].value != "mosaic_gpu_v2"
-        or list(call.operands) != list(block.arguments)
-        or list(end.operands) != list(call.results)
-        or (len(call.operands), len(call.results)) != (inputs, outputs)
+        rest
+        or call.attributes["call_target_name"].value != "mosaic_gpu_v2"
+        or any(x not in given for x in call.operands)
+        or results != list(call.results)
+        or (len(given), len(results)) != (inputs, outputs)
     ):
-        raise NotImplementedError(f"no single launch of a kernel: {lowered}")
+        raise NotImplementedError(f"not only a kernel is launched by {[op.name for op in block.operations]}")
     kernel: Any = ir.DictAttr(call.attributes["mhlo.backend_config"])["module"]
-    return kernel.value_bytes
+    return kernel.value_bytes, [*(given.index(x) for x in call.operands), *range(inputs, inputs + outputs)]
 
 
 _lock = threading.Lock()

@@ -121,24 +121,48 @@ def test_an_empty_sequence_keeps_its_state(lengths):
 
 
 @NEEDS_JAX
-def test_a_kernel_is_one_launch_of_all_its_arrays_in_order():
+@pytest.mark.parametrize(
+    ("case", "segmentation"),
+    [
+        (case(T=128, B=2, H=2, state=True, gamma=0), None),
+        (case(T=1100, H=1, gamma=1), (8, 2)),
+        (case(lengths=(5, 600, 400), H=2, G=1, gate="scalar", state=True), (8, 1)),
+    ],
+    ids=str,
+)
+def test_every_kernel_is_handed_over_with_its_arrays(case, segmentation, monkeypatch):
     pytest.importorskip("jax_cuda13_plugin")
     from keraunos.frontends import torch_pallas
-    from keraunos.kernels.linear_attention import pallas_kernels as kernels
+    from keraunos.kernels.linear_attention import pallas as platform
 
-    struct = jax.ShapeDtypeStruct
-    x, state = struct((2, 200, 2, 64), "bfloat16"), struct((2, 2, 64, 64), "float32")
-    walk = kernels.Walk(200, False, False, 4, 1)
+    if segmentation:
+        monkeypatch.setattr(platform, "segmentation", lambda *_: segmentation)
+    launched, modules = [], []
 
-    def call(a, b, c, gamma, starts):
-        return kernels.scan(a, b, c, kernels.Decay(gamma), starts, H=2, walk=walk, plan=None, scale_in=1.0,
-                            scale_out=1.0, output=None, final=True, transposed=False, stages=2)  # fmt: skip
+    def build(module):
+        modules.append(module)
+        launch_c, function = lambda *_: launched.append(module), 7
+        return (lambda: (launch_c, function)), None
 
-    lowered = jax.jit(call).trace(x, x, x, struct((2,), "float32"), state).lower(lowering_platforms=("cuda",))
-    assert torch_pallas._module(lowered.compiler_ir(), 5, 2)
-    more = jax.jit(lambda *args: call(*args)[0] + 1).trace(x, x, x, struct((2,), "float32"), state)
-    with pytest.raises((NotImplementedError, ValueError)):
-        torch_pallas._module(more.lower(lowering_platforms=("cuda",)).compiler_ir(), 5, 1)
+    monkeypatch.setattr(torch_pallas, "_build", build)
+    monkeypatch.setattr(torch_pallas, "_make_current", lambda index: None)
+    monkeypatch.setattr(torch_pallas._Program, "__call__", lambda self, addresses: self.start(addresses))
+    made = run_torch("pallas", function, case, True)
+    assert {x.shape for x in made if x is not None} >= {case.arrays[0].query.shape}
+    assert len(set(modules)) == len(modules)
+    assert set(launched) == set(modules)
+    names = [name for name in (b"scan", b"states", b"combine") if any(b"attention_" + name in m for m in modules)]
+    assert len(names) == (3 if segmentation else 1)
+
+
+@NEEDS_JAX
+def test_only_a_kernel_is_handed_over():
+    pytest.importorskip("jax_cuda13_plugin")
+    from keraunos.frontends import torch_pallas
+
+    lowered = jax.jit(lambda x: x + 1).trace(np.zeros(3, np.float32)).lower(lowering_platforms=("cuda",))
+    with pytest.raises(NotImplementedError, match="not only a kernel"):
+        torch_pallas._module(lowered.compiler_ir(), 1, 1)
 
 
 @NEEDS_JAX
@@ -163,8 +187,8 @@ def test_one_compilation_serves_many_lengths():
 class Noted:
     """Stands for a compiled kernel that doubles; notes the addresses that it is given."""
 
-    def __init__(self, outputs, structure):
-        self.outputs, self.structure, self.calls = outputs, structure, []
+    def __init__(self, outputs, structure, order):
+        self.outputs, self.structure, self.order, self.calls = outputs, structure, order, []
 
     def __call__(self, addresses):
         self.calls.append(addresses)
@@ -176,7 +200,7 @@ def test_a_row_stands_for_the_end_of_a_longer_one():
 
     a, starts = torch.zeros(2, 12, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 3)
     outputs = [((1, 64, 3, 8), torch.float32), ((5,), torch.float32)]
-    program, asked = Noted(outputs, jax.tree.structure((0, 0))), []
+    program, asked = Noted(outputs, jax.tree.structure((0, 0)), [0, 2, 1, 3, 4]), []
     row = torch_pallas.Row(40, 64, ("a", "b"))
 
     def compile(fn, structure, kinds, static, device):
@@ -193,9 +217,9 @@ def test_a_row_stands_for_the_end_of_a_longer_one():
     assert more.shape == (5,)
     first, second = program.calls
     wanted = [a.data_ptr() - 40 * 12 * 2, starts.data_ptr(), o.data_ptr() - 40 * 24 * 4, more.data_ptr()]
-    assert [first[0], *first[2:]] == wanted
+    assert [*first[:2], *first[3:]] == wanted
     # The constant is there once; what is not contiguous is copied.
-    assert first[1] == second[1]
+    assert first[2] == second[2]
     assert second[0] not in (first[0], strided.data_ptr() - 40 * 12 * 2)
 
 
@@ -203,7 +227,7 @@ def test_a_row_stands_for_the_end_of_a_longer_one():
 def test_launches_are_repeated_without_host_code(monkeypatch):
     from keraunos.frontends import torch_launch, torch_pallas
 
-    program = Noted([((4,), torch.float32)], jax.tree.structure(0))
+    program = Noted([((4,), torch.float32)], jax.tree.structure(0), range(3))
     monkeypatch.setattr(torch_pallas, "_program", lambda *_: program)
     monkeypatch.setattr(torch_launch, "_INTERPRETED", True)
     ran = []
