@@ -34,9 +34,12 @@ class GLAttention(LinearOperation):
 
     def run(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
             *, cfg, softmax_scale=None, reverse=False, return_state=True):  # fmt: skip
+        args = (query, key, value, g, g_gamma, initial_state, cu_seqlens)
+        if self.get_impl(cfg).prepare:
+            return self.prepare(*args, cfg=cfg, softmax_scale=softmax_scale, reverse=reverse,
+                                return_state=return_state)(*args)  # fmt: skip
         fn = self.get_impl(cfg).fn
-        return fn(query, key, value, g, g_gamma, softmax_scale, initial_state, reverse, cu_seqlens, cfg=cfg,
-                  return_state=return_state)  # fmt: skip
+        return fn(query, key, value, g, g_gamma, softmax_scale, initial_state, reverse, cu_seqlens, cfg=cfg)
 
 
 _OPERATION = GLAttention()

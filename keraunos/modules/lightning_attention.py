@@ -34,9 +34,13 @@ class LightningAttention(LinearOperation):
 
     def run(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
             *, cfg, softmax_scale=None, reverse=False, return_state=True):  # fmt: skip
+        args = (query, key, value, log_decay, initial_state, cu_seqlens)
+        if self.get_impl(cfg).prepare:
+            return self.prepare(*args, cfg=cfg, softmax_scale=softmax_scale, reverse=reverse,
+                                return_state=return_state)(*args)  # fmt: skip
         fn = self.get_impl(cfg).fn
         return fn(query, key, value, None, None, softmax_scale, initial_state, reverse, cu_seqlens,
-                  log_decay=log_decay, cfg=cfg, return_state=return_state)  # fmt: skip
+                  log_decay=log_decay, cfg=cfg)  # fmt: skip
 
 
 _OPERATION = LightningAttention()

@@ -263,27 +263,27 @@ def kernels(
         opts = Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray), return_state)
         return made(frontends.framework_of(args.query), opts)
 
-    def run(op_id, args, softmax_scale, reverse, cfg, return_state):
+    def run(op_id, args, softmax_scale, reverse, cfg):
         if cfg is None:
             inv = describe(op_id, args, softmax_scale, reverse)
             reason = unsupported(inv)
             if reason:
                 raise UnsupportedError(f"{op_id}: {reason}")
             cfg = heuristic(inv, Config())
-        return prepare(args, softmax_scale, reverse, cfg, return_state)(args)
+        return prepare(args, softmax_scale, reverse, cfg)(args)
 
     def gla(query, key, value, g=None, g_gamma=None, softmax_scale=None, initial_state=None, reverse=False,
-            cu_seqlens=None, *, cfg=None, return_state=True):  # fmt: skip
-        """Gated linear attention, ``(output, final_state or None)``; see :func:`keraunos.gla_attention`."""
+            cu_seqlens=None, *, cfg=None):  # fmt: skip
+        """Gated linear attention, ``(output, final_state)``; see :func:`keraunos.gla_attention`."""
         args = Args(query, key, value, g, g_gamma, initial_state, cu_seqlens)
-        return run("gla", args, softmax_scale, reverse, cfg, return_state)
+        return run("gla", args, softmax_scale, reverse, cfg)
 
     def lightning_attn(query, key, value, layer_idx=None, num_layers=None, softmax_scale=None, initial_state=None,
-                       reverse=False, cu_seqlens=None, *, log_decay=None, cfg=None, return_state=True):  # fmt: skip
-        """Lightning attention, ``(output, final_state or None)``; see :func:`keraunos.lightning_attention`."""
+                       reverse=False, cu_seqlens=None, *, log_decay=None, cfg=None):  # fmt: skip
+        """Lightning attention, ``(output, final_state)``; see :func:`keraunos.lightning_attention`."""
         gamma = constant_decay("lightning_attn", query.shape[2], layer_idx, num_layers, log_decay)
         args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
-        return run("lightning_attn", args, softmax_scale, reverse, cfg, return_state)
+        return run("lightning_attn", args, softmax_scale, reverse, cfg)
 
     def implementation(fn: Callable) -> Implementation:
         return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare)
