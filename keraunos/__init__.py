@@ -9,11 +9,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from keraunos import decay as decay
+    from keraunos import types as types
     from keraunos.kernels.registry import Backend as Backend
     from keraunos.kernels.registry import Platform as Platform
     from keraunos.kernels.registry import UnsupportedError as UnsupportedError
     from keraunos.kernels.registry import detect_platform as detect_platform
     from keraunos.kernels.registry import kernel_registry as kernel_registry
+    from keraunos.modules.attention import Attention as Attention
+    from keraunos.modules.attention import AttentionConfig as AttentionConfig
+    from keraunos.modules.attention import attention as attention
     from keraunos.modules.gla_attention import GLAttention as GLAttention
     from keraunos.modules.gla_attention import GLAttentionConfig as GLAttentionConfig
     from keraunos.modules.gla_attention import gla_attention as gla_attention
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it, imported at its first use: importing keraunos loads no framework.
 _HOME = {
+    "Attention": "modules.attention",
+    "AttentionConfig": "modules.attention",
     "AutotunePolicy": "ops.selection",
     "Backend": "kernels.registry",
     "Choice": "ops.selection",
@@ -40,6 +46,7 @@ _HOME = {
     "Platform": "kernels.registry",
     "Tuner": "ops.tuner",
     "UnsupportedError": "kernels.registry",
+    "attention": "modules.attention",
     "create_default_executor": "ops.executor",
     "detect_platform": "kernels.registry",
     "explain": "ops.executor",
@@ -49,7 +56,7 @@ _HOME = {
     "overlay_cache": "ops.selection",
     "policy_override": "ops.selection",
 }
-_MODULES = ("decay",)
+_MODULES = ("decay", "types")
 
 __all__ = ["__version__", *_MODULES, *_HOME]
 

@@ -107,4 +107,4 @@ def _device(backend: str) -> str:
 
 
 def _leaves(outputs):
-    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+    return [x for x in outputs if x is not None] if isinstance(outputs, tuple | list) else [outputs]

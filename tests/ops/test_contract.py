@@ -18,7 +18,9 @@ from keraunos import frontends
 from keraunos.kernels.registry import kernel_registry
 from keraunos.ops import Config
 
-KERNELS = {"gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention}
+KERNELS = {
+    "gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention, "attention": keraunos.Attention,
+}  # fmt: skip
 ROWS = [row for row in kernel_registry.rows() if row.algorithm in KERNELS]
 
 
@@ -78,7 +80,10 @@ def program(row, framework, cfg, gate, monkeypatch):
     given = {i: x for i, x in enumerate(args) if isinstance(x, jax.Array)}
 
     def both(given, cotangents):
-        return jax.vjp(lambda given: run(*(given.get(i, x) for i, x in enumerate(args))), given)[1](tuple(cotangents))
+        def outputs(given):
+            return jax.tree.leaves(run(*(given.get(i, x) for i, x in enumerate(args))))
+
+        return jax.vjp(outputs, given)[1](list(cotangents))
 
     return str(jax.make_jaxpr(both)(given, cotangents))
 
@@ -86,6 +91,8 @@ def program(row, framework, cfg, gate, monkeypatch):
 def invocation(kernel, framework, gate, platform):
     # Long enough for several chunks of every candidate.
     dtype = "bfloat16" if platform == "pallas" else "float32"
+    if gate == "window":
+        return kernel.invocation(framework, dtype, T=300, H=2, K=64, window=200)
     return kernel.invocation(framework, dtype, T=300, H=2, K=128, gate=gate)
 
 
@@ -104,7 +111,7 @@ def test_every_field_reaches_the_launch_and_no_other_is_read(row, framework, mon
         pytest.skip(f"{row.platform} cannot be imported: {error}")
     pytest.importorskip(framework)
     kernel = KERNELS[row.algorithm]()
-    gates = ("vector", "constant") if row.algorithm == "gla" else ("constant",)
+    gates = {"gla": ("vector", "constant"), "attention": ("window",)}.get(row.algorithm, ("constant",))
     inv = invocation(kernel, framework, gates[0], row.platform)
     heuristic = kernel.heuristic_cfg(inv, row)
 
@@ -128,14 +135,14 @@ def test_every_field_reaches_the_launch_and_no_other_is_read(row, framework, mon
 
 
 def test_the_contract_notices_a_field_that_goes_nowhere(monkeypatch):
-    row = next(row for row in ROWS if row.platform == "xla")
+    row = next(row for row in ROWS if (row.algorithm, row.platform) == ("gla", "xla"))
     fn, fixed = row.implementation.fn, keraunos.Config(block_q=64)
 
     def ignore(*args, cfg, **kwargs):
         assert cfg.block_q
         return fn(*args, cfg=fixed, **kwargs)
 
-    deaf = dataclasses.replace(row.implementation, fn=ignore)
+    deaf = dataclasses.replace(row.implementation, fn=ignore, prepare=None)
     monkeypatch.setitem(row.__dict__, "implementation", deaf)
     monkeypatch.setattr(kernel_registry, "generation", -1)
     with pytest.raises(AssertionError, match=r"block_q = .* changes nothing"):

@@ -1,0 +1,241 @@
+"""What every platform of softmax attention is given and what it must return; the checks of a call.
+
+A platform module defines ``attention(args: Args, opts: Options) -> (output, weights or None)``, differentiable in its
+framework, and hands it to :func:`kernel`. For each query, with every step in at least ``softmax_dtype``::
+
+    x_s = soft_cap * tanh(softmax_scale * q . k_s / soft_cap) + bias_s      -inf where the key is not visible
+    p_s = exp(x_s) / (sum_s exp(x_s) + sum_n exp(sinks_n))                  0 where no key is visible and no sink there
+    o   = sum_s keep_s / (1 - dropout) p_s v_s
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from keraunos import frontends
+from keraunos.kernels.registry import Implementation, UnsupportedError
+from keraunos.ops.kernel import Config, Invocation
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+class Args(NamedTuple):
+    """The arrays of one call; absent ones are ``None``. Heads of bias, mask and sinks: 1, G or H."""
+
+    query: Any  # [B, T, H, K]
+    key: Any  # [B, S, G, K]
+    value: Any  # [B, S, G, V]
+    bias: Any = None  # [1 or B, heads, T, S]
+    sinks: Any = None  # [n] or [heads, n]
+    mask: Any = None  # [1 or B, heads, T, S], bool
+    query_segments: Any = None  # [B, T], int; below 0: padding
+    key_segments: Any = None  # [B, S], int
+    seed: Any = None  # [2], int: what the dropout follows from
+
+
+class Options(NamedTuple):
+    """The compile-time part of one call; hashable."""
+
+    softmax_scale: float
+    soft_cap: float | None
+    causal: bool
+    window: tuple[int, int] | None
+    dropout: float
+    softmax_dtype: str
+    return_weights: bool
+    cfg: Config  # complete: every field that the platform reads has a value
+
+
+def describe(
+    args: Args, *, softmax_scale: Any = None, soft_cap: Any = None, causal: Any = False, window: Any = None,
+    dropout: Any = 0.0, softmax_dtype: str = "float32", return_weights: bool = False,
+) -> Invocation:  # fmt: skip
+    """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
+
+    Raises:
+        TypeError: an argument is no array of the query's framework, or has a wrong dtype.
+        ValueError: a shape or a number does not fit.
+    """
+
+    def fail(error, name, got, wanted, why="") -> NoReturn:
+        raise error(f"attention: {name} {got}; expected {wanted}{', ' + why if why else ''}")
+
+    framework = frontends.framework_of(args.query)
+    if framework is None:
+        fail(TypeError, "query", f"is a {type(args.query).__name__}", "a jax.Array or a torch.Tensor")
+    frontend = frontends.get(framework)
+    dtypes = {}
+    for name, x in zip(Args._fields, args, strict=True):
+        if x is None:
+            if name in ("query", "key", "value"):
+                fail(TypeError, name, "is None", "an array")
+            continue
+        if frontends.framework_of(x) != framework:
+            fail(TypeError, name, f"is a {type(x).__name__}", f"an array of {framework}", "like query")
+        own = dtypes[name] = frontend.dtype_name(x)
+        if name == "mask":
+            if own != "bool":
+                fail(TypeError, name, f"has dtype {own}", "bool")
+        elif name in ("query_segments", "key_segments", "seed"):
+            if not own.startswith(("int", "uint")):
+                fail(TypeError, name, f"has dtype {own}", "integers")
+        elif own not in FLOATS:
+            fail(TypeError, name, f"has dtype {own}", " or ".join(FLOATS))
+        elif name in ("key", "value") and own != dtypes["query"]:
+            fail(TypeError, name, f"has dtype {own}", dtypes["query"], "like query")
+    if args.query.ndim != 4:
+        fail(ValueError, "query", f"has shape {tuple(args.query.shape)}", "[B, T, H, K]")
+    B, T, H, K = args.query.shape
+    if args.key.ndim != 4 or args.key.shape[0] != B or args.key.shape[3] != K:
+        fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[B, S, G, K] = ({B}, S, G, {K})", "like query")
+    S, G = args.key.shape[1:3]
+    if args.value.ndim != 4 or tuple(args.value.shape[:3]) != (B, S, G):
+        fail(ValueError, "value", f"has shape {tuple(args.value.shape)}", f"[B, S, G, V] = ({B}, {S}, {G}, V)",
+             "like key")  # fmt: skip
+    V = args.value.shape[3]
+    if min(H, G, K, V) < 1:
+        fail(ValueError, "query", f"has H = {H}, G = {G}, K = {K}, V = {V}", "sizes of at least 1")
+    if H % G:
+        fail(ValueError, "key", f"has G = {G} heads", f"a divisor of H = {H}", "query heads share them evenly")
+    for name in ("bias", "mask"):
+        x = getattr(args, name)
+        if x is not None and (
+            x.ndim != 4 or x.shape[0] not in (1, B) or x.shape[1] not in (1, G, H) or tuple(x.shape[2:]) != (T, S)
+        ):
+            fail(ValueError, name, f"has shape {tuple(x.shape)}", "[1 or B, 1 or G or H, T, S]"
+                 f" with B = {B}, G = {G}, H = {H}, T = {T}, S = {S}")  # fmt: skip
+    if args.sinks is not None and not (
+        args.sinks.ndim in (1, 2) and (args.sinks.ndim == 1 or args.sinks.shape[0] in (G, H))
+    ):
+        fail(ValueError, "softmax_aux", f"has shape {tuple(args.sinks.shape)}",
+             f"[sinks] or [G or H, sinks] with G = {G}, H = {H}")  # fmt: skip
+    if (args.query_segments is None) != (args.key_segments is None):
+        fail(ValueError, "segments", "are given for one side", "ids of queries and of keys")
+    for name, n in (("query_segments", T), ("key_segments", S)):
+        x = getattr(args, name)
+        if x is not None and tuple(x.shape) != (B, n):
+            fail(ValueError, name, f"has shape {tuple(x.shape)}", f"{(B, n)}")
+    for name, x, lowest in (("softmax_scale", softmax_scale, None), ("logits_soft_cap", soft_cap, 0)):
+        if x is not None and not (_is_number(x) and (lowest is None or x > lowest)):
+            fail(TypeError, name, f"is {x!r}", f"a finite number{'' if lowest is None else ' above 0'}")
+    if not (_is_number(dropout) and 0 <= dropout < 1):
+        fail(ValueError, "dropout_prob", f"is {dropout!r}", "a number from 0 to less than 1")
+    if dropout and args.seed is None:
+        fail(ValueError, "dropout_rng", "is None", "a key or generator", "dropout_prob is above 0")
+    if not isinstance(causal, bool):
+        fail(TypeError, "causal", f"is {causal!r}", "True or False")
+    if softmax_dtype not in FLOATS:
+        fail(TypeError, "softmax_dtype", f"is {softmax_dtype}", " or ".join(FLOATS))
+    device = frontend.device_of(args.query)
+    return Invocation(
+        op_id="attention",
+        framework=framework,
+        backend=device.backend,
+        device=device.kind,
+        dims={name: frontend.length(n) for name, n in zip("BTSHGKV", (B, T, S, H, G, K, V), strict=True)},
+        lengths=frozenset("BTS"),
+        arrays={
+            name: (dtypes[name], x.ndim) for name, x in zip(Args._fields, args, strict=True) if x is not None
+        },
+        options={"causal": causal, "window": window, "soft_cap": soft_cap is not None, "dropout": bool(dropout),
+                 "softmax_dtype": softmax_dtype, "return_weights": return_weights},
+        arguments=args._asdict(),
+    )  # fmt: skip
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def over_groups(x: Any, G: int) -> Any:
+    """``[B, heads, ...] -> [B, G or 1, H // G or 1, ...]``: the heads beside the keys that they read."""
+    n = x.shape[1]
+    groups, each = (n, 1) if n in (1, G) else (G, n // G)
+    return x.reshape(x.shape[0], groups, each, *x.shape[2:])
+
+
+def sinks_of(sinks: Any, G: int) -> Any:
+    """``[1, G or 1, H // G or 1, n]``."""
+    return over_groups(sinks.reshape(1, *((1,) * (2 - sinks.ndim)), *sinks.shape), G)
+
+
+def keeps(seed: Any, head: Any, t: Any, s: Any, dropout: float) -> Any:
+    """Which weights the dropout keeps: a hash of their place, so that nothing is stored and all platforms agree.
+
+    Args:
+        seed: two integers; head: ``b * H + h``; t, s: the query's and the key's place. Arrays that broadcast, of 32
+            bits unsigned or of 64 bits, below 2**32.
+        dropout: the probability of 0.
+    """
+    row = _mixed(_mixed(seed[0] + head) ^ _mixed(seed[1] + t))
+    return _mixed(row ^ _mixed(s + 0x1E3779B9)) >> 1 >= min(round(dropout * 2**31), 2**31 - 1)
+
+
+def _mixed(x: Any) -> Any:
+    """A permutation of the numbers of 32 bits, every bit of which depends on all."""
+    x = _low(x)
+    x = _low((x ^ (x >> 16)) * 0x21F0AAAD)
+    x = _low((x ^ (x >> 15)) * 0x735A2D97)
+    return x ^ (x >> 15)
+
+
+def _low(x: Any) -> Any:
+    return x & 0xFFFFFFFF if x.dtype.itemsize > 4 else x
+
+
+def blocks(T: int, S: int, block_q: int, block_k: int, causal: bool, window: tuple[int, int] | None) -> list[range]:
+    """For each block of queries, the blocks of keys of which it may see any."""
+    found = []
+    for first in range(0, T, block_q):
+        last = min(first + block_q, T) - 1
+        low, high = 0, S - 1
+        if causal:
+            high = min(high, last)
+        if window is not None:
+            low, high = max(low, first - window[0]), min(high, last + window[1])
+        found.append(range(low // block_k, high // block_k + 1) if low <= high else range(0))
+    return found
+
+
+def kernel(
+    source: str,
+    attention: Callable[[Args, Options], tuple],
+    *,
+    fields: tuple[str, ...],
+    heuristic: Callable,
+    candidates: Callable,
+    unsupported: Callable = lambda inv: None,
+) -> Implementation:
+    """The implementation that a platform module registers; see :class:`Implementation`.
+
+    Args:
+        source: the module's ``__file__``.
+        attention: as at the top of this page.
+        fields, heuristic, candidates, unsupported: see :class:`Implementation`.
+    """
+
+    def prepare(args, *, softmax_scale=None, soft_cap=None, causal=False, window=None, dropout=0.0,
+                softmax_dtype="float32", return_weights=False, cfg=None):  # fmt: skip
+        scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+        cap = None if soft_cap is None else float(soft_cap)
+        opts = Options(scale, cap, causal, window, float(dropout), softmax_dtype, return_weights, cfg)
+        return lambda args: attention(args, opts)
+
+    def fn(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None, *,
+           softmax_scale=None, soft_cap=None, causal=False, window=None, dropout=0.0, softmax_dtype="float32",
+           return_weights=False, cfg=None):  # fmt: skip
+        """Softmax attention, ``(output, weights or None)``; see :func:`keraunos.attention`."""
+        args = Args(query, key, value, bias, sinks, mask, query_segments, key_segments, seed)
+        options = dict(softmax_scale=softmax_scale, soft_cap=soft_cap, causal=causal, window=window, dropout=dropout,
+                       softmax_dtype=softmax_dtype, return_weights=return_weights)  # fmt: skip
+        if cfg is None:
+            inv = describe(args, **options)
+            if reason := unsupported(inv):
+                raise UnsupportedError(f"attention: {reason}")
+            cfg = heuristic(inv, Config())
+        return prepare(args, **options, cfg=cfg)(args)
+
+    return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare)

@@ -1,0 +1,220 @@
+"""Softmax attention in PyTorch operations, on any device: its own kernels where they do, else by blocks of queries.
+
+``scaled_dot_product_attention`` takes plain and causal calls: PyTorch's best for the device. Everything else is
+computed for a block of queries and the keys that it may see, and again in the backward, so that the weights of one
+block are all that is in memory: it grows linearly with T and S, work with what is visible.
+
+Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B, G, S, K]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from keraunos import frontends
+from keraunos.kernels.softmax_attention.interface import Args, Options, blocks, keeps, kernel, over_groups, sinks_of
+
+FIELDS = ("block_q",)
+
+# Weights that a block may have in memory.
+_WEIGHTS = 1 << 23
+
+
+def heuristic(inv, cfg):
+    """As many queries as the weights of a block may be, 16 at least."""
+    size = 1024
+    while size > 16 and inv.dims["B"] * inv.dims["H"] * inv.dims["S"] * size > _WEIGHTS:
+        size //= 2
+    return replace(cfg, block_q=size)
+
+
+def candidates(inv, cfg):
+    """Blocks of 16 to 1,024 queries."""
+    return [replace(cfg, block_q=size) for size in (16, 64, 256, 1024)]
+
+
+def _working(x: torch.Tensor, opts: Options) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, getattr(torch, opts.softmax_dtype)), torch.float32)
+
+
+class _Weights(NamedTuple):
+    """The weights of some queries and keys, ``[B, G, R, T, S]``, and what their gradient needs."""
+
+    p: torch.Tensor  # before the dropout
+    sinks: torch.Tensor | None  # [B, G, R, T, n]
+    capped: torch.Tensor  # the logits before the bias
+    keep: torch.Tensor | float  # factors of the dropout
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """What multiplies the values."""
+        return self.p * self.keep
+
+
+def _heads(x: torch.Tensor, G: int) -> torch.Tensor:
+    """``[B, T, H, dim] -> [B, G, R, T, dim]``."""
+    return x.reshape(*x.shape[:2], G, -1, x.shape[3]).permute(0, 2, 3, 1, 4)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """``[B, G, R, T, dim] -> [B, T, H, dim]``."""
+    return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _weights(args: Args, opts: Options, t0: int, s0: int) -> _Weights:
+    """Those of queries and keys whose first places are given."""
+    (B, T, H, _), (S, G) = args.query.shape, args.key.shape[1:3]
+    work, device = _working(args.query, opts), args.query.device
+    q, k = _heads(args.query.to(work), G), args.key.to(work).transpose(1, 2)
+    x = opts.softmax_scale * torch.einsum("bgrtk,bgsk->bgrts", q, k)
+    if opts.soft_cap is not None:
+        x = opts.soft_cap * torch.tanh(x / opts.soft_cap)
+    capped = x
+    if args.bias is not None:
+        x = x + over_groups(args.bias, G)
+    t, s = torch.arange(t0, t0 + T, device=device)[:, None], torch.arange(s0, s0 + S, device=device)
+    seen = None
+    if opts.causal:
+        seen = s <= t
+    if opts.window is not None:
+        seen = _both(seen, (s >= t - opts.window[0]) & (s <= t + opts.window[1]))
+    if args.mask is not None:
+        seen = _both(seen, over_groups(args.mask, G))
+    if args.query_segments is not None:
+        own = args.query_segments[:, None, None, :, None]
+        seen = _both(seen, (own == args.key_segments[:, None, None, None]) & (own >= 0))
+    if seen is not None:
+        x = torch.where(seen, x, -torch.inf)
+    x = x.to(getattr(torch, opts.softmax_dtype))
+    sinks = x.new_zeros(1, 1, 1, 1, 0) if args.sinks is None else sinks_of(args.sinks.to(x.dtype), G)[..., None, :]
+    lowest = x.new_full((1,), -torch.inf)
+    top = torch.cat([lowest.expand(*x.shape[:-1], 1), x.detach(), sinks.detach().expand(*x.shape[:-1], -1)], -1).amax(
+        -1
+    )
+    top = torch.where(torch.isfinite(top), top, 0)[..., None]
+    p, sinks = torch.exp(x - top), torch.exp(sinks - top)
+    total = p.sum(-1, keepdim=True) + sinks.sum(-1, keepdim=True)
+    total = torch.where(total > 0, total, 1)
+    keep: Any = 1.0
+    if opts.dropout:
+        head = torch.arange(B * H, device=device).reshape(B, G, -1, 1, 1)
+        keep = keeps(args.seed.long(), head, t, s, opts.dropout).to(x.dtype) / (1 - opts.dropout)
+    return _Weights(p / total, None if args.sinks is None else sinks / total, capped, keep)
+
+
+def _both(a: torch.Tensor | None, b: torch.Tensor) -> torch.Tensor:
+    return b if a is None else a & b
+
+
+def _part(args: Args, t: slice, s: slice) -> Args:
+    """The call of some queries and keys."""
+
+    def cut(x, *where):
+        return None if x is None else x[where]
+
+    both, every = (slice(None), slice(None), t, s), slice(None)
+    return Args(
+        args.query[:, t], args.key[:, s], args.value[:, s], cut(args.bias, *both), args.sinks, cut(args.mask, *both),
+        cut(args.query_segments, every, t), cut(args.key_segments, every, s), args.seed,
+    )  # fmt: skip
+
+
+def _parts(args: Args, opts: Options) -> Iterator[tuple[Args, slice, slice]]:
+    """Blocks of queries with the keys that they may see, and where both are."""
+    T, S, size = args.query.shape[1], args.key.shape[1], opts.cfg.block_q or 1
+    for i, keys in enumerate(blocks(T, S, size, 1, opts.causal, opts.window)):
+        t, s = slice(i * size, min((i + 1) * size, T)), slice(keys.start, keys.stop)
+        yield _part(args, t, s), t, s
+
+
+def _output(args: Args, weights: torch.Tensor) -> torch.Tensor:
+    value = args.value.to(torch.promote_types(weights.dtype, torch.float32))
+    o = torch.einsum("bgrts,bgsv->bgrtv", weights.to(value.dtype), value.transpose(1, 2))
+    return _rows(o).to(args.query.dtype)
+
+
+def forward(args: Args, opts: Options):
+    """``((output, None), nothing)``."""
+    output = args.query.new_empty(*args.query.shape[:3], args.value.shape[3])
+    for part, t, s in _parts(args, opts):
+        output[:, t] = _output(part, _weights(part, opts, t.start, s.start).kept)
+    return (output, None), ()
+
+
+def backward(args: Args, residuals, grads, opts: Options) -> Args:
+    """The gradients of ``args`` from that of the output."""
+    work, G, H = _working(args.query, opts), args.key.shape[2], args.query.shape[2]
+
+    def zeros(x, dtype=None):
+        return None if x is None else torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+    dq, dk, dv, dbias = zeros(args.query), zeros(args.key, work), zeros(args.value, work), zeros(args.bias)
+    dsinks = None if args.sinks is None else args.sinks.new_zeros(G, H // G, args.sinks.shape[-1], dtype=work)
+    for part, t, s in _parts(args, opts):
+        w = _weights(part, opts, t.start, s.start)
+        p = w.p.to(work)
+        q, do = _heads(part.query.to(work), G), _heads(grads[0][:, t].to(work), G)
+        k, v = part.key.to(work).transpose(1, 2), part.value.to(work).transpose(1, 2)
+        dp = torch.einsum("bgrtv,bgsv->bgrts", do, v) * w.keep
+        mean = (p * dp).sum(-1, keepdim=True)
+        dx = p * (dp - mean)
+        if dbias is not None:
+            shape = over_groups(part.bias, G).shape
+            own = dx.sum([i for i, n in enumerate(shape[:3]) if n == 1], keepdim=True)
+            dbias[:, :, t, s] = own.reshape(part.bias.shape)
+        if dsinks is not None and w.sinks is not None:
+            dsinks -= (w.sinks * mean).sum((0, 3))
+        dz = opts.softmax_scale * dx
+        if opts.soft_cap is not None:
+            dz = dz * (1 - (w.capped / opts.soft_cap) ** 2)
+        dq[:, t] = _rows(torch.einsum("bgrts,bgsk->bgrtk", dz, k)).to(dq.dtype)
+        dk[:, s] += torch.einsum("bgrts,bgrtk->bsgk", dz, q)
+        dv[:, s] += torch.einsum("bgrts,bgrtv->bsgv", (w.kept).to(work), do)
+    if dsinks is not None:
+        heads = 1 if args.sinks.ndim == 1 else args.sinks.shape[0]
+        dsinks = dsinks.reshape(heads, -1, args.sinks.shape[-1]).sum(1).reshape(args.sinks.shape)
+    found = Args(dq, dk, dv, dbias, dsinks)
+    return Args(*(None if d is None else d.to(x.dtype) for x, d in zip(args, found, strict=True)))
+
+
+def _shapes(args: Args, opts: Options):
+    return ((*args.query.shape[:3], args.value.shape[3]), str(args.query.dtype).removeprefix("torch.")), None
+
+
+def _differentiated(args: Args, opts: Options) -> Args:
+    return args._replace(mask=None, query_segments=None, key_segments=None, seed=None)
+
+
+_by_block = frontends.differentiable(forward, backward, (_shapes, _differentiated))
+
+
+def _is_plain(args: Args, opts: Options) -> bool:
+    """Whether PyTorch's own function computes just this."""
+    special = opts.soft_cap, opts.window, opts.dropout or None
+    return (
+        all(x is None for x in (*args[3:8], *special))
+        and not opts.return_weights
+        and opts.softmax_dtype == ("float64" if args.query.dtype == torch.float64 else "float32")
+        and min(args.query.shape[1], args.key.shape[1]) > 0
+    )
+
+
+def attention(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``interface.py``."""
+    if _is_plain(args, opts):
+        q, k, v = (x.transpose(1, 2) for x in args[:3])
+        shared = q.shape[1] != k.shape[1]
+        o = scaled_dot_product_attention(q, k, v, is_causal=opts.causal, scale=opts.softmax_scale, enable_gqa=shared)
+        return o.transpose(1, 2), None
+    if opts.return_weights:
+        weights = _weights(args, opts, 0, 0).kept
+        return _output(args, weights), weights.flatten(1, 2)
+    return _by_block("torch", opts)(args)
+
+
+implementation = kernel(__file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates)

@@ -1,0 +1,295 @@
+"""Softmax attention in ``jax.numpy``, on CPU, GPU and TPU: at once where the weights are small, else block by block.
+
+At once is the definition, and JAX differentiates it. Block by block, a scan takes the pairs of blocks of queries and
+keys of which any see each other, in the order of the queries. It carries the running maximum and sum of a block of
+queries (the online softmax) and keeps, for the backward, the log of each query's sum: memory is linear in T and S. The
+backward is a scan over the same pairs, which computes the weights again. Work grows with what is visible: blocks that a
+causal mask or a window leaves out are no pairs.
+
+Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B, G, S, K]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keraunos.frontends import jax as frontend
+from keraunos.kernels.softmax_attention.interface import Args, Options, blocks, keeps, kernel, over_groups, sinks_of
+
+FIELDS = ("block_q", "block_k")
+
+# Weights that a step may have in memory.
+_WEIGHTS = 1 << 23
+
+
+def heuristic(inv, cfg):
+    """As large as the weights of one pair of blocks may be: fewer steps; 128 at least, for the matrix units."""
+    size = 512 if inv.backend == "cpu" else 1024
+    while size > 128 and inv.dims["B"] * inv.dims["H"] * size * size > _WEIGHTS:
+        size //= 2
+    return replace(cfg, block_q=size, block_k=size)
+
+
+def candidates(inv, cfg):
+    """Blocks of 128 to 1,024 tokens on either side."""
+    sizes = (128, 256, 512, 1024)
+    return [replace(cfg, block_q=q, block_k=k) for q in sizes for k in sizes]
+
+
+class _Tile(NamedTuple):
+    """What the weights of some queries and keys depend on, but for queries and keys; absent arrays are None."""
+
+    t: Any  # [Tq] places of the queries
+    s: Any  # [Sk] places of the keys
+    bias: Any  # [1 or B, G or 1, R or 1, Tq, Sk]
+    mask: Any
+    query_segments: Any  # [B, Tq]
+    key_segments: Any  # [B, Sk]
+    seed: Any
+
+
+def _logits(q: Any, k: Any, tile: _Tile, opts: Options, S: int) -> tuple[Any, Any]:
+    """``(logits, the capped ones before the bias)``, ``[B, G, R, Tq, Sk]``; -inf where not visible."""
+    x = opts.softmax_scale * jnp.einsum("bgrtk,bgsk->bgrts", q, k, preferred_element_type=_working(q, opts))
+    if opts.soft_cap is not None:
+        x = opts.soft_cap * jnp.tanh(x / opts.soft_cap)
+    capped = x
+    if tile.bias is not None:
+        x = x + tile.bias
+    t, s = tile.t[:, None], tile.s[None]
+    seen = s < S
+    if opts.causal:
+        seen = seen & (s <= t)
+    if opts.window is not None:
+        seen = seen & (s >= t - opts.window[0]) & (s <= t + opts.window[1])
+    if tile.mask is not None:
+        seen = seen & tile.mask
+    if tile.query_segments is not None:
+        own = tile.query_segments[:, None, None, :, None]
+        seen = seen & (own == tile.key_segments[:, None, None, None]) & (own >= 0)
+    return jnp.where(seen, x, -jnp.inf), capped
+
+
+def _working(q: Any, opts: Options) -> Any:
+    return jnp.promote_types(jnp.promote_types(q.dtype, opts.softmax_dtype), jnp.float32)
+
+
+def _kept(x: Any, tile: _Tile, opts: Options) -> Any:
+    """What the dropout leaves of weights or of their gradients."""
+    if not opts.dropout:
+        return x
+    B, G, R = x.shape[:3]
+    head = jnp.arange(B * G * R, dtype=jnp.uint32).reshape(B, G, R, 1, 1)
+    t, s = tile.t.astype(jnp.uint32)[:, None], tile.s.astype(jnp.uint32)
+    keep = keeps(tile.seed.astype(jnp.uint32), head, t, s, opts.dropout)
+    return jnp.where(keep, x / (1 - opts.dropout), 0)
+
+
+def _heads(args: Args) -> tuple[Any, Any, Any]:
+    """Queries ``[B, G, R, T, K]``, keys and values ``[B, G, S, dim]``."""
+    q, k, v = args[:3]
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    return q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+
+def _tile(args: Args) -> _Tile:
+    """That of the whole call."""
+    G, sides = args.key.shape[2], (args.query.shape[1], args.key.shape[1])
+    t, s = (jnp.arange(n, dtype=jnp.int32) for n in sides)
+    bias, mask = (None if x is None else over_groups(x, G) for x in (args.bias, args.mask))
+    return _Tile(t, s, bias, mask, args.query_segments, args.key_segments, args.seed)
+
+
+def _at_once(args: Args, opts: Options) -> tuple[Any, Any]:
+    """The definition: ``(output, weights)``."""
+    q, k, v = _heads(args)
+    (B, T, H, _), S = args.query.shape, k.shape[2]
+    tile = _tile(args)
+    x, _ = _logits(q, k, tile, opts, S)
+    x = x.astype(opts.softmax_dtype)
+    sinks = jnp.zeros((1, 1, 1, 0), x.dtype) if args.sinks is None else sinks_of(args.sinks.astype(x.dtype), k.shape[1])
+    sinks = sinks[..., None, :]
+    top = jnp.maximum(x.max(-1, keepdims=True, initial=-jnp.inf), sinks.max(-1, keepdims=True, initial=-jnp.inf))
+    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
+    p = jnp.exp(x - top)
+    total = p.sum(-1, keepdims=True) + jnp.exp(sinks - top).sum(-1, keepdims=True)
+    weights = _kept(p / jnp.where(total > 0, total, 1), tile, opts)
+    o = jnp.einsum("bgrts,bgsv->btgrv", weights.astype(v.dtype), v, preferred_element_type=_working(q, opts))
+    return o.reshape(B, T, H, -1).astype(args.query.dtype), weights.reshape(B, H, T, S)
+
+
+class _Blocks:
+    """The blocks of one call, and the pairs of them that a scan takes."""
+
+    def __init__(self, args: Args, opts: Options):
+        self.args, self.opts = args, opts
+        (self.B, self.T, self.H, _), (self.S, self.G, self.V) = args.query.shape, args.value.shape[1:]
+        # Complete by the contract, whatever their declared type allows.
+        self.sizes = cast(int, opts.cfg.block_q), cast(int, opts.cfg.block_k)
+        self.q, self.k, self.v = (self.cut(x, 3 if i == 0 else 2, min(i, 1)) for i, x in enumerate(_heads(args)))
+        self.work = _working(args.query, opts)
+        whole = _tile(args)
+        sides = ((whole.bias, -2, -1), (whole.mask, -2, -1))
+        bias, mask = (None if x is None else self.pad(self.pad(x, t, 0), s, 1) for x, t, s in sides)
+        segments = [None if x is None else self.pad(x, 1, i) for i, x in enumerate(whole[4:6])]
+        self.whole = whole._replace(bias=bias, mask=mask, query_segments=segments[0], key_segments=segments[1])
+        seen = blocks(self.T, self.S, *self.sizes, opts.causal, opts.window)
+        pairs = [(i, j, n == 0) for i, row in enumerate(seen) for n, j in enumerate(row)]
+        self.pairs = tuple(np.array(x, np.int32) for x in zip(*pairs, strict=True)) if pairs else ()
+
+    def pad(self, x: Any, axis: int, side: int) -> Any:
+        """With zeros up to whole blocks of queries (side 0) or keys (1)."""
+        return frontend.pad(x, axis % x.ndim, -x.shape[axis] % self.sizes[side])
+
+    def cut(self, x: Any, axis: int, side: int) -> Any:
+        """``[n, ...]``: the blocks of an axis."""
+        x = self.pad(x, axis, side)
+        shape = (*x.shape[:axis], -1, self.sizes[side], *x.shape[axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+    def joined(self, x: Any, axis: int, length: int) -> Any:
+        """What :meth:`cut` was given."""
+        x = jnp.moveaxis(x, 0, axis)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+
+    def rows(self, x: Any) -> Any:
+        """Blocks of queries' results ``[n, B, G, R, block, dim]`` as ``[B, T, H, dim]``."""
+        return self.joined(x, 3, self.T).transpose(0, 3, 1, 2, 4).reshape(self.B, self.T, self.H, -1)
+
+    def tile(self, i: Any, j: Any) -> _Tile:
+        """That of one pair of blocks."""
+        at, sizes = (i * self.sizes[0], j * self.sizes[1]), self.sizes
+
+        def part(x, axis, side):
+            return None if x is None else jax.lax.dynamic_slice_in_dim(x, at[side], sizes[side], axis % x.ndim)
+
+        t, s = (jnp.arange(n, dtype=jnp.int32) + first for n, first in zip(sizes, at, strict=True))
+        bias, mask = (part(part(x, -2, 0), -1, 1) for x in self.whole[2:4])
+        own, other = part(self.whole.query_segments, 1, 0), part(self.whole.key_segments, 1, 1)
+        return _Tile(t, s, bias, mask, own, other, self.args.seed)
+
+    def sinks(self) -> Any:
+        """``[1, G or 1, R or 1, 1, n]``; none: n is 0."""
+        if self.args.sinks is None:
+            return jnp.zeros((1, 1, 1, 1, 0), self.work)
+        return sinks_of(self.args.sinks.astype(self.work), self.G)[..., None, :]
+
+    def zeros(self, shape: Any) -> Any:
+        return frontend.zeros(shape, self.work, self.args.query)
+
+    def start(self) -> tuple[Any, Any, Any]:
+        """A block of queries that has seen its sinks only: ``(maximum, sum, output)``, not yet divided."""
+        sinks, rows = self.sinks(), self.zeros(self.q.shape[1:-1])
+        top = rows + sinks.max(-1, initial=-jnp.inf)
+        total = rows + jnp.exp(sinks - jnp.where(jnp.isfinite(top), top, 0)[..., None]).sum(-1)
+        return top, total, self.zeros((*self.q.shape[1:-1], self.V))
+
+
+def _forward(args: Args, opts: Options):
+    """``(output, what the backward needs: the output and, for each query, the log of its sum)``."""
+    w = _Blocks(args, opts)
+    start = w.start()
+
+    def step(carry, pair):
+        (top, total, acc), outputs, logs = carry
+        i, j, is_first = pair
+        top, total, acc = (jnp.where(is_first, new, old) for new, old in zip(start, (top, total, acc), strict=True))
+        tile = w.tile(i, j)
+        x, _ = _logits(w.q[i], w.k[j], tile, opts, w.S)
+        higher = jnp.maximum(top, x.max(-1))
+        finite = jnp.where(jnp.isfinite(higher), higher, 0)
+        kept, p = jnp.exp(top - finite), jnp.exp(x - finite[..., None])
+        total = total * kept + p.sum(-1)
+        p = _kept(p, tile, opts).astype(args.value.dtype)
+        acc = acc * kept[..., None] + jnp.einsum("bgrts,bgsv->bgrtv", p, w.v[j], preferred_element_type=w.work)
+        divisor = jnp.where(total > 0, total, 1)
+        outputs = outputs.at[i].set((acc / divisor[..., None]).astype(outputs.dtype))
+        logs = logs.at[i].set(finite + jnp.log(divisor))
+        return ((higher, total, acc), outputs, logs), None
+
+    n = w.q.shape[0]
+    top, total, acc = start
+    finite = jnp.where(jnp.isfinite(top), top, 0)
+    logs = jnp.broadcast_to(finite + jnp.log(jnp.where(total > 0, total, 1)), (n, *total.shape))
+    outputs = frontend.zeros((n, *acc.shape), args.query.dtype, args.query)
+    if w.pairs:
+        (_, outputs, logs), _ = jax.lax.scan(step, (start, outputs, logs), w.pairs)
+    output = w.rows(outputs)
+    return output, (output, logs)
+
+
+def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
+    """The gradients of ``args``."""
+    output, logs = residuals
+    w = _Blocks(args, opts)
+    by_block = [w.cut(_heads(args._replace(query=x))[0], 3, 0) for x in (doutput, output)]
+    do = by_block[0]
+    mean = (do.astype(w.work) * by_block[1].astype(w.work)).sum(-1)  # [n, B, G, R, block]
+
+    def step(carry, pair):
+        dq, (dqs, dks, dvs, dbias) = carry
+        i, j, is_first = pair
+        tile, q, k = w.tile(i, j), w.q[i], w.k[j]
+        x, capped = _logits(q, k, tile, opts, w.S)
+        p = jnp.exp(x - logs[i][..., None])
+        dp = _kept(jnp.einsum("bgrtv,bgsv->bgrts", do[i], w.v[j], preferred_element_type=w.work), tile, opts)
+        dx = p * (dp - mean[i][..., None])
+        if dbias is not None:
+            place = (0, 0, 0, i * w.sizes[0], j * w.sizes[1])
+            dbias = jax.lax.dynamic_update_slice(dbias, _summed(dx, dbias.shape[:3]).astype(dbias.dtype), place)
+        dz = opts.softmax_scale * dx
+        if opts.soft_cap is not None:
+            dz = dz * (1 - (capped / opts.soft_cap) ** 2)
+        dz, p = dz.astype(q.dtype), _kept(p, tile, opts).astype(q.dtype)
+        own = jnp.einsum("bgrts,bgsk->bgrtk", dz, k, preferred_element_type=w.work)
+        dq = jnp.where(is_first, 0, dq) + own
+        dk = jnp.einsum("bgrts,bgrtk->bgsk", dz, q, preferred_element_type=w.work)
+        dv = jnp.einsum("bgrts,bgrtv->bgsv", p, do[i], preferred_element_type=w.work)
+        return (dq, (dqs.at[i].set(dq.astype(dqs.dtype)), dks.at[j].add(dk), dvs.at[j].add(dv), dbias)), None
+
+    bias = w.whole.bias
+    sums = (
+        frontend.zeros(w.q.shape, args.query.dtype, args.query), w.zeros(w.k.shape), w.zeros(w.v.shape),
+        None if bias is None else frontend.zeros(bias.shape, bias.dtype, args.query),
+    )  # fmt: skip
+    if w.pairs:
+        (_, sums), _ = jax.lax.scan(step, (w.zeros(w.q.shape[1:]), sums), w.pairs)
+    dq, dk, dv, dbias = sums
+    dk, dv = (w.joined(x, 2, w.S).swapaxes(1, 2) for x in (dk, dv))
+    if dbias is not None:
+        dbias = dbias.reshape(*args.bias.shape[:2], *dbias.shape[3:])[..., : w.T, : w.S]
+    dsinks = None
+    if args.sinks is not None:
+        # [n, B, G, R, block, sinks]; queries that were padded have no gradient of their output.
+        dsinks = -(jnp.exp(w.sinks() - logs[..., None]) * mean[..., None]).sum((0, 1, 4)).reshape(w.H, -1)
+        heads = 1 if args.sinks.ndim == 1 else args.sinks.shape[0]
+        dsinks = dsinks.reshape(heads, -1, dsinks.shape[-1]).sum(1).reshape(args.sinks.shape)
+    found = Args(w.rows(dq), dk, dv, dbias, dsinks)
+    return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, found, strict=True)))
+
+
+def _summed(x: Any, shape: tuple[int, ...]) -> Any:
+    """Over the first axes that are 1 in ``shape``."""
+    return x.sum([i for i, n in enumerate(shape) if n == 1], keepdims=True)
+
+
+_by_block = frontend.differentiable(_forward, _backward)
+_jitted = jax.jit(_at_once, static_argnums=1)
+
+
+def attention(args: Args, opts: Options) -> tuple[Any, Any]:
+    """See ``interface.py``."""
+    small = args.query.shape[1] <= opts.cfg.block_q and args.key.shape[1] <= opts.cfg.block_k
+    if small or opts.return_weights:
+        output, weights = _jitted(args, opts)
+        return output, weights if opts.return_weights else None
+    return _by_block(opts)(args), None
+
+
+implementation = kernel(__file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates)

@@ -1,0 +1,225 @@
+"""Softmax attention: the public function, its operation and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from keraunos import frontends
+from keraunos.kernels.softmax_attention import interface, reference
+from keraunos.kernels.softmax_attention.interface import Args
+from keraunos.ops.executor import default_executor
+from keraunos.ops.kernel import Config, Invocation, Kernel
+from keraunos.types import MaskInfo, as_window, narrower
+
+
+@dataclass(frozen=True)
+class AttentionConfig(Config):
+    """Launch configuration of softmax attention; see :class:`keraunos.ops.Config`."""
+
+
+class Attention(Kernel):
+    """The operation ``"attention"``: softmax attention, returning ``(output, weights or None)``."""
+
+    op_id = "attention"
+    config = AttentionConfig
+
+    def bind(self, *args, **kwargs) -> Invocation:
+        return interface.describe(Args(*args), **kwargs)
+
+    def run(self, *args, cfg, **kwargs):
+        return self.get_impl(cfg).fn(*args, cfg=cfg, **kwargs)
+
+    def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
+        """See :meth:`Kernel.prepare`."""
+        prepare = self.get_impl(cfg).prepare
+        if prepare is None:
+            return super().prepare(*args, cfg=cfg, **kwargs)
+        run = prepare(Args(*args), cfg=cfg, **kwargs)
+        return lambda *args: run(Args(*args))
+
+    def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
+                   S: int | None = None, G: int | None = None, V: int | None = None, causal: bool = False,
+                   window: int | tuple[int, int] | None = None) -> Invocation:  # fmt: skip
+        """The description of a call from its sizes, for tuning ahead.
+
+        Args:
+            framework: "jax" or "torch".
+            dtype: of query, key and value.
+            B, T, H, K, S, G, V: sizes; S defaults to T, G to H and V to K.
+            causal, window: as for :func:`attention`.
+
+        Raises:
+            ValueError: a size or name is wrong.
+        """
+        S, G, V = S or T, G or H, V or K
+        if dtype not in interface.FLOATS:
+            raise ValueError(f"attention: dtype is {dtype!r}; expected one of {list(interface.FLOATS)}")
+        if min(B, T, S, H, G, K, V) < 1 or H % G:
+            raise ValueError(
+                f"attention: sizes B={B} T={T} S={S} H={H} G={G} K={K} V={V}; expected at least 1, G a divisor of H"
+            )
+        device = frontends.get(framework).default_device()
+        dims = dict(zip("BTSHGKV", (B, T, S, H, G, K, V), strict=True))
+        options = {"causal": causal, "window": as_window(window), "soft_cap": False, "dropout": False,
+                   "softmax_dtype": _softmax_dtype(dtype, None), "return_weights": False}  # fmt: skip
+        arrays = dict.fromkeys(("query", "key", "value"), (dtype, 4))
+        return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTS"), arrays, options)
+
+    def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
+        """See :meth:`Kernel.sample`: query, key, value only; what is added to them does not change which is best."""
+        measure = frontends.get(f"{inv.framework}_measure")
+        shapes = {"query": "BTHK", "key": "BSGK", "value": "BSGV"}
+        made = (
+            measure.normal(tuple(inv.dims[d] for d in letters), inv.arrays[name][0], 100 * seed + i, inv.backend)
+            for i, (name, letters) in enumerate(shapes.items())
+        )
+        args = (*made, *(None,) * (len(Args._fields) - 3))
+        return args, {name: inv.options[name] for name in ("causal", "window", "softmax_dtype")}
+
+    def check_calls(self, inv: Invocation, cfgs: Sequence[Config]) -> list[Invocation]:
+        """More queries and keys than the largest candidate's blocks have; and lengths that no block divides."""
+        size = max([cfg.block_q or 64 for cfg in cfgs])
+        ratio = min(inv.dims["H"] // inv.dims["G"], 2)
+        small = {**inv.dims, "B": 1, "H": ratio, "G": 1}
+        return [replace(inv, dims={**small, "T": T, "S": S}) for T, S in ((2 * size, 2 * size), (size + 33, size + 5))]
+
+    def reference(self, args: Sequence[Any], kwargs: dict, dtype: Any) -> tuple:
+        """The output."""
+        return reference.attention(*args, causal=kwargs["causal"], window=kwargs["window"], dtype=dtype)[:1]
+
+    def reference_vjp(self, args: Sequence[Any], kwargs: dict, cotangents: Sequence[Any], dtype: Any) -> tuple:
+        """The gradients of query, key and value."""
+        found = reference.attention(*args, causal=kwargs["causal"], window=kwargs["window"], doutput=cotangents[0],
+                                    dtype=dtype)  # fmt: skip
+        return (*found[:3], *(None,) * (len(args) - 3))
+
+
+_OPERATION = Attention()
+
+
+@frontends.operation
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    dropout_rng: Any = None,
+    softmax_aux: Any = None,
+    /,
+    *,
+    mask_info: MaskInfo | None = None,
+    init_bias: Callable[[], Any] | None = None,
+    deterministic: bool = True,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    dtype: Any = "bfloat16",
+    softmax_dtype: Any = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    platform: str | None = None,
+    cfg: Config | None = None,
+    return_weights: bool = False,
+) -> Any:
+    """Softmax attention, with what models add to it.
+
+    For query t and the keys s that it sees, after query, key and value have been cast to ``dtype``::
+
+        x_s = logits_soft_cap * tanh(softmax_scale * q_t . k_s / logits_soft_cap) + bias_ts
+        p_s = exp(x_s) / (sum_s exp(x_s) + sum_n exp(softmax_aux_n))
+        o_t = sum_s p_s v_s
+
+    A query that sees no key gives zeros.
+
+    Args:
+        query: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; a ``jax.Array`` or a ``torch.Tensor``.
+        key: ``[B, S, G, K]``, the query's dtype. Query head h reads key/value head ``h // (H // G)``.
+        value: ``[B, S, G, V]``, the query's dtype.
+        bias: ``[1 or B, 1 or G or H, T, S]``, added to the logits; where it is given, the mask of ``mask_info`` is not
+            used. May be ``-inf``.
+        dropout_rng: a key of ``jax.random`` or a ``torch.Generator``; the same one drops the same weights.
+        softmax_aux: attention sinks, ``[sinks]`` or ``[G or H, sinks]``: logits that take probability, for no value.
+        mask_info: which keys are visible, a :class:`keraunos.types.MaskInfo`.
+        init_bias: makes a bias; called only if there is neither a bias nor a mask.
+        deterministic: without dropout.
+        softmax_scale: factor of the logits; ``K ** -0.5`` if None.
+        logits_soft_cap: bound of the logits' magnitude, before the bias; None: none.
+        dtype: of the computation and of the output; None: the query's.
+        softmax_dtype: of the softmax: float32 if None (float64 for float64). A platform may take a wider one.
+        dropout_prob: the probability of dropping a weight; the others are divided by one minus it.
+        causal: query t sees keys 0 to t, also where T and S differ.
+        sliding_window: ``(left, right)``, or one number for both: query t sees keys ``t - left`` to ``t + right``.
+        platform: ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the best that can run the call.
+        cfg: launch configuration; wins over every cache and is never stored.
+        return_weights: return the weights too, as they multiply the values; they take memory for ``B H T S`` values.
+
+    Returns:
+        The output ``[B, T, H, V]``, or ``(output, weights [B, H, T, S])``. There are gradients for query, key, value,
+        bias and softmax_aux.
+
+    Raises:
+        ValueError: a shape, range or name is wrong, or no platform can run the call (:class:`UnsupportedError`).
+        TypeError: an argument is of a wrong type or dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, keraunos
+        >>> q, k, v = (jax.random.normal(jax.random.key(i), (1, 100, 2, 16)) for i in range(3))
+        >>> keraunos.attention(q, k, v, causal=True, dtype=jnp.float32).shape
+        (1, 100, 2, 16)
+
+    Source: Attention Is All You Need (arXiv:1706.03762); blocks of keys as in FlashAttention (arXiv:2205.14135).
+    """
+    if mask_info is not None and not isinstance(mask_info, MaskInfo):
+        raise TypeError(f"attention: mask_info is a {type(mask_info).__name__}; expected a keraunos.types.MaskInfo")
+    limits = mask_info or MaskInfo()
+    mask, segments = limits.attention_mask, _segments(limits, query, key)
+    if bias is None and mask is None and segments[0] is None and init_bias is not None:
+        bias = init_bias()
+    if bias is not None:
+        # A bias wins over a mask.
+        mask, segments = None, (None, None)
+    framework = frontends.framework_of(query)
+    wanted = None if framework is None else _name(dtype) or frontends.get(framework).dtype_name(query)
+    if wanted:
+        cast = frontends.get(framework).cast
+        query, key, value = (x if frontends.framework_of(x) != framework else cast(x, wanted)
+                             for x in (query, key, value))  # fmt: skip
+    dropout = 0.0 if deterministic else dropout_prob
+    seed = None if not dropout or dropout_rng is None or not framework else frontends.get(framework).seed(dropout_rng)
+    output, weights = default_executor()(
+        _OPERATION, query, key, value, bias, softmax_aux, mask, *segments, seed,
+        softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=bool(causal or limits.causal),
+        window=narrower(as_window(sliding_window), limits.sliding_window), dropout=dropout,
+        softmax_dtype=_softmax_dtype(wanted, softmax_dtype), return_weights=bool(return_weights),
+        platform=platform, _cfg=cfg,
+    )  # fmt: skip
+    return (output, weights) if return_weights else output
+
+
+def _segments(limits: MaskInfo, query: Any, key: Any) -> tuple[Any, Any]:
+    """Segment ids of queries and keys; lengths of keys are ids too."""
+    own, other = limits.query_segments, limits.key_segments
+    if limits.key_lengths is None:
+        return own, other
+    frontend = frontends.get(frontends.framework_of(query))
+    (B, T), S = query.shape[:2], key.shape[1]
+    if own is None:
+        own, other = (frontend.zeros((B, n), "int32", query) for n in (T, S))
+    within = frontend.numbers(S, query)[None] < limits.key_lengths[:, None]
+    # What is past the end has an id that no query has.
+    return own, other * within - 1 * ~within
+
+
+def _name(dtype: Any) -> str | None:
+    """A dtype of JAX, NumPy or PyTorch, or a name, as a name."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    return str(dtype).removeprefix("torch.") if str(dtype).startswith("torch.") else np.dtype(dtype).name
+
+
+def _softmax_dtype(dtype: str | None, softmax_dtype: Any) -> str:
+    return _name(softmax_dtype) or ("float64" if dtype == "float64" else "float32")

@@ -1,0 +1,217 @@
+"""Types of arguments: :class:`MaskInfo`, which keys a query of softmax attention may see."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from keraunos import frontends
+
+_ARRAYS = ("attention_mask", "query_segments", "key_segments", "key_lengths")
+
+
+def as_window(sliding_window: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """``(left, right)`` of a window given as one number or two.
+
+    Raises:
+        ValueError: it is something else, or negative.
+    """
+    if sliding_window is None:
+        return None
+    pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
+    if len(pair) != 2 or not all(isinstance(n, int | np.integer) and n >= 0 for n in pair):
+        raise ValueError(f"sliding_window is {sliding_window!r}; expected w or (left, right), whole numbers >= 0")
+    return int(pair[0]), int(pair[1])
+
+
+@dataclass(frozen=True)
+class MaskInfo:
+    """Which keys a query may see: a boolean mask or segment ids, and limits on top of them.
+
+    Made by :meth:`from_attention_mask` or :meth:`from_segments`; JAX takes it as a pytree. A key is visible where the
+    mask is true, or the ids are equal and not negative, and where all limits allow it. Segment ids and limits take
+    memory for ``T + S`` values and are handed to the kernels as they are; a mask takes ``T * S``.
+
+    Attributes:
+        attention_mask: ``[1 or B, heads, T, S]``, bool, or None.
+        query_segments, key_segments: ``[B, T]`` and ``[B, S]``, integers, or None; below 0: padding.
+        key_lengths: ``[B]``, integers: keys from there on are padding; or None.
+        causal: query t sees keys 0 to t only.
+        sliding_window: ``(left, right)``: query t sees keys ``t - left`` to ``t + right`` only; or None.
+    """
+
+    attention_mask: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    key_lengths: Any = None
+    causal: bool = False
+    sliding_window: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        if "jax" in sys.modules and not _registered:
+            _register()
+
+    @classmethod
+    def from_attention_mask(cls, attention_mask: Any) -> MaskInfo:
+        """From a boolean mask, true where a query may see a key.
+
+        Args:
+            attention_mask: ``[T, S]``, ``[1 or B, T, S]`` or ``[1 or B, heads, T, S]``, bool.
+
+        Raises:
+            TypeError: it is no boolean array.
+            ValueError: it has other dimensions.
+        """
+        if _dtype(attention_mask) != "bool":
+            raise TypeError(f"from_attention_mask: got {_kind(attention_mask)}; expected an array of booleans")
+        if attention_mask.ndim not in (2, 3, 4):
+            raise ValueError(
+                f"from_attention_mask: shape {tuple(attention_mask.shape)}; expected [T, S], [B, T, S] or [B, H, T, S]"
+            )
+        shape = tuple(attention_mask.shape)
+        given = {2: (1, 1, *shape), 3: (shape[0], 1, *shape[1:])}.get(len(shape), shape)
+        return cls(attention_mask=attention_mask.reshape(given))
+
+    @classmethod
+    def from_segments(cls, query_segments: Any, key_segments: Any = None) -> MaskInfo:
+        """From segment ids: a query sees the keys that have its id; ids below 0 see nothing and are not seen.
+
+        Args:
+            query_segments: ``[B, T]``, integers.
+            key_segments: ``[B, S]``, integers; the queries' if None.
+
+        Raises:
+            TypeError: an argument is no array of integers.
+            ValueError: the shapes do not fit.
+        """
+        key_segments = query_segments if key_segments is None else key_segments
+        for name, x in (("query_segments", query_segments), ("key_segments", key_segments)):
+            if not _dtype(x).startswith(("int", "uint")):
+                raise TypeError(f"from_segments: {name} is {_kind(x)}; expected an array of integers")
+            if x.ndim != 2 or x.shape[0] != query_segments.shape[0]:
+                raise ValueError(f"from_segments: {name} has shape {tuple(x.shape)}; expected [B, T] and [B, S]")
+        return cls(query_segments=query_segments, key_segments=key_segments)
+
+    def apply_causal(self) -> MaskInfo:
+        """The same, and no key after the query."""
+        return replace(self, causal=True)
+
+    def apply_sliding_window(self, sliding_window: int | tuple[int, int]) -> MaskInfo:
+        """The same, and only keys from ``t - left`` to ``t + right``; one number stands for both."""
+        return replace(self, sliding_window=narrower(self.sliding_window, as_window(sliding_window)))
+
+    def apply_kv_lengths(self, key_lengths: Any) -> MaskInfo:
+        """The same, and no key from position ``key_lengths[b]`` on.
+
+        Args:
+            key_lengths: ``[B]``, integers.
+
+        Raises:
+            ValueError: there are lengths already.
+        """
+        if self.key_lengths is not None:
+            raise ValueError("apply_kv_lengths: there are lengths already; combine them first")
+        return replace(self, key_lengths=key_lengths)
+
+    def get_or_compute_attention_mask(self, T: int | None = None, S: int | None = None) -> Any:
+        """All of it as one boolean mask ``[1 or B, heads, T, S]``; T and S are needed if only limits are there."""
+        given = next((x for x in self._arrays() if x is not None), None)
+        if given is None and (T is None or S is None):
+            raise ValueError("get_or_compute_attention_mask: no arrays are there; give T and S")
+        xp: Any = _namespace(given)
+        if self.attention_mask is not None:
+            T, S = self.attention_mask.shape[-2:]
+        elif self.query_segments is not None:
+            T, S = self.query_segments.shape[1], self.key_segments.shape[1]
+        # Where the arrays are.
+        place = {"device": given.device} if given is not None and xp is sys.modules.get("torch") else {}
+        t, s = xp.arange(T, **place)[:, None], xp.arange(S, **place)[None]
+        mask = xp.ones((1, 1, T, S), dtype=xp.bool if xp is not np else np.bool_, **place)
+        if self.attention_mask is not None:
+            mask = mask & self.attention_mask
+        if self.query_segments is not None:
+            own = self.query_segments[:, None, :, None]
+            mask = mask & (own == self.key_segments[:, None, None, :]) & (own >= 0)
+        if self.key_lengths is not None:
+            mask = mask & (s < self.key_lengths[:, None, None])[:, None]
+        if self.causal:
+            mask = mask & (s <= t)
+        if self.sliding_window is not None:
+            left, right = self.sliding_window
+            mask = mask & (s >= t - left) & (s <= t + right)
+        return mask
+
+    def get_or_compute_segment_ids(self) -> tuple[Any, Any]:
+        """``(query_segments, key_segments)``, ``[B, T]`` and ``[B, S]``, int32, without the limits.
+
+        Of a mask: the id of a key is the first query that sees it. It must be made of blocks, the same for all heads.
+
+        Raises:
+            ValueError: there is neither, or the mask is not made of segments (where its values can be looked at).
+        """
+        if self.query_segments is not None:
+            return self.query_segments, self.key_segments
+        mask = self.attention_mask
+        if mask is None or mask.shape[1] != 1:
+            raise ValueError("get_or_compute_segment_ids: needs segment ids, or a mask that is the same for all heads")
+        xp, mask = _namespace(mask), mask[:, 0]
+        numbers = mask.astype(np.int32) if xp is not sys.modules.get("torch") else mask.int()
+        keys = xp.where(mask.any(1), numbers.argmax(1), -1)
+        first = numbers.argmax(2)
+        own = xp.take_along_axis(keys, first, 1) if hasattr(xp, "take_along_axis") else keys.gather(1, first)
+        own = xp.where(mask.any(2), own, -1)
+        same = (own[:, :, None] == keys[:, None, :]) & (own[:, :, None] >= 0)
+        if _concrete(mask) and not bool((same == mask).all()):
+            raise ValueError("get_or_compute_segment_ids: the mask is not made of segments; use it as it is")
+        if xp is sys.modules.get("torch"):
+            return own.int(), keys.int()
+        return own.astype(np.int32), keys.astype(np.int32)
+
+    def _arrays(self) -> tuple:
+        return tuple(getattr(self, name) for name in _ARRAYS)
+
+
+def narrower(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The window that is in both."""
+    if a is None or b is None:
+        return b if a is None else a
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+def _dtype(x: Any) -> str:
+    return str(getattr(x, "dtype", "")).removeprefix("torch.")
+
+
+def _kind(x: Any) -> str:
+    return f"a {type(x).__name__}" + (f" of {_dtype(x)}" if _dtype(x) else "")
+
+
+def _namespace(x: Any) -> Any:
+    framework = frontends.framework_of(x)
+    if framework == "jax":
+        return sys.modules["jax"].numpy
+    return sys.modules["torch"] if framework == "torch" else np
+
+
+def _concrete(x: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is None or not isinstance(x, jax.core.Tracer)
+
+
+_registered: list[type] = []
+
+
+def _register() -> None:
+    import jax
+
+    def flatten(info):
+        return info._arrays(), (info.causal, info.sliding_window)
+
+    def unflatten(limits, arrays):
+        return MaskInfo(*arrays, *limits)
+
+    _registered.append(MaskInfo)
+    jax.tree_util.register_pytree_node(MaskInfo, flatten, unflatten)

@@ -1,0 +1,88 @@
+"""What softmax attention refuses, and how it says so; the order in which masks and biases count."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import keraunos
+from keraunos.types import MaskInfo
+
+Q = jnp.ones((2, 6, 4, 8))
+KV = jnp.ones((2, 6, 2, 8))
+
+
+@pytest.mark.parametrize(("args", "kwargs", "error", "message"), [
+    ((Q, KV, KV[..., None]), {}, ValueError, r"value has shape .*expected \[B, S, G, V\]"),
+    ((Q, KV[:1], KV), {}, ValueError, r"key has shape \(1, 6, 2, 8\)"),
+    ((Q, jnp.ones((2, 6, 3, 8)), jnp.ones((2, 6, 3, 8))), {}, ValueError, "a divisor of H = 4"),
+    ((Q[0], KV, KV), {}, ValueError, r"expected \[B, T, H, K\]"),
+    ((np.ones((2, 6, 4, 8)), KV, KV), {}, TypeError, "query is a ndarray"),
+    ((Q, KV, KV, jnp.ones((2, 3, 6, 6))), {}, ValueError, r"bias has shape \(2, 3, 6, 6\)"),
+    ((Q, KV, KV, jnp.ones((2, 4, 6, 6), jnp.int32)), {}, TypeError, "bias has dtype int32"),
+    ((Q, KV, KV, None, None, jnp.ones((3, 1))), {}, ValueError, "softmax_aux has shape"),
+    ((Q, KV, KV), {"mask_info": jnp.ones((6, 6), bool)}, TypeError, "expected a keraunos.types.MaskInfo"),
+    ((Q, KV, KV), {"mask_info": MaskInfo.from_attention_mask(jnp.ones((5, 6), bool))}, ValueError, "mask has shape"),
+    ((Q, KV, KV), {"mask_info": MaskInfo.from_segments(jnp.ones((2, 5), int))}, ValueError, "query_segments has shape"),
+    ((Q, KV, KV), {"sliding_window": -1}, ValueError, "sliding_window is -1"),
+    ((Q, KV, KV), {"sliding_window": (1, 2, 3)}, ValueError, "sliding_window is"),
+    ((Q, KV, KV), {"logits_soft_cap": 0.0}, TypeError, "a finite number above 0"),
+    ((Q, KV, KV), {"softmax_scale": float("nan")}, TypeError, "softmax_scale is nan"),
+    ((Q, KV, KV), {"dropout_prob": 1.0, "deterministic": False}, ValueError, "dropout_prob is 1.0"),
+    ((Q, KV, KV), {"dropout_prob": 0.1, "deterministic": False}, ValueError, "dropout_rng is None"),
+    ((Q, KV, KV), {"platform": "triton"}, ValueError, "unknown platform 'triton'"),
+    ((Q, KV, KV), {"softmax_dtype": "int8"}, TypeError, "softmax_dtype is int8"),
+], ids=lambda x: None)  # fmt: skip
+def test_what_is_refused(args, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        keraunos.attention(*args, **kwargs)
+
+
+def test_a_bias_wins_over_a_mask_and_init_bias_is_asked_last():
+    given = [jax.random.normal(jax.random.key(i), (2, 6, 2, 8)) for i in range(3)]
+    info = MaskInfo.from_attention_mask(jnp.zeros((6, 6), bool))
+    bias = jax.random.normal(jax.random.key(3), (2, 2, 6, 6))
+
+    def never():
+        raise AssertionError("init_bias was called")
+
+    def run(*args, **kwargs):
+        return keraunos.attention(*given, *args, dtype="float32", **kwargs)
+
+    want = run(bias)
+    np.testing.assert_array_equal(run(bias, mask_info=info, init_bias=never), want)
+    assert not run(mask_info=info, init_bias=never).any()
+    np.testing.assert_array_equal(run(init_bias=lambda: bias), want)
+
+
+def test_what_is_cast():
+    given = [jax.random.normal(jax.random.key(i), (1, 6, 2, 8)) for i in range(3)]
+    assert keraunos.attention(*given).dtype == jnp.bfloat16
+    assert keraunos.attention(*given, dtype=None).dtype == jnp.float32
+    assert keraunos.attention(*given, dtype=jnp.float16).dtype == jnp.float16
+    gradient = jax.grad(lambda q: keraunos.attention(q, *given[1:]).astype(jnp.float32).sum())(given[0])
+    assert gradient.dtype == jnp.float32
+
+
+def test_masks_become_segments_and_back():
+    ids = jnp.array([[0, 0, 1, -1, 2], [3, 3, 3, 1, 1]])
+    mask = MaskInfo.from_segments(ids).get_or_compute_attention_mask()
+    assert mask.shape == (2, 1, 5, 5)
+    again = MaskInfo.from_segments(*MaskInfo.from_attention_mask(mask).get_or_compute_segment_ids())
+    np.testing.assert_array_equal(again.get_or_compute_attention_mask(), mask)
+    with pytest.raises(ValueError, match="not made of segments"):
+        MaskInfo.from_attention_mask(jnp.tril(jnp.ones((4, 4), bool))).get_or_compute_segment_ids()
+
+
+def test_limits_are_composed():
+    info = MaskInfo.from_segments(jnp.zeros((1, 6), int)).apply_causal().apply_sliding_window((2, 9))
+    info = info.apply_sliding_window((4, 0)).apply_kv_lengths(jnp.array([5]))
+    t, s = np.mgrid[:6, :6]
+    want = (s <= t) & (s >= t - 2) & (s < 5)
+    np.testing.assert_array_equal(info.get_or_compute_attention_mask()[0, 0], want)
+    given = [jax.random.normal(jax.random.key(i), (1, 6, 2, 8)) for i in range(3)]
+    _, weights = keraunos.attention(*given, mask_info=info, dtype="float32", return_weights=True)
+    np.testing.assert_array_equal(np.asarray(weights[0, 0]) > 0, want)
+    only = MaskInfo().apply_kv_lengths(jnp.array([4]))
+    _, weights = keraunos.attention(*given, mask_info=only, dtype="float32", return_weights=True)
+    np.testing.assert_array_equal(np.asarray(weights[0, 0]) > 0, np.broadcast_to(s < 4, (6, 6)))

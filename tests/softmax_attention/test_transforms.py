@@ -1,0 +1,155 @@
+"""Softmax attention under what frameworks do to functions, and what its memory must not hold."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import keraunos
+from keraunos.types import MaskInfo
+
+SMALL = keraunos.AttentionConfig(block_q=16, block_k=16)
+OPTIONS = dict(causal=True, logits_soft_cap=4.0, dtype="float32", platform="xla")
+
+
+def arrays(*shape, n=3):
+    return [jax.random.normal(jax.random.key(i), shape) for i in range(n)]
+
+
+@functools.cache
+def expected():
+    return loss_and_gradients()(*arrays(4, 40, 2, 16))
+
+
+def loss_and_gradients(**options):
+    def loss(q, k, v):
+        return (keraunos.attention(q, k, v, **OPTIONS, **options) ** 2).sum()
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2))
+
+
+@pytest.mark.parametrize("cfg", [None, SMALL], ids=["at_once", "blocks"])
+def test_jit_checkpoint_vmap_and_scan_agree(cfg):
+    given = arrays(4, 40, 2, 16)
+    plain = loss_and_gradients(cfg=cfg)
+    each = jax.vmap(lambda *x: loss_and_gradients(cfg=cfg)(*(y[None] for y in x)))
+    found = [jax.jit(plain)(*given), jax.checkpoint(plain)(*given)]
+    losses, gradients = each(*given)
+    found.append((losses.sum(), [g[:, 0] for g in gradients]))
+    _, (losses, gradients) = jax.lax.scan(lambda c, x: (c, plain(*(y[None] for y in x))), 0, tuple(given))
+    found.append((losses.sum(), [g[:, 0] for g in gradients]))
+    for loss, gradients in found:
+        np.testing.assert_allclose(loss, expected()[0], rtol=1e-5)
+        for a, b in zip(gradients, expected()[1], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cfg", [None, SMALL], ids=["at_once", "blocks"])
+def test_shard_map_over_batch_and_heads(cfg):
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("batch", "heads"))
+    spec = P("batch", None, "heads")
+
+    def run(q, k, v):
+        return keraunos.attention(q, k, v, **OPTIONS, cfg=cfg)
+
+    split = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    given = arrays(2, 40, 4, 16)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda x: (f(*x) ** 2).sum()))(tuple(given))
+
+    for a, b in zip((split(*given), *gradients(split)), (run(*given), *gradients(run)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_traced_mask_info_is_a_pytree():
+    ids = jnp.array([[0] * 20 + [1] * 15 + [-1] * 5] * 4)
+    given = arrays(4, 40, 2, 16)
+
+    @jax.jit
+    def run(info):
+        return keraunos.attention(*given, mask_info=info, **OPTIONS, cfg=SMALL)
+
+    found = run(MaskInfo.from_segments(ids))
+    mask = MaskInfo.from_segments(ids).get_or_compute_attention_mask()
+    want = keraunos.attention(*given, mask_info=MaskInfo.from_attention_mask(mask), **OPTIONS)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    assert not found[:, 35:].any()
+
+
+def test_no_array_of_queries_times_keys():
+    # Lengths, so that any array of them all is told from one block's.
+    T, info = 1000, MaskInfo.from_segments(jnp.zeros((1, 1000), jnp.int32)).apply_kv_lengths(jnp.array([900]))
+    given = arrays(1, T, 2, 16)
+    options = dict(mask_info=info, **OPTIONS, cfg=keraunos.AttentionConfig(block_q=128, block_k=128))
+
+    def loss(q, k, v, rng, sinks):
+        o = keraunos.attention(q, k, v, None, rng, sinks, dropout_prob=0.1, deterministic=False, **options)
+        return (o**2).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(*given, jax.random.key(0), jnp.zeros((2, 1))))
+    assert "128,128]" in text
+    assert "1000,1000]" not in text
+    assert "1024,1024]" not in text
+
+
+def test_dropout_follows_its_key():
+    given, options = arrays(2, 40, 2, 16), dict(dropout_prob=0.4, deterministic=False, dtype="float32", platform="xla")
+    runs = [
+        keraunos.attention(*given, None, jax.random.key(seed), cfg=cfg, **options)
+        for seed, cfg in ((0, None), (0, SMALL), (1, None))
+    ]
+    np.testing.assert_allclose(runs[0], runs[1], rtol=1e-4, atol=1e-5)
+    assert not np.allclose(runs[0], runs[2], atol=1e-2)
+    # About as many as were asked for, in every part of the weights.
+    _, weights = keraunos.attention(
+        *arrays(1, 300, 4, 8), None, jax.random.key(5), return_weights=True, **options
+    )  # fmt: skip
+    dropped = np.asarray(weights == 0)
+    for axis in range(1, 4):
+        share = dropped.mean(tuple(a for a in range(4) if a != axis))
+        assert abs(share - 0.4).max() < 6 * np.sqrt(0.24 / (dropped.size / len(share)))
+
+
+def test_torch_compiles_and_exact_ids_and_masks_agree():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(np.array(x)).requires_grad_() for x in arrays(2, 40, 2, 16))
+    ids = torch.tensor([[0] * 20 + [1] * 15 + [-1] * 5] * 2)
+
+    def run(q, k, v):
+        return keraunos.attention(q, k, v, mask_info=MaskInfo.from_segments(ids), causal=True, logits_soft_cap=4.0,
+                                  dtype=torch.float32)  # fmt: skip
+
+    eager = torch.autograd.grad((run(q, k, v) ** 2).sum(), (q, k, v))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad((compiled(q, k, v) ** 2).sum(), (q, k, v)), eager, strict=True):
+        torch.testing.assert_close(a, b)
+    mask = MaskInfo.from_segments(ids).apply_causal().get_or_compute_attention_mask()
+    by_mask = keraunos.attention(q, k, v, mask_info=MaskInfo.from_attention_mask(mask), logits_soft_cap=4.0,
+                                 dtype=torch.float32)  # fmt: skip
+    torch.testing.assert_close(by_mask, run(q, k, v))
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_weights_are_those_that_multiply_the_values(framework):
+    pytest.importorskip(framework)
+    given = arrays(2, 12, 4, 8)
+    if framework == "torch":
+        import torch
+
+        given = [torch.from_numpy(np.array(x)) for x in given]
+    output, weights = keraunos.attention(*given, sliding_window=(3, 1), dtype="float32", return_weights=True)
+    assert weights.shape == (2, 4, 12, 12)
+    np.testing.assert_allclose(np.einsum("bhts,bshv->bthv", weights, given[2]), output, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(weights).sum(-1), 1, rtol=1e-5)
+
+
+def test_importing_types_loads_no_framework():
+    code = "import sys, keraunos.types; keraunos.attention; print([m for m in ('jax', 'torch') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

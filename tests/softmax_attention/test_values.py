@@ -1,0 +1,56 @@
+"""Softmax attention on every platform that runs here: values and gradients against float64."""
+
+import dataclasses
+
+import pytest
+
+from tests.softmax_attention.cases import Case, platforms
+
+# At once, and block by block with partial blocks on both sides.
+BLOCKS = [None, 16]
+
+
+@pytest.fixture(params=platforms(), ids="-".join)
+def platform(request):
+    return request.param
+
+
+CASES = [
+    Case(),
+    Case(causal=True),
+    Case(causal=True, T=20, S=50),
+    Case(causal=True, T=50, S=20),
+    Case(T=1, S=33, H=2),
+    Case(T=33, S=1),
+    Case(G=2, V=24, causal=True),
+    Case(G=1, K=40),
+    Case(window=5),
+    Case(window=(7, 0), causal=True, G=2),
+    Case(window=(0, 3)),
+    # Queries that see no key: the window leaves all keys behind.
+    Case(T=60, S=20, window=(4, 4)),
+    Case(T=60, S=20, window=(4, 4), sinks=4, G=2),
+    Case(bias=4),
+    Case(bias=1, bias_batch=1, causal=True),
+    Case(bias=2, G=2, soft_cap=3.0),
+    Case(bias=4, closed=True),
+    Case(bias=1, closed=True, sinks=-1),
+    Case(mask=1),
+    Case(mask=4, G=2, sinks=2),
+    Case(mask=2, G=2, soft_cap=2.0, causal=True),
+    Case(segments=True),
+    Case(segments=True, causal=True, window=(9, 9), sinks=4),
+    Case(sinks=-1),
+    Case(sinks=2, G=2, causal=True),
+    Case(soft_cap=1.5, scale=0.7),
+    Case(dropout=0.3),
+    Case(dropout=0.5, causal=True, G=2, sinks=-1, soft_cap=4.0, bias=1, window=(20, 3)),
+    Case(dtype="bfloat16", causal=True, K=64),
+    Case(dtype="float16", sinks=4, soft_cap=5.0, segments=True),
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["at_once", "blocks"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(platform, case, block):
+    dataclasses.replace(case, block=block).check(*platform)
