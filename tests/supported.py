@@ -1,0 +1,161 @@
+"""What each platform can run, asked of the registry, as the page ``docs/supported.md``.
+
+``python -m tests.supported`` writes the page; it needs both frameworks, and jax 0.11 for the column of pallas.
+``tests/test_supported.py`` compares the page with what the platforms say that can be imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keraunos
+from keraunos.kernels.registry import kernel_registry
+
+PAGE = Path(__file__).parent.parent / "docs" / "supported.md"
+DEVICE = "NVIDIA H200"
+# Platform, framework.
+COLUMNS = [
+    ("xla", "jax"), ("torch", "torch"), ("triton", "jax"), ("triton", "torch"), ("pallas", "jax"), ("pallas", "torch"),
+]  # fmt: skip
+FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch"}
+
+PACKED, STATE = {"N": 4}, {"state": True}
+LINEAR = {
+    "bfloat16": {},
+    "float16": {"dtype": "float16"},
+    "float32": {"dtype": "float32"},
+    "float64": {"dtype": "float64"},
+    "packed sequences": PACKED,
+    "initial state": STATE,
+    "`reverse`": {"reverse": True},
+    "shared keys (GQA)": {"G": 2},
+    "K = 64, V = 128": {"K": 64},
+    "K = V = 96": {"K": 96, "V": 96},
+    "K = V = 256": {"K": 256, "V": 256},
+    "K = 256, V = 512": {"K": 256, "V": 512},
+}
+GATED = {
+    "gates per token, head and dimension": {"gate": "vector"},
+    "gates per token and head": {"gate": "scalar"},
+    "a learned decay per head": {"gate": "learned"},
+    "gates per token, head and dimension; packed sequences": {"gate": "vector", **PACKED},
+    "gates per token, head and dimension; K = V = 256": {"gate": "vector", "K": 256, "V": 256},
+}
+# Options of attention, and arrays that come with them.
+SOFTMAX = {
+    "plain": ({}, {}),
+    "`causal`": ({"causal": True}, {}),
+    "`sliding_window`": ({"window": (1023, 0)}, {}),
+    "`logits_soft_cap`": ({"soft_cap": True}, {}),
+    "`softmax_aux` (sinks)": ({}, {"sinks": ("float32", 2)}),
+    "`bias`": ({}, {"bias": ("bfloat16", 4)}),
+    "a boolean mask": ({}, {"mask": ("bool", 4)}),
+    "segment ids, key lengths": ({}, {"query_segments": ("int32", 2), "key_segments": ("int32", 2)}),
+    "`dropout_prob`": ({"dropout": True}, {"seed": ("int32", 1)}),
+    "`return_weights`": ({"return_weights": True}, {}),
+    "all of these at once": (
+        {"causal": True, "window": (1023, 0), "soft_cap": True, "dropout": True, "return_weights": True},
+        {"sinks": ("float32", 2), "bias": ("bfloat16", 4), "seed": ("int32", 1)},
+    ),
+}  # fmt: skip
+
+
+def calls(operation: str, framework: str) -> dict[str, Any]:
+    """Label -> description of a call on the device."""
+    made = {}
+    if operation == "attention":
+        plain = keraunos.Attention().invocation(framework, T=4096, H=8, K=128)
+        for label, (options, arrays) in SOFTMAX.items():
+            made[label] = dataclasses.replace(
+                plain, options={**plain.options, **options}, arrays={**plain.arrays, **arrays}
+            )
+    else:
+        kernel = keraunos.LightningAttention() if operation == "lightning_attention" else keraunos.GLAttention()
+        variants = {**GATED, **LINEAR} if operation == "gla_attention" else LINEAR
+        for label, sizes in variants.items():
+            learned = sizes.get("gate") == "learned"
+            sizes = {**sizes, "gate": "constant"} if learned else sizes
+            inv = kernel.invocation(framework, **{"T": 4096, "H": 8, "K": 128, "V": 128, **sizes})
+            arguments = {} if learned else inv.arguments
+            made[label] = dataclasses.replace(inv, arguments=arguments)
+    return {label: dataclasses.replace(inv, backend="gpu", device=DEVICE) for label, inv in made.items()}
+
+
+def answers(operation: str, platform: str, framework: str) -> dict[str, str | None]:
+    """Label -> why the platform cannot run the call, or None.
+
+    Raises:
+        ImportError: the platform cannot be asked here.
+    """
+    found = {}
+    for label, inv in calls(operation, framework).items():
+        rows = [row for row in kernel_registry.rows(inv.op_id) if row.platform == platform]
+        # "auto" has rows of its own that pass over what is slower there; the last row is for calls by name.
+        rows = [row for row in rows if framework in row.frameworks][-1:]
+        if not rows:
+            raise ImportError(f"{platform} takes no {framework} arrays", name=framework)
+        rows[0].implementation  # noqa: B018
+        found[label] = rows[0].unsupported(inv)
+    return found
+
+
+def columns(operation: str) -> dict[tuple[str, str], dict[str, str | None]]:
+    """What can be asked here: of a platform that lacks a package, every answer is that."""
+    found = {}
+    for platform, framework in COLUMNS:
+        try:
+            said = answers(operation, platform, framework)
+        except ImportError:
+            continue
+        if len(set(said.values())) > 1 or None in said.values():
+            found[platform, framework] = said
+    return found
+
+
+def page() -> str:
+    """The whole page."""
+    text = [
+        "# What runs where",
+        "",
+        f"Asked of the platforms for one call on an {DEVICE}: B = 1, T = 4096, H = 8, K = V = 128, bfloat16, but for",
+        "what a row says; forward and backward. A number stands for the reason that a user gets who asks for that",
+        "platform by name; `auto` takes another one. On a CPU, `xla` and `torch` run what they run here.",
+        "`python -m tests.supported` writes this page; the tests compare it with what the platforms say.",
+        "",
+    ]  # fmt: skip
+    for operation in ("lightning_attention", "gla_attention", "attention"):
+        found = columns(operation)
+        heads = [f"`{platform}`, {FRAMEWORKS[framework]}" for platform, framework in found]
+        text += [f"## `{operation}`", "", f"| | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
+        reasons: list[str] = []
+        for label in next(iter(found.values())):
+            cells = []
+            for column in found.values():
+                reason = column[label]
+                if reason and reason not in reasons:
+                    reasons.append(reason)
+                cells.append(f"({reasons.index(reason) + 1})" if reason else "yes")
+            text.append(f"| {label} | {' | '.join(cells)} |")
+        text += ["", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1)), *([""] if reasons else [])]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def read(text: str) -> dict[str, dict[str, dict[str, str | None]]]:
+    """Operation -> column's head -> label -> reason, out of a page."""
+    found: dict[str, dict[str, dict[str, str | None]]] = {}
+    for section in text.split("\n## ")[1:]:
+        lines = section.splitlines()
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+        reasons = {f"({line.split('. ')[0]})": line.split(". ", 1)[1] for line in lines if line[:1].isdigit()}
+        heads = rows[0][1:]
+        found[lines[0].strip("`")] = {
+            head: {row[0]: reasons.get(row[i + 1]) if row[i + 1] != "yes" else None for row in rows[2:]}
+            for i, head in enumerate(heads)
+        }
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
