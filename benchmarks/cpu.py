@@ -1,4 +1,4 @@
-"""Speed, growth, memory and accuracy of the linear operations on this machine's CPU.
+"""Speed, growth, memory and accuracy on this machine's CPU: of the linear operations, and of softmax attention.
 
     python benchmarks/cpu.py                     all of it, into benchmarks/results/cpu.json
     python benchmarks/cpu.py speed growth        some of it, printed only
@@ -111,6 +111,39 @@ def peak(operation):
     print(f"{used:.3f}")
 
 
+def softmax(platform, window):
+    """One process: the median time of a forward + backward of causal softmax attention, and its peak memory."""
+    options = dict(causal=True, sliding_window=(int(window) - 1, 0) if window != "full" else None, dtype="float32",
+                   platform=platform)  # fmt: skip
+    x, do = inputs("lightning", 1, 32768, 2, 64, 64)
+
+    def run(q, k, v):
+        return keraunos.attention(q, k, v, **options)
+
+    if platform == "torch":
+        import torch
+
+        x = [torch.from_numpy(np.array(a)).requires_grad_() for a in x]
+        do = torch.from_numpy(np.array(do))
+        took = seconds(lambda *x: [a.numpy() for a in torch.autograd.grad((run(*x) * do).sum(), x)], *x, repeats=3)
+    else:
+        took = seconds(with_gradient(run, do, 3), *x, repeats=3)
+    print(took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+def attention():
+    rows = []
+    for framework in ("xla", "torch"):
+        for window in ("full", "512"):
+            command = [sys.executable, __file__, "softmax", framework, window]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+            took, gib = map(float, said[-2:])
+            rows.append({"platform": framework, "window": window, "forward+backward_s": took,
+                         "peak_resident_gib": gib})  # fmt: skip
+            print(f"attention, {framework}, window {window}: {took:.2f} s, peak resident memory {gib:.2f} GiB")
+    return rows
+
+
 def memory():
     rows = []
     for operation in OPERATIONS:
@@ -149,18 +182,21 @@ def accuracy():
     return rows
 
 
-PARTS = {"speed": speed, "growth": growth, "memory": memory, "accuracy": accuracy}
+PARTS = {"speed": speed, "growth": growth, "memory": memory, "accuracy": accuracy, "attention": attention}
 
 
 def main():
     if sys.argv[1:2] == ["peak"]:
         return peak(sys.argv[2])
+    if sys.argv[1:2] == ["softmax"]:
+        return softmax(*sys.argv[2:])
     results = {name: PARTS[name]() for name in sys.argv[1:] or PARTS}
     if len(sys.argv) > 1:
         return None
     about = {"device": "cpu", "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
              "python": platform.python_version(), "jax": jax.__version__, "keraunos": keraunos.__version__,
-             "source": {a: keraunos.kernel_registry.get(a, "xla").source_version for a in ("gla", "lightning_attn")},
+             "source": {a: keraunos.kernel_registry.get(a, "xla").source_version
+                        for a in ("gla", "lightning_attn", "attention")},
              "date": time.strftime("%Y-%m-%d")}  # fmt: skip
     path = Path(__file__).parent / "results" / "cpu.json"
     path.write_text(json.dumps({"about": about, **results}, indent=1) + "\n")

@@ -155,6 +155,15 @@ def _cpu(found: dict) -> str:
     ]
     for x in found["accuracy"]:
         lines.append(_row(x["gates"], *(f"{x['errors'][n]:.1e}" if n in x["errors"] else "" for n in results)))
+    lines += [
+        "\nSoftmax attention, causal, forward+backward, B 1, T = S = 32768, H 2, K V 64, float32, without the first "
+        "call:\n",
+        _row("platform", "window", "s", "peak resident memory, GiB"),
+        _row("---", "---", "---:", "---:"),
+    ]
+    for x in found["attention"]:
+        figures = (f"{x['forward+backward_s']:.2f}", f"{x['peak_resident_gib']:.2f}")
+        lines.append(_row(x["platform"], x["window"], *figures))
     return "\n".join([*lines, ""])
 
 
