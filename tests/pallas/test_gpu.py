@@ -238,7 +238,7 @@ TORCH = [
     case(T=333, B=3, H=4, G=2, K=128, V=128, gamma=1, state=True, reverse=True),
     case(T=1, gamma=1, state=True),
     case(T=3001, H=1, state=True, gamma=0),
-    case(T=500, B=2, gamma=2, dtype="float16", decay="strong"),
+    case(T=500, B=2, gamma=2, dtype="float16"),
     case(T=700, B=2, K=128, V=128, **GATES, decay="infinite"),
     case(T=512, K=256, V=64, **{**GATES, "gamma": 1}, gate_dtype="bfloat16", reverse=True),
     case(lengths=PACKED, K=128, V=128, state=True, gamma=1),

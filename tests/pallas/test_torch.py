@@ -259,6 +259,31 @@ def on_hopper(operation, change):
     return dataclasses.replace(inv, backend="gpu", device="NVIDIA H200")
 
 
+@NEEDS_JAX
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"B": 1}, None),
+        ({"B": 1, "T": 4096}, "compiled for every size"),
+        ({"T": 8200}, "a length that it compiles for"),
+        ({"N": 2, "B": 1, "T": 16384}, "not packed"),
+        ({"g_gamma": "a tensor"}, "where it is constant"),
+        ({"K": 96}, "head dims"),
+    ],
+    ids=str,
+)
+def test_auto_takes_it_where_it_was_measured_to_be_faster(change, reason):
+    from keraunos.kernels.linear_attention.pallas import loses
+
+    sizes = {name: n for name, n in change.items() if name != "g_gamma"}
+    inv = on_hopper(keraunos.LightningAttention(), sizes)
+    gamma = change.get("g_gamma", np.zeros(64, np.float32))
+    with mock.patch("keraunos.frontends.torch_pallas.unsupported", return_value=None):
+        said = loses(dataclasses.replace(inv, arguments={"g_gamma": gamma}))
+    assert said is None if reason is None else reason in said
+
+
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="needs a jax before 0.11")
 def test_an_older_jax_is_the_reason():
     inv = on_hopper(keraunos.LightningAttention(), {})

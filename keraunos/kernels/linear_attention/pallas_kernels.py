@@ -4,6 +4,9 @@ Three kernels: ``scan`` (queries, keys and values give outputs), ``local_states`
 would end in if they started from zero) and ``combine`` (from those, the state that each segment starts from). All three
 have the same shape: one memory warpgroup issues bulk copies into a ring of stages, compute warpgroups use them up.
 docs/hopper.md draws who waits for whom; ``pallas_walk.py`` says which program does which tokens.
+
+In float16 the gradients of gates and learned decays are not held to the tolerance rule where decays are strong: what a
+token gives to later ones is then below float16's normal numbers, and nothing else makes these gradients.
 """
 
 from __future__ import annotations
