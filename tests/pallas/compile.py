@@ -24,11 +24,15 @@ CALLS = {
     "float16, shared keys, K < V, reverse": dict(dtype="float16", K=64, H=8, G=2, T=3001, state=True, reverse=True),
     "packed": dict(H=64, T=65601, packed=32, state=True),
     "few heads, packed, shared keys": dict(K=64, H=4, G=1, T=65536, packed=3, reverse=True),
-    "gates": dict(H=64, T=16384, gate=True, gamma="constant"),
-    "few heads, gates, packed, shared keys": dict(H=4, G=1, T=65601, packed=3, gate=True, gamma=None, state=True),
+    "gates": dict(H=64, T=16384, gate="scalar", gamma="constant"),
+    "few heads, gates, packed, shared keys": dict(H=4, G=1, T=65601, packed=3, gate="scalar", gamma=None, state=True),
+    "vector gates": dict(H=64, T=16384, gate="vector", gamma=None),
+    "few heads, vector gates, packed, K < V": dict(
+        dtype="float16", K=64, H=4, G=1, T=65601, packed=3, gate="vector", gamma="learned", state=True
+    ),
     "learned decay": dict(H=64, T=16384, gamma="learned", reverse=True),
     "256": dict(K=256, V=256, H=16, T=16384),
-    "256, few heads, gates, shared keys": dict(K=256, V=256, H=4, G=1, T=16384, gate=True),
+    "256, few heads, gates, shared keys": dict(K=256, V=256, H=4, G=1, T=16384, gate="scalar"),
     "256 and 128, packed": dict(K=128, V=256, H=32, T=16384, packed=16, state=True),
 }
 
@@ -56,11 +60,11 @@ def environment(dump: str) -> dict[str, str]:
     }
 
 
-def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, packed=None, gate=False,
+def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, packed=None, gate=None,
             gamma="constant", state=False, reverse=False, in_mesh=False) -> dict[str, dict[str, int]]:  # fmt: skip
     """The most that any of a call's launches of a kernel needs, forward and backward.
 
-    ``packed``: sequences; ``gate``: there is one per token; ``gamma``: "constant", "learned" or None.
+    ``packed``: sequences; ``gate``: "scalar", "vector" or None; ``gamma``: "constant", "learned" or None.
     """
     import jax
     import jax.numpy as jnp
@@ -85,8 +89,9 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
     final = array(packed or B, H, K, V, dtype="float32")
+    gates = {None: None, "scalar": array(B, T, H), "vector": array(B, T, H, K)}
     args = Args(
-        array(B, T, H, K), array(B, T, G, K), array(B, T, G, V), array(B, T, H) if gate else None,
+        array(B, T, H, K), array(B, T, G, K), array(B, T, G, V), gates[gate],
         array(H, dtype="float32") if gamma else None, final if state else None,
         array(packed + 1, dtype="int32") if packed else None,
     )  # fmt: skip

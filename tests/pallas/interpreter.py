@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention import pallas_kernels
+from keraunos.kernels.linear_attention import pallas_gates, pallas_kernels
 
 
 class _Accumulator:
@@ -84,13 +84,14 @@ class _ACC:
 
 @contextlib.contextmanager
 def interpreted():
-    """Within it, kernels of ``pallas_kernels`` run on the CPU."""
-    with (
-        mock.patch.object(
-            pallas_kernels, "plgpu", _With(plgpu, wgmma=_wgmma, wgmma_accumulator_load=_accumulator_load, ACC=_ACC)
-        ),
-        mock.patch.object(pallas_kernels, "_store_rows", _store_rows),
-        mock.patch.object(pallas_kernels, "pl", _With(pl, run_scoped=_run_scoped, run_state=_run_state)),
-        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
-    ):
+    """Within it, the kernels run on the CPU."""
+    names = dict(
+        plgpu=_With(plgpu, wgmma=_wgmma, wgmma_accumulator_load=_accumulator_load, ACC=_ACC),
+        pl=_With(pl, run_scoped=_run_scoped, run_state=_run_state),
+        _store_rows=_store_rows,
+    )
+    with contextlib.ExitStack() as stack:
+        for module in (pallas_kernels, pallas_gates):
+            stack.enter_context(mock.patch.multiple(module, **names))
+        stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))
         yield

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from keraunos.kernels.linear_attention import pallas as platform
-from keraunos.kernels.linear_attention import pallas_kernels
+from keraunos.kernels.linear_attention import pallas_gates, pallas_kernels
 from keraunos.kernels.linear_attention.interface import Options
 from keraunos.ops import Config
 from tests.pallas.cases import case
@@ -30,8 +30,11 @@ CALLS = [
     (case(lengths=(5, 0, 600, 70), K=128, V=128, H=4, G=2, **GATES), (8, 2)),
     (case(T=200, K=256, V=256, state=True), None),
     (case(lengths=(5, 150), K=256, V=128, **GATES), None),
+    (case(T=200, K=128, V=128, gate="vector", state=True), None),
+    (case(T=333, V=128, gate="vector", decay="infinite", reverse=True), (2, 1)),
+    (case(lengths=(5, 0, 333, 70), K=128, gate="vector", gate_dtype="bfloat16", decay="strong"), (2, 1)),
 ]
-KERNELS = {"scan", "states", "combine"}
+KERNELS = {"scan", "states", "combine", "gates_scan", "gates_states", "gates_combine", "gates_gradients"}
 
 
 def main(part: int = 0, parts: int = 1) -> None:
@@ -51,8 +54,12 @@ def main(part: int = 0, parts: int = 1) -> None:
             outputs, residuals = platform.forward(args, opts)
             return outputs, platform.backward(args, residuals, (doutput, dfinal), opts)
 
-        cut = {"segmentation": lambda *_, cut=segmentation: cut} if segmentation else {}
-        with mock.patch.multiple(platform, **cut), mock.patch.object(pallas_kernels, "_launch", noted):
+        cut = (lambda *_, cut=segmentation: cut) if segmentation else platform.segmentation
+        with (
+            mock.patch.object(platform, "segmentation", cut),
+            mock.patch.object(pallas_kernels, "_launch", noted),
+            mock.patch.object(pallas_gates, "_launch", noted),
+        ):
             results = jax.tree.leaves(jax.jit(both)(*some.arrays))
         finite = all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in results)
         print(some, "finite" if finite else "NOT FINITE", flush=True)

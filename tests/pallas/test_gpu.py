@@ -89,6 +89,7 @@ CASES = [
 ]  # fmt: skip
 
 GATES = dict(gate="scalar", gamma=0, state=True)
+VECTOR = dict(gate="vector", state=True)
 LEARNED = [
     *(case(T=T, **GATES, reverse=T % 2 == 0) for T in (1, 8, 63, 64, 65, 200)),
     *(case(T=333, K=K, V=V, **GATES) for K in (64, 128, 256) for V in (64, 128, 256)),
@@ -101,6 +102,15 @@ LEARNED = [
     *(case(T=1333, B=2, K=128, V=128, gamma=gamma, state=True, reverse=gamma == 2) for gamma in (1, 2)),
     case(T=3001, H=4, G=1, K=256, V=256, decay="strong"),
     case(lengths=LONG, gamma=1, state=True),
+    *(case(T=T, **VECTOR, reverse=T % 2 == 0) for T in (1, 8, 63, 64, 65, 200)),
+    *(case(T=333, K=K, V=V, **VECTOR, gamma=0, gate_dtype="bfloat16") for K in (64, 128) for V in (64, 128)),
+    *(case(T=1001, K=128, V=128, **VECTOR, decay=decay, dtype=dtype, reverse=dtype == "float16")
+      for decay in ("zero", "weak", "strong", "infinite") for dtype in ("bfloat16", "float16")),
+    *(case(lengths=lengths, K=128, V=128, **VECTOR, gamma=0, gate_dtype="bfloat16",
+           reverse=reverse, decay=decay)
+      for lengths in (PACKED, LONG) for reverse, decay in ((False, "weak"), (True, "infinite"))),
+    case(lengths=(5, 0, 70, 1, 130), H=80, G=16, **VECTOR),
+    case(T=500, B=2, H=4, G=2, **VECTOR, gamma=2, dtype="float16"),
 ]  # fmt: skip
 
 
@@ -132,6 +142,10 @@ KINDS = [
     case(T=500, K=256, V=128, H=4, G=2, **GATES),
     case(lengths=PACKED, H=64, **GATES),
     case(lengths=LONG, K=128, V=128, **{**GATES, "gamma": 1}),
+    case(T=2501, B=2, K=128, V=128, **VECTOR, gate_dtype="bfloat16"),
+    case(T=333, K=128, **VECTOR, decay="infinite"),
+    case(lengths=PACKED, H=64, **VECTOR, gate_dtype="bfloat16"),
+    case(lengths=LONG, K=128, V=128, **VECTOR),
 ]
 
 

@@ -41,6 +41,7 @@ def interpret(case, segmentation, learned, monkeypatch):
 
 
 GATES = dict(H=1, gate="scalar", gamma=0, state=True)
+VECTOR = dict(H=1, gate="vector", state=True)
 PACKED = (5, 0, 70, 1, 64, 13)
 
 
@@ -76,6 +77,12 @@ def test_values(case, segmentation, monkeypatch):
         (case(lengths=(*PACKED, 600), **{**GATES, "gamma": 1}, reverse=True), (8, 2)),
         (case(lengths=(30, 40), **GATES, K=64, V=256), None),
         (case(T=70, **{**GATES, "H": 2}, G=1, K=256, V=128), None),
+        (case(T=130, **VECTOR, gamma=0), None),
+        (case(T=70, **VECTOR, reverse=True, decay="strong", scale=-0.3), None),
+        (case(T=70, **VECTOR, K=128, V=128, dtype="float16", decay="infinite"), None),
+        (case(T=64, **{**VECTOR, "H": 2}, G=1, K=128, gate_dtype="bfloat16"), None),
+        (case(lengths=PACKED, **VECTOR, gamma=0, gate_dtype="bfloat16", decay="infinite"), None),
+        (case(lengths=(5, 0, 200, 150), **VECTOR, reverse=True), (2, 1)),
     ],
     ids=str,
 )

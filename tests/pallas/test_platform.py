@@ -38,7 +38,11 @@ def test_an_older_jax_is_named_as_the_reason():
         ({"device": "NVIDIA H100 80GB HBM3"}, None),
         ({"g_gamma": "learned"}, None),
         ({"gate": "scalar"}, None),
-        ({"gate": "vector"}, "no gates per token and dimension"),
+        ({"gate": "vector"}, None),
+        (
+            {"gate": "vector", "K": 256},
+            "head dims of 64 and 128 with gates per token and dimension; the call has K = 256",
+        ),
     ],
     ids=str,
 )

@@ -27,6 +27,7 @@ from keraunos.kernels.registry import HOPPER
 if jax.__version_info__ < (0, 11):
     raise ImportError(f"needs jax 0.11 or later (and so Python 3.12); this is jax {jax.__version__}", name="jax")
 
+from keraunos.kernels.linear_attention import pallas_gates as gates
 from keraunos.kernels.linear_attention import pallas_kernels as kernels
 
 FIELDS = ("num_stages",)
@@ -106,6 +107,9 @@ def _plan(walk: kernels.Walk, offsets: tuple[int, ...]) -> np.ndarray:
 class _Call:
     """One call: its sizes, its arrays with a length that the copies can take, and how its sequences are cut."""
 
+    # Whether gates are per token and dimension.
+    vector = False
+
     def __init__(self, args: Args, opts: Options):
         self.args, self.opts, self.scale = args, opts, opts.softmax_scale
         self.framework = frontends.framework_of(args.query)
@@ -118,10 +122,13 @@ class _Call:
         self.N = self.B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
         self.cu_seqlens, self.row, length = self.lay_out()
         self.q, self.k, self.v = (self.pad(x) for x in args[:3])
-        self.decay = self.of_head() if args.g is None else kernels.Decay(None, self.gates())
+        self.decay = self.decays()
         packed = None if self.cu_seqlens is None else self.N
         segment, pieces = segmentation(self.H, -(-length // kernels.CHUNK), self.N, packed is not None)
-        if self.learned and segment * kernels.CHUNK < length:
+        if self.vector:
+            # Every state is needed, whatever is forgotten.
+            pieces = 1
+        elif self.learned and segment * kernels.CHUNK < length:
             # Whole groups of chunks.
             unit = math.lcm(pieces, kernels.GROUP)
             segment = -(-segment // unit) * unit
@@ -174,13 +181,15 @@ class _Call:
             return x
         return x[:, : self.T if self.row is None else self.B * self.T].reshape(self.B, self.T, *x.shape[2:])
 
-    def of_head(self) -> kernels.Decay:
-        """The constant decays."""
+    def decays(self) -> Any:
+        """What decays the states."""
+        if self.args.g is not None:
+            return kernels.Decay(None, self.token_gates())
         gamma = self.args.g_gamma
         none: Any = np.zeros(self.H, np.float32)
         return kernels.Decay(none if gamma is None else self.arrays.cast(gamma, "float32"))
 
-    def gates(self) -> Any:
+    def token_gates(self) -> Any:
         """Gates and constant decays together, ``[B, H, T]``, base 2, at least ``_FAINT``."""
         g = self.arrays.cast(self.args.g, "float32")
         if self.args.g_gamma is not None:
@@ -228,15 +237,85 @@ class _Call:
             dgamma = dgamma.sum(0)
         return None if self.args.g is None else dg, dgamma
 
+    def outputs(self, starts: Any) -> tuple[Any, Any]:
+        """The output and the final state, if that is wanted."""
+        options: Any = dict(scale_out=self.scale, final=self.opts.state)
+        output, final, _ = self.scan(self.q, self.k, self.v, starts, self.forward, **options)
+        return output, final
+
+    def gradients(self, starts: Any, do: Any, dfinal: Any) -> Args:
+        """Those of the arguments, from those of the output, padded, and of the final state."""
+        q, k, v = self.q, self.k, self.v
+        ends = self.starts(q, do, dfinal, self.adjoint, self.scale)
+        # Sums over the heads that share a key are made of float32.
+        each = None if self.G == self.H else "float32"
+        learned = self.learned
+        dk, _, gradient = self.scan(v, do, q, ends, self.adjoint, scale_in=self.scale, output=each, transposed=True,
+                                    factor=k if learned else None)  # fmt: skip
+        dq, _, dgates = self.scan(do, v, k, starts, self.forward, scale_out=self.scale, transposed=True,
+                                  factor=q if learned else None, gradient=gradient)  # fmt: skip
+        dv, dh0, _ = self.scan(
+            k, q, do, ends, self.adjoint, scale_in=self.scale, output=each, final=self.h0 is not None
+        )
+        return Args(dq, self.shared(dk), self.shared(dv), *self.of_decay(dgates), dh0)
+
+
+class _VectorCall(_Call):
+    """The same with gates per token and dimension, in JAX: kernels of their own."""
+
+    vector = True
+
+    def decays(self) -> Any:
+        """What decays the states."""
+        gamma = self.args.g_gamma
+        gamma = None if gamma is None else self.arrays.cast(gamma, "float32")
+        return gates.Decay(gates.terms(self.pad(self.args.g)), gamma)
+
+    def walked(self, kernel: Any, walk: Any, arrays: dict[str, Any], **static: Any) -> Any:
+        """What a kernel gives that walks through sequences."""
+        static |= dict(H=self.H, walk=walk, scale=self.scale, stages=self.opts.cfg.num_stages)
+        return self.run(kernel, dict(decay=self.decay, plan=self.plan, **arrays), **static)
+
+    def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale_in: float = 1.0) -> Any:
+        """The state that each segment starts from; where sequences are not cut, the initial ones."""
+        if walk.segments == 1:
+            return initial
+        local, sums = self.walked(gates.states, walk, dict(x=b, y=c, starts=None), every=False)
+        given = dict(local=local, sums=sums, initial=initial, cu_seqlens=self.cu_seqlens)
+        return self.run(gates.combine, given, B=self.B, walk=walk)
+
+    def outputs(self, starts: Any) -> tuple[Any, Any]:
+        """The output and the final state."""
+        given = dict(q=self.q, k=self.k, v=self.v, starts=starts)
+        output, final = self.walked(gates.scan, self.forward, given)
+        return self.unpad(output), final
+
+    def gradients(self, starts: Any, do: Any, dfinal: Any) -> Args:
+        """Those of the arguments, from those of the output, padded, and of the final state."""
+        ends = self.starts(self.q, do, dfinal, self.adjoint)
+        before = self.walked(gates.states, self.forward, dict(x=self.k, y=self.v, starts=starts), every=True)
+        given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends)
+        dq, dk, dv, dh0, *terms = self.walked(gates.gradients, self.adjoint, given)
+        # A single term is of the gates' own dtype.
+        dg = self.unpad(terms[0] if len(terms) == 1 else sum(self.arrays.cast(x, "float32") for x in terms))
+        dk, dv = (self.shared(self.arrays.cast(x, "float32") if self.G < self.H else x) for x in (dk, dv))
+        gamma, dgamma = self.args.g_gamma, None
+        if gamma is not None and not self.opts.gamma_is_constant:
+            dgamma = self.arrays.cast(dg, "float32").sum((1, 3) if gamma.ndim == 2 else (0, 1, 3))
+        return Args(self.unpad(dq), self.unpad(dk), self.unpad(dv), dg, dgamma, None if self.h0 is None else dh0)
+
+
+def _call(args: Args, opts: Options) -> _Call:
+    return (_VectorCall if args.g is not None and args.g.ndim == 4 else _Call)(args, opts)
+
 
 def forward(args: Args, opts: Options):
     """``((output, final_state), residuals)``: in JAX the states at segments, where sequences are cut."""
-    call = _Call(args, opts) if args.query.shape[1] else None
+    call = _call(args, opts) if args.query.shape[1] else None
     if call is None:
         return _no_tokens(args), _kept(args, None)
     starts = call.starts(call.k, call.v, call.h0, call.forward)
-    output, final, _ = call.scan(call.q, call.k, call.v, starts, call.forward, scale_out=call.scale, final=opts.state)
-    return (output, final), _kept(args, None if call.forward.segments == 1 else starts)
+    return call.outputs(starts), _kept(args, None if call.forward.segments == 1 else starts)
 
 
 def _kept(args: Args, starts: Any) -> tuple:
@@ -247,30 +326,17 @@ def _kept(args: Args, starts: Any) -> tuple:
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state, which may be None."""
     doutput, dfinal = grads
+    arrays = frontends.get(frontends.framework_of(args.query))
     if not args.query.shape[1]:
         given = _no_gradients(args, dfinal, opts)
     else:
-        given = _gradients(_Call(args, opts), residuals[0] if residuals else None, doutput, dfinal)
-    arrays = frontends.get(frontends.framework_of(args.query))
+        call, starts = _call(args, opts), residuals[0] if residuals else None
+        if starts is None:
+            starts = call.starts(call.k, call.v, call.h0, call.forward)
+        dfinal = None if dfinal is None else arrays.cast(dfinal, "float32")
+        given = call.gradients(starts, call.pad(doutput), dfinal)
     return Args(*(None if d is None else arrays.cast(d, arrays.dtype_name(x))
                   for x, d in zip(args, given, strict=True)))  # fmt: skip
-
-
-def _gradients(call: _Call, starts: Any, doutput: Any, dfinal: Any) -> Args:
-    q, k, v, do = call.q, call.k, call.v, call.pad(doutput)
-    if starts is None:
-        starts = call.starts(k, v, call.h0, call.forward)
-    dfinal = None if dfinal is None else call.arrays.cast(dfinal, "float32")
-    ends = call.starts(q, do, dfinal, call.adjoint, call.scale)
-    # Sums over the heads that share a key are made of float32.
-    each = None if call.G == call.H else "float32"
-    learned = call.learned
-    dk, _, gradient = call.scan(v, do, q, ends, call.adjoint, scale_in=call.scale, output=each, transposed=True,
-                                factor=k if learned else None)  # fmt: skip
-    dq, _, dgates = call.scan(do, v, k, starts, call.forward, scale_out=call.scale, transposed=True,
-                              factor=q if learned else None, gradient=gradient)  # fmt: skip
-    dv, dh0, _ = call.scan(k, q, do, ends, call.adjoint, scale_in=call.scale, output=each, final=call.h0 is not None)
-    return Args(dq, call.shared(dk), call.shared(dv), *call.of_decay(dgates), dh0)
 
 
 def _no_tokens(args: Args):
@@ -304,7 +370,10 @@ def unsupported(inv) -> str | None:
     if dtype not in _DTYPES:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
     if inv.arrays.get("g", (None, 0))[1] == 4:
-        return "has no gates per token and dimension (g of 4 dimensions) yet, only one per token"
+        if inv.framework == "torch":
+            return "has gates per token and dimension (g of 4 dimensions) in JAX only"
+        if K not in _HEAD_DIMS[:2] or V not in _HEAD_DIMS[:2]:
+            return f"takes head dims of 64 and 128 with gates per token and dimension; the call has K = {K}, V = {V}"
     if K not in _HEAD_DIMS or V not in _HEAD_DIMS:
         return f"takes head dims of 64, 128 and 256; the call has K = {K}, V = {V}"
     return None
