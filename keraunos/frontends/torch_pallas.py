@@ -34,6 +34,8 @@ except ImportError as _error:
 
 def unsupported() -> str | None:
     """Why kernels cannot be compiled here, or None."""
+    if not {"launch_c", "function"}.issubset(_build.__code__.co_cellvars):
+        return f"does not know how jax {jax.__version__} hands kernels to PyTorch; it knows 0.11.2"
     if any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
         return None
     return "needs JAX's compiler for NVIDIA GPUs (pip install 'jax[cuda13]')"

@@ -260,6 +260,20 @@ def on_hopper(operation, change):
 
 
 @NEEDS_JAX
+def test_what_compiling_needs_is_named(monkeypatch):
+    from keraunos.frontends import torch_pallas
+    from keraunos.kernels.linear_attention.pallas import unsupported
+
+    inv = on_hopper(keraunos.LightningAttention(), {})
+    monkeypatch.setattr(torch_pallas.importlib.util, "find_spec", lambda name: object())
+    assert unsupported(inv) is None
+    monkeypatch.setattr(torch_pallas.importlib.util, "find_spec", lambda name: None)
+    assert "needs JAX's compiler for NVIDIA GPUs" in unsupported(inv)
+    monkeypatch.setattr(torch_pallas, "_build", lambda module: None)
+    assert f"does not know how jax {jax.__version__}" in unsupported(inv)
+
+
+@NEEDS_JAX
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
