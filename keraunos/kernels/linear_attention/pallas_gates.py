@@ -265,6 +265,15 @@ def _exact(weights: Any) -> Any:
     return weights.astype(_F32).astype(jnp.bfloat16)
 
 
+def _split(x: Any, count: int) -> list[Any]:
+    """So many bf16 terms that sum to x."""
+    found = []
+    for _ in range(count):
+        found.append(x.astype(jnp.bfloat16))
+        x = x - found[-1].astype(_F32)
+    return found
+
+
 def _ones() -> Any:
     return plgpu.layout_cast(jnp.ones((COLUMNS,), _F32), _PER_ROW)
 
@@ -808,45 +817,50 @@ def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages)
             if P > 1:
                 plgpu.set_max_registers(232, action="increase")
             gamma = _gamma(at.gamma, row, i_h)
-            pairs, term = at.pairs_s.at[part], (at.terms_s if own else at.pairs_s).at[part]
-            first, kept, last = (at.factors_s.at[part, j] for j in range(3))
-            passing = at.total_s.at[part, 2]
-            after, before = ([x.at[part, w] for w in range(W)] for x in (at.after_s, at.before_s))
-            v, do = ([x.at[w] for w in range(W)] for x in (at.v_s, at.do_s))
             dims, columns = pl.ds(part * COLUMNS, COLUMNS), _parts(V)
             mine = [w for w in range(W) if w % P == part]
             plgpu.barrier_wait(at.once)
 
-            def of_pairs(transposed=False):
-                """The gradients of pairs, ``do v^T`` or ``v do^T``."""
-                both = zip(v, do, strict=True) if transposed else zip(do, v, strict=True)
-                return _product(*(x for a, b in both for x in (a, b.T)))
-
-            def through_before():
-                """What reads from before the chunk: operands of its product."""
-                return [x for w in range(W) for x in (do[w], before[w].T)]
-
-            def terms_of(x, count):
-                """So many bf16 terms of x in turn in shared memory, each until the next is asked for."""
-                for _ in range(count):
-                    high = x.astype(jnp.bfloat16)
-                    x = x - high.astype(jnp.float32)
-                    term[...] = high
-                    plgpu.commit_smem()
-                    yield term
-                    # All warps are done with it.
-                    plgpu.commit_smem()
-
-            def ones(weights, x):
-                """``weights @ x`` of zeros and ones."""
-                return sum(_product(weights, each) for each in terms_of(x, exact))
-
-            def per_column(x):
-                return lax.broadcast_in_dim(plgpu.load(x, layout=_PER_COLUMN), (CHUNK, COLUMNS), [1])
+            def nought():
+                """A zero that the compiler does not know: else it keeps the addresses of all tiles in registers."""
+                return at.places_s[CHUNK - 1 if walk.backward_in_time else 0]
 
             def step(i, state):
                 slot = lax.rem(i, stages)
+                zero = nought()
+                own_part = part + zero
+                pairs, term = at.pairs_s.at[own_part], (at.terms_s if own else at.pairs_s).at[own_part]
+                first, kept, last = (at.factors_s.at[own_part, j] for j in range(3))
+                passing = at.total_s.at[own_part, 2]
+                after, before = ([x.at[own_part, w] for w in range(W)] for x in (at.after_s, at.before_s))
+                v, do = ([x.at[w + zero] for w in range(W)] for x in (at.v_s, at.do_s))
                 q, k = at.q_s.at[slot, part], at.k_s.at[slot, part]
+
+                def of_pairs(transposed=False):
+                    """The gradients of pairs, ``do v^T`` or ``v do^T``."""
+                    both = zip(v, do, strict=True) if transposed else zip(do, v, strict=True)
+                    return _product(*(x for a, b in both for x in (a, b.T)))
+
+                def through_before():
+                    """What reads from before the chunk: operands of its product."""
+                    return [x for w in range(W) for x in (do[w], before[w].T)]
+
+                def terms_of(x, count):
+                    """So many bf16 terms of x in turn in shared memory, each until the next is asked for."""
+                    for each in _split(x, count):
+                        term[...] = each
+                        plgpu.commit_smem()
+                        yield term
+                        # All warps are done with it.
+                        plgpu.commit_smem()
+
+                def ones(weights, x):
+                    """``weights @ x`` of zeros and ones."""
+                    return sum(_product(weights, each) for each in terms_of(x, exact))
+
+                def per_column(x):
+                    return lax.broadcast_in_dim(plgpu.load(x, layout=_PER_COLUMN), (CHUNK, COLUMNS), [1])
+
                 gates = [at.g_s.at[slot, j, part] for j in range(len(gs))]
                 limits = chunks.rows(i)
                 work = _Gates(at, part, gates, gamma, walk, limits, dtype)
@@ -889,41 +903,35 @@ def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages)
                 passing[...] = sum(jnp.sum(_load(before[w]) * x, 1) for w, x in enumerate(state))
                 plgpu.commit_smem()
 
-                def products(refs):
-                    *state, dk = refs[: W + 1]
-                    dv = refs[W + 1 :]
-                    for w in range(W):
-                        plgpu.wgmma(dk, v[w], after[w].T)
-                    for w in range(W):
-                        plgpu.wgmma(dv[w], pairs.T, do[w])
-                        plgpu.wgmma(dv[w], k, after[w])
+                def products(state):
                     for w in range(W):
                         plgpu.wgmma(state[w], q.T, do[w])
 
-                zeros = (_zeros(CHUNK, COLUMNS),) * (1 + W)
-                results = _run(products, (*state, *zeros))
-                state, dk, dv = results[:W], results[W], results[W + 1 :]
+                def of_values(w):
+                    """The part of dv that goes through this warpgroup's dimensions."""
+                    return _product(pairs.T, do[w], k, after[w])
+
+                dk = _product(*(x for w in range(W) for x in (v[w], after[w].T)))
+                # One after the other: there are no registers for all.
+                others = [(w, of_values(w)) for w in range(W) if w not in mine]
+                state = _run(products, state)
                 # All products with what is after the chunk are done: its place is free for parts of dv.
                 plgpu.commit_smem()
                 if P > 1:
-                    for w in range(W):
-                        if w not in mine:
-                            after[w][...] = dv[w].astype(dtype)
+                    for w, dv in others:
+                        after[w][...] = dv.astype(dtype)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(at.sent)
+                values = [(w, of_values(w)) for w in mine]
+                if P > 1:
                     plgpu.barrier_wait(at.sent)
-                for w in mine:
+                plgpu.commit_smem()
+                for w, dv in values:
                     parts = [_load(at.after_s.at[p, w]) for p in range(P) if p != part]
-                    after[w][...] = sum(parts, start=dv[w]).astype(dtype)
+                    after[w][...] = sum(parts, start=dv).astype(dtype)
                 plgpu.commit_smem()
                 for w in mine:
                     _give(after[w], at.dv, (row, i_h), chunks, i, columns[w], packed)
-
-                def give_gates(dg):
-                    for gate in gates:
-                        high = dg.astype(jnp.bfloat16)
-                        dg = dg - high.astype(jnp.float32)
-                        gate[...] = high
 
                 def of_mild(*state):
                     to_after = sum(_product(x.T, at.borders_s.T) for x in terms_of(_load(k) * dk, 2))
@@ -934,8 +942,7 @@ def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages)
                     dq = _product(*through_before(), dpairs, k)
                     plgpu.barrier_arrive(at.empty_v)
                     x = _load(q) * dq - _load(k) * dk_
-                    high = x.astype(jnp.bfloat16)
-                    low = (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+                    high, low = _split(x, 2)
                     term[...] = high
                     e = work.around()
                     # All products with q, k and the gates are done.
@@ -947,7 +954,11 @@ def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages)
                     upto = at.upto_s.T
                     dg = _product(upto, term, upto, gates[0])
                     plgpu.commit_smem()
-                    give_gates(dg + per_column(passing))
+                    for gate, x in zip(gates, _split(dg + per_column(passing), len(gates)), strict=True):
+                        gate[...] = x
+                    plgpu.commit_smem()
+                    for source, target in ((q, at.dq), (k, at.dk), *zip(gates, dgs, strict=True)):
+                        _give(source, target, (row, i_h), chunks, i, dims, packed)
 
                     return state
 
@@ -965,42 +976,59 @@ def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages)
                     same = jnp.sum(jnp.where(work.row == work.col, dpairs, 0.0), 1) * scale
                     dpairs = jnp.where(work.col <= work.row, dpairs, of_pairs(transposed=True)) * scale
                     dpairs = dpairs.astype(dtype)
-                    dq = _product(*through_before()) * (jnp.exp2(work.to()) * scale)
-                    plgpu.barrier_arrive(at.empty_v)
+
+                    def dq_before():
+                        return _product(*through_before()) * (jnp.exp2(work.to()) * scale)
+
+                    def levels(fn, carry):
+                        """``carry <- fn(m, carry, work, q' or k', their gradient, decay)`` for all levels."""
+
+                        def level(i, carry):
+                            m, here = lax.shift_left(jnp.int32(1), i), part + nought()
+                            q, k, pairs = at.q_s.at[slot, here], at.k_s.at[slot, here], at.pairs_s.at[here]
+                            gates = [at.g_s.at[slot, j, here] for j in range(len(gs))]
+                            work = _Gates(at, here, gates, gamma, walk, limits, dtype)
+                            e = work.level(m)
+                            y = jnp.where(work.later(m), plgpu.load(q, layout=_LAYOUT), plgpu.load(k, layout=_LAYOUT))
+                            pairs[...] = (y.astype(_F32) * e).astype(dtype)
+                            plgpu.commit_smem()
+                            covered = jnp.where(work.pairs(m), dpairs.astype(_F32), 0.0).astype(dtype)
+                            return fn(m, carry, work, pairs, _product(covered, pairs), e)
+
+                        return lax.fori_loop(0, CHUNK.bit_length() - 1, level, carry)
+
+                    def store(value, target):
+                        _store_rows(target.at[row, tokens(i), i_h, dims], value, *chunks.rows(i))
+
+                    # First the gates' gradient, then those of q and k: there are no registers for all at once.
                     dk_ = dk * jnp.exp2(work.left())
-                    dg = per_column(passing) + ones(at.upto_s.T, _load(q) * dq)
+                    dg = per_column(passing) + ones(at.upto_s.T, _load(q) * dq_before())
                     dg = dg + ones(_exact(work.col < work.row), _load(k) * dk_)
+
+                    def of_gates(m, dg, work, y, z, e):
+                        x = _load(y) * z
+                        plgpu.commit_smem()
+                        return dg + ones(_exact(work.spanned(m)), x)
+
+                    for target, x in zip(dgs, _split(levels(of_gates, dg), len(gates)), strict=True):
+                        store(x, target)
+                    dq = dq_before()
+                    plgpu.barrier_arrive(at.empty_v)
+
+                    def of_both(m, carry, work, y, z, e):
+                        dq, dk = carry
+                        plgpu.commit_smem()
+                        z, later = z * e, work.later(m)
+                        return dq + jnp.where(later, z, 0.0), dk + jnp.where(later, 0.0, z)
+
                     same = _rows(same, COLUMNS)
-                    dq, dk_ = dq + same * _load(k), dk_ + same * _load(q)
-
-                    def level(i, carry):
-                        dq, dk, dg = carry
-                        m = lax.shift_left(jnp.int32(1), i)
-                        e = work.level(m)
-                        y = jnp.where(work.later(m), plgpu.load(q, layout=_LAYOUT), plgpu.load(k, layout=_LAYOUT))
-                        y = y.astype(jnp.float32) * e
-                        pairs[...] = y.astype(dtype)
-                        plgpu.commit_smem()
-                        covered = jnp.where(work.pairs(m), dpairs.astype(jnp.float32), 0.0).astype(dtype)
-                        z = _product(covered, pairs)
-                        plgpu.commit_smem()
-                        dg = dg + ones(_exact(work.spanned(m)), y * z)
-                        z = z * e
-                        later = work.later(m)
-                        return dq + jnp.where(later, z, 0.0), dk + jnp.where(later, 0.0, z), dg
-
-                    dq, dk_, dg = lax.fori_loop(0, CHUNK.bit_length() - 1, level, (dq, dk_, dg))
-                    # All products with the gates are done: the warps have met since.
-                    q[...], k[...] = dq.astype(dtype), dk_.astype(dtype)
-                    give_gates(dg)
-
+                    dq, dk_ = levels(of_both, (dq + same * _load(k), dk_ + same * _load(q)))
+                    store(dq.astype(dtype), at.dq)
+                    store(dk_.astype(dtype), at.dk)
                     return _columns_of(at.parked.at[i_s, i_h, dims], columns)
 
                 state = lax.cond(mild, of_mild, of_strong, *state)
                 state = tuple(x * _factor(last) for x in state)
-                plgpu.commit_smem()
-                for source, target in ((q, at.dq), (k, at.dk), *zip(gates, dgs, strict=True)):
-                    _give(source, target, (row, i_h), chunks, i, dims, packed)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(at.empty.at[slot])
                 return state
