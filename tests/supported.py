@@ -40,6 +40,7 @@ GATED = {
     "gates per token, head and dimension": {"gate": "vector"},
     "gates per token and head": {"gate": "scalar"},
     "a learned decay per head": {"gate": "learned"},
+    "gates per token and head; float16": {"gate": "scalar", "dtype": "float16"},
     "gates per token, head and dimension; packed sequences": {"gate": "vector", **PACKED},
     "gates per token, head and dimension; K = V = 256": {"gate": "vector", "K": 256, "V": 256},
 }

@@ -98,7 +98,7 @@ LEARNED = [
     *(case(lengths=lengths, K=128, V=128, **GATES, reverse=reverse, decay="infinite") for lengths in (PACKED, LONG)
       for reverse in BOTH_WAYS),
     case(lengths=(5, 0, 70, 1, 130), H=80, G=16, **{**GATES, "gamma": 1}),
-    case(T=500, B=2, H=4, G=2, **{**GATES, "gamma": 2}, dtype="float16"),
+    case(T=500, B=2, H=4, G=2, **{**GATES, "gamma": 2}),
     *(case(T=1333, B=2, K=128, V=128, gamma=gamma, state=True, reverse=gamma == 2) for gamma in (1, 2)),
     case(T=3001, H=4, G=1, K=256, V=256, decay="strong"),
     case(lengths=LONG, gamma=1, state=True),
@@ -252,7 +252,7 @@ TORCH = [
     case(T=333, B=3, H=4, G=2, K=128, V=128, gamma=1, state=True, reverse=True),
     case(T=1, gamma=1, state=True),
     case(T=3001, H=1, state=True, gamma=0),
-    case(T=500, B=2, gamma=2, dtype="float16"),
+    case(T=500, B=2, gamma=2),
     case(T=700, B=2, K=128, V=128, **GATES, decay="infinite"),
     case(T=512, K=256, V=64, **{**GATES, "gamma": 1}, gate_dtype="bfloat16", reverse=True),
     case(lengths=PACKED, K=128, V=128, state=True, gamma=1),

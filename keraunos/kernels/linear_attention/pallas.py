@@ -369,7 +369,11 @@ def unsupported(inv) -> str | None:
         return reason
     if dtype not in _DTYPES:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
-    if inv.arrays.get("g", (None, 0))[1] == 4:
+    gates = inv.arrays.get("g", (None, 0))[1]
+    learned = "g_gamma" in inv.arrays and not isinstance(inv.arguments.get("g_gamma"), np.ndarray)
+    if dtype == "float16" and gates != 4 and (gates or learned):
+        return "takes gates per token and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
+    if gates == 4:
         if inv.framework == "torch":
             return "has gates per token and dimension (g of 4 dimensions) in JAX only"
         if K not in _HEAD_DIMS[:2] or V not in _HEAD_DIMS[:2]:

@@ -5,8 +5,8 @@ would end in if they started from zero) and ``combine`` (from those, the state t
 have the same shape: one memory warpgroup issues bulk copies into a ring of stages, compute warpgroups use them up.
 docs/hopper.md draws who waits for whom; ``pallas_walk.py`` says which program does which tokens.
 
-In float16 the gradients of gates and learned decays are not held to the tolerance rule where decays are strong: what a
-token gives to later ones is then below float16's normal numbers, and nothing else makes these gradients.
+Gradients of gates and of learned decays are for bfloat16 only: where decays are strong, what a token gives to later
+ones is below float16's normal numbers, and nothing else makes these gradients.
 """
 
 from __future__ import annotations
