@@ -12,7 +12,7 @@ run: $(VENV)/run.stamp
 	$(PY) -m keraunos demo
 
 test: $(VENV)/test.stamp lint
-	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(JOBS)
+	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .

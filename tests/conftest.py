@@ -23,6 +23,11 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 
+def pytest_collection_modifyitems(items):
+    # The longest first, so that processes which share the tests end at about the same time.
+    items.sort(key=lambda item: "test_in_the_interpreter" not in item.nodeid)
+
+
 def pytest_runtest_logreport(report):
     # A run on a GPU may be cut off before the summary: say at once what failed.
     if os.environ.get("KERAUNOS_TEST_GPU") == "1" and report.failed and not hasattr(report, "node_is_worker"):
