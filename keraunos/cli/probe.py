@@ -83,7 +83,7 @@ def _platforms(operation: Any, array: Any, more: dict[str, Any]) -> dict[str, An
         reasons = [row.unsupported(call) for row in kernel_registry.rows(operation.op_id) if row.platform == platform]
         if not reasons:
             return {"error": "not implemented"}
-        return {"value": platform} if None in reasons else {"error": "; ".join(map(str, reasons))}
+        return {"value": platform} if None in reasons else {"error": "; ".join(dict.fromkeys(map(str, reasons)))}
 
     names = dict.fromkeys([*kernel_registry.platforms(operation.op_id), *map(str, Platform)])
     answers = {name: ask(name) for name in names if name != Platform.AUTO}
