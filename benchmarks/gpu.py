@@ -37,7 +37,7 @@ SHAPES = ("2,16384,64", "1,8192,64", "1,65536,64", "8,4096,32", "1,32768,16", "1
 # A prompt so short that the launch counts.
 LATENCY = "1,2048,64"
 # Where that is measured too whose compilation takes longer than its timing.
-XLA_SHAPES = ("2,16384,64", "1,8192,64")
+SOME_SHAPES = ("2,16384,64", "1,8192,64")
 # For questions that have nothing to do with size.
 SAMPLE = "1,4096,16"
 
@@ -55,18 +55,11 @@ def contestants(workload: Workload, fla: dict[int, str]) -> list[Contestant]:
     """Triton and Pallas, XLA on some shapes, and fla unless its first call took too long."""
     chosen: list[Contestant] = []
     for c in find(workload.operation, [], ["fla"]):
-        if c.name == "xla" and str(workload.shape) not in XLA_SHAPES:
-            chosen.append(Absent(c.name, c.framework, f"left out: measured at {' and '.join(XLA_SHAPES)} only"))
-        elif c.name == "pallas" and c.framework == "torch" and str(workload.shape) not in XLA_SHAPES:
-            # The kernels are those that JAX launches.
-            chosen.append(Absent(c.name, c.framework, f"left out: measured at {' and '.join(XLA_SHAPES)} only"))
-        elif (
-            c.name == "pallas"
-            and workload.operation == "gla_attention"
-            and workload.backward
-            and (str(workload.shape) != XLA_SHAPES[0])
-        ):
-            reason = f"left out: compiling takes longer than timing; measured at {XLA_SHAPES[0]} only"
+        first_only = workload.operation == "gla_attention" and workload.backward
+        if (c.name == "xla" or (c.name, c.framework) == ("pallas", "torch")) and str(workload.shape) not in SOME_SHAPES:
+            chosen.append(Absent(c.name, c.framework, f"left out: measured at {' and '.join(SOME_SHAPES)} only"))
+        elif c.name == "pallas" and first_only and str(workload.shape) != SOME_SHAPES[0]:
+            reason = f"left out: compiling takes longer than timing; measured at {SOME_SHAPES[0]} only"
             chosen.append(Absent(c.name, c.framework, reason))
         elif c.name == "torch":
             chosen.append(Absent(c.name, c.framework, "left out: made for other devices"))
