@@ -174,7 +174,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
             dz = dz * (1 - (w.capped / opts.soft_cap) ** 2)
         dq[:, t] = _rows(torch.einsum("bgrts,bgsk->bgrtk", dz, k)).to(dq.dtype)
         dk[:, s] += torch.einsum("bgrts,bgrtk->bsgk", dz, q)
-        dv[:, s] += torch.einsum("bgrts,bgrtv->bsgv", (w.kept).to(work), do)
+        dv[:, s] += torch.einsum("bgrts,bgrtv->bsgv", w.kept.to(work), do)
     if dsinks is not None:
         heads = 1 if args.sinks.ndim == 1 else args.sinks.shape[0]
         dsinks = dsinks.reshape(heads, -1, args.sinks.shape[-1]).sum(1).reshape(args.sinks.shape)
