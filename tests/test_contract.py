@@ -50,7 +50,8 @@ def test_every_row_imports_or_says_why_not(row):
         if not error.name:
             pytest.fail(f"{row.target} cannot be imported and does not say what is missing: {error}")
         return
-    assert implementation.fields
+    # Plain operations that take token after token have nothing to configure.
+    assert implementation.fields or row.algorithm in ("decode", "verify", "commit")
     assert len(implementation.source_version) == 12
 
 

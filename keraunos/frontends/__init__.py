@@ -21,7 +21,7 @@ def framework_of(x: Any) -> str | None:
     if x is None:
         return None
     # jax.Array's own test is slow to say no.
-    for name, array in (("torch", "Tensor"), ("jax", "Array")):
+    for name, array in (("torch", "Tensor"), ("jax", "Array"), ("jax", "Ref")):
         module = sys.modules.get(name)
         if module is not None and isinstance(x, getattr(module, array, ())):
             return name
@@ -53,6 +53,27 @@ def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable
         if folding:
             pair = get("jax").batched(*pair, *folding)
         return get("jax").differentiable(*pair)
+
+    @functools.lru_cache(maxsize=4096)
+    def prepare(framework, opts):
+        return made(framework)(opts)
+
+    return prepare
+
+
+def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool]) -> Callable:
+    """``prepare(framework, opts)``: one function ``args -> (output, pool)`` without gradients, which changes the pool.
+
+    Args:
+        compute: ``(args, opts) -> (output or None, pool or None)``; in PyTorch it changes the pool that it is given.
+        kind: the NamedTuple that args are.
+        pool: the name of the argument that is changed; in JAX an array to give up for a new one, or a ``jax.Ref``.
+        writes: ``opts ->`` whether it is.
+    """
+
+    @functools.cache
+    def made(framework):
+        return get(framework).in_place(compute, kind, pool, writes)
 
     @functools.lru_cache(maxsize=4096)
     def prepare(framework, opts):

@@ -38,6 +38,31 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     return lambda opts: lambda args: jitted(args, opts)
 
 
+def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool]) -> Callable:
+    """``prepare(opts)``, which gives ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`."""
+
+    def call(states, args, opts):
+        if not isinstance(states, jax.Ref):
+            return compute(args._replace(**{pool: states}), opts)
+        output, made = compute(args._replace(**{pool: states[...]}), opts)
+        if made is not None:
+            states[...] = made
+        return output, None
+
+    kept = jax.jit(call, static_argnums=2)
+    given_up = jax.jit(call, static_argnums=2, donate_argnums=0)
+
+    def prepare(opts):
+        def run(args):
+            states = getattr(args, pool)
+            donate = writes(opts) and not isinstance(states, jax.Ref)
+            return (given_up if donate else kept)(states, args._replace(**{pool: None}), opts)
+
+        return run
+
+    return prepare
+
+
 def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Callable) -> tuple[Callable, Callable]:
     """The same two functions, which under ``vmap`` make one call of many.
 

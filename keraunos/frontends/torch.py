@@ -153,6 +153,26 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
     return prepare
 
 
+def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bool]) -> Callable:
+    """``prepare(opts)``, which gives ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`."""
+    whole = {kind._fields.index(name) for name in (pool, "out")}
+
+    def prepare(opts):
+        launch = remembered(lambda flat: compute(kind(*flat), opts))
+
+        def run(args):
+            flat = [
+                x if x is None or i in whole else constant(x, args[0].device) if isinstance(x, np.ndarray) else _rows(x)
+                for i, x in enumerate(args)
+            ]
+            with torch.no_grad():
+                return launch(flat)
+
+        return run
+
+    return prepare
+
+
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 

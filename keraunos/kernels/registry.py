@@ -286,6 +286,10 @@ for _algorithm in ("gla", "lightning_attn"):
     for _platform, _backend, _priority, _frameworks in _ROWS:
         _target = f"keraunos.kernels.linear_attention.{_platform}:{_algorithm}"
         kernel_registry.register(_algorithm, _platform, _backend, _priority, frameworks=_frameworks)(_target)
+for _algorithm in ("decode", "verify", "commit", "prefill"):
+    for _platform, _backend, _priority, _frameworks in _ROWS:
+        _target = f"keraunos.kernels.state_pool.{_platform}:{_algorithm}"
+        kernel_registry.register(_algorithm, _platform, _backend, _priority, frameworks=_frameworks)(_target)
 for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
     kernel_registry.register("attention", _platform, priority=10, frameworks=(_framework,))(
         f"keraunos.kernels.softmax_attention.{_platform}:implementation"

@@ -1,0 +1,219 @@
+"""What every platform of the serving functions is given and what it must return.
+
+A platform module (``xla.py``, ``torch.py``, ``triton.py``) defines two functions which know this page only::
+
+    steps(args: Args, opts: Options)   -> (output or None, pool or None)      decode, verify, commit
+    prefill(args: Args, opts: Options) -> (output, pool)
+
+and hands them to :func:`kernels`. In PyTorch the pool that is returned is the one given, changed in place; in JAX it is
+a new one, for which the front end gives the old one's memory up.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from keraunos import frontends
+from keraunos.kernels.registry import Implementation, UnsupportedError
+from keraunos.ops.kernel import Config, Invocation
+
+FLOATS = ("bfloat16", "float16", "float32")
+POOLS = ("float32", "bfloat16")
+INTEGERS = ("int32", "int64")
+
+
+class Args(NamedTuple):
+    """The arrays of one call; absent ones are ``None``. Rows are [N], or [N, T] drafts, or [T] packed tokens."""
+
+    key: Any  # [rows, G, K]
+    value: Any  # [rows, G, V]
+    query: Any = None  # [rows, H, K]; None: commit
+    g: Any = None  # [rows, H, K] or [rows, H], log, <= 0
+    g_gamma: Any = None  # [H], log, <= 0
+    states: Any = None  # [slots, H, K, V]
+    slots: Any = None  # [N], int; -1: padding
+    counts: Any = None  # [N], int: how many drafts to commit
+    cu_seqlens: Any = None  # [N + 1], int: prefill
+    has_initial: Any = None  # [N], bool: prefill; None: all have a state
+    tokens: Any = None  # [M], int: packed tokens after which states are exported
+    targets: Any = None  # [M], int: the slots they go to; -1: nowhere
+    out: Any = None  # [rows, H, V]: where the output goes, PyTorch only
+
+
+class Options(NamedTuple):
+    """The compile-time part of one call; hashable."""
+
+    op_id: str
+    softmax_scale: float
+    cfg: Config  # complete: every field that the platform reads has a value
+
+    @property
+    def reads(self) -> bool:
+        """There is an output."""
+        return self.op_id != "commit"
+
+    @property
+    def writes(self) -> bool:
+        """The pool changes."""
+        return self.op_id != "verify"
+
+
+_ROWS = {"decode": "N", "verify": "NT", "commit": "NT", "prefill": "T"}
+
+
+def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invocation:
+    """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
+
+    Raises:
+        TypeError: an argument is no array of the key's framework, or has a wrong dtype.
+        ValueError: a shape does not fit.
+    """
+
+    def fail(error, name, got, wanted, why="") -> NoReturn:
+        raise error(f"{op_id}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
+
+    framework = frontends.framework_of(args.key)
+    if framework is None:
+        fail(TypeError, "key", f"is {_kind(args.key)}", "a jax.Array or a torch.Tensor")
+    frontend = frontends.get(framework)
+    dtypes = _dtypes(args, frontend, framework, op_id, fail)
+    rows = _ROWS[op_id]
+    if args.key.ndim != len(rows) + 2:
+        fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[{', '.join(rows)}, G, K]")
+    if args.states.ndim != 4:
+        fail(ValueError, "states", f"has shape {tuple(args.states.shape)}", "[slots, H, K, V]")
+    *leading, G, K = args.key.shape
+    sizes = dict(zip(rows, leading, strict=True))
+    _, H, _, V = args.states.shape
+    N = sizes.setdefault("N", args.slots.shape[0] if args.slots.ndim == 1 else 0)
+
+    def shape(name, wanted, letters, why=""):
+        x = getattr(args, name)
+        if x is not None and tuple(x.shape) not in wanted:
+            sought = " or ".join(f"[{', '.join(label)}] = {w}" for label, w in zip(letters, wanted, strict=True))
+            fail(ValueError, name, f"has shape {tuple(x.shape)}", sought, why)
+
+    if args.states.shape[2] != K:
+        fail(ValueError, "states", f"has shape {tuple(args.states.shape)}", f"[slots, H, K, V] with K = {K}",
+             "like key")  # fmt: skip
+    drafts = sizes.get("T", 1) if op_id != "prefill" else 1
+    if min(H, G, K, V, drafts) < 1:
+        fail(ValueError, "key", f"has shape {tuple(args.key.shape)} with H = {H}, V = {V}", "sizes of at least 1")
+    if H % G:
+        fail(ValueError, "key", f"has G = {G} heads", f"a divisor of H = {H}", "query heads share them evenly")
+    lead = tuple(leading)
+    shape("query", [(*lead, H, K)], [(*rows, "H", "K")], "with H like states and K like key")
+    shape("value", [(*lead, G, V)], [(*rows, "G", "V")], "with G like key and V like states")
+    shape("g", [(*lead, H, K), (*lead, H)], [(*rows, "H", "K"), (*rows, "H")])
+    shape("g_gamma", [(H,)], ["H"], "one decay per head")
+    shape("out", [(*lead, H, V)], [(*rows, "H", "V")])
+    for name in ("slots", "counts", "has_initial"):
+        shape(name, [(N,)], ["N"], "one per request")
+    shape("cu_seqlens", [(N + 1,)], [("N + 1",)], "with N like slots")
+    if args.tokens is not None:
+        if args.tokens.ndim != 1:
+            fail(ValueError, "boundaries", f"has tokens of shape {tuple(args.tokens.shape)}", "[M]")
+        shape("targets", [tuple(args.tokens.shape)], ["M"], "one slot for each token")
+    if isinstance(args.g_gamma, np.ndarray) and not (args.g_gamma <= 0).all():
+        fail(ValueError, "g_gamma", f"has a value {args.g_gamma.max()}", "<= 0", "it is the log of a decay")
+    if softmax_scale is not None and not (isinstance(softmax_scale, numbers.Real) and math.isfinite(softmax_scale)):
+        fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number")
+    if args.out is not None and framework == "jax":
+        fail(TypeError, "out", "is given", "None", "JAX returns new arrays; donate the old ones to reuse their memory")
+    if args.out is not None and dtypes["out"] != dtypes["query"]:
+        fail(TypeError, "out", f"has dtype {dtypes['out']}", dtypes["query"], "like query")
+    device = frontend.device_of(args.key)
+    sizes = {"N": N, "T": sizes.get("T", 1), "H": H, "G": G, "K": K, "V": V}
+    return Invocation(
+        op_id=op_id,
+        framework=framework,
+        backend=device.backend,
+        device=device.kind,
+        dims=sizes,
+        lengths=frozenset("NT"),
+        arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
+        arguments=args._asdict(),
+    )
+
+
+def _dtypes(args: Args, frontend, framework, op_id, fail) -> dict[str, str]:
+    """The dtype of every array; each must be of the framework and have one that its place allows."""
+    required = {"key", "value", "states", "slots"} | ({"query"} if op_id != "commit" else {"counts"})
+    required |= {"cu_seqlens"} if op_id == "prefill" else set()
+    integers = ("slots", "counts", "cu_seqlens", "tokens", "targets")
+    found: dict[str, str] = {}
+    for name, x in zip(Args._fields, args, strict=True):
+        if x is None:
+            if name in required:
+                fail(TypeError, name, "is None", "an array")
+            continue
+        constant = name == "g_gamma" and isinstance(x, np.ndarray)
+        if frontends.framework_of(x) != framework and not constant:
+            fail(TypeError, name, f"is {_kind(x)}", f"an array of {framework}", "like key")
+        found[name] = own = x.dtype.name if constant else frontend.dtype_name(x)
+        allowed = (
+            INTEGERS if name in integers else ("bool",) if name == "has_initial"
+            else POOLS if name == "states" else FLOATS
+        )  # fmt: skip
+        if own not in allowed:
+            fail(TypeError, name, f"has dtype {own}", " or ".join(allowed))
+        if name in ("query", "value") and own != found["key"]:
+            fail(TypeError, name, f"has dtype {own}", found["key"], "like key")
+    return found
+
+
+def _kind(x) -> str:
+    return f"of type {type(x).__module__}.{type(x).__qualname__}" if x is not None else "None"
+
+
+def output(args: Args) -> tuple[tuple[int, ...], str]:
+    """The shape and dtype of the output."""
+    dtype = frontends.get(frontends.framework_of(args.query)).dtype_name(args.query)
+    return (*args.query.shape[:-1], args.states.shape[-1]), dtype
+
+
+def kernels(
+    source: str,
+    steps: Callable,
+    prefill: Callable,
+    *,
+    unsupported: Callable = lambda inv: None,
+    step_fields: tuple[str, ...] = (),
+    prefill_fields: tuple[str, ...] = (),
+    heuristic: Callable,
+) -> tuple[Implementation, ...]:
+    """The implementations ``(decode, verify, commit, prefill)`` that a platform module registers.
+
+    Args:
+        source: the module's ``__file__``.
+        steps, prefill: as at the top of this page.
+        unsupported, heuristic: see :class:`Implementation`.
+        step_fields, prefill_fields: the configuration fields that they read.
+    """
+
+    def implementation(op_id: str, compute: Callable, fields: tuple[str, ...]) -> Implementation:
+        made = frontends.in_place(compute, Args, "states", lambda opts: opts.writes)
+
+        def prepare(args, softmax_scale, cfg):
+            scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+            return made(frontends.framework_of(args.key), Options(op_id, scale, cfg))
+
+        def run(args, softmax_scale=None, *, cfg=None):
+            """``(output, pool)``, None for the one that the operation does not make; see :mod:`keraunos.serving`."""
+            args = Args(*args)
+            if cfg is None:
+                inv = describe(op_id, args, softmax_scale)
+                if reason := unsupported(inv):
+                    raise UnsupportedError(f"{op_id}: {reason}")
+                cfg = heuristic(inv, Config())
+            return prepare(args, softmax_scale, cfg)(args)
+
+        return Implementation(run, fields, unsupported, heuristic, source=source, prepare=prepare)
+
+    return (*(implementation(op_id, steps, step_fields) for op_id in ("decode", "verify", "commit")),
+            implementation("prefill", prefill, prefill_fields))  # fmt: skip

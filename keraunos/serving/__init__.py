@@ -1,0 +1,219 @@
+"""Linear attention in an inference engine: every request's state lives in a slot of a pool.
+
+A request's whole past is one state ``[H, K, V]`` per layer. An engine keeps the states of all its requests in one
+array, the pool, and tells each call which slots its rows use. Four functions do everything on the pool:
+
+- :func:`prefill`: the tokens of any number of prompts, or parts of prompts, packed into one row;
+- :func:`decode`: one token for each request;
+- :func:`verify` and :func:`commit`: the outputs for several draft tokens of each request, without changing the pool;
+  then the drafts that were accepted.
+
+Each computes ``S_t = diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T`` and ``o_t = softmax_scale * S_t^T q_t``, and is one
+sequence of launches for all requests. Nothing is read on the host, so calls can be captured in CUDA graphs and replayed
+with other slots, lengths and padding.
+
+The pool, ``states``: ``[slots, H, K, V]``, float32 or bfloat16. PyTorch changes it in place, and its strides are free:
+``pool.transpose(-1, -2)`` is the view of a pool that is stored as ``[slots, H, V, K]``. In JAX the memory of the pool
+that is given goes to the one that is returned, as with ``jax.jit``'s ``donate_argnums``; or pass a ``jax.Ref``, which
+is changed in place. Values are computed in float32 and rounded when they are stored.
+
+``slots``: one per request; -1 is padding: no slot is touched, and its rows of the output are zero. Two requests of one
+call must not share a slot, and slots must be below the pool's size, which is not checked: they stay on the device.
+
+There are no gradients: training uses :func:`keraunos.gla_attention` and :func:`keraunos.lightning_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from keraunos import frontends
+from keraunos.kernels.state_pool.interface import Args
+from keraunos.ops.executor import default_executor
+from keraunos.ops.kernel import Config
+from keraunos.serving.operation import COMMIT, DECODE, PREFILL, VERIFY, PoolOperation
+
+__all__ = ["commit", "decode", "prefill", "verify"]
+
+
+def _call(operation: PoolOperation, args: Args, log_decay, softmax_scale, platform, cfg) -> tuple[Any, Any]:
+    """``(output, pool)``: what is changed in place is what was given."""
+    gamma = args.g_gamma
+    if log_decay is not None:
+        if gamma is not None:
+            raise ValueError(f"{operation.op_id}: got log_decay and g_gamma, which are the same; expected one of them")
+        gamma = log_decay
+    if gamma is not None and not frontends.framework_of(gamma):
+        gamma = np.asarray(gamma, np.float32)
+    args = args._replace(g_gamma=gamma)
+    output, pool = default_executor()(operation, *args, softmax_scale=softmax_scale, platform=platform, _cfg=cfg)
+    output = output if args.out is None else args.out
+    return output, args.states if pool is None or frontends.framework_of(args.key) == "torch" else pool
+
+
+def decode(
+    query: Any,
+    key: Any,
+    value: Any,
+    states: Any,
+    slots: Any,
+    *,
+    log_decay: Any = None,
+    g: Any = None,
+    g_gamma: Any = None,
+    softmax_scale: float | None = None,
+    out: Any = None,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> tuple[Any, Any]:
+    """One token for each request: ``S = diag(exp(g + g_gamma)) S + k v^T``, ``o = softmax_scale * S^T q``.
+
+    Args:
+        query: ``[N, H, K]``, bfloat16, float16 or float32; like key and value possibly a slice of a fused projection.
+        key: ``[N, G, K]``. Query head h reads key/value head ``h // (H // G)``.
+        value: ``[N, G, V]``.
+        states: ``[slots, H, K, V]``, the pool; see above.
+        slots: ``[N]``, int32 or int64; -1: padding.
+        log_decay: another name of g_gamma; expected is one of them at most.
+        g: ``[N, H, K]`` or ``[N, H]``, the token's gates, natural log, <= 0.
+        g_gamma: ``[H]``, a constant gate per head, natural log, <= 0. Added to ``g``.
+        softmax_scale: factor of the output; ``K ** -0.5`` if None.
+        out: ``[N, H, V]``, where the output goes (PyTorch).
+        platform: ``"triton"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the best that can.
+        cfg: launch configuration.
+
+    Returns:
+        The output ``[N, H, V]`` in the query's dtype, and the pool.
+
+    Raises:
+        ValueError: a shape, range or name is wrong, or no platform can run the call.
+        TypeError: an argument is of a wrong type or dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from keraunos import serving
+        >>> q = jnp.ones((2, 4, 16))
+        >>> output, states = serving.decode(q, q, q, jnp.zeros((8, 4, 16, 16)), jnp.array([5, -1]), g_gamma=[-0.5] * 4)
+        >>> output.shape, float(output[0, 0, 0]), float(output[1].sum())
+        ((2, 4, 16), 4.0, 0.0)
+    """
+    args = Args(key, value, query, g, g_gamma, states, slots, out=out)
+    return _call(DECODE, args, log_decay, softmax_scale, platform, cfg)
+
+
+def verify(
+    query: Any,
+    key: Any,
+    value: Any,
+    states: Any,
+    slots: Any,
+    *,
+    log_decay: Any = None,
+    g: Any = None,
+    g_gamma: Any = None,
+    softmax_scale: float | None = None,
+    out: Any = None,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Any:
+    """The outputs for draft tokens, one after the other, from each request's state, which stays as it is.
+
+    On one platform they are bit for bit those that :func:`decode` would give for a float32 pool.
+
+    Args:
+        query: ``[N, T, H, K]``: T drafts for each request.
+        key, value: ``[N, T, G, K]``, ``[N, T, G, V]``.
+        states, slots: as for :func:`decode`.
+        g: ``[N, T, H, K]`` or ``[N, T, H]``.
+        log_decay, g_gamma, softmax_scale, platform, cfg: as for :func:`decode`.
+        out: ``[N, T, H, V]``.
+
+    Returns:
+        The output ``[N, T, H, V]``.
+
+    Raises:
+        ValueError, TypeError: as :func:`decode`.
+    """
+    args = Args(key, value, query, g, g_gamma, states, slots, out=out)
+    return _call(VERIFY, args, log_decay, softmax_scale, platform, cfg)[0]
+
+
+def commit(
+    key: Any,
+    value: Any,
+    states: Any,
+    slots: Any,
+    counts: Any,
+    *,
+    log_decay: Any = None,
+    g: Any = None,
+    g_gamma: Any = None,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Any:
+    """Take each request's state past the first ``counts`` of its drafts, as if these had been decoded.
+
+    Args:
+        key, value, states, slots, log_decay, g, g_gamma, platform, cfg: as :func:`verify` got them.
+        counts: ``[N]``, int32 or int64: how many drafts were accepted, 0 to T; 0 leaves the slot untouched.
+
+    Returns:
+        The pool.
+
+    Raises:
+        ValueError, TypeError: as :func:`decode`.
+    """
+    args = Args(key, value, None, g, g_gamma, states, slots, counts)
+    return _call(COMMIT, args, log_decay, None, platform, cfg)[1]
+
+
+def prefill(
+    query: Any,
+    key: Any,
+    value: Any,
+    states: Any,
+    slots: Any,
+    cu_seqlens: Any,
+    *,
+    log_decay: Any = None,
+    g: Any = None,
+    g_gamma: Any = None,
+    has_initial: Any = None,
+    boundaries: tuple[Any, Any] | None = None,
+    softmax_scale: float | None = None,
+    out: Any = None,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> tuple[Any, Any]:
+    """Prompts, or parts of prompts, of any lengths, packed into one row: each continues the state in its slot.
+
+    Args:
+        query: ``[T, H, K]``; key, value: ``[T, G, K]``, ``[T, G, V]``.
+        states, slots: as for :func:`decode`; slots are ``[N]``, one per request.
+        cu_seqlens: ``[N + 1]``, int32 or int64: request n has the tokens from ``cu_seqlens[n]`` to
+            ``cu_seqlens[n + 1]``; it may have none. Offsets rise from 0 to T at most, which is not checked; tokens
+            after the last offset are padding.
+        g: ``[T, H, K]`` or ``[T, H]``.
+        has_initial: ``[N]``, bool: False for a request that starts from zeros, whatever its slot holds, NaN included.
+            None: all continue.
+        boundaries: ``(tokens, targets)``, both ``[M]``: the state after the packed token ``tokens[m]`` goes to slot
+            ``targets[m]`` as well, for other requests with the same prefix. Tokens in ascending order; a target of -1,
+            and a token of padding, exports nothing. Targets must be no request's slot.
+        log_decay, g_gamma, softmax_scale, platform, cfg: as for :func:`decode`.
+        out: ``[T, H, V]``.
+
+    Returns:
+        The output ``[T, H, V]``, zeros for padding, and the pool.
+
+    Raises:
+        ValueError, TypeError: as :func:`decode`.
+    """
+    if boundaries is not None and (not isinstance(boundaries, tuple | list) or len(boundaries) != 2):
+        raise TypeError(f"prefill: boundaries is {boundaries!r}; expected a pair (tokens, targets)")
+    tokens, targets = boundaries or (None, None)
+    args = Args(
+        key, value, query, g, g_gamma, states, slots, None, cu_seqlens, has_initial, tokens, targets, out
+    )  # fmt: skip
+    return _call(PREFILL, args, log_decay, softmax_scale, platform, cfg)

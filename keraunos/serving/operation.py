@@ -1,0 +1,36 @@
+"""The operations behind the serving functions, as the executor and the registry know them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from keraunos.kernels.state_pool import interface
+from keraunos.ops.kernel import Config, Invocation, Kernel
+
+
+class PoolOperation(Kernel):
+    """One of ``"decode"``, ``"verify"``, ``"commit"``, ``"prefill"``: returns ``(output or None, pool or None)``."""
+
+    config: ClassVar[type[Config]] = Config
+
+    def __init__(self, op_id: str):
+        self.op_id = op_id  # type: ignore[misc]
+
+    def bind(self, *args: Any, softmax_scale: float | None = None) -> Invocation:
+        """Check the arguments, in the order of :class:`interface.Args`, and describe the call."""
+        return interface.describe(self.op_id, interface.Args(*args), softmax_scale)
+
+    def run(self, *args: Any, cfg: Config, softmax_scale: float | None = None) -> Any:
+        """Compute."""
+        return self.prepare(*args, cfg=cfg, softmax_scale=softmax_scale)(*args)
+
+    def prepare(self, *args: Any, cfg: Config, **options: Any) -> Any:
+        """``run`` for all calls with arguments like these."""
+        implementation = self.get_impl(cfg)
+        if implementation.prepare is None:
+            return super().prepare(*args, cfg=cfg, **options)
+        run = implementation.prepare(interface.Args(*args), cfg=cfg, **options)
+        return lambda *args: run(interface.Args(*args))
+
+
+DECODE, VERIFY, COMMIT, PREFILL = map(PoolOperation, ("decode", "verify", "commit", "prefill"))

@@ -1,0 +1,75 @@
+"""The serving functions on every platform, against the float64 recurrence: values, and slots that must not change."""
+
+import dataclasses
+
+import pytest
+
+from tests.serving.cases import PLATFORMS, Case, runner
+
+pytestmark = pytest.mark.parametrize(("platform", "framework"), PLATFORMS)
+
+GATES = {
+    "none": Case(gamma=False, scale=1.0),
+    "constant": Case(),
+    "scalar": Case(gate="scalar", gamma=False),
+    "vector and constant, strong": Case(gate="vector", decay=8.0),
+}
+SHAPES = {
+    "shared keys, odd dims": Case(H=6, G=2, K=24, V=40, gate="vector"),
+    "wide, bfloat16 pool": Case(H=1, K=256, V=96, dtype="bfloat16", pool="bfloat16"),
+    "float16": Case(K=32, dtype="float16", gate="scalar", scale=0.7),
+    "narrow": Case(H=2, K=3, V=5, dtype="bfloat16"),
+    "all padding": Case(slots=(-1, -1)),
+}
+STEPS = {
+    "decode": Case(), "verify": Case(op="verify", T=4), "commit": Case(op="commit", T=4, counts=(2, 3, 0, 4)),
+    "one": Case(op="verify", T=1), "sixteen": Case(op="commit", T=16, counts=(16, 1, 9, 15)),
+}  # fmt: skip
+
+
+def also(case, **changes):
+    """The case with what differs from the default in another case."""
+    return dataclasses.replace(case, **changes)
+
+
+def different(case):
+    return {f.name: v for f in dataclasses.fields(case) if (v := getattr(case, f.name)) != f.default}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("gate", GATES)
+def test_steps_with_every_gate(platform, framework, step, gate):
+    also(STEPS[step], **different(GATES[gate])).check(runner(platform, framework))
+
+
+@pytest.mark.parametrize("step", ["decode", "verify", "commit"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_steps_with_every_shape(platform, framework, step, shape):
+    changes = different(SHAPES[shape])
+    if step == "commit" and "slots" in changes:
+        changes["counts"] = (1, 2)
+    also(STEPS[step], **changes).check(runner(platform, framework))
+
+
+PREFILLS = {
+    "resumed": Case(op="prefill", lengths=(70, 5, 130, 0)),
+    "fresh and empty": Case(op="prefill", lengths=(64, 5, 0, 65), fresh=(0, 2), tail=7),
+    "empty and fresh": Case(op="prefill", lengths=(0, 0, 129, 1), fresh=(0, 3), tail=64),
+    "nothing": Case(op="prefill", lengths=(0, 0, 0, 0), fresh=(0,)),
+    "all padding": Case(op="prefill", lengths=(10, 3), slots=(-1, -1)),
+    "exported": Case(op="prefill", lengths=(150, 5, 70, 3), tail=4, tokens=(0, 63, 64, 149, 152, 155, 224, 226, 229),
+                     targets=(1, 2, 4, 5, 7, 8, 9, 10, 11), size=12),
+    "exported twice from one chunk": Case(op="prefill", slots=(2, 3), lengths=(100, 64), fresh=(1,), size=12,
+                                          tokens=(70, 70, 71, 163, 163, 200), targets=(4, 5, -1, 6, 7, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize("gate", GATES)
+def test_prefill_with_every_gate(platform, framework, prefill, gate):
+    also(PREFILLS[prefill], **different(GATES[gate])).check(runner(platform, framework))
+
+
+@pytest.mark.parametrize("shape", list(SHAPES)[:-1])
+def test_prefill_with_every_shape(platform, framework, shape):
+    also(PREFILLS["exported"], **different(SHAPES[shape])).check(runner(platform, framework))
