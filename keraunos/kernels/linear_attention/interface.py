@@ -46,6 +46,7 @@ class Options(NamedTuple):
     cfg: Config  # complete: every field that the platform reads has a value
     gamma_is_constant: bool = False  # g_gamma is no input of the user's: no gradient for it
     state: bool = True  # the final state is wanted
+    kept: bool = True  # the residuals are
 
 
 def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False) -> Invocation:

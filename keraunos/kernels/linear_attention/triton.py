@@ -9,7 +9,9 @@ Backward, constant decay: the same scan with its arguments permuted. With L(a, b
 values c" and R its adjoint, which runs the other way: dq = L(do, v, k), dk = R(v, do, q), dv = R(k, q, do). Backward
 with a gradient for gates: one scan gives the state before each chunk, R(k, q, do) gives dv and the gradient of the
 state after each chunk, and from both a kernel that is parallel over chunks makes dq, dk and dg; a second launch does
-the chunks with strong gates again, by halving.
+the chunks with strong gates again, by halving. So that these states take little memory, they are made for one part of
+the sequence (of each segment, where it is cut) after the other, from the last to the first: the forward keeps the state
+that each part starts from.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import importlib.util
 import math
 import os
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any, NamedTuple, cast
 
 from keraunos.frontends import launch
@@ -37,6 +40,8 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _PROGRAMS = 128
 _MIN_SEGMENT, _MIN_PIECE = 512, 1024
 _PIECES, _PIECES_FORGETTING = 198, 2048
+# Parts of a walk, one after the other, in which gradients of gates are made; and the chunks of the shortest.
+_PARTS, _MIN_PART = 8, 8
 
 # Tiles and launch options: dimensions of K, warps, stages of the kernel that halves; of V, warps, stages of walks that
 # make states only; of K, of V, warps, stages of the gradient of gates. The last are never cut to fewer dimensions: with
@@ -129,6 +134,9 @@ class _Call:
         self.gate = 0 if specs.g is None else len(specs.g.shape) - 2
         self.has_gamma = specs.g_gamma is not None
         self.need_gamma = self.has_gamma and not opts.gamma_is_constant
+        self.need_gate = self.gate > 0 or self.need_gamma
+        # Query heads that share keys: each gives a gradient, and they are summed afterwards.
+        self.dtype_shared = "float32" if self.R > 1 else self.dtype
         self.stride_gamma_b = self.H if self.has_gamma and len(specs.g_gamma.shape) == 2 else 0
         self.exact = self.dtype == "float32"
         plain = self.gate and specs.g.dtype == "bfloat16" and not self.has_gamma
@@ -142,10 +150,28 @@ class _Call:
         forgets = self.has_gamma and not self.gate
         self.L, self.P = segmentation(self.T, self.N * self.H, _programs(specs, opts), self.BT, forgets)
         self.chunks = self.slots(self.BT)
+        # Tokens per walk, and per part of it (0: walks are not parted).
+        self.walk = self.L or -(-self.T // self.BT) * self.BT
+        self.M = 0 if self.packed or not self.need_gate else self._part()
+        self.parts = range(0, self.walk, self.M) if self.M else ()
+
+    def _part(self) -> int:
+        count = self.walk // self.BT
+        parts = max(min(count // _MIN_PART, _PARTS), 1)
+        return -(-count // parts) * self.BT if self.L or parts > 1 else 0
 
     def slots(self, length: int) -> int:
         """How many parts of a length sequences have at most; a packed one may end in a shorter part anywhere."""
         return self.T // length + self.N if self.packed else self.N * -(-self.T // length)
+
+    def numbers(self, part: int | None) -> dict[str, int]:
+        """Where the chunks of a part are (None: of all walks); its first token in the walk."""
+        return dict(T=self.T, N=self.N, L=self.walk, M=self.walk if part is None else self.M, F=part or 0)
+
+    def chunk_slots(self, part: int | None) -> int:
+        """How many chunks a part has at most (None: all walks)."""
+        whole = self.numbers(part)["M"] // self.BT
+        return self.chunks if self.packed else self.N * -(-self.T // self.walk) * whole
 
     def flags(self, reverse: bool) -> dict[str, Any]:
         """The constants that every kernel of the recurrence has."""
@@ -188,23 +214,26 @@ def segmentation(T: int, heads: int, programs: int, BT: int, forgets: bool) -> t
 
 
 def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
-    """Room for the states that segments start from, the same for all lengths; None: no length is cut."""
+    """Room for the states that segments or parts start from, the same for all lengths; None: no length is cut."""
     (_, _, H, K), V, N = args.query.shape, args.value.shape[-1], _sequences(args)
-    most = _most_segments(_programs(args, opts))
-    if most < 2:
-        return None
-    return ((N * most if args.cu_seqlens is None else N + most, H, K, V), "float32")
+    most, packed = _most_segments(_programs(args, opts)), args.cu_seqlens is not None
+    if not packed and (args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)):
+        return (N * max(most, 1) * _PARTS, H, K, V), _name(args.query.dtype)
+    return ((N + most if packed else N * most, H, K, V), "float32") if most > 1 else None
 
 
 @_remember
-def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segment, output, chunks, state_t) -> _Plan:
+def _scan_plan(
+    call: _Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t
+) -> _Plan:
     H, cfg = call.H, call.cfg
     K, V = k.shape[-1], v.shape[-1]
     BV, num_warps, num_stages = min(cfg.block_d, _tile(V)), cfg.num_warps, cfg.num_stages
     if q is None:
         BV, num_warps, num_stages = min((BV, num_warps, num_stages), _STATES)
-    split = per_segment or init == 2
-    length = call.L // call.P if per_segment else call.L
+    pieces = final == _Final.PIECE
+    split = pieces or (call.L > 0 and init != _Init.SEQUENCE)
+    length = call.L // call.P if pieces else call.L
     slots = call.slots(length) if split else call.N
     like_q = q or k
     g = call.specs.g if call.gate == 1 else None
@@ -212,54 +241,76 @@ def _scan_plan(call: _Call, q, k, v, *, reverse, adjoint, init, final, per_segme
     numbers = dict(
         **_strides(like_q, "q", unit, "bh"), **_strides(k, "k", unit, "bh"), **_strides(v, "v", unit, "bh"),
         **_strides(g, "g", 1),
-        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P,
+        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P, M=call.M,
+        F=part or 0,
     )  # fmt: skip
-    states = (slots if per_segment else call.N, H)
+    ends = (call.N if final == _Final.SEQUENCE else slots, H)
+    saved = {_Save.CHUNKS: call.chunk_slots(part), _Save.PARTS: slots * len(call.parts)}.get(save)
     outputs = dict(
-        o=None if q is None else ((call.B, call.T, H, V), output),
-        ht=None if final is None else ((*states, V, K) if state_t else (*states, K, V), final),
-        hs=None if chunks is None else ((call.chunks, H, K, V), chunks),
-        total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if per_segment and call.gate else None,
+        o=None if q is None else "into" if into else ((call.B, call.T, H, V), output),
+        ht=((*ends, V, K) if state_t else (*ends, K, V), state) if final else None,
+        hs=((saved, H, K, V), call.dtype) if saved else None,
+        total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if pieces and call.gate else None,
     )
     constants = dict(
         H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2], **_strides(like_q, "q", 1, "t"),
         **_strides(k, "k", 1, "t"), **_strides(v, "v", 1, "t"), UNIT=unit, BT=call.BT, BK=_tile(K), BV=BV,
-        BN=_pow2(call.N), GATE=call.gate, TERMS=call.terms, MILD=call.mild, ADJOINT=adjoint, SPLIT=split, INIT=init,
-        FINAL=0 if final is None else 2 if per_segment else 1, OUTPUT=q is not None, CHUNKS=chunks is not None,
-        STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, **call.flags(reverse),
+        BN=_pow2(call.N), GATE=call.gate, TERMS=call.terms, MILD=call.mild, ADJOINT=adjoint, SPLIT=split,
+        PART=part is not None, INIT=int(init), FINAL=int(final), OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t,
+        EXACT=call.exact, PRECISION=call.precision, **call.flags(reverse),
     )  # fmt: skip
     grid = (slots * H * -(-V // BV),)
     return _Plan(triton_kernels.scan_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
 
 
-def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, init=None, starts=None, decayed=None, final=None,
-          per_segment=False, output=None, chunks=None, state_t=False):  # fmt: skip
+class _Init(IntEnum):
+    """Whose state a walk starts from."""
+
+    ZERO, SEQUENCE, WALK, PART = range(4)
+
+
+class _Final(IntEnum):
+    """Whose final state is wanted."""
+
+    NONE, SEQUENCE, PIECE, WALK = range(4)
+
+
+class _Save(IntEnum):
+    """Before what the state is written down."""
+
+    NOTHING, CHUNKS, PARTS = range(3)
+
+
+def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, init=_Init.ZERO, decayed=None,
+          final=_Final.NONE, state="float32", output=None, into=None, save=_Save.NOTHING, part=None,
+          state_t=False):  # fmt: skip
     """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
 
     Args:
         reverse: from the last token to the first; adjoint: with the gradient of the state.
-        init: state of each sequence; starts: state of each segment.
+        h0, init: the states to start from.
         decayed: where the gates are vectors.
-        final, output, chunks: dtype of the final state, the output and the states at chunks, None if not wanted.
-        per_segment: the final state of each piece of a segment, from zero.
+        final, state: the final states that are wanted, their dtype; those of pieces of segments are from zero.
+        output: its dtype; into: an array to write it into.
+        save: states that are written down.
+        part: walk only the part that begins with this token of the walk.
         state_t: states are transposed in memory.
 
     Returns:
-        ``(output, final states, states at chunks, sums of the gates)``.
+        ``(output, final states, states written down, sums of the gates)``.
     """
     q_spec, k_spec, v_spec = (
         known if x is own else _spec(x) for x, own, known in zip((q, k, v), args[:3], call.specs[:3], strict=True)
     )
     plan = _scan_plan(
-        call, q_spec, k_spec, v_spec, reverse=reverse, adjoint=adjoint,
-        init=2 if starts is not None else int(init is not None), final=final, per_segment=per_segment, output=output,
-        chunks=chunks, state_t=state_t,
+        call, q_spec, k_spec, v_spec, reverse=reverse, adjoint=adjoint, init=init, final=final, state=state,
+        output=output, into=into is not None, save=save, part=part, state_t=state_t,
     )  # fmt: skip
+    # Triton would build other code for absent arrays.
     return plan.launch(
         q=k if q is None else q, k=k, v=v, g=args.g if call.gate == 1 else None, gamma=args.g_gamma,
         sums=decayed and decayed.sums, halved=decayed and decayed.halved, intra=decayed and decayed.intra,
-        h0=init if starts is None else starts,
-        cu_seqlens=args.cu_seqlens,
+        h0=h0, into=v if into is None else into, cu_seqlens=args.cu_seqlens,
     )  # fmt: skip
 
 
@@ -268,18 +319,19 @@ def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool) -> _Pl
     BK = 8
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L // call.P, P=call.P)
     constants = dict(H=call.H, K=K, V=V, BK=BK, BV=_tile(V), GATE=call.gate, INIT=init, **call.flags(reverse))
-    outputs = dict(starts=_room(call.specs, call.opts))
+    outputs = dict(starts=((call.slots(call.L), call.H, K, V), "float32"))
     return _Plan(triton_kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
 
-def _starts(call: _Call, args: Args, k, v, *, reverse, adjoint=False, init=None, decayed=None):
-    """The state that each segment starts from, ``[slots, H, K, V]``; None where sequences are not cut."""
+def _starts(call: _Call, args: Args, k, v, h0, *, reverse, adjoint=False, decayed=None) -> dict[str, Any]:
+    """What each walk starts from: where sequences are cut, the states of their segments ``[slots, H, K, V]``."""
     if not call.L:
-        return None
-    _, local, _, total = _scan(call, args, None, k, v, reverse=reverse, adjoint=adjoint, final="float32",
-                               per_segment=True, decayed=decayed)  # fmt: skip
-    plan = _combine_plan(call, k.shape[-1], v.shape[-1], reverse, init is not None)
-    return plan.launch(local=local, total=total, gamma=args.g_gamma, h0=init, cu_seqlens=args.cu_seqlens)[0]
+        return dict(h0=h0, init=_Init.ZERO if h0 is None else _Init.SEQUENCE)
+    _, local, _, total = _scan(call, args, None, k, v, reverse=reverse, adjoint=adjoint, final=_Final.PIECE,
+                               decayed=decayed)  # fmt: skip
+    plan = _combine_plan(call, k.shape[-1], v.shape[-1], reverse, h0 is not None)
+    (starts,) = plan.launch(local=local, total=total, gamma=args.g_gamma, h0=h0, cu_seqlens=args.cu_seqlens)
+    return dict(h0=starts, init=_Init.WALK)
 
 
 class _Decayed(NamedTuple):
@@ -294,11 +346,11 @@ class _Decayed(NamedTuple):
 
 
 @_remember
-def _decay_plans(call: _Call, factor: bool) -> tuple[_Plan, _Plan]:
+def _decay_plans(call: _Call, factor: bool, part: int | None = None) -> tuple[_Plan, _Plan]:
     q, k, g = call.specs.query, call.specs.key, call.specs.g
     unit = _unit(q, k, g)
     numbers = dict(**_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(g, "g", unit),
-                   stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N)  # fmt: skip
+                   stride_gamma_b=call.stride_gamma_b, scale=call.scale)  # fmt: skip
     common = dict(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BN=_pow2(call.N), MILD=call.mild,
                   **call.flags(call.reverse))  # fmt: skip
     grid, tokens, chunks = (call.chunks * call.H,), (call.B, call.T, call.H, call.K), (call.chunks, call.H)
@@ -309,36 +361,47 @@ def _decay_plans(call: _Call, factor: bool) -> tuple[_Plan, _Plan]:
         halved=(chunks, "int32") if mild else None,
     )  # fmt: skip
     BK = _tile(call.K)
-    decay = _Plan(triton_chunks.decay_kernel, grid, numbers, outputs, dict(**common, BK=BK, FACTOR=factor),
-                  max(BK // 128, 1), 1)  # fmt: skip
+    decay = _Plan(triton_chunks.decay_kernel, grid, dict(**numbers, T=call.T, N=call.N), outputs,
+                  dict(**common, BK=BK, FACTOR=factor), max(BK // 128, 1), 1)  # fmt: skip
     BK, num_warps, num_stages = _HALVING
-    BH = min(_pow2(call.H), _HEADS)
-    grid, outputs = (call.chunks * -(-call.H // BH),), dict(intra=((*chunks, call.BT, call.BT), call.dtype))
+    BH, slots = min(_pow2(call.H), _HEADS), call.chunk_slots(part)
+    grid, outputs = (slots * -(-call.H // BH),), dict(intra=((slots, call.H, call.BT, call.BT), call.dtype))
     constants = dict(**common, BK=min(_tile(call.K), BK), BH=BH, TERMS=call.terms, PRECISION=call.precision)
+    numbers |= call.numbers(part)
     return decay, _Plan(triton_chunks.halving_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
 
 
 def _decay(call: _Call, args: Args, factor: bool = False) -> _Decayed | None:
-    """Vector gates, worked into q and k in parallel over chunks; None where there are none."""
+    """Vector gates, worked into q and k in parallel over chunks, all pairs aside; None where there are none."""
     if call.gate != 2:
         return None
-    decay, halving = _decay_plans(call, factor)
     arrays = dict(q=args.query, k=args.key, g=args.g, gamma=args.g_gamma)
-    made = decay.launch(**arrays, cu_seqlens=args.cu_seqlens)
-    return _Decayed(*made, *halving.launch(**arrays, halved=made[-1], cu_seqlens=args.cu_seqlens))
+    return _Decayed(*_decay_plans(call, factor)[0].launch(**arrays, cu_seqlens=args.cu_seqlens), None)
+
+
+def _halve(call: _Call, args: Args, decayed: _Decayed | None, part: int | None = None) -> _Decayed | None:
+    """The same with the pairs of a part's chunks that are halved."""
+    if decayed is None:
+        return None
+    arrays = dict(q=args.query, k=args.key, g=args.g, gamma=args.g_gamma, halved=decayed.halved)
+    (intra,) = _decay_plans(call, False, part)[1].launch(**arrays, cu_seqlens=args.cu_seqlens)
+    return decayed._replace(intra=intra)
 
 
 def forward(args: Args, opts: Options):
-    """``((output, final_state), residuals)``: the states at segments, where sequences are cut."""
+    """``((output, final_state), residuals)``: the states that parts or segments start from, where there are any."""
     call = _call(Args(*map(_spec, args)), opts)
-    q, k, v, h0 = args.query, args.key, args.value, args.initial_state
+    q, k, v = args.query, args.key, args.value
     decayed = _decay(call, args)
     if decayed:
         q, k = decayed.q, decayed.k
-    starts = _starts(call, args, k, v, reverse=call.reverse, init=h0, decayed=decayed)
-    output, final, _, _ = _scan(call, args, q, k, v, reverse=call.reverse, init=h0, starts=starts, decayed=decayed,
-                                final="float32" if opts.state else None, output=call.dtype)  # fmt: skip
-    return (output, final), (starts,)
+    starts = _starts(call, args, k, v, args.initial_state, reverse=call.reverse, decayed=decayed)
+    save = _Save.PARTS if call.M and opts.kept else _Save.NOTHING
+    output, final, saved, _ = _scan(
+        call, args, q, k, v, reverse=call.reverse, **starts, decayed=_halve(call, args, decayed), output=call.dtype,
+        final=_Final.SEQUENCE if opts.state else _Final.NONE, save=save,
+    )  # fmt: skip
+    return (output, final), (saved if call.M else starts["h0"] if call.L else None,)
 
 
 forward.residuals = dict(starts=_room)  # type: ignore[attr-defined]
@@ -348,29 +411,22 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
     call = _call(Args(*map(_spec, args)), opts)
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
-    starts = residuals[0] if call.L else None
     do, dfinal = grads
-    # Query heads that share keys: each gives a gradient, and they are summed afterwards.
-    dtype = "float32" if call.R > 1 else call.dtype
-    need_gate = args.g is not None or call.need_gamma
-    chunks = call.dtype if need_gate else None
     decayed = _decay(call, args, factor=True)
-    qd, kd = (decayed.q, decayed.k) if decayed else (q, k)
-    run = dict(reverse=not call.reverse, adjoint=True, init=dfinal)
-    ends = _starts(call, args, qd, do, decayed=decayed, **run)
-    dv, dh0, dhs, _ = _scan(call, args, kd, qd, do, starts=ends, decayed=decayed, output=dtype, chunks=chunks,
-                            final=None if h0 is None else call.specs.initial_state.dtype, **run)  # fmt: skip
-    dg = dgamma = None
-    if need_gate:
-        _, _, hs, _ = _scan(call, args, None, kd, v, reverse=call.reverse, init=h0, starts=starts, decayed=decayed,
-                            chunks=chunks)  # fmt: skip
-        if decayed:
-            decayed = decayed._replace(intra=None)
-        dq, dk, dg, dgamma = _gradients(call, args, decayed, do, hs, dhs, dtype)
+    qd = decayed.q if decayed else q
+    run = dict(reverse=not call.reverse, adjoint=True)
+    begin = dict(h0=residuals[0], init=_Init.PART if call.M else _Init.WALK)
+    if not (call.M or call.L):
+        begin = _starts(call, args, k, v, h0, reverse=call.reverse)
+    ends = _starts(call, args, qd, do, dfinal, decayed=decayed, **run)
+    wanted = {} if h0 is None else dict(final=_Final.SEQUENCE, state=call.specs.initial_state.dtype)
+    if call.need_gate:
+        dq, dk, dv, dg, dgamma, dh0 = _gradients(call, args, decayed, do, begin, ends, wanted)
     else:
-        dq = _scan(call, args, do, v, k, reverse=call.reverse, init=h0, starts=starts, output=call.dtype,
-                   state_t=True)[0]  # fmt: skip
-        dk = _scan(call, args, v, do, q, starts=ends, output=dtype, state_t=True, **run)[0]
+        dg = dgamma = None
+        dv, dh0, _, _ = _scan(call, args, k, q, do, **ends, output=call.dtype_shared, **wanted, **run)
+        dq = _scan(call, args, do, v, k, reverse=call.reverse, **begin, output=call.dtype, state_t=True)[0]
+        dk = _scan(call, args, v, do, q, **ends, output=call.dtype_shared, state_t=True, **run)[0]
     if call.R > 1:
         dk, dv = (_sum(x, call.B * call.T * call.G, call.R, like.shape[-1], like.shape, like.dtype)
                   for x, like in ((dk, call.specs.key), (dv, call.specs.value)))  # fmt: skip
@@ -378,56 +434,58 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
 
 
 @_remember
-def _gradient_plan(call: _Call, q: _Spec, k: _Spec, do: _Spec, mild: bool, halved: bool, outputs: tuple) -> _Plan:
-    """The launch for all chunks (mild: with decayed q and k), or for those that are halved."""
+def _gradient_plan(call: _Call, q: _Spec, k: _Spec, do: _Spec, mild: bool, halved: bool, outputs: tuple, part) -> _Plan:
+    """The launch for all chunks of a part (mild: with decayed q and k), or for those that are halved."""
     v, g = call.specs.value, call.specs.g
     H, K, V = call.H, call.K, call.V
     BK, BV, num_warps, num_stages = _GRADIENT
-    tiles = -(-K // BK)
     vector = call.gate == 2
     unit = _unit(q, k, v, do, g if vector else None)
     numbers = dict(**_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(v, "v", unit),
                    **_strides(g, "g", unit if vector else 1), stride_gamma_b=call.stride_gamma_b,
-                   **_strides(do, "o", unit),
-                   scale=call.scale, T=call.T, N=call.N)  # fmt: skip
+                   **_strides(do, "o", unit), scale=call.scale, **call.numbers(part))  # fmt: skip
     BH = min(_pow2(H), _HEADS) if halved else 1
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[2], RV=call.R, UNIT=unit, BT=call.BT, BK=BK, BV=BV, BH=BH, BN=_pow2(call.N),
         GATE=call.gate, TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), MILD=mild,
         HALVED=halved, PRECISION=call.precision, **call.flags(call.reverse),
     )  # fmt: skip
-    grid = (call.chunks * -(-H // BH) * tiles,)
-    kernel = triton_chunks.gradient_kernel
-    return _Plan(kernel, grid, numbers, dict(zip(("dq", "dk", "dg"), outputs, strict=True)), constants, num_warps,
-                 num_stages)  # fmt: skip
+    grid = (call.chunk_slots(part) * -(-H // BH) * -(-K // BK),)
+    return _Plan(triton_chunks.gradient_kernel, grid, numbers, dict(zip(_GRADIENTS, outputs, strict=True)), constants,
+                 num_warps, num_stages)  # fmt: skip
 
 
-def _gradients(call: _Call, args: Args, decayed: _Decayed | None, do, hs, dhs, dtype: str):
-    """``(dq, dk, dg, dgamma)``, in parallel over chunks, from the states before and the gradients after each chunk."""
-    q, k, g = call.specs.query, call.specs.key, call.specs.g
-    whole, vector, mild = (call.B, call.T, call.H), call.gate == 2, call.gate == 2 and call.mild > 0
-    kind_g = "float32" if call.need_gamma or not vector else g.dtype
-    outputs: tuple[Any, ...] = (((*whole, call.K), call.dtype), ((*whole, call.K), dtype),
-               ((*whole, call.K) if vector else (-(-call.K // _GRADIENT[0]), *whole), kind_g))  # fmt: skip
-    qd, kd, factor, sums, halved, _ = decayed or [None] * 6
+def _gradients(call: _Call, args: Args, decayed: _Decayed | None, do, begin, ends, wanted) -> tuple:
+    """``(dq, dk, dv, dg, dgamma, dh0)`` where gates have gradients, part by part, from the last one that is walked.
 
-    def launch(plan, q, k, given=(None, None, None)):
-        return plan.launch(
-            q=q, k=k, v=args.value, g=args.g, gamma=args.g_gamma, factor=factor, sums=sums, do=do, hs=hs, dhs=dhs,
-            halved=halved, dq_mild=given[0], dk_mild=given[1], dg_mild=given[2], cu_seqlens=args.cu_seqlens,
+    Args:
+        begin, ends: what the forward and the adjoint walks start from; wanted: what of the last state.
+    """
+    g, whole = call.specs.g, (call.B, call.T, call.H)
+    kind = "float32" if call.need_gamma or call.gate < 2 else g.dtype
+    kinds = (((*whole, call.K), call.dtype), ((*whole, call.K), call.dtype_shared),
+             ((*whole, call.K) if call.gate == 2 else (-(-call.K // _GRADIENT[0]), *whole), kind))  # fmt: skip
+    if call.M and ends["init"] != _Init.WALK:
+        # Walks go on from each other's states: so does the first, that all be the same kernel.
+        shape = (call.N, call.H, call.K, call.V)
+        zero = ends["init"] == _Init.ZERO
+        ends = dict(h0=_sum(do, 1, 0, math.prod(shape), shape, "float32") if zero else ends["h0"], init=_Init.WALK)
+    parts = list(call.parts) or [None]
+    dv, grads = None, (None, None, None)
+    for part in parts if call.reverse else reversed(parts):
+        last = part == parts[-1 if call.reverse else 0]
+        final = wanted if last and (wanted or not call.M) else dict(final=_Final.WALK)
+        decayed = _halve(call, args, decayed, part)
+        q, k = (decayed.q, decayed.k) if decayed else (args.query, args.key)
+        dv, dh0, dhs, _ = _scan(
+            call, args, k, q, do, reverse=not call.reverse, adjoint=True, **ends, decayed=decayed, into=dv, part=part,
+            output=call.dtype_shared, save=_Save.CHUNKS, **final,
         )  # fmt: skip
-
-    if not mild:
-        dq, dk, dg = launch(_gradient_plan(call, q, k, _spec(do), False, False, outputs), args.query, args.key)
-    else:
-        # Each program overwrites what no other reads: its own part of the decayed q and k and of their factor.
-        own = zip(("q", "k", "factor"), outputs, strict=True)
-        outputs, contiguous = tuple(name if o[1] == call.dtype else o for name, o in own), _spec(qd)
-        plan = _gradient_plan(call, contiguous, contiguous, _spec(do), True, False, outputs)
-        given = launch(plan, qd, kd)
-        factor = None
-        plan = _gradient_plan(call, q, k, _spec(do), False, True, ("dq_mild", "dk_mild", "dg_mild"))
-        dq, dk, dg = launch(plan, args.query, args.key, given)
+        ends = dict(h0=dh0, init=_Init.WALK)
+        _, _, hs, _ = _scan(call, args, None, k, args.value, reverse=call.reverse, **begin, decayed=decayed,
+                            save=_Save.CHUNKS, part=part)  # fmt: skip
+        decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, kinds, grads, part)
+    dq, dk, dg = grads
     if call.gate < 2:
         dg = _sum(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else g.dtype)
     dgamma = _gamma_gradient(call, dg) if call.need_gamma else None
@@ -435,7 +493,40 @@ def _gradients(call: _Call, args: Args, decayed: _Decayed | None, do, hs, dhs, d
         dg = None
     elif call.need_gamma:
         dg = _sum(dg, 1, 1, math.prod(g.shape), g.shape, g.dtype)
-    return dq, dk, dg, dgamma
+    return dq, dk, dv, dg, dgamma, dh0 if wanted else None
+
+
+_GRADIENTS = ("dq", "dk", "dg")
+_GIVEN = tuple(f"{name}_given" for name in _GRADIENTS)
+
+
+def _part_gradients(call: _Call, args: Args, decayed: _Decayed | None, do, hs, dhs, kinds, grads, part):
+    """``(dq, dk, dg)`` with those of a part's chunks, from the states before and the gradients after each of them.
+
+    With mild vector gates each program overwrites what no other reads, its own part of the decayed q and k and of their
+    factor; also returns what is left of these.
+    """
+    qd, kd, factor, sums, halved, _ = decayed or [None] * 6
+
+    def launch(plan, q, k, factor, given):
+        return plan.launch(
+            q=q, k=k, v=args.value, g=args.g, gamma=args.g_gamma, factor=factor, sums=sums, do=do, hs=hs, dhs=dhs,
+            halved=halved, **dict(zip(_GIVEN, given, strict=True)), cu_seqlens=args.cu_seqlens,
+        )  # fmt: skip
+
+    q, k = call.specs.query, call.specs.key
+    outputs = kinds if grads[0] is None else _GIVEN
+    if not (decayed and call.mild):
+        plan = _gradient_plan(call, q, k, _spec(do), False, False, outputs, part)
+        return decayed, launch(plan, args.query, args.key, None, grads)
+    own = [name if kind[1] == call.dtype else None for name, kind in zip(("q", "k", "factor"), kinds, strict=True)]
+    outputs = tuple(name or other for name, other in zip(own, outputs, strict=True))
+    given = [None if name else x for name, x in zip(own, grads, strict=True)]
+    plan = _gradient_plan(call, _spec(qd), _spec(kd), _spec(do), True, False, outputs, part)
+    grads = launch(plan, qd, kd, factor, given)
+    plan = _gradient_plan(call, q, k, _spec(do), False, True, _GIVEN, part)
+    grads = launch(plan, args.query, args.key, None, grads)
+    return decayed._replace(**{name: x for name, x in zip(own, grads, strict=True) if name}), grads
 
 
 def _gamma_gradient(call: _Call, dg):

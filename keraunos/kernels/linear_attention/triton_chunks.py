@@ -12,6 +12,7 @@ from keraunos.kernels.linear_attention.triton_kernels import (
     load_gamma,
     load_gate,
     locate,
+    locate_chunk,
     ones_dot,
 )
 
@@ -100,7 +101,7 @@ def decay_kernel(
 def halving_kernel(
     q, k, g, gamma, halved, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
-    stride_gamma_b, scale, T, N,
+    stride_gamma_b, scale, T, N, L, M, F,
     intra,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr,
@@ -110,18 +111,19 @@ def halving_kernel(
 
     At each level the pairs between the halves of a block factor at their boundary into ``exp(gates from the boundary to
     i) * exp(gates from j to the boundary)``, both at most 1, so each level is one tile ``y = (q in later halves, k in
-    earlier halves) * factor`` and one product ``y y^T``; the diagonal has no decay. MILD of 0: all chunks.
+    earlier halves) * factor`` and one product ``y y^T``; the diagonal has no decay. MILD of 0: all chunks. L, M, F: as
+    in ``locate_chunk``.
     """
     NB: tl.constexpr = (H + BH - 1) // BH
-    i_s = tl.program_id(0) // NB
+    i_o = tl.program_id(0) // NB
     i_h0 = (tl.program_id(0) % NB) * BH
-    i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, BT, PACKED, True, BN)
+    i_n, begin, length, i_c, i_s = locate_chunk(cu_seqlens, i_o, T, N, L, M, F, BT, PACKED, BN)
     if i_c * BT >= length:
         return
     o_h = tl.arange(0, BH)
     m_strong = i_h0 + o_h < H
     if MILD > 0:
-        m_strong = tl.load(halved + i_s.to(tl.int64) * H + i_h0 + o_h, mask=m_strong, other=0) != 0
+        m_strong = tl.load(halved + i_s * H + i_h0 + o_h, mask=m_strong, other=0) != 0
         if tl.max(m_strong.to(tl.int32), 0) == 0:
             return
     i_b = 0 if PACKED else i_n.to(tl.int64)
@@ -160,7 +162,7 @@ def halving_kernel(
                     b_l = tl.dot(b_y, tl.trans(b_y), input_precision=PRECISION)
                     b_a += tl.where(m_pair & later[:, None], b_l, 0.0)
                     m *= 2
-            p_a = intra + (i_s.to(tl.int64) * H + i_h) * BT * BT
+            p_a = intra + (i_o.to(tl.int64) * H + i_h) * BT * BT
             tl.store(p_a + o_t[:, None] * BT + o_t[None, :], (b_a * scale).to(dtype))
 
 
@@ -257,9 +259,9 @@ def scalar_gradients(
 
 @triton.jit
 def gradient_kernel(
-    q, k, v, g, gamma, factor, sums, do, hs, dhs, halved, dq_mild, dk_mild, dg_mild, cu_seqlens,
+    q, k, v, g, gamma, factor, sums, do, hs, dhs, halved, dq_given, dk_given, dg_given, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N,
+    stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N, L, M, F,
     dq, dk, dg,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
@@ -273,19 +275,20 @@ def gradient_kernel(
     through q and dq, to after it through k and dk, and across it through both states. All these are sums of what is
     there, never differences that cancel. With scalar or constant gates (GATE < 2) dg is one value per token and tile of
     K. MILD: q and k come from ``decay_kernel``, with its ``factor``, and chunks that are ``halved`` get nothing of use;
-    HALVED: only these.
+    HALVED: only these. L, M, F: as in ``locate_chunk``. ``dq_given``, ``dk_given`` and ``dg_given`` have no values that
+    are read: dq, dk and dg may overwrite them.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NB: tl.constexpr = (H + BH - 1) // BH
     i_k = tl.program_id(0) % NK
     i_h0 = (tl.program_id(0) // NK) % NB * BH
-    i_s = tl.program_id(0) // (NK * NB)
-    i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, BT, PACKED, True, BN)
+    i_o = tl.program_id(0) // (NK * NB)
+    i_n, begin, length, i_c, i_s = locate_chunk(cu_seqlens, i_o, T, N, L, M, F, BT, PACKED, BN)
     if i_c * BT >= length:
         return
     if HALVED:
         o_h = tl.arange(0, BH)
-        m_h = tl.load(halved + i_s.to(tl.int64) * H + i_h0 + o_h, mask=i_h0 + o_h < H, other=0)
+        m_h = tl.load(halved + i_s * H + i_h0 + o_h, mask=i_h0 + o_h < H, other=0)
         if tl.max(m_h, 0) == 0:
             return
     for i in range(BH):
@@ -306,8 +309,8 @@ def gradient_kernel(
             p_o = do + (i_b * stride_ob + base * stride_ot + i_h * stride_oh) * UNIT
             p_q = q + (i_b * stride_qb + base * stride_qt + i_h * stride_qh) * UNIT
             p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh) * UNIT
-            i_slot = i_s.to(tl.int64) * H + i_h
-            i_state = i_slot * K * V
+            i_slot = i_s * H + i_h
+            i_state = (i_o.to(tl.int64) * H + i_h) * K * V
             b_gamma = 0.0
             if GAMMA:
                 b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)

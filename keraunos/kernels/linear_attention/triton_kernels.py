@@ -47,6 +47,24 @@ def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, 
 
 
 @triton.jit
+def locate_chunk(cu_seqlens, i_o, T, N, L, M, F, BT, PACKED: tl.constexpr, BN: tl.constexpr):
+    """Slot among the chunks of a part -> (sequence, its first token, its length, chunk, slot among all chunks).
+
+    L: tokens per segment, of which the part has M from the F-th on. A slot for no chunk gets one beyond the sequence.
+    """
+    if PACKED:
+        i_n, begin, length, i_c = locate(cu_seqlens, i_o, T, N, BT, True, True, BN)
+        i_s = i_o.to(tl.int64)
+    else:
+        count = tl.cdiv(M, BT)
+        i_n, begin, length, i_g = locate(cu_seqlens, i_o // count, T, N, L, False, True, 1)
+        i_c = F // BT + i_o % count
+        i_c = tl.where(i_c * BT < L, i_g * (L // BT) + i_c, length)
+        i_s = i_n.to(tl.int64) * tl.cdiv(T, BT) + i_c
+    return i_n, begin, length, i_c, i_s
+
+
+@triton.jit
 def upper(x):
     """The upper 8 bits of x, which bf16 holds; by their mask: arithmetic could be contracted away."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
@@ -98,16 +116,17 @@ def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT: tl.constexpr):
 
 @triton.jit
 def scan_kernel(
-    q, k, v, g, gamma, sums, halved, intra, h0, cu_seqlens,
+    q, k, v, g, gamma, sums, halved, intra, h0, into, cu_seqlens,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
-    scale, T, N, L, P,
+    scale, T, N, L, P, M, F,
     o, ht, hs, total,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
     stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
-    ADJOINT: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
-    OUTPUT: tl.constexpr, CHUNKS: tl.constexpr, STATE_T: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    ADJOINT: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, INIT: tl.constexpr,
+    FINAL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, STATE_T: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk a sequence, or one segment of it, chunk by chunk, with a tile of the state in registers.
 
@@ -118,9 +137,11 @@ def scan_kernel(
     GATE: 0 none, 1 per token ``[B, T, H]``, 2 per token and dimension of k: then q and k come from ``decay_kernel``,
     decayed from and to their chunk's start, with its ``sums``; of a chunk that is ``halved`` (MILD of 0: all), k is
     decayed to the end, and the pairs are in ``intra``. INIT: 0 zeros, 1 h0 of the sequence, 2 h0 of the
-    segment. FINAL: 0 none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of the piece, if anything
-    of it is left at its segment's end. CHUNKS: write the state before each chunk to hs. STATE_T: h0 and ht are ``[V,
-    K]`` in memory. L: tokens per segment, or per piece where FINAL is 2.
+    walk, 3 h0 of the walk's part. FINAL: 0 none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of
+    the piece, if anything of it is left at its segment's end, 3 ht of the walk. SAVE: write to hs the state before
+    each chunk (1) or part (2). STATE_T: h0 and ht are ``[V, K]`` in memory. L: tokens per segment, or per piece where
+    FINAL is 2. PART: walk only M tokens from the F-th on, of the sequence or of each segment; of M tokens are the
+    parts in INIT and SAVE, too. ``into`` has no values: o may overwrite it.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -137,6 +158,9 @@ def scan_kernel(
     i_b = 0 if PACKED else i_n.to(tl.int64)
     first = i_g * L if SPLIT else i_g
     size = (tl.minimum(length - first, L) if SPLIT else length).to(tl.int32)
+    if PART:
+        first += F
+        size = tl.maximum(tl.minimum(size - F, M), 0)
     b_gamma = 0.0
     if GAMMA and GATE < 2:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
@@ -169,12 +193,21 @@ def scan_kernel(
         p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh + o_t * stride_gt
     i_slot = (begin // BT + i_n) if PACKED else (i_b * tl.cdiv(T, BT))
     i_slot = (i_slot + first // BT + ((n_c - 1) if REVERSE else 0)) * H + i_h  # of the chunk
+    # From the chunk's slot to that in intra and hs, which have the chunks of a part side by side.
+    walked = L if SPLIT else T
+    to_own = i_slot * 0
+    if (SPLIT or PART) and not PACKED:
+        i_own = i_s.to(tl.int64) * tl.cdiv(M if PART else walked, BT) + ((n_c - 1) if REVERSE else 0)
+        to_own = i_own * H + i_h - i_slot
     dtype: tl.constexpr = k.dtype.element_ty
 
     o_s = o_v[:, None] * (K if STATE_T else 1) + o_k[None, :] * (1 if STATE_T else V)
     m_s = (o_v < V)[:, None] & m_k
     if INIT > 0:
-        i_init = (i_n if INIT == 1 else i_s).to(tl.int64) * H + i_h
+        i_init = (i_n if INIT == 1 else i_s).to(tl.int64)
+        if INIT == 3:
+            i_init = i_init * tl.cdiv(walked, M) + F // M
+        i_init = i_init * H + i_h
         b_s = tl.load(h0 + i_init * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BV, BK]
     else:
         b_s = tl.zeros([BV, BK], dtype=tl.float32)
@@ -203,9 +236,16 @@ def scan_kernel(
         n_rest = size - ((n_c - 1 - i) if REVERSE else i) * BT
         m_t = o_p < n_rest
         step = -tl.minimum(n_rest, BT) if REVERSE else BT
-        if CHUNKS:
-            p_s = hs + i_slot * K * V + o_v[:, None] + o_k[None, :] * V
+        if SAVE == 1:
+            p_s = hs + (i_slot + to_own) * K * V + o_v[:, None] + o_k[None, :] * V
             tl.store(p_s, b_s.to(hs.dtype.element_ty), mask=m_s)
+        if SAVE == 2:
+            n_part = M // BT
+            i_c = (n_c - 1 - i) if REVERSE else i
+            if ((i == 0) | ((i_c + 1) % n_part == 0)) if REVERSE else (i_c % n_part == 0):
+                i_part = i_s.to(tl.int64) * tl.cdiv(walked, M) + i_c // n_part
+                p_s = hs + (i_part * H + i_h) * K * V + o_v[:, None] + o_k[None, :] * V
+                tl.store(p_s, b_s.to(hs.dtype.element_ty), mask=m_s)
         b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)  # [BT, BK]
         b_v = tl.load(p_v + o_t[:, None] * stride_vt + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)  # [BT, BV]
         if OUTPUT:
@@ -246,7 +286,7 @@ def scan_kernel(
                 # intra is [query's token, key's token]; in an adjoint run the two change places.
                 o_c = (o_t - BT - step) if REVERSE else o_t
                 o_a = o_c[:, None] * (BT if ADJOINT else 1) + o_c[None, :] * (1 if ADJOINT else BT)
-                p_a = intra + i_slot * BT * BT + o_a
+                p_a = intra + (i_slot + to_own) * BT * BT + o_a
                 m_a = m_t[:, None] & m_t[None, :]
                 if MILD > 0:
                     b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BT (j), BT (i)]
