@@ -1,0 +1,1 @@
+"""Other projects' functions, by their names and arguments, computed by keraunos."""

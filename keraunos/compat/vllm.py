@@ -1,0 +1,156 @@
+"""vLLM's functions for lightning attention, as drop-ins: ``docs/vllm.md`` shows how, and what is different.
+
+The layout is vLLM's, ``[B, H, T, D]``, there is no softmax scale, and decays are slopes s >= 0, of which a step back is
+``exp(-s)``. What is computed is ``S_t = exp(-s) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` for every token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from keraunos import serving
+from keraunos.modules.gla_attention import gla_attention
+
+# Slopes are a model's constants: their negatives are made once.
+_negatives: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def lightning_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ed: torch.Tensor,
+    block_size: int = 256,
+    kv_history: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lightning attention over whole prompts, which keeps the state before each block of tokens.
+
+    Args:
+        q: ``[B, H, T, D]``, bfloat16, float16 or float32.
+        k: ``[B, H, T, D]``.
+        v: ``[B, H, T, E]``.
+        ed: the slopes, >= 0: ``[H]``, ``[H, 1, 1]`` or ``[1, H, 1, 1]``.
+        block_size: tokens per block.
+        kv_history: ``[B, H, D, E]``, the state before the first token; zeros if None. It is not changed.
+
+    Returns:
+        The output ``[B, H, T, E]`` in q's dtype, and ``[B, H, ceil(T / block_size) + 1, D, E]`` in float32: the state
+        before each block, then the last state. Both have gradients for q, k, v, ed and kv_history.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: an argument is no tensor or has a wrong dtype.
+
+    Example:
+        >>> import torch
+        >>> from keraunos.compat.vllm import lightning_attention
+        >>> q = torch.ones(1, 2, 600, 16)
+        >>> output, kv = lightning_attention(q, q, q, torch.tensor([0.5, 1.0]))
+        >>> tuple(output.shape), tuple(kv.shape)
+        ((1, 2, 600, 16), (1, 2, 4, 16, 16))
+    """
+    _check("lightning_attention", q, k, v)
+    if not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"lightning_attention: block_size is {block_size!r}; expected an integer >= 1")
+    B, H, T, D = q.shape
+    E = v.shape[-1]
+    gamma = _gamma("lightning_attention", ed, H)
+    state = q.new_zeros(B, H, D, E, dtype=torch.float32) if kv_history is None else kv_history.float()
+    if state.shape != (B, H, D, E):
+        raise ValueError(
+            f"lightning_attention: kv_history has shape {tuple(state.shape)}; expected [B, H, D, E] = {(B, H, D, E)}"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    whole = T // block_size
+    end = whole * block_size
+    outputs, states = [], [state[:, None]]
+    if whole:
+        # A block's own state, then the one before it, then the outputs: all blocks at once.
+        blocks = [x[:, :end].reshape(B * whole, block_size, H, -1) for x in (q, k, v)]
+        _, own = gla_attention(*blocks, None, gamma, softmax_scale=1.0, return_state=True)
+        states = [_carry(state, own.unflatten(0, (B, whole)), gamma * block_size)]
+        before = states[0][:, :-1].flatten(0, 1)
+        outputs = [gla_attention(*blocks, None, gamma, before, softmax_scale=1.0).reshape(B, end, H, E)]
+    if end < T or not T:
+        rest = (x[:, end:] for x in (q, k, v))
+        output, last = gla_attention(
+            *rest, None, gamma, states[-1][:, -1], softmax_scale=1.0, return_state=True
+        )  # fmt: skip
+        outputs.append(output)
+        if T:
+            states.append(last[:, None])
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    kv = states[0] if len(states) == 1 else torch.cat(states, 1)
+    return output.transpose(1, 2), kv.transpose(1, 2)
+
+
+def _carry(state: torch.Tensor, own: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+    """The states before and after n blocks ``[B, n + 1, H, D, E]``, from the first one and the blocks' own."""
+    states = torch.cat([state[:, None], own], 1)
+    reach = 1
+    while reach < states.shape[1]:
+        # Each has what its own and the blocks up to ``reach`` - 1 before it add; take as many blocks more.
+        earlier = (gamma * reach).exp()[:, None, None] * states[:, :-reach]
+        states = torch.cat([states[:, :reach], states[:, reach:] + earlier], 1)
+        reach *= 2
+    return states
+
+
+def linear_decode_forward_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_caches: torch.Tensor,
+    slope_rate: torch.Tensor,
+    slot_idx: torch.Tensor,
+    BLOCK_SIZE: int = 32,
+) -> torch.Tensor:
+    """One token for each request, whose states are updated in place.
+
+    Args:
+        q: ``[B, H, 1, D]``, bfloat16, float16 or float32; likewise k and v.
+        k: the keys.
+        v: the values.
+        kv_caches: ``[slots, H, D, D]``, float32 or bfloat16.
+        slope_rate: the slopes, >= 0: ``[H]``, ``[H, 1, 1]`` or ``[1, H, 1, 1]``.
+        slot_idx: ``[B]``, int32 or int64, where each request's state is; -1: padding, nothing is touched.
+        BLOCK_SIZE: taken and not needed.
+
+    Returns:
+        ``[B, H * D]`` in q's dtype, zeros for padding.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: an argument is no tensor or has a wrong dtype.
+    """
+    _check("linear_decode_forward_triton", q, k, v)
+    B, H, T, _ = q.shape
+    if T != 1:
+        raise ValueError(f"linear_decode_forward_triton: q has shape {tuple(q.shape)}; expected one token per request")
+    gamma = _gamma("linear_decode_forward_triton", slope_rate, H)
+    q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
+    output, _ = serving.decode(q, k, v, kv_caches, slot_idx, g_gamma=gamma, softmax_scale=1.0)
+    return output.reshape(B, -1)
+
+
+def _check(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: {label} is of type {type(x).__qualname__}; expected a torch.Tensor")
+        if x.ndim != 4 or x.shape[:3] != q.shape[:3]:
+            raise ValueError(f"{name}: {label} has shape {tuple(x.shape)}; expected [B, H, T, D], like q")
+
+
+def _gamma(name: str, slopes: torch.Tensor, H: int) -> torch.Tensor:
+    """The log of the decay ``[H]``."""
+    if tuple(slopes.shape) not in ((H,), (H, 1, 1), (1, H, 1, 1)):
+        raise ValueError(
+            f"{name}: slopes have shape {tuple(slopes.shape)}; expected [H], [H, 1, 1] or [1, H, 1, 1] with H = {H}"
+        )
+    if slopes.requires_grad:
+        return -slopes.float().reshape(H)
+    made = _negatives.get(slopes)
+    if made is None or made[0] != slopes._version:
+        made = _negatives[slopes] = slopes._version, -slopes.detach().float().reshape(H)
+    return made[1]
