@@ -133,12 +133,12 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
 
         def run(args):
             flat, differentiate = [], forward_ad._current_level >= 0
-            for x in args:
+            for x, name in zip(args, names, strict=True):
                 if x is not None:
                     if isinstance(x, np.ndarray):
                         x = constant(x, args[0].device)
                     else:
-                        x = _rows(x)
+                        x = x.contiguous() if name in _DENSE else _rows(x)
                         differentiate |= x.requires_grad
                 flat.append(x)
             if _watched(flat):
@@ -173,6 +173,8 @@ def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bo
     return prepare
 
 
+# Arguments that kernels take without strides.
+_DENSE = ("g_gamma", "initial_state")
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 

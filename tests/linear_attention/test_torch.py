@@ -267,3 +267,11 @@ def test_meta_tensors_give_shapes():
     output, state = call(*(x if x is None else x.to(torch.bfloat16) for x in args))
     assert (output.shape, output.dtype) == ((1, 20, 2, 8), torch.bfloat16)
     assert (state.shape, state.dtype) == ((1, 2, 16, 8), torch.float32)
+
+
+def test_slices_of_fused_states_and_decays():
+    """What has no token axis may be a view, too."""
+    q, k, v, *_ = arguments(False, B=2, gamma=2)
+    states, decays = torch.randn(2, 3, *q.shape[2:], q.shape[-1]), -torch.rand(2, 2, 2)
+    want = call(q, k, v, None, decays[:, 1].contiguous(), states[:, 1].contiguous())
+    assert same(call(q, k, v, None, decays[:, 1], states[:, 1]), want)
