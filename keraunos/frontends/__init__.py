@@ -8,6 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+# Among the residuals of a forward: its first output.
+OUTPUT = object()
+
 
 class Device(NamedTuple):
     """Where a call runs."""

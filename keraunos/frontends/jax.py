@@ -218,6 +218,6 @@ def length(n: int) -> int:
     return n
 
 
-def seed(rng: jax.Array) -> jax.Array:
+def seed(rng: jax.Array, like: jax.Array) -> jax.Array:
     """Two integers of 32 bits that follow from a key."""
     return jax.random.bits(rng, (2,), jnp.uint32)

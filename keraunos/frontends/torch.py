@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from keraunos.frontends import Device
+from keraunos.frontends import OUTPUT, Device
 from keraunos.frontends.torch_launch import remembered
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -37,14 +37,17 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
             None, ``opts`` can be pickled, there are two outputs, and ``forward.residuals`` are functions by the
             residuals' names, ``(args, opts) -> (shape, dtype name)`` or None where there can be none (each may be None
             all the same); without it there are no residuals.
+            The first may be ``OUTPUT``: the first output itself.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``. Where a residual can be,
             but was None, it may be given a tensor without values.
         outputs: ``(args, opts) ->`` for each output ``(shape, dtype name)``, None for one that is not there.
         differentiated: ``(args, opts) -> args``, None in place of those that have no gradient.
     """
     kind = typing.get_type_hints(forward)["args"]
-    names, residuals = kind._fields, getattr(forward, "residuals", {})
-    n = len(names)
+    names, given_back = kind._fields, getattr(forward, "residuals", {})
+    # Operators may not return a tensor twice.
+    residuals = {name: shape for name, shape in given_back.items() if shape is not OUTPUT}
+    n, shared = len(names), len(given_back) - len(residuals)
     name = f"{forward.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
 
     @functools.lru_cache(maxsize=4096)
@@ -68,6 +71,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
     def run_forward(*flat):
         opts = decode(flat[n])
         made = launchers(opts)[0](list(flat[:n]))
+        made = (*made[:2], *made[2 + shared :])
         args = kind(*flat[:n])
         shapes = (*outputs(args, opts), *(shape(args, opts) for shape in residuals.values()))
         return tuple(_room(like, flat[0]) if x is None else x for x, like in zip(made, shapes, strict=True))
@@ -83,13 +87,13 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
 
     tensors = ", ".join(f"Tensor? {name}" for name in names)
     forward_op = _operator(f"{name}_forward", f"({tensors}, str opts)", 2 + len(residuals), run_forward, traced_forward)
-    kept = "".join(f"Tensor {name}, " for name in residuals)
+    kept = "".join(f"Tensor {name}, " for name in given_back)
     backward_op = _operator(
         f"{name}_backward", f"({tensors}, {kept}Tensor d0, Tensor? d1, str opts)", n, run_backward, traced_backward
     )
 
     def save(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:n], *output[2:])
+        ctx.save_for_backward(*inputs[:n], *output[:shared], *output[2:])
         ctx.opts, ctx.shape = inputs[n], output[0].shape
         ctx.set_materialize_grads(False)
 
@@ -321,6 +325,6 @@ def length(n: int | torch.SymInt) -> int:
     return n if isinstance(n, int) else n.node.hint
 
 
-def seed(rng: torch.Generator) -> torch.Tensor:
-    """Two integers of 32 bits, the next that a generator gives."""
-    return torch.randint(1 << 32, (2,), generator=rng, device=rng.device)
+def seed(rng: torch.Generator, like: torch.Tensor) -> torch.Tensor:
+    """Two integers of 32 bits, the next that a generator gives, on the device of ``like``."""
+    return torch.randint(1 << 32, (2,), generator=rng, device=rng.device).to(like.device, non_blocking=True)

@@ -290,9 +290,15 @@ for _algorithm in ("decode", "verify", "commit", "prefill"):
     for _platform, _backend, _priority, _frameworks in _ROWS:
         _target = f"keraunos.kernels.state_pool.{_platform}:{_algorithm}"
         kernel_registry.register(_algorithm, _platform, _backend, _priority, frameworks=_frameworks)(_target)
-for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
-    kernel_registry.register("attention", _platform, priority=10, frameworks=(_framework,))(
+for _platform, _backend, _priority, _frameworks in _ROWS:
+    kernel_registry.register("attention", _platform, _backend, _priority, frameworks=_frameworks)(
         f"keraunos.kernels.softmax_attention.{_platform}:implementation"
+    )
+NVIDIA = ("an NVIDIA GPU", r"^NVIDIA")
+# Where the vendor's own kernels do the call: nothing of ours is faster.
+for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
+    kernel_registry.register("attention", _platform, Backend.GPU, 40, frameworks=(_framework,), devices=NVIDIA)(
+        f"keraunos.kernels.softmax_attention.{_platform}:preferred"
     )
 HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
 # Where it is the fastest, and everything that it can run.

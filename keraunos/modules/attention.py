@@ -153,7 +153,8 @@ def attention(
         dropout_prob: the probability of dropping a weight; the others are divided by one minus it.
         causal: query t sees keys 0 to t, also where T and S differ.
         sliding_window: ``(left, right)``, or one number for both: query t sees keys ``t - left`` to ``t + right``.
-        platform: ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the best that can run the call.
+        platform: ``"triton"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the best that can
+            run the call.
         cfg: launch configuration; wins over every cache and is never stored.
         return_weights: return the weights too, as they multiply the values; they take memory for ``B H T S`` values.
 
@@ -189,7 +190,9 @@ def attention(
         query, key, value = (x if frontends.framework_of(x) != framework else cast(x, wanted)
                              for x in (query, key, value))  # fmt: skip
     dropout = 0.0 if deterministic else dropout_prob
-    seed = None if not dropout or dropout_rng is None or not framework else frontends.get(framework).seed(dropout_rng)
+    seed = None
+    if dropout and dropout_rng is not None and framework:
+        seed = frontends.get(framework).seed(dropout_rng, query)
     output, weights = default_executor()(
         _OPERATION, query, key, value, bias, softmax_aux, mask, *segments, seed,
         softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=bool(causal or limits.causal),

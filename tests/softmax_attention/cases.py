@@ -13,7 +13,7 @@ import keraunos
 from keraunos.kernels.softmax_attention.interface import Args
 from keraunos.kernels.softmax_attention.reference import attention
 from keraunos.numerics import working_dtype
-from tests.linear_attention.cases import DTYPES, GPU
+from tests.linear_attention.cases import DTYPES, GPU, INTERPRETED
 from tests.numerics import assert_within_rule
 
 NAMES = ("output", "dquery", "dkey", "dvalue", "dbias", "dsinks")
@@ -21,7 +21,10 @@ NAMES = ("output", "dquery", "dkey", "dvalue", "dbias", "dsinks")
 
 def platforms() -> list[tuple[str, str]]:
     """The (platform, framework) pairs that run here."""
-    return [pair for pair in (("xla", "jax"), ("torch", "torch")) if importlib.util.find_spec(pair[1])]
+    if INTERPRETED:
+        return [("triton", "torch")]
+    pairs = [("xla", "jax"), ("torch", "torch")] + ([("triton", "jax"), ("triton", "torch")] if GPU else [])
+    return [pair for pair in pairs if importlib.util.find_spec(pair[1])]
 
 
 @dataclasses.dataclass(frozen=True)

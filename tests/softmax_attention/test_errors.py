@@ -30,7 +30,7 @@ KV = jnp.ones((2, 6, 2, 8))
     ((Q, KV, KV), {"softmax_scale": float("nan")}, TypeError, "softmax_scale is nan"),
     ((Q, KV, KV), {"dropout_prob": 1.0, "deterministic": False}, ValueError, "dropout_prob is 1.0"),
     ((Q, KV, KV), {"dropout_prob": 0.1, "deterministic": False}, ValueError, "dropout_rng is None"),
-    ((Q, KV, KV), {"platform": "triton"}, ValueError, "unknown platform 'triton'"),
+    ((Q, KV, KV), {"platform": "pallas"}, ValueError, "unknown platform 'pallas'"),
     ((Q, KV, KV), {"softmax_dtype": "int8"}, TypeError, "softmax_dtype is int8"),
 ], ids=lambda x: None)  # fmt: skip
 def test_what_is_refused(args, kwargs, error, message):

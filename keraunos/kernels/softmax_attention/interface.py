@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from keraunos import frontends
@@ -148,6 +148,33 @@ def describe(
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def is_for_libraries(arrays: Iterable[str], dtype: str, dims: Mapping[str, int], options: Mapping[str, Any]) -> bool:
+    """Whether a vendor's kernel computes just this call, and nothing is faster: plain and causal ones in 16 bits.
+
+    Args:
+        arrays: the names of those that are given; dtype: of query, key and value; dims: T, S, K and V.
+        options: of the call.
+    """
+    return (
+        set(arrays) == {"query", "key", "value"}
+        and not any(options[name] for name in ("soft_cap", "dropout", "return_weights"))
+        and options["window"] is None
+        and options["softmax_dtype"] == "float32"
+        and dtype in ("bfloat16", "float16")
+        and dims["K"] == dims["V"] <= 128
+        and dims["K"] % 8 == 0
+        and min(dims["T"], dims["S"]) > 0
+        and (dims["T"] == dims["S"] or not options["causal"])
+    )
+
+
+def not_for_libraries(inv: Invocation) -> str | None:
+    """Why a call is not :func:`is_for_libraries`, or None."""
+    if is_for_libraries(inv.arrays, inv.arrays["query"][0], inv.dims, inv.options):
+        return None
+    return "the vendor's kernels take plain and causal calls in 16 bits with head dims up to 128"
 
 
 def over_groups(x: Any, G: int) -> Any:

@@ -17,7 +17,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from keraunos import frontends
-from keraunos.kernels.softmax_attention.interface import Args, Options, blocks, keeps, kernel, over_groups, sinks_of
+from keraunos.kernels.softmax_attention.interface import (
+    Args,
+    Options,
+    blocks,
+    keeps,
+    kernel,
+    not_for_libraries,
+    over_groups,
+    sinks_of,
+)
 
 FIELDS = ("block_q",)
 
@@ -218,3 +227,6 @@ def attention(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 implementation = kernel(__file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates)
+
+# The same where PyTorch's own kernels do the call.
+preferred = replace(implementation, unsupported=not_for_libraries)

@@ -19,7 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from keraunos.frontends import jax as frontend
-from keraunos.kernels.softmax_attention.interface import Args, Options, blocks, keeps, kernel, over_groups, sinks_of
+from keraunos.kernels.softmax_attention.interface import (
+    Args,
+    Options,
+    blocks,
+    is_for_libraries,
+    keeps,
+    kernel,
+    not_for_libraries,
+    over_groups,
+    sinks_of,
+)
 
 FIELDS = ("block_q", "block_k")
 
@@ -283,8 +293,21 @@ _by_block = frontend.differentiable(_forward, _backward)
 _jitted = jax.jit(_at_once, static_argnums=1)
 
 
+def _has_cudnn(x: Any) -> bool:
+    device = frontend.device_of(x)
+    return device.backend == "gpu" and device.kind.startswith("NVIDIA")
+
+
 def attention(args: Args, opts: Options) -> tuple[Any, Any]:
     """See ``interface.py``."""
+    q, k, v = args[:3]
+    given = [name for name, x in zip(Args._fields, args, strict=True) if x is not None]
+    sizes = dict(T=q.shape[1], S=k.shape[1], K=q.shape[3], V=v.shape[3])
+    if _has_cudnn(q) and is_for_libraries(given, frontend.dtype_name(q), sizes, opts._asdict()):
+        o = jax.nn.dot_product_attention(
+            q, k, v, scale=opts.softmax_scale, is_causal=opts.causal, implementation="cudnn"
+        )
+        return o, None
     small = args.query.shape[1] <= opts.cfg.block_q and args.key.shape[1] <= opts.cfg.block_k
     if small or opts.return_weights:
         output, weights = _jitted(args, opts)
@@ -293,3 +316,5 @@ def attention(args: Args, opts: Options) -> tuple[Any, Any]:
 
 
 implementation = kernel(__file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates)
+# The same where cuDNN does the call.
+preferred = replace(implementation, unsupported=not_for_libraries)

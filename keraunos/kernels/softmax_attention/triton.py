@@ -1,0 +1,341 @@
+"""Softmax attention in Triton, for JAX and PyTorch on GPUs: the host code, from shapes and dtypes only.
+
+Forward: one kernel walks over blocks of keys with the online softmax, and keeps the log of each query's sum. Backward:
+the mean of each query's gradient, then the gradients of keys and values by walks over queries, and those of queries by
+walks over keys; a bias has a kernel of its own, which goes over the heads that share it, and the sinks' come as sums of
+blocks of queries. ``block_q`` are the rows of the tile that a program keeps, ``block_k`` those that it walks over: in
+the kernel of keys and values, keys and queries.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from dataclasses import replace
+from typing import Any, cast
+
+from keraunos import frontends
+from keraunos.kernels.softmax_attention import triton_gradients, triton_kernels
+from keraunos.kernels.softmax_attention.interface import Args, Options, kernel
+
+FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
+
+# With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_LOG2E = math.log2(math.e)
+# Queries whose means one program makes; tiles of the bias's gradient.
+_MEANS, _BIAS = 64, 64
+
+
+def _pow2(n: int) -> int:
+    return 1 << max(int(n) - 1, 0).bit_length()
+
+
+def _tile(n: int) -> int:
+    """The tile that holds n dimensions: the tensor cores take 16 at least."""
+    return max(_pow2(n), 16)
+
+
+def _name(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _strides(x: Any) -> tuple[int, ...]:
+    if hasattr(x, "stride"):
+        return x.stride()
+    strides = [1]  # a JAX array is contiguous
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
+
+
+class _Call:
+    """The sizes of one call and what all its launches share."""
+
+    def __init__(self, args: Args, opts: Options):
+        self.args, self.opts = args, opts
+        (self.B, self.T, self.H, self.K), (self.S, self.G, self.V) = args.query.shape, args.value.shape[1:]
+        self.dtype = _name(args.query)
+        # Complete by the contract, whatever its declared type allows.
+        self.cfg = cast(Any, opts.cfg)
+        if min(self.cfg.block_q, self.cfg.block_k) < 16:
+            raise ValueError(f"attention: block_q = {self.cfg.block_q}, block_k = {self.cfg.block_k}; expected at "
+                             "least 16 on triton, whose products take no smaller tiles")  # fmt: skip
+        self.sinks = 0 if args.sinks is None else args.sinks.shape[-1]
+        left, right = opts.window or (None, None)
+        right = 0 if opts.causal else right
+        self.flags = dict(
+            CAP=self.cap(), LEFT=left is not None, RIGHT=right is not None, DROPOUT=opts.dropout > 0,
+            PRECISION="tf32" if self.dtype != "float32" else "ieee" if _INTERPRETED else "bf16x6",
+        )  # fmt: skip
+        self.masks = dict(SEGMENTS=args.query_segments is not None, BIAS=args.bias is not None,
+                          MASK=args.mask is not None)  # fmt: skip
+        # A window that reaches past both ends is as good as any wider one.
+        most = max(self.T, self.S)
+        self.left, self.right = min(left or 0, most), min(right or 0, most)
+        scale, cap = opts.softmax_scale, opts.soft_cap
+        # The running maximum is of products: the factor that follows must not turn them round, nor make -inf nothing.
+        self.negative = scale < 0 and cap is None and args.bias is None
+        unit = cap or (abs(scale) if self.negative else scale)
+        if not unit:
+            unit = 1e-30
+        self.numbers = dict(inner=scale / cap if cap else 0.0, unit=unit * _LOG2E, keep=1 / (1 - opts.dropout))
+        self.threshold = min(round(opts.dropout * 2**31), 2**31 - 1)
+
+    def cap(self) -> int:
+        """How the tangent is computed: the fast instruction is as exact as bfloat16 needs it."""
+        if self.opts.soft_cap is None:
+            return 0
+        if self.dtype == "float32":
+            return 1
+        device = frontends.get(frontends.framework_of(self.args.query)).device_of(self.args.query).kind
+        return 2 if self.dtype == "float16" or _INTERPRETED or "AMD" in device else 3
+
+    def rows(self, **arrays: Any) -> tuple[dict[str, int], dict[str, int]]:
+        """Strides of arrays ``[B, T, H, dim]``: numbers in units, and constants with the unit."""
+        strides = {name: _strides(x) for name, x in arrays.items()}
+        unit = math.gcd(16, *(n for of in strides.values() for n in of[:3]))
+        numbers = {
+            f"stride_{name}{axis}": of[i] // unit for name, of in strides.items() for axis, i in (("b", 0), ("h", 2))
+        }
+        return numbers, {**{f"stride_{name}t": of[1] for name, of in strides.items()}, "UNIT": unit}
+
+    def plane(self, name: str, x: Any) -> dict[str, int]:
+        """Strides of a bias or a mask ``[1 or B, heads, T, S]``."""
+        if x is None:
+            return {f"stride_{name}{axis}": 0 for axis in "bht"}
+        b, h, t, _ = _strides(x)
+        return {f"stride_{name}b": b if x.shape[0] > 1 else 0, f"stride_{name}h": h, f"stride_{name}t": t}
+
+    def shared(self, x: Any) -> int:
+        """Query heads that share a head of the array."""
+        return 1 if x is None else self.H // x.shape[1]
+
+    def sink_heads(self) -> tuple[int, int]:
+        """Stride of the heads of sinks, and query heads that share one."""
+        x = self.args.sinks
+        if not self.sinks or x.ndim == 1:
+            return 0, self.H
+        return _strides(x)[0], self.H // x.shape[0]
+
+    def sizes(self) -> dict[str, int]:
+        return dict(H=self.H, K=self.K, V=self.V, R=self.H // self.G, RB=self.shared(self.args.bias))
+
+    def ids(self) -> dict[str, int]:
+        """Strides of the segment ids."""
+        ids = dict(query=self.args.query_segments, key=self.args.key_segments)
+        return {f"stride_{name}b": 0 if x is None else _strides(x)[0] for name, x in ids.items()}
+
+    def spreads(self, ids: Any, block: int) -> Any:
+        """What segments are in blocks of queries or keys; None without any."""
+        if ids is None:
+            return None
+        B, n = ids.shape
+        NB = -(-n // block)
+        dtype = "int64" if _name(ids) == "int64" else "int32"
+        return frontends.launch(
+            triton_kernels.spread_kernel, (B * NB,), dict(ids=ids, stride_b=_strides(ids)[0], n=n, NB=NB),
+            dict(spreads=((B, 3, NB), dtype)), dict(BLOCK=block), num_warps=1, num_stages=1,
+        )[0]  # fmt: skip
+
+
+def forward(args: Args, opts: Options):
+    """``((output, None), (output, the log of each query's sum))``."""
+    w = _Call(args, opts)
+    strides, fixed = w.rows(q=args.query, k=args.key, v=args.value)
+    BT, BS = w.cfg.block_q, w.cfg.block_k
+    stride_sinks, RN = w.sink_heads()
+    spreads = w.spreads(args.key_segments, BS)
+    inputs = dict(
+        q=args.query, k=args.key, v=args.value, bias=args.bias, sinks=args.sinks, mask=args.mask,
+        query_ids=args.query_segments, key_ids=args.key_segments, spreads=spreads, seed=args.seed,
+        **strides, **w.plane("bias", args.bias), **w.plane("mask", args.mask), stride_sinksh=stride_sinks, **w.ids(),
+        **w.numbers, threshold=w.threshold, left=w.left, right=w.right, T=w.T, S=w.S,
+    )  # fmt: skip
+    constants = dict(
+        **w.sizes(), RM=w.shared(args.mask), RN=RN, **fixed, BT=BT, BS=BS, BK=_tile(w.K), BV=_tile(w.V),
+        BN=_pow2(w.sinks), SINKS=w.sinks, **w.flags, **w.masks, NEGATIVE=w.negative,
+    )  # fmt: skip
+    outputs = dict(o=_output(args, opts), lse=_lse(args, opts))
+    output, lse = frontends.launch(
+        triton_kernels.forward_kernel, (w.B * w.H * -(-w.T // BT),), inputs, outputs, constants,
+        num_warps=w.cfg.num_warps, num_stages=w.cfg.num_stages,
+    )  # fmt: skip
+    return (output, None), (output, lse)
+
+
+def _output(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
+    return (*args.query.shape[:3], args.value.shape[3]), _name(args.query)
+
+
+def _lse(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
+    B, T, H = args.query.shape[:3]
+    return (B, H, T), "float32"
+
+
+forward.residuals = dict(output=frontends.OUTPUT, lse=_lse)  # type: ignore[attr-defined]
+
+
+def backward(args: Args, residuals, grads, opts: Options) -> Args:
+    """The gradients of ``args`` from that of the output."""
+    w, (output, lse), do = _Call(args, opts), residuals, grads[0]
+    mean, dsinks = _means(w, output, do, lse)
+    strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
+    tiles = dict(BK=_tile(w.K), BV=_tile(w.V))
+    bias = dict(**w.plane("bias", args.bias))
+    ends = dict(**w.numbers, threshold=w.threshold, left=w.left, right=w.right)
+    options = dict(num_warps=w.cfg.num_warps, num_stages=w.cfg.num_stages)
+    constants = dict(**w.sizes(), RM=w.shared(args.mask), **fixed, **tiles, **w.flags, **w.masks, NEGATIVE=w.negative)
+    rows, columns = w.cfg.block_q, w.cfg.block_k
+
+    def launch(kernel, grid, spreads, outputs, constants):
+        inputs = dict(
+            q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, query_ids=args.query_segments,
+            key_ids=args.key_segments, spreads=spreads, seed=args.seed, do=do, lse=lse, mean=mean, **strides, **bias,
+            **w.plane("mask", args.mask), **w.ids(), scale=opts.softmax_scale, **ends, T=w.T, S=w.S,
+        )  # fmt: skip
+        return frontends.launch(kernel, grid, inputs, outputs, constants, **options)
+
+    made = dict(dk=(tuple(args.key.shape), w.dtype), dv=(tuple(args.value.shape), w.dtype))
+    grid, own = (w.B * w.G * -(-w.S // rows),), dict(constants, BT=columns, BS=rows)
+    spreads = w.spreads(args.query_segments, columns)
+    if max(w.K, w.V) > 128:
+        # The two sums do not fit the registers at once.
+        dk = launch(triton_gradients.key_kernel, grid, spreads, {**made, "dv": None}, dict(own, DK=True, DV=False))[0]
+        dv = launch(triton_gradients.key_kernel, grid, spreads, {**made, "dk": None}, dict(own, DK=False, DV=True))[1]
+    else:
+        dk, dv = launch(triton_gradients.key_kernel, grid, spreads, made, dict(own, DK=True, DV=True))
+    (dq,) = launch(
+        triton_gradients.query_kernel, (w.B * w.H * -(-w.T // rows),), w.spreads(args.key_segments, columns),
+        dict(dq=(tuple(args.query.shape), w.dtype)), dict(constants, BT=rows, BS=columns),
+    )  # fmt: skip
+    dbias = None
+    if args.bias is not None:
+        shape = tuple(args.bias.shape)
+        block = min(_BIAS, rows)
+        inputs = dict(q=args.query, k=args.key, v=args.value, bias=args.bias, do=do, lse=lse, mean=mean, seed=args.seed,
+                      **strides, **bias, **ends, B=w.B, T=w.T, S=w.S)  # fmt: skip
+        (dbias,) = frontends.launch(
+            triton_gradients.bias_kernel, (shape[0] * shape[1] * -(-w.T // block) * -(-w.S // block),), inputs,
+            dict(dbias=(shape, _name(args.bias))),
+            dict(**w.sizes(), SHARED=shape[0] < w.B, **fixed, BT=block, BS=block, **tiles, **w.flags),
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return Args(dq, dk, dv, dbias, dsinks)
+
+
+def _means(w: _Call, output: Any, do: Any, lse: Any) -> tuple[Any, Any]:
+    """Each query's mean, and the gradient of the sinks."""
+    args = w.args
+    strides, fixed = w.rows(do=do)
+    stride_sinks, RN = w.sink_heads()
+    NT = -(-w.T // _MEANS)
+    mean, parts = frontends.launch(
+        triton_gradients.mean_kernel, (w.B * w.H * NT,),
+        dict(o=output, do=do, lse=lse, sinks=args.sinks, **strides, stride_sinksh=stride_sinks, T=w.T),
+        dict(mean=((w.B, w.H, w.T), "float32"), dsinks=((w.B, w.H, NT, w.sinks), "float32") if w.sinks else None),
+        dict(H=w.H, V=w.V, RN=RN, **fixed, BT=_MEANS, BV=_tile(w.V), BN=_pow2(w.sinks), SINKS=w.sinks),
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+    if args.sinks is None:
+        return mean, None
+    heads, rows = w.H // RN, RN * NT
+    x = parts if w.sinks else lse
+    (dsinks,) = frontends.launch(
+        triton_gradients.sum_kernel, (heads if w.sinks else 0,),
+        dict(x=x, B=w.B, stride_b=w.H * NT * w.sinks, stride_g=rows * w.sinks, n=rows),
+        dict(y=(tuple(args.sinks.shape), _name(args.sinks))),
+        dict(N=w.sinks, BR=max(min(_pow2(rows), 2048 // _pow2(w.sinks)), 1), BN=_pow2(w.sinks)),
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return mean, dsinks
+
+
+def unsupported(inv) -> str | None:
+    """Why Triton cannot run the call, or None."""
+    if inv.backend != "gpu" and not (_INTERPRETED and inv.framework == "torch"):
+        return f"needs a GPU; the call's arrays are on {inv.backend}"
+    if inv.framework == "jax" and importlib.util.find_spec("jax_triton") is None:
+        return "needs the package jax-triton for JAX arrays"
+    if "float64" in (inv.arrays["query"][0], inv.options["softmax_dtype"]):
+        return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
+    if max(inv.dims["K"], inv.dims["V"]) > 256:
+        return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
+    if inv.options["return_weights"]:
+        return "never forms the weights; return_weights needs xla or torch"
+    if "bias" in inv.arrays and {"mask", "query_segments"} & set(inv.arrays):
+        return "takes a bias or a mask, not both; add the mask to the bias as -inf"
+    if inv.arrays.get("query_segments", ("",))[0] in ("uint32", "uint64"):
+        return "takes segment ids of signed integers, or of 8 or 16 bits"
+    return None
+
+
+def heuristic(inv, cfg):
+    """128 rows by blocks of 64, two warpgroups; smaller tiles where registers and shared memory ask for it."""
+    exact, wide = inv.arrays["query"][0] == "float32", max(inv.dims["K"], inv.dims["V"]) > 128
+    if exact:
+        return replace(cfg, block_q=32 if wide else 64, block_k=32, num_warps=4, num_stages=2)
+    return replace(cfg, block_q=128, block_k=32 if wide else 64, num_warps=8, num_stages=2)
+
+
+def candidates(inv, cfg):
+    """Tiles of 64 and 128 rows; of float32 and of wide heads only what their registers hold."""
+    if inv.arrays["query"][0] == "float32":
+        tiles = {(cfg.block_q, cfg.block_k, 4), (32, 16, 4), (128, 32, 8)}
+    else:
+        tiles = {(128, 64, 8), (128, 32, 8), (64, 64, 4), (64, 32, 4), (128, 128, 8)}
+        if max(inv.dims["K"], inv.dims["V"]) > 128:
+            tiles = {(128, 32, 8), (64, 32, 4)}
+    return [
+        replace(cfg, block_q=rows, block_k=columns, num_warps=warps, num_stages=stages)
+        for rows, columns, warps in sorted(tiles)
+        for stages in (2, 3)
+    ]
+
+
+def _shapes(args: Args, opts: Options):
+    return _output(args, opts), None
+
+
+def _differentiated(args: Args, opts: Options) -> Args:
+    return args._replace(mask=None, query_segments=None, key_segments=None, seed=None)
+
+
+def fold(args: Args, size: int) -> Args | None:
+    """``size`` calls at once, stacked along a new first axis, as one call with a larger batch.
+
+    None: sinks have no batch, and what the dropout leaves out follows from the place in it.
+    """
+    if args.sinks is not None or args.seed is not None:
+        return None
+    B = args.query.shape[1]
+
+    def joined(x):
+        if x is None:
+            return None
+        x = x.repeat(B, 1) if x.shape[1] < B else x
+        return x.reshape(-1, *x.shape[2:])
+
+    return Args(*map(joined, args))
+
+
+def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
+    """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
+    if x.size == size * math.prod(shape):
+        return x.reshape(size, *shape)
+    # A bias that the batch of a call shares.
+    return x.reshape(size, -1, *shape).sum(1)
+
+
+_differentiable = frontends.differentiable(forward, backward, (_shapes, _differentiated), (fold, unfold))
+
+
+def attention(args: Args, opts: Options) -> tuple[Any, None]:
+    """See ``interface.py``."""
+    return _differentiable(frontends.framework_of(args.query), opts)(args)[0], None
+
+
+implementation = kernel(
+    __file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates, unsupported=unsupported
+)

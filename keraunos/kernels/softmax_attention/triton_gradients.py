@@ -1,0 +1,319 @@
+"""The Triton kernels of softmax attention's gradients: each weight is computed again, in every kernel that needs it.
+
+With ``p`` the weights before the dropout, ``keep`` its factors, and ``mean`` the sum over keys of ``p dp``, which is
+that of ``o do`` over dimensions::
+
+    dv = (keep p)^T do        dp = keep (do v^T)        dx = p (dp - mean)
+    dq = scale dz k           dk = scale dz^T q         dz = dx (1 - tanh^2)
+
+No kernel adds to what another has written: who owns a row sums all of it. So the same call gives the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from keraunos.kernels.softmax_attention.triton_kernels import (
+    LOG2E,
+    bounds,
+    kept,
+    load_rows,
+    narrowed,
+    scores,
+    store_rows,
+)
+
+
+@triton.jit
+def mean_kernel(
+    o, do, lse, sinks, stride_dob, stride_doh, stride_sinksh, T, mean, dsinks,
+    H: tl.constexpr, V: tl.constexpr, RN: tl.constexpr, stride_dot: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Each query's mean ``[B, H, T]``, and of every BT queries the gradient of the sinks ``[B, H, NT, SINKS]``."""
+    NT = tl.cdiv(T, BT)
+    i_t, i_bh = tl.program_id(0) % NT, tl.program_id(0) // NT
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    t0 = i_t * BT
+    o_t = t0 + tl.arange(0, BT)
+    b_o = load_rows(o + ((i_b * T + t0) * H + i_h) * V, H * V, T - t0, BT, V, BV, True)
+    p_do = do + (i_b * stride_dob + i_h.to(tl.int64) * stride_doh) * UNIT + t0.to(tl.int64) * stride_dot
+    b_do = load_rows(p_do, stride_dot, T - t0, BT, V, BV, True)
+    b_mean = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    row = i_bh.to(tl.int64) * T + o_t
+    tl.store(mean + row, b_mean, mask=o_t < T)
+    if SINKS:
+        o_n = tl.arange(0, BN)
+        p_sink = sinks + (i_h // RN) * stride_sinksh + o_n
+        b_sink = tl.load(p_sink, mask=o_n < SINKS, other=float("-inf")).to(tl.float32) * LOG2E
+        b_lse = tl.load(lse + row, mask=o_t < T, other=float("inf"))
+        b_d = tl.sum(tl.exp2(b_sink[None, :] - b_lse[:, None]) * b_mean[:, None], 0)
+        tl.store(dsinks + tl.program_id(0).to(tl.int64) * SINKS + o_n, -b_d, mask=o_n < SINKS)
+
+
+@triton.jit
+def sum_kernel(x, B, stride_b, stride_g, n, y, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+    """``[groups, N]``: the sums over B and over n rows of ``x[b, group, row, N]``."""
+    i_g = tl.program_id(0)
+    o_r, o_n = tl.arange(0, BR)[:, None], tl.arange(0, BN)
+    acc = tl.zeros([BR, BN], tl.float32)
+    for i_b in range(B):
+        p = x + (tl.full([], 0, tl.int64) + i_b) * stride_b + i_g.to(tl.int64) * stride_g
+        for first in range(0, n, BR):
+            m_x = (first + o_r < n) & (o_n[None, :] < N)
+            acc += tl.load(p + (first + o_r).to(tl.int64) * N + o_n[None, :], mask=m_x, other=0.0)
+    tl.store(y + i_g * N + o_n, tl.sum(acc, 0).to(y.dtype.element_ty), mask=o_n < N)
+
+
+@triton.jit
+def to_queries(
+    dq, b_q, b_do, b_lse, b_mean, b_own, o_t, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast, stride_maskt,
+    inner, unit, keep, threshold, left, right, T, S,
+    K: tl.constexpr, V: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, BS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """What one block of keys adds to the gradient of the queries."""
+    s0 = tl.full([], 0, tl.int64) + i_s * BS
+    o_s = (i_s * BS + tl.arange(0, BS))[None, :]
+    b_other = tl.load(key_ids + o_s, mask=o_s < S, other=-1) if SEGMENTS and MASKED else o_s
+    b_k = load_rows(k + s0 * stride_kt, stride_kt, S - i_s * BS, BS, K, BK, MASKED)
+    b_v = load_rows(v + s0 * stride_vt, stride_vt, S - i_s * BS, BS, V, BV, MASKED)
+    b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+    b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
+                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
+    b_p = tl.exp2(b_x * (1.0 if BIAS else unit) - b_lse)
+    if DROPOUT:
+        b_dp = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_dp * keep, 0.0)
+    b_dz = b_p * (b_dp - b_mean)
+    if CAP:
+        b_dz *= 1.0 - b_tanh * b_tanh
+    return tl.dot(b_dz.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def query_kernel(
+    q, k, v, bias, mask, query_ids, key_ids, spreads, seed, do, lse, mean,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
+    stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt, stride_queryb, stride_keyb,
+    scale, inner, unit, keep, threshold, left, right, T, S,
+    dq,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
+    stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_dot: tl.constexpr,
+    UNIT: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of BT queries, which walk over the keys as in the forward."""
+    NT = tl.cdiv(T, BT)
+    i_t = NT - 1 - tl.program_id(0) % NT
+    i_bh = tl.program_id(0) // NT
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    t0 = i_t * BT
+    o_r = t0 + tl.arange(0, BT)
+    o_t = o_r[:, None]
+    q += (i_b * stride_qb + i_h.to(tl.int64) * stride_qh) * UNIT + t0.to(tl.int64) * stride_qt
+    do += (i_b * stride_dob + i_h.to(tl.int64) * stride_doh) * UNIT + t0.to(tl.int64) * stride_dot
+    k += (i_b * stride_kb + (i_h // R).to(tl.int64) * stride_kh) * UNIT
+    v += (i_b * stride_vb + (i_h // R).to(tl.int64) * stride_vh) * UNIT
+    if BIAS:
+        bias += i_b * stride_biasb + (i_h // RB).to(tl.int64) * stride_biash
+    if MASK:
+        mask += i_b * stride_maskb + (i_h // RM).to(tl.int64) * stride_maskh
+    b_q = load_rows(q, stride_qt, T - t0, BT, K, BK, True)
+    if NEGATIVE:
+        b_q = (-b_q.to(tl.float32)).to(b_q.dtype)
+    b_do = load_rows(do, stride_dot, T - t0, BT, V, BV, True)
+    row = i_bh.to(tl.int64) * T + o_r
+    b_lse = tl.load(lse + row, mask=o_r < T, other=float("inf"))[:, None]
+    b_mean = tl.load(mean + row, mask=o_r < T, other=0.0)[:, None]
+    lo, hi, whole_lo, whole_hi = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
+    b_own = o_t
+    if SEGMENTS:
+        key_ids += i_b * stride_keyb
+        b_id = tl.load(query_ids + i_b * stride_queryb + o_r, mask=o_r < T, other=-1)
+        NS = tl.cdiv(S, BS)
+        lo, hi, whole_lo, whole_hi = narrowed(
+            lo, hi, whole_lo, whole_hi, b_id, o_r < T, spreads + i_b * 3 * NS, NS, 128
+        )
+        b_own = b_id[:, None]
+    if MASK:
+        whole_lo, whole_hi = lo, lo
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    n_whole = whole_hi - whole_lo
+    for i in range(lo, hi - n_whole):
+        b_dq = to_queries(
+            b_dq, b_q, b_do, b_lse, b_mean, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v, key_ids,
+            bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K, V,
+            stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, True,
+        )  # fmt: skip
+    for i in range(whole_lo, whole_hi):
+        b_dq = to_queries(
+            b_dq, b_q, b_do, b_lse, b_mean, b_own, o_t, i, i_bh, k, v, key_ids,
+            bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K, V,
+            stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, False,
+        )  # fmt: skip
+    store_rows(dq + ((i_b * T + t0) * H + i_h) * K, b_dq * scale, H * K, T - t0, BT, K, BK)
+
+
+@triton.jit
+def to_keys(
+    dk, dv, b_k, b_v, b_other, o_s, i_t, i_bh, q, do, lse, mean, query_ids, bias, mask, seed, stride_biast,
+    stride_maskt, inner, unit, keep, threshold, left, right, T, S,
+    K: tl.constexpr, V: tl.constexpr, stride_qt: tl.constexpr, stride_dot: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What one block of queries adds to the gradients of keys and values; tiles are keys by queries."""
+    t0 = tl.full([], 0, tl.int64) + i_t * BT
+    o_r = i_t * BT + tl.arange(0, BT)
+    o_t = o_r[None, :]
+    b_own = tl.load(query_ids + o_t, mask=o_t < T, other=-1) if SEGMENTS and MASKED else o_t
+    b_q = load_rows(q + t0 * stride_qt, stride_qt, T - i_t * BT, BT, K, BK, MASKED)
+    b_do = load_rows(do + t0 * stride_dot, stride_dot, T - i_t * BT, BT, V, BV, MASKED)
+    if MASKED:
+        b_lse = tl.load(lse + o_r, mask=o_r < T, other=float("inf"))
+        b_mean = tl.load(mean + o_r, mask=o_r < T, other=0.0)
+    else:
+        b_lse, b_mean = tl.load(lse + o_r), tl.load(mean + o_r)
+    b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
+                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
+    b_p = tl.exp2(b_x * (1.0 if BIAS else unit) - b_lse[None, :])
+    m_keep = kept(seed, i_bh, o_t, o_s, threshold) if DROPOUT else o_t
+    if DV:
+        b_w = tl.where(m_keep, b_p * keep, 0.0) if DROPOUT else b_p
+        dv = tl.dot(b_w.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+    if DK:
+        if CAP:
+            # Before the next product, so that fewer registers hold what waits for it.
+            b_p *= 1.0 - b_tanh * b_tanh
+        b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        if DROPOUT:
+            b_dp = tl.where(m_keep, b_dp * keep, 0.0)
+        b_dz = b_p * (b_dp - b_mean[None, :])
+        dk = tl.dot(b_dz.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def key_kernel(
+    q, k, v, bias, mask, query_ids, key_ids, spreads, seed, do, lse, mean,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
+    stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt, stride_queryb, stride_keyb,
+    scale, inner, unit, keep, threshold, left, right, T, S,
+    dk, dv,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
+    stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_dot: tl.constexpr,
+    UNIT: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """The gradients of BS keys and their values (DK, DV: which), which walk over the queries of the R heads in turn."""
+    NS = tl.cdiv(S, BS)
+    # Of a causal call, the first keys are seen by the most queries.
+    i_s, i_bg = tl.program_id(0) % NS, tl.program_id(0) // NS
+    G: tl.constexpr = H // R
+    i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
+    s0 = i_s * BS
+    o_r = s0 + tl.arange(0, BS)
+    o_s = o_r[:, None]
+    k += (i_b * stride_kb + i_g.to(tl.int64) * stride_kh) * UNIT + s0.to(tl.int64) * stride_kt
+    v += (i_b * stride_vb + i_g.to(tl.int64) * stride_vh) * UNIT + s0.to(tl.int64) * stride_vt
+    b_k = load_rows(k, stride_kt, S - s0, BS, K, BK, True)
+    if NEGATIVE:
+        b_k = (-b_k.to(tl.float32)).to(b_k.dtype)
+    b_v = load_rows(v, stride_vt, S - s0, BS, V, BV, True) if DK else b_k
+    lo, hi, whole_lo, whole_hi = bounds(s0, tl.minimum(s0 + BS, S) - 1, T, right, left, RIGHT, LEFT, BT)
+    b_other = o_s
+    if SEGMENTS:
+        query_ids += i_b * stride_queryb
+        b_id = tl.load(key_ids + i_b * stride_keyb + o_r, mask=o_r < S, other=-1)
+        NT = tl.cdiv(T, BT)
+        lo, hi, whole_lo, whole_hi = narrowed(
+            lo, hi, whole_lo, whole_hi, b_id, o_r < S, spreads + i_b * 3 * NT, NT, 128
+        )
+        b_other = b_id[:, None]
+    if MASK:
+        whole_lo, whole_hi = lo, lo
+    b_dk = tl.zeros([BS, BK], tl.float32) if DK else 0.0
+    b_dv = tl.zeros([BS, BV], tl.float32) if DV else 0.0
+    n_whole = whole_hi - whole_lo
+    for i_r in range(R):
+        i_h = i_g * R + i_r
+        i_bh = i_b * H + i_h
+        p_q = q + (i_b * stride_qb + i_h.to(tl.int64) * stride_qh) * UNIT
+        p_do = do + (i_b * stride_dob + i_h.to(tl.int64) * stride_doh) * UNIT
+        p_bias, p_mask = bias, mask
+        if BIAS:
+            p_bias = bias + i_b * stride_biasb + (i_h // RB).to(tl.int64) * stride_biash
+        if MASK:
+            p_mask = mask + i_b * stride_maskb + (i_h // RM).to(tl.int64) * stride_maskh
+        for i in range(lo, hi - n_whole):
+            b_dk, b_dv = to_keys(
+                b_dk, b_dv, b_k, b_v, b_other, o_s, tl.where(i < whole_lo, i, i + n_whole), i_bh, p_q, p_do,
+                lse + i_bh * T, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
+                unit, keep, threshold, left, right, T, S, K, V, stride_qt, stride_dot, BT, BK, BV, CAP, LEFT, RIGHT,
+                SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, True,
+            )  # fmt: skip
+        for i in range(whole_lo, whole_hi):
+            b_dk, b_dv = to_keys(
+                b_dk, b_dv, b_k, b_v, b_other, o_s, i, i_bh, p_q, p_do,
+                lse + i_bh * T, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
+                unit, keep, threshold, left, right, T, S, K, V, stride_qt, stride_dot, BT, BK, BV, CAP, LEFT, RIGHT,
+                SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, False,
+            )  # fmt: skip
+    if DK:
+        store_rows(dk + ((i_b * S + s0) * G + i_g) * K, b_dk * scale, G * K, S - s0, BS, K, BK)
+    if DV:
+        store_rows(dv + ((i_b * S + s0) * G + i_g) * V, b_dv, G * V, S - s0, BS, V, BV)
+
+
+@triton.jit
+def bias_kernel(
+    q, k, v, bias, do, lse, mean, seed,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
+    stride_biasb, stride_biash, stride_biast, inner, unit, keep, threshold, left, right, B, T, S,
+    dbias,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, SHARED: tl.constexpr,
+    stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_dot: tl.constexpr,
+    UNIT: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of the bias: the sum over the RB heads (SHARED: and the batch) that share it."""
+    NS, NB = tl.cdiv(S, BS), H // RB
+    i_s = tl.program_id(0) % NS
+    i_t = tl.program_id(0) // NS % tl.cdiv(T, BT)
+    i_n = tl.program_id(0) // NS // tl.cdiv(T, BT)
+    first, i_hb = (i_n // NB).to(tl.int64), i_n % NB
+    t0, s0 = i_t * BT, i_s * BS
+    o_t, o_s = (t0 + tl.arange(0, BT))[:, None], (s0 + tl.arange(0, BS))[None, :]
+    bias += first * stride_biasb + i_hb.to(tl.int64) * stride_biash
+    acc = tl.zeros([BT, BS], tl.float32)
+    lo, hi, _, _ = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
+    calls = (B if SHARED else 1) * RB
+    for i in range(0, tl.where((i_s >= lo) & (i_s < hi), calls, 0)):
+        i_b, i_h = first + i // RB, i_hb * RB + i % RB
+        p_q = q + (i_b * stride_qb + i_h.to(tl.int64) * stride_qh) * UNIT + t0.to(tl.int64) * stride_qt
+        p_k = k + (i_b * stride_kb + (i_h // R).to(tl.int64) * stride_kh) * UNIT + s0.to(tl.int64) * stride_kt
+        p_v = v + (i_b * stride_vb + (i_h // R).to(tl.int64) * stride_vh) * UNIT + s0.to(tl.int64) * stride_vt
+        p_do = do + (i_b * stride_dob + i_h.to(tl.int64) * stride_doh) * UNIT + t0.to(tl.int64) * stride_dot
+        row = (i_b * H + i_h) * T + o_t
+        b_lse = tl.load(lse + row, mask=o_t < T, other=float("inf"))
+        b_mean = tl.load(mean + row, mask=o_t < T, other=0.0)
+        b_q = load_rows(p_q, stride_qt, T - t0, BT, K, BK, True)
+        b_k = load_rows(p_k, stride_kt, S - s0, BS, K, BK, True)
+        b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_x, _ = scores(b_x, o_t, o_s, o_t, o_s, bias, bias, stride_biast, stride_biast, inner, unit, left, right, T,
+                        S, CAP, LEFT, RIGHT, False, True, False, True)  # fmt: skip
+        b_do = load_rows(p_do, stride_dot, T - t0, BT, V, BV, True)
+        b_v = load_rows(p_v, stride_vt, S - s0, BS, V, BV, True)
+        b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        if DROPOUT:
+            b_dp = tl.where(kept(seed, i_b * H + i_h, o_t, o_s, threshold), b_dp * keep, 0.0)
+        acc += tl.exp2(b_x - b_lse) * (b_dp - b_mean)
+    p_d = dbias + (i_n.to(tl.int64) * T + o_t) * S + o_s
+    tl.store(p_d, acc.to(dbias.dtype.element_ty), mask=(o_t < T) & (o_s < S))

@@ -1,0 +1,283 @@
+"""The Triton kernel of softmax attention's forward, and what it shares with those of the gradients.
+
+A program holds a tile of rows and walks over the blocks of the other side that the rows may see: BT queries over blocks
+of BS keys, or for the gradients of keys BS keys over blocks of BT queries. Blocks in which everything is visible have a
+loop of their own, without a single comparison; what is nowhere visible is in no loop.
+
+Logits are base 2 and in units: ``b_x * unit`` is the logit, so that the scale is part of one fused multiply-add. With a
+cap, ``b_x`` is the hyperbolic tangent; with a bias, the unit is 1. Offsets inside a tile are of 32 bits, those of tiles
+of 64. Strides that are no constants come in units of UNIT, a constant, as in the linear recurrence's kernels.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_rows(p, stride: tl.constexpr, left, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
+    """``[ROWS, BD]`` from p on; zeros past ``left`` rows (where MASKED) and past D dimensions."""
+    o_r, o_d = tl.arange(0, ROWS)[:, None], tl.arange(0, BD)[None, :]
+    p_x = p + o_r * stride + o_d
+    if MASKED:
+        if D < BD:
+            b_x = tl.load(p_x, mask=(o_r < left) & (o_d < D), other=0.0)
+        else:
+            b_x = tl.load(p_x, mask=o_r < left, other=0.0)
+    elif D < BD:
+        b_x = tl.load(p_x, mask=o_d < D, other=0.0)
+    else:
+        b_x = tl.load(p_x)
+    return b_x
+
+
+@triton.jit
+def store_rows(p, b_x, stride: tl.constexpr, left, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """What :func:`load_rows` would load."""
+    o_r, o_d = tl.arange(0, ROWS)[:, None], tl.arange(0, BD)[None, :]
+    tl.store(p + o_r * stride + o_d, b_x.to(p.dtype.element_ty), mask=(o_r < left) & (o_d < D))
+
+
+@triton.jit
+def bounds(first, last, n, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr):
+    """The blocks of n places that any of ``first`` to ``last`` sees, and in the middle those that all of them see.
+
+    Place i sees ``i - before`` to ``i + after``, unlimited where BEFORE or AFTER is off.
+    """
+    lo, hi, whole_lo, whole_hi = first * 0, first * 0 + n, first * 0, first * 0 + n
+    if BEFORE:
+        lo, whole_lo = tl.maximum(first - before, 0), tl.maximum(last - before, 0)
+    if AFTER:
+        hi, whole_hi = tl.minimum(last + after + 1, n), tl.minimum(first + after + 1, n)
+    lo = lo // BLOCK
+    hi = tl.maximum(tl.cdiv(hi, BLOCK), lo)
+    whole_lo = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK), lo), hi)
+    whole_hi = tl.minimum(tl.maximum(whole_hi // BLOCK, whole_lo), hi)
+    return lo, hi, whole_lo, whole_hi
+
+
+@triton.jit
+def spread(b_id, m_in):
+    """``(lowest id that is no padding, highest, lowest of all)``; the highest is below 0 where all is padding."""
+    highest = tl.max(tl.where(m_in, b_id, -1), 0)
+    lowest = tl.min(tl.where(m_in & (b_id >= 0), b_id, highest), 0)
+    return lowest, highest, tl.min(tl.where(m_in, b_id, highest), 0)
+
+
+@triton.jit
+def spread_kernel(ids, stride_b, n, NB, spreads, BLOCK: tl.constexpr):
+    """:func:`spread` of every block of ids ``[B, n]``: ``[B, 3, NB]``."""
+    i_b, i_n = tl.program_id(0) // NB, tl.program_id(0) % NB
+    o_n = i_n * BLOCK + tl.arange(0, BLOCK)
+    b_id = tl.load(ids + i_b.to(tl.int64) * stride_b + o_n, mask=o_n < n, other=-1)
+    lowest, highest, least = spread(b_id, o_n < n)
+    p = spreads + i_b.to(tl.int64) * 3 * NB + i_n
+    tl.store(p, lowest.to(spreads.dtype.element_ty))
+    tl.store(p + NB, highest.to(spreads.dtype.element_ty))
+    tl.store(p + 2 * NB, least.to(spreads.dtype.element_ty))
+
+
+@triton.jit
+def narrowed(lo, hi, whole_lo, whole_hi, b_id, m_in, spreads, NB, BC: tl.constexpr):
+    """:func:`bounds` without the blocks at both ends whose segments the rows' ids ``b_id`` cannot have.
+
+    The middle is what only has the one id that all rows have, if that is one run of blocks.
+    """
+    lowest, highest, least = spread(b_id, m_in)
+    single = (least == highest) & (highest >= 0)
+    seen_lo, seen_hi, one_lo, one_hi, count = hi, lo, hi, lo, hi * 0
+    for first in range(lo, hi, BC):
+        o_n = first + tl.arange(0, BC)
+        m_n = o_n < hi
+        b_low = tl.load(spreads + o_n, mask=m_n, other=0)
+        b_high = tl.load(spreads + NB + o_n, mask=m_n, other=-1)
+        b_least = tl.load(spreads + 2 * NB + o_n, mask=m_n, other=-1)
+        m_seen = m_n & (b_high >= 0) & (highest >= 0) & (b_low <= highest) & (b_high >= lowest)
+        seen_lo = tl.minimum(seen_lo, tl.min(tl.where(m_seen, o_n, hi), 0))
+        seen_hi = tl.maximum(seen_hi, tl.max(tl.where(m_seen, o_n + 1, lo), 0))
+        m_one = m_n & single & (b_least == highest) & (b_high == highest) & (o_n >= whole_lo) & (o_n < whole_hi)
+        one_lo = tl.minimum(one_lo, tl.min(tl.where(m_one, o_n, hi), 0))
+        one_hi = tl.maximum(one_hi, tl.max(tl.where(m_one, o_n + 1, lo), 0))
+        count += tl.sum(m_one.to(tl.int32), 0)
+    seen_hi = tl.maximum(seen_hi, seen_lo)
+    one_run = (count > 0) & (count == one_hi - one_lo)
+    return seen_lo, seen_hi, tl.where(one_run, one_lo, seen_lo), tl.where(one_run, one_hi, seen_lo)
+
+
+@triton.jit
+def tanh(b_x, CAP: tl.constexpr):
+    """CAP 1: to float32's precision; 2: within 2**-22 or so of 1; 3: NVIDIA's instruction, within 2**-11 of itself."""
+    if CAP == 3:
+        b_y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
+    else:
+        b_y = 1.0 - 2.0 / (tl.exp2(b_x * (2 * LOG2E)) + 1.0)
+        if CAP == 1:
+            # Near 0 that is a difference of nearly equal numbers.
+            x2 = b_x * b_x
+            near = b_x + b_x * x2 * (-0.333333333333333 + x2 * (0.133333333333333 + x2 * (-0.0539682539682540 + x2 * (
+                0.0218694885361552 + x2 * (-0.00886323552990220 + x2 * 0.00359212803657248)))))  # fmt: skip
+            b_y = tl.where(tl.abs(b_x) < 0.45, near, b_y)
+    return b_y
+
+
+@triton.jit
+def mixed(x):
+    """A permutation of the numbers of 32 bits; ``interface.keeps`` says how the dropout follows from it."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def kept(seed, i_bh, o_t, o_s, threshold):
+    """Which weights of a tile the dropout keeps."""
+    head, query = tl.load(seed).to(tl.uint32), tl.load(seed + 1).to(tl.uint32)
+    row = mixed(mixed(head + i_bh.to(tl.uint32)) ^ mixed(query + o_t.to(tl.uint32)))
+    return (mixed(row ^ mixed(o_s.to(tl.uint32) + 0x1E3779B9)) >> 1).to(tl.int32) >= threshold
+
+
+@triton.jit
+def scores(
+    b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left, right, T, S,
+    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """``(logits in units, -inf where not visible; their tanh)`` of products ``b_x``.
+
+    o_t, o_s, b_own, b_other: places and ids of queries and keys, with an axis of 1 so that they broadcast to the tile.
+    """
+    if CAP:
+        b_x = tanh(b_x * inner, CAP)
+    b_tanh = b_x
+    if BIAS:
+        p_bias = bias + o_t.to(tl.int64) * stride_biast + o_s
+        b_bias = tl.load(p_bias, mask=(o_t < T) & (o_s < S), other=0.0)
+        b_x = b_x * unit + b_bias.to(tl.float32) * LOG2E
+    if MASKED:
+        m_seen = (o_t < T) & (o_s < S)
+        if MASK:
+            p_mask = mask + o_t.to(tl.int64) * stride_maskt + o_s
+            m_seen = m_seen & (tl.load(p_mask, mask=m_seen, other=0) != 0)
+        if RIGHT:
+            m_seen = m_seen & (o_s <= o_t + right)
+        if LEFT:
+            m_seen = m_seen & (o_s >= o_t - left)
+        if SEGMENTS:
+            m_seen = m_seen & (b_own == b_other) & (b_own >= 0)
+        b_x = tl.where(m_seen, b_x, float("-inf"))
+    return b_x, b_tanh
+
+
+@triton.jit
+def attend(
+    acc, b_max, b_sum, b_q, b_own, o_t, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast, stride_maskt, inner,
+    unit, threshold, left, right, T, S,
+    K: tl.constexpr, V: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, BS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: the online softmax's step."""
+    s0 = tl.full([], 0, tl.int64) + i_s * BS
+    o_s = (i_s * BS + tl.arange(0, BS))[None, :]
+    b_other = tl.load(key_ids + o_s, mask=o_s < S, other=-1) if SEGMENTS and MASKED else o_s
+    b_k = load_rows(k + s0 * stride_kt, stride_kt, S - i_s * BS, BS, K, BK, MASKED)
+    b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_x, _ = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left, right,
+                    T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
+    factor = 1.0 if BIAS else unit
+    b_max_new = tl.maximum(b_max, tl.max(b_x, 1))
+    b_top = tl.where(b_max_new == float("-inf"), 0.0, b_max_new) * factor
+    b_p = tl.exp2(b_x * factor - b_top[:, None])
+    b_decay = tl.exp2(b_max * factor - b_top)
+    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+    if DROPOUT:
+        b_p = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_p, 0.0)
+    b_v = load_rows(v + s0 * stride_vt, stride_vt, S - i_s * BS, BS, V, BV, MASKED)
+    acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * b_decay[:, None], input_precision=PRECISION)
+    return acc, b_max_new, b_sum
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, bias, sinks, mask, query_ids, key_ids, spreads, seed,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
+    stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt,
+    stride_sinksh, stride_queryb, stride_keyb,
+    inner, unit, keep, threshold, left, right, T, S,
+    o, lse,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
+    RN: tl.constexpr, stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
+    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The output, and for each query the log, base 2, of its sum; inf where it has none.
+
+    Heads of arrays that query heads share: R query heads for each of keys and values, RB of the bias, RM of the mask,
+    RN of the sinks. NEGATIVE: the scale is, and ``unit`` its magnitude.
+    """
+    NT = tl.cdiv(T, BT)
+    # Of a causal call, the longest walks come first; a head's programs run together and share its keys.
+    i_t = NT - 1 - tl.program_id(0) % NT
+    i_bh = tl.program_id(0) // NT
+    i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
+    t0 = i_t * BT
+    o_r = t0 + tl.arange(0, BT)
+    o_t = o_r[:, None]
+    q += (i_b * stride_qb + i_h.to(tl.int64) * stride_qh) * UNIT + t0.to(tl.int64) * stride_qt
+    k += (i_b * stride_kb + (i_h // R).to(tl.int64) * stride_kh) * UNIT
+    v += (i_b * stride_vb + (i_h // R).to(tl.int64) * stride_vh) * UNIT
+    if BIAS:
+        bias += i_b * stride_biasb + (i_h // RB).to(tl.int64) * stride_biash
+    if MASK:
+        mask += i_b * stride_maskb + (i_h // RM).to(tl.int64) * stride_maskh
+    b_q = load_rows(q, stride_qt, T - t0, BT, K, BK, True)
+    if NEGATIVE:
+        b_q = (-b_q.to(tl.float32)).to(b_q.dtype)
+    lo, hi, whole_lo, whole_hi = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
+    b_own = o_t
+    if SEGMENTS:
+        key_ids += i_b * stride_keyb
+        b_id = tl.load(query_ids + i_b * stride_queryb + o_r, mask=o_r < T, other=-1)
+        NS = tl.cdiv(S, BS)
+        lo, hi, whole_lo, whole_hi = narrowed(
+            lo, hi, whole_lo, whole_hi, b_id, o_r < T, spreads + i_b * 3 * NS, NS, 128
+        )
+        b_own = b_id[:, None]
+    if MASK:
+        whole_lo, whole_hi = lo, lo
+    acc = tl.zeros([BT, BV], tl.float32)
+    b_max, b_sum = tl.full([BT], float("-inf"), tl.float32), tl.zeros([BT], tl.float32)
+    n_whole = whole_hi - whole_lo
+    for i in range(lo, hi - n_whole):
+        acc, b_max, b_sum = attend(
+            acc, b_max, b_sum, b_q, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v, key_ids, bias, mask,
+            seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt, stride_vt, BS,
+            BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, True,
+        )  # fmt: skip
+    for i in range(whole_lo, whole_hi):
+        acc, b_max, b_sum = attend(
+            acc, b_max, b_sum, b_q, b_own, o_t, i, i_bh, k, v, key_ids, bias, mask,
+            seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt, stride_vt, BS,
+            BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, False,
+        )  # fmt: skip
+    b_top = b_max * (1.0 if BIAS else unit)
+    if SINKS:
+        o_n = tl.arange(0, BN)
+        p_sink = sinks + (i_h // RN) * stride_sinksh + o_n
+        b_sink = tl.load(p_sink, mask=o_n < SINKS, other=float("-inf")).to(tl.float32) * LOG2E
+        b_all = tl.maximum(b_top, tl.max(b_sink, 0))
+        b_all = tl.where(b_all == float("-inf"), 0.0, b_all)
+        b_decay = tl.exp2(b_top - b_all)
+        b_sum = b_sum * b_decay + tl.sum(tl.exp2(b_sink[None, :] - b_all[:, None]), 1)
+        acc *= b_decay[:, None]
+        b_top = b_all
+    m_any = b_sum > 0
+    b_sum = tl.where(m_any, b_sum, 1.0)
+    b_lse = tl.where(m_any, b_top + tl.log2(b_sum), float("inf"))
+    tl.store(lse + i_bh.to(tl.int64) * T + o_r, b_lse, mask=o_r < T)
+    o += ((i_b * T + t0) * H + i_h) * V
+    store_rows(o, acc * (keep / b_sum)[:, None], H * V, T - t0, BT, V, BV)
