@@ -200,7 +200,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     made = dict(dk=(tuple(args.key.shape), w.dtype), dv=(tuple(args.value.shape), w.dtype))
     grid, own = (w.B * w.G * -(-w.S // rows),), dict(constants, BT=columns, BS=rows)
     spreads = w.spreads(args.query_segments, columns)
-    if max(w.K, w.V) > 128:
+    if max(w.K, w.V) > (64 if w.dtype == "float32" else 128):
         # The two sums do not fit the registers at once.
         dk = launch(triton_gradients.key_kernel, grid, spreads, {**made, "dv": None}, dict(own, DK=True, DV=False))[0]
         dv = launch(triton_gradients.key_kernel, grid, spreads, {**made, "dk": None}, dict(own, DK=False, DV=True))[1]
@@ -213,14 +213,13 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     dbias = None
     if args.bias is not None:
         shape = tuple(args.bias.shape)
-        block = min(_BIAS, rows)
         inputs = dict(q=args.query, k=args.key, v=args.value, bias=args.bias, do=do, lse=lse, mean=mean, seed=args.seed,
                       **strides, **bias, **ends, B=w.B, T=w.T, S=w.S)  # fmt: skip
         (dbias,) = frontends.launch(
-            triton_gradients.bias_kernel, (shape[0] * shape[1] * -(-w.T // block) * -(-w.S // block),), inputs,
+            triton_gradients.bias_kernel, (shape[0] * shape[1] * -(-w.T // _BIAS) * -(-w.S // _BIAS),), inputs,
             dict(dbias=(shape, _name(args.bias))),
-            dict(**w.sizes(), SHARED=shape[0] < w.B, **fixed, BT=block, BS=block, **tiles, **w.flags),
-            num_warps=4, num_stages=1,
+            dict(**w.sizes(), SHARED=shape[0] < w.B, **fixed, BT=_BIAS, BS=_BIAS, **tiles, **w.flags),
+            num_warps=8 if max(w.K, w.V) > 128 else 4, num_stages=1,
         )  # fmt: skip
     return Args(dq, dk, dv, dbias, dsinks)
 
@@ -273,24 +272,28 @@ def unsupported(inv) -> str | None:
 
 def heuristic(inv, cfg):
     """128 rows by blocks of 64, two warpgroups; smaller tiles where registers and shared memory ask for it."""
-    exact, wide = inv.arrays["query"][0] == "float32", max(inv.dims["K"], inv.dims["V"]) > 128
-    if exact:
-        return replace(cfg, block_q=32 if wide else 64, block_k=32, num_warps=4, num_stages=2)
-    return replace(cfg, block_q=128, block_k=32 if wide else 64, num_warps=8, num_stages=2)
+    wide = max(inv.dims["K"], inv.dims["V"]) > 128
+    if inv.arrays["query"][0] == "float32":
+        # Its products are of three parts of each operand; from larger tiles ptxas makes wrong code.
+        rows, columns, num_warps, num_stages = (16, 16, 4, 1) if wide else (64, 16, 4, 2)
+    else:
+        rows, columns, num_warps, num_stages = 128, 32 if wide else 64, 8, 2
+    return replace(cfg, block_q=rows, block_k=columns, num_warps=num_warps, num_stages=num_stages)
 
 
 def candidates(inv, cfg):
     """Tiles of 64 and 128 rows; of float32 and of wide heads only what their registers hold."""
+    wide = max(inv.dims["K"], inv.dims["V"]) > 128
     if inv.arrays["query"][0] == "float32":
-        tiles = {(cfg.block_q, cfg.block_k, 4), (32, 16, 4), (128, 32, 8)}
+        tiles = {(16, 16, 4), (16, 16, 2)} if wide else {(64, 16, 4), (32, 32, 4), (64, 32, 8)}
+    elif wide:
+        tiles = {(128, 32, 8), (64, 32, 4)}
     else:
-        tiles = {(128, 64, 8), (128, 32, 8), (64, 64, 4), (64, 32, 4), (128, 128, 8)}
-        if max(inv.dims["K"], inv.dims["V"]) > 128:
-            tiles = {(128, 32, 8), (64, 32, 4)}
+        tiles = {(128, 64, 8), (128, 32, 8), (64, 64, 4), (64, 32, 4)}
     return [
         replace(cfg, block_q=rows, block_k=columns, num_warps=warps, num_stages=stages)
         for rows, columns, warps in sorted(tiles)
-        for stages in (2, 3)
+        for stages in ((1, 2) if (16, 16, 4) in tiles else (2, 3))
     ]
 
 

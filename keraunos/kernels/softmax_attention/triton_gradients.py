@@ -284,7 +284,8 @@ def bias_kernel(
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of the bias: the sum over the RB heads (SHARED: and the batch) that share it."""
-    NS, NB = tl.cdiv(S, BS), H // RB
+    NB: tl.constexpr = H // RB
+    NS = tl.cdiv(S, BS)
     i_s = tl.program_id(0) % NS
     i_t = tl.program_id(0) // NS % tl.cdiv(T, BT)
     i_n = tl.program_id(0) // NS // tl.cdiv(T, BT)
@@ -307,8 +308,8 @@ def bias_kernel(
         b_q = load_rows(p_q, stride_qt, T - t0, BT, K, BK, True)
         b_k = load_rows(p_k, stride_kt, S - s0, BS, K, BK, True)
         b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_x, _ = scores(b_x, o_t, o_s, o_t, o_s, bias, bias, stride_biast, stride_biast, inner, unit, left, right, T,
-                        S, CAP, LEFT, RIGHT, False, True, False, True)  # fmt: skip
+        b_x, _tanh = scores(b_x, o_t, o_s, o_t, o_s, bias, bias, stride_biast, stride_biast, inner, unit, left, right,
+                            T, S, CAP, LEFT, RIGHT, False, True, False, True)  # fmt: skip
         b_do = load_rows(p_do, stride_dot, T - t0, BT, V, BV, True)
         b_v = load_rows(p_v, stride_vt, S - s0, BS, V, BV, True)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
