@@ -19,10 +19,12 @@ from triton.compiler import ASTSource
 
 from keraunos.kernels.linear_attention import interface
 from keraunos.kernels.linear_attention import triton as platform
+from keraunos.kernels.state_pool import interface as pool_interface
+from keraunos.kernels.state_pool import triton as pool_platform
 from keraunos.ops import Config
 
 BUDGETS = Path(__file__).with_name("budgets.json")
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
 
 # Name -> (dtype, K, V, heads of q, heads of k, gate, gamma, batch, tokens, packed)
 CALLS = {
@@ -34,6 +36,17 @@ CALLS = {
     "scalar gates": ("bfloat16", 128, 128, 64, 64, "scalar", False, 2, 16384, False),
     "vector gates": ("bfloat16", 128, 128, 64, 64, "vector", False, 2, 16384, False),
     "vector gates, float16, wide": ("float16", 256, 96, 32, 32, "vector", True, 1, 4096, False),
+}
+# Name -> (function, dtype, dtype of the pool, K, V, heads of q, heads of k, gate, requests, tokens or drafts, exports)
+SERVING = {
+    "decode": ("decode", "bfloat16", "float32", 128, 128, 64, 64, None, 64, 1, 0),
+    "decode, bfloat16 pool, vector gates": ("decode", "bfloat16", "bfloat16", 128, 128, 64, 8, "vector", 256, 1, 0),
+    "verify": ("verify", "bfloat16", "float32", 128, 128, 64, 64, None, 64, 4, 0),
+    "commit, wide": ("commit", "float16", "float32", 256, 256, 16, 16, "scalar", 64, 4, 0),
+    "prefill": ("prefill", "bfloat16", "float32", 128, 128, 64, 64, None, 32, 65536, 0),
+    "prefill, exports": ("prefill", "bfloat16", "float32", 128, 128, 64, 64, None, 32, 65536, 100),
+    "prefill, few heads": ("prefill", "bfloat16", "float32", 128, 128, 8, 8, None, 2, 65536, 0),
+    "prefill, vector gates": ("prefill", "bfloat16", "bfloat16", 128, 128, 64, 64, "vector", 32, 65536, 100),
 }
 
 
@@ -67,7 +80,6 @@ def resources(kernel, inputs, made, constants, num_warps, num_stages) -> dict[st
 
 def measure(call: str) -> dict[str, dict[str, int]]:
     """The resources of every kernel that a call's forward and backward launch; several launches of one are numbered."""
-    dtype, K, V, H, G, gate, gamma, B, T, packed = CALLS[call]
     found: dict[str, dict[str, int]] = {}
 
     def launch(kernel, grid, inputs, outputs, constants, *, num_warps, num_stages):
@@ -76,22 +88,48 @@ def measure(call: str) -> dict[str, dict[str, int]]:
         found[f"{kernel.__name__} {number}"] = resources(kernel, inputs, made, constants, num_warps, num_stages)
         return tuple(made)
 
-    def empty(*shape, dtype=dtype):
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    with mock.patch.object(platform, "launch", launch):
+        (serve if call in SERVING else attend)(call)
+    return found
 
+
+def empty(*shape, dtype):
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def attend(call: str) -> None:
+    """A call of linear attention, forward and backward."""
+    dtype, K, V, H, G, gate, gamma, B, T, packed = CALLS[call]
     args = interface.Args(
-        empty(B, T, H, K), empty(B, T, G, K), empty(B, T, G, V),
-        {None: None, "scalar": empty(B, T, H), "vector": empty(B, T, H, K)}[gate],
+        empty(B, T, H, K, dtype=dtype), empty(B, T, G, K, dtype=dtype), empty(B, T, G, V, dtype=dtype),
+        {None: None, "scalar": empty(B, T, H, dtype=dtype), "vector": empty(B, T, H, K, dtype=dtype)}[gate],
         empty(H, dtype="float32") if gamma else None,
         None, empty(9, dtype="int32") if packed else None,
     )  # fmt: skip
     cfg = platform.heuristic(interface.describe("gla", args), Config())
     opts = interface.Options(K**-0.5, False, cfg, gate is None)
-    with mock.patch.object(platform, "launch", launch):
-        _, residuals = platform.forward(args, opts)
-        platform.backward(args, residuals, (empty(B, T, H, V), None), opts)
-    return found
+    _, residuals = platform.forward(args, opts)
+    platform.backward(args, residuals, (empty(B, T, H, V, dtype=dtype), None), opts)
+
+
+def serve(call: str) -> None:
+    """A call of a serving function."""
+    op_id, dtype, pool, K, V, H, G, gate, N, T, exports = SERVING[call]
+    rows = {"decode": (N,), "prefill": (T,)}.get(op_id, (N, T))
+    prefill, indices = op_id == "prefill", empty(N, dtype="int32")
+    boundaries = empty(exports, dtype="int32") if exports else None
+    args = pool_interface.Args(
+        empty(*rows, G, K, dtype=dtype), empty(*rows, G, V, dtype=dtype),
+        None if op_id == "commit" else empty(*rows, H, K, dtype=dtype),
+        {None: None, "scalar": empty(*rows, H, dtype=dtype), "vector": empty(*rows, H, K, dtype=dtype)}[gate],
+        None if gate else empty(H, dtype="float32"), empty(512, H, K, V, dtype=pool), indices,
+        indices if op_id == "commit" else None, empty(N + 1, dtype="int32") if prefill else None,
+        empty(N, dtype="bool") if prefill else None, boundaries, boundaries,
+    )  # fmt: skip
+    cfg = pool_platform.heuristic(pool_interface.describe(op_id, args), Config())
+    run = pool_platform._prefill if prefill else pool_platform._steps
+    run(args, pool_interface.Options(op_id, K**-0.5, cfg))
 
 
 if __name__ == "__main__":
-    BUDGETS.write_text(json.dumps({call: measure(call) for call in CALLS}, indent=1) + "\n")
+    BUDGETS.write_text(json.dumps({call: measure(call) for call in (*CALLS, *SERVING)}, indent=1) + "\n")

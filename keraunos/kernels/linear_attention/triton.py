@@ -117,6 +117,39 @@ class _Plan(NamedTuple):
                       num_warps=self.num_warps, num_stages=self.num_stages)  # fmt: skip
 
 
+# Where the states of sequences are in no pool, the kernels' flags for one.
+NO_POOL = dict(POOL=False, MAY_START=False, stride_ss=0, stride_sh=0, stride_sk=0, stride_sv=0)
+
+
+class Pool(NamedTuple):
+    """Where the states of packed sequences come from and go to; as arrays, or as what is known of them."""
+
+    states: Any  # [slots, H, K, V], any strides
+    slots: Any  # [N]; -1: no sequence
+    has_initial: Any = None  # [N], bool
+    exports: Any = None  # for each chunk the slot that the state before it goes to as well; -1: none
+    T: int = 0  # tokens of the row
+    call: Args | None = None  # what is known of the call's arrays, which may say more tokens
+    into: Any = None  # where the output goes
+
+    def specs(self) -> Pool:
+        """What is known of the arrays."""
+        states, slots, has_initial, exports = map(_spec, self[:4])
+        return Pool(states, slots, has_initial, exports, self.T, self.call)
+
+    def arrays(self) -> dict[str, Any]:
+        """The kernels' arguments."""
+        return dict(pool=self.states, slots=self.slots, has_initial=self.has_initial, exports=self.exports)
+
+    def flags(self) -> dict[str, Any]:
+        """The kernels' constants."""
+        strides = {f"stride_s{axis}": n for axis, n in zip("shkv", self.states.strides, strict=True)}
+        return dict(POOL=True, MAY_START=self.has_initial is not None, **strides)
+
+
+NO_STATES = Pool(None, None)
+
+
 class _Call:
     """The sizes of one call, its gates and how its sequences are cut; one object for all calls that are alike."""
 
@@ -224,7 +257,7 @@ def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
 
 @_remember
 def _scan_plan(
-    call: _Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t
+    call: _Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t, pool
 ) -> _Plan:
     H, cfg = call.H, call.cfg
     K, V = k.shape[-1], v.shape[-1]
@@ -257,8 +290,13 @@ def _scan_plan(
         **_strides(k, "k", 1, "t"), **_strides(v, "v", 1, "t"), UNIT=unit, BT=call.BT, BK=_tile(K), BV=BV,
         BN=_pow2(call.N), GATE=call.gate, TERMS=call.terms, MILD=call.mild, ADJOINT=adjoint, SPLIT=split,
         PART=part is not None, INIT=int(init), FINAL=int(final), OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t,
-        EXACT=call.exact, PRECISION=call.precision, **call.flags(reverse),
+        EXACT=call.exact, PRECISION=call.precision, EXPORT=False, **NO_POOL, **call.flags(reverse),
     )  # fmt: skip
+    if pool:
+        # The states are not made, but put where they came from.
+        outputs["ht"] = "pool"
+        outputs["o"] = outputs["o"] if into else ((pool.T, H, V), output)
+        constants |= dict(EXPORT=pool.exports is not None, **pool.flags())
     grid = (slots * H * -(-V // BV),)
     return _Plan(triton_kernels.scan_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
 
@@ -283,7 +321,7 @@ class _Save(IntEnum):
 
 def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, init=_Init.ZERO, decayed=None,
           final=_Final.NONE, state="float32", output=None, into=None, save=_Save.NOTHING, part=None,
-          state_t=False):  # fmt: skip
+          state_t=False, pool=None):  # fmt: skip
     """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
 
     Args:
@@ -295,6 +333,7 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, 
         save: states that are written down.
         part: walk only the part that begins with this token of the walk.
         state_t: states are transposed in memory.
+        pool: where the states of sequences are.
 
     Returns:
         ``(output, final states, states written down, sums of the gates)``.
@@ -304,33 +343,38 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, 
     )
     plan = _scan_plan(
         call, q_spec, k_spec, v_spec, reverse=reverse, adjoint=adjoint, init=init, final=final, state=state,
-        output=output, into=into is not None, save=save, part=part, state_t=state_t,
+        output=output, into=into is not None, save=save, part=part, state_t=state_t, pool=pool and pool.specs(),
     )  # fmt: skip
     # Triton would build other code for absent arrays.
     return plan.launch(
         q=k if q is None else q, k=k, v=v, g=args.g if call.gate == 1 else None, gamma=args.g_gamma,
         sums=decayed and decayed.sums, halved=decayed and decayed.halved, intra=decayed and decayed.intra,
-        h0=h0, into=v if into is None else into, cu_seqlens=args.cu_seqlens,
+        h0=h0, into=v if into is None else into, cu_seqlens=args.cu_seqlens, **(pool or NO_STATES).arrays(),
     )  # fmt: skip
 
 
 @_remember
-def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool) -> _Plan:
-    BK = 8
+def _combine_plan(call: _Call, K: int, V: int, reverse: bool, init: bool, pool: Pool | None = None) -> _Plan:
+    BK, flags = 8, pool.flags() if pool else NO_POOL
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L // call.P, P=call.P)
-    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=_tile(V), GATE=call.gate, INIT=init, **call.flags(reverse))
+    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=_tile(V), GATE=call.gate, INIT=init, **flags,
+                     **call.flags(reverse))  # fmt: skip
     outputs = dict(starts=((call.slots(call.L), call.H, K, V), "float32"))
     return _Plan(triton_kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
 
-def _starts(call: _Call, args: Args, k, v, h0, *, reverse, adjoint=False, decayed=None) -> dict[str, Any]:
+def _starts(call: _Call, args: Args, k, v, h0, *, reverse, adjoint=False, decayed=None, pool=None) -> dict[str, Any]:
     """What each walk starts from: where sequences are cut, the states of their segments ``[slots, H, K, V]``."""
+    if not call.L and pool:
+        return dict(h0=None, init=_Init.SEQUENCE)
     if not call.L:
         return dict(h0=h0, init=_Init.ZERO if h0 is None else _Init.SEQUENCE)
     _, local, _, total = _scan(call, args, None, k, v, reverse=reverse, adjoint=adjoint, final=_Final.PIECE,
                                decayed=decayed)  # fmt: skip
-    plan = _combine_plan(call, k.shape[-1], v.shape[-1], reverse, h0 is not None)
-    (starts,) = plan.launch(local=local, total=total, gamma=args.g_gamma, h0=h0, cu_seqlens=args.cu_seqlens)
+    plan = _combine_plan(call, k.shape[-1], v.shape[-1], reverse, h0 is not None, pool and pool.specs())
+    given = pool or NO_STATES
+    (starts,) = plan.launch(local=local, total=total, gamma=args.g_gamma, h0=h0 if pool is None else pool.states,
+                            cu_seqlens=args.cu_seqlens, slots=given.slots, has_initial=given.has_initial)  # fmt: skip
     return dict(h0=starts, init=_Init.WALK)
 
 
@@ -388,18 +432,21 @@ def _halve(call: _Call, args: Args, decayed: _Decayed | None, part: int | None =
     return decayed._replace(intra=intra)
 
 
-def forward(args: Args, opts: Options):
-    """``((output, final_state), residuals)``: the states that parts or segments start from, where there are any."""
-    call = _call(Args(*map(_spec, args)), opts)
+def forward(args: Args, opts: Options, pool: Pool | None = None):
+    """``((output, final_state), residuals)``: the states that parts or segments start from, where there are any.
+
+    With a pool, which is the final state then, the arrays of tokens have no axis for the batch.
+    """
+    call = _call(pool.call if pool else Args(*map(_spec, args)), opts)
     q, k, v = args.query, args.key, args.value
     decayed = _decay(call, args)
     if decayed:
         q, k = decayed.q, decayed.k
-    starts = _starts(call, args, k, v, args.initial_state, reverse=call.reverse, decayed=decayed)
+    starts = _starts(call, args, k, v, args.initial_state, reverse=call.reverse, decayed=decayed, pool=pool)
     save = _Save.PARTS if call.M and opts.kept else _Save.NOTHING
     output, final, saved, _ = _scan(
         call, args, q, k, v, reverse=call.reverse, **starts, decayed=_halve(call, args, decayed), output=call.dtype,
-        final=_Final.SEQUENCE if opts.state else _Final.NONE, save=save,
+        final=_Final.SEQUENCE if opts.state else _Final.NONE, save=save, pool=pool, into=pool and pool.into,
     )  # fmt: skip
     return (output, final), (saved if call.M else starts["h0"] if call.L else None,)
 

@@ -116,7 +116,7 @@ def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT: tl.constexpr):
 
 @triton.jit
 def scan_kernel(
-    q, k, v, g, gamma, sums, halved, intra, h0, into, cu_seqlens,
+    q, k, v, g, gamma, sums, halved, intra, h0, into, cu_seqlens, pool, slots, has_initial, exports,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
     scale, T, N, L, P, M, F,
     o, ht, hs, total,
@@ -126,7 +126,8 @@ def scan_kernel(
     GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
     ADJOINT: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, INIT: tl.constexpr,
     FINAL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, STATE_T: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, EXPORT: tl.constexpr,
+    stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
 ):  # fmt: skip
     """Walk a sequence, or one segment of it, chunk by chunk, with a tile of the state in registers.
 
@@ -142,6 +143,10 @@ def scan_kernel(
     each chunk (1) or part (2). STATE_T: h0 and ht are ``[V, K]`` in memory. L: tokens per segment, or per piece where
     FINAL is 2. PART: walk only M tokens from the F-th on, of the sequence or of each segment; of M tokens are the
     parts in INIT and SAVE, too. ``into`` has no values: o may overwrite it.
+
+    POOL: the states of sequences are in ``slots`` of ``pool``, which ht is; one in slot -1 is left out. MAY_START:
+    ``has_initial`` says which sequences have a state. EXPORT: ``exports`` has for each chunk the slot that the state
+    before it is copied to, or -1; so it has for the end of a sequence of whole chunks.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -155,6 +160,10 @@ def scan_kernel(
             # Nobody continues from the last segment.
             if (i_g < P) if REVERSE else ((i_g // P + 1) * P * L >= length):
                 return
+    if POOL:
+        slot = tl.load(slots + i_n).to(tl.int64)
+        if slot < 0:
+            return
     i_b = 0 if PACKED else i_n.to(tl.int64)
     first = i_g * L if SPLIT else i_g
     size = (tl.minimum(length - first, L) if SPLIT else length).to(tl.int32)
@@ -203,7 +212,14 @@ def scan_kernel(
 
     o_s = o_v[:, None] * (K if STATE_T else 1) + o_k[None, :] * (1 if STATE_T else V)
     m_s = (o_v < V)[:, None] & m_k
-    if INIT > 0:
+    if POOL:
+        o_pool = i_h * stride_sh + o_v[:, None] * stride_sv + o_k[None, :] * stride_sk
+    if POOL and INIT == 1:
+        m_init = m_s
+        if MAY_START:
+            m_init &= tl.load(has_initial + i_n) != 0
+        b_s = tl.load(pool + slot * stride_ss + o_pool, mask=m_init, other=0.0).to(tl.float32)  # [BV, BK]
+    elif INIT > 0:
         i_init = (i_n if INIT == 1 else i_s).to(tl.int64)
         if INIT == 3:
             i_init = i_init * tl.cdiv(walked, M) + F // M
@@ -246,6 +262,10 @@ def scan_kernel(
                 i_part = i_s.to(tl.int64) * tl.cdiv(walked, M) + i_c // n_part
                 p_s = hs + (i_part * H + i_h) * K * V + o_v[:, None] + o_k[None, :] * V
                 tl.store(p_s, b_s.to(hs.dtype.element_ty), mask=m_s)
+        if EXPORT:
+            target = tl.load(exports + i_slot // H).to(tl.int64)
+            if target >= 0:
+                tl.store(ht + target * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_s)
         b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)  # [BT, BK]
         b_v = tl.load(p_v + o_t[:, None] * stride_vt + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)  # [BT, BV]
         if OUTPUT:
@@ -339,7 +359,13 @@ def scan_kernel(
         write = True
         if SPLIT and FINAL == 1:
             write = (i_g == 0) if REVERSE else ((i_g + 1) * L >= length)
-        if write:
+        if EXPORT:
+            target = tl.load(exports + i_slot // H, mask=write & (size % BT == 0), other=-1).to(tl.int64)
+            if target >= 0:
+                tl.store(ht + target * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_s)
+        if POOL:
+            tl.store(ht + slot * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_s & write)
+        elif write:
             i_final = (i_n if FINAL == 1 else i_s).to(tl.int64) * H + i_h
             tl.store(ht + i_final * K * V + o_s, b_s, mask=m_s)
     if FINAL == 2 and i_v == 0:
@@ -350,12 +376,14 @@ def scan_kernel(
             tl.store(total + i_total * K + o_k, b_sum, mask=o_k < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def combine_kernel(
-    local, total, gamma, h0, cu_seqlens, stride_gamma_b, T, N, L, P,
+    local, total, gamma, h0, cu_seqlens, slots, has_initial, stride_gamma_b, T, N, L, P,
     starts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, INIT: tl.constexpr,
+    POOL: tl.constexpr, MAY_START: tl.constexpr,
+    stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
 ):  # fmt: skip
     """Each segment's incoming state ``[slots, H, K, V]``, walking a sequence's pieces, from their own states."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -372,7 +400,14 @@ def combine_kernel(
     o_v = tl.arange(0, BV)
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
     o_s = o_k[:, None] * V + o_v[None, :]
-    if INIT:
+    if POOL:
+        slot = tl.load(slots + i_n).to(tl.int64)
+        m_init = m_s & (slot >= 0)
+        if MAY_START:
+            m_init &= tl.load(has_initial + i_n) != 0
+        o_pool = slot * stride_ss + i_h * stride_sh + o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
+        b_s = tl.load(h0 + o_pool, mask=m_init, other=0.0).to(tl.float32)
+    elif INIT:
         b_s = tl.load(h0 + (i_n.to(tl.int64) * H + i_h) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros([BK, BV], dtype=tl.float32)

@@ -1,7 +1,8 @@
 """The serving functions in Triton, for JAX and PyTorch on NVIDIA GPUs from sm_80.
 
 decode, verify and commit are one kernel, which moves states and little else; prefill is the walk over sequences of
-``linear_attention/triton.py``, which reads the states that requests come with from the pool and leaves theirs there.
+``linear_attention/triton.py``, which reads the states that requests come with from the pool and leaves theirs there. It
+copies those that are exported to their slots from before the chunk they are in; another kernel takes them further.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from keraunos.kernels.linear_attention import triton as linear
 from keraunos.kernels.state_pool import interface, triton_steps
 from keraunos.kernels.state_pool.interface import Args, Options
 
 STEP_FIELDS = ("block_d", "num_warps")
-PREFILL_FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
+PREFILL_FIELDS = linear.FIELDS
 
-# A state that long has left the cache before it is read again: its bytes should not push out what is.
+# Values of states that have left any cache before they are read again: their bytes should not push out what is.
 _CACHE = 1 << 25
+# Dimensions of V per program, and warps, that take exported states to their tokens.
+_EXPORT = (32, 4)
+# Programs per request that may have rows to clear.
+_CLEARING = 32
 
 _remember = functools.lru_cache(maxsize=4096)
 
@@ -28,73 +33,124 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _axes(x: Any, name: str, unit: int, axes: str) -> dict[str, int]:
-    """``stride_<name><axis>`` over requests, tokens and heads, in units; 0 for an axis that the array does not have."""
-    places = {axis: i for i, axis in enumerate(axes)} if x else {}
-    return {f"stride_{name}{axis}": x.strides[places[axis]] // unit if axis in places else 0 for axis in "nth"}
+def _strides(states: linear._Spec) -> dict[str, int]:
+    return {f"stride_s{axis}": n for axis, n in zip("shkv", states.strides, strict=True)}
 
 
+def _tokens(specs: Args, axes: str, out: linear._Spec | None) -> tuple[dict[str, Any], int, int]:
+    """The strides of tokens' arrays with these axes, in units, 0 for others; the unit; the kind of gate."""
+    gate = 0 if specs.g is None else len(specs.g.shape) - len(specs.key.shape) + 2
+    vectors = dict(q=specs.query, k=specs.key, v=specs.value, g=specs.g if gate == 2 else None, o=out)
+    unit = functools.reduce(math.gcd, (stride for x in vectors.values() if x for stride in x.strides[:-1]), 16)
+    numbers: dict[str, Any] = {}
+    for name, x in vectors.items():
+        x, own = (specs.g, 1) if name == "g" and gate == 1 else (x, unit)
+        for axis in "nth":
+            place = axes.find(axis)
+            numbers[f"stride_{name}{axis}"] = x.strides[place] // own if x and place >= 0 else 0
+    return numbers, unit, gate
+
+
+@_remember
 def _step_plan(specs: Args, opts: Options) -> linear._Plan:
     """The launch of decode, verify or commit."""
     q, k, states, out = specs.query, specs.key, specs.states, specs.out
-    axes, N = ("nh" if opts.op_id == "decode" else "nth"), specs.slots.shape[0]
-    T = k.shape[1] if axes == "nth" else 1
-    made = None
+    N, (_, H, K, V) = specs.slots.shape[0], states.shape
+    many, made = opts.op_id != "decode", None
     if opts.reads:
-        shape = (*q.shape[:-1], states.shape[-1])
+        shape = (*q.shape[:-1], V)
         made = out or linear._Spec(shape, _contiguous(shape), q.dtype)
-    targets = dict(o=None if made is None else "room" if out else (made.shape, made.dtype),
-                   pool="states" if opts.writes else None)  # fmt: skip
-    return step_launch(specs, opts, axes, made, targets, programs=N, T=T, N=N, many=axes == "nth")
-
-
-def step_launch(specs: Args, opts: Options, axes: str, made, targets, *, programs: int, T: int, N: int, many: bool,
-                chunk: int = 0) -> linear._Plan:  # fmt: skip
-    """The launch of ``step_kernel`` for so many requests, or exported states (chunk > 0), of tokens with these axes."""
-    q, k, v, g, states = specs.query, specs.key, specs.value, specs.g, specs.states
-    if chunk:
-        q = made = None
-    _, H, K, V = states.shape
-    gate = 0 if g is None else len(g.shape) - len(k.shape) + 2
-    vectors = [(q, "q"), (k, "k"), (v, "v"), (g if gate == 2 else None, "g"), (made, "o")]
-    unit = functools.reduce(math.gcd, (s for x, _ in vectors if x for s in x.strides[:-1]), 16)
-    numbers: dict[str, Any] = {}
-    for x, name in vectors:
-        numbers |= _axes(g, "g", 1, axes) if name == "g" and gate == 1 else _axes(x, name, unit, axes)
-    numbers |= dict(scale=opts.softmax_scale, T=T, N=N if chunk else 0)
-    BV = min(opts.cfg.block_d or 32, linear._tile(V))
+    numbers, unit, gate = _tokens(specs, "nth" if many else "nh", made)
+    numbers |= dict(scale=opts.softmax_scale, T=k.shape[1] if many else 1)
+    BV = min(cast(int, opts.cfg.block_d), linear._tile(V))
     constants = dict(
-        H=H, K=K, V=V, RK=H // k.shape[-2], UNIT=unit,
-        **{f"stride_s{axis}": stride for axis, stride in zip("shkv", states.strides, strict=True)},
-        BK=linear._tile(K), BV=BV, BN=linear._pow2(N) if chunk else 1, BT=chunk, GATE=gate,
-        GAMMA=specs.g_gamma is not None, MANY=many, COUNTED=specs.counts is not None, OUTPUT=made is not None,
-        STORE=targets["pool"] is not None, STREAM=linear._pow2(programs) * H * K * V >= _CACHE,
+        H=H, K=K, V=V, RK=H // k.shape[-2], UNIT=unit, **_strides(states), BK=linear._tile(K), BV=BV, GATE=gate,
+        GAMMA=specs.g_gamma is not None, MANY=many, COUNTED=specs.counts is not None, OUTPUT=opts.reads,
+        STORE=opts.writes, STREAM=linear._pow2(N) * H * K * V >= _CACHE,
     )  # fmt: skip
-    grid = (programs * H * -(-V // BV),)
-    return linear._Plan(triton_steps.step_kernel, grid, numbers, targets, constants, opts.cfg.num_warps or 4, 1)
-
-
-_plan = _remember(_step_plan)
+    outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),
+                   pool="states" if opts.writes else None)  # fmt: skip
+    grid = (N * H * -(-V // BV),)
+    return linear._Plan(triton_steps.step_kernel, grid, numbers, outputs, constants, cast(int, opts.cfg.num_warps), 1)
 
 
 def _steps(args: Args, opts: Options):
     """``(output, pool)`` of decode, verify or commit."""
-    plan = _plan(Args(*map(linear._spec, args)), opts)
-    return plan.launch(
+    return _step_plan(Args(*map(linear._spec, args)), opts).launch(
         q=args.key if args.query is None else args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma,
-        slots=args.slots, counts=args.counts,
-        cu_seqlens=None, tokens=None, states=args.states, room=args.out,
+        slots=args.slots, counts=args.counts, states=args.states, into=args.out,
+    )  # fmt: skip
+
+
+def _bucket(n: int) -> int:
+    """Tokens rounded up by an eighth at most: what is worked out for a length serves others too."""
+    step = max(linear._pow2(n) // 8, 64)
+    return -(-n // step) * step
+
+
+def _call(specs: Args) -> linear.Args:
+    """The packed row as a row of linear attention with room for some more tokens."""
+
+    def row(x):
+        return x and linear._Spec((1, _bucket(x.shape[0]), *x.shape[1:]), (0, *x.strides), x.dtype)
+
+    q, k, v, g = map(row, (specs.query, specs.key, specs.value, specs.g))
+    return linear.Args(q, k, v, g, specs.g_gamma, None, specs.cu_seqlens)
+
+
+@_remember
+def _clear_plan(specs: Args, opts: Options) -> linear._Plan:
+    """The launch that makes rows of padding zero."""
+    (T, H, _), N = specs.query.shape, specs.slots.shape[0]
+    HV = H * specs.states.shape[-1]
+    constants = dict(HV=HV, PARTS=_CLEARING, BT=16, BD=min(linear._pow2(HV), 512))
+    return linear._Plan(triton_steps.clear_kernel, ((N + 1) * _CLEARING,), dict(T=T, N=N), dict(o="output"), constants,
+                        4, 1)  # fmt: skip
+
+
+@_remember
+def _export_plans(specs: Args, opts: Options) -> tuple[linear._Plan, linear._Plan]:
+    """What says where the walk copies states to, and what takes these to the tokens that are asked for."""
+    N, M, (_, H, K, V) = specs.slots.shape[0], specs.tokens.shape[0], specs.states.shape
+    BT, BN, sizes = cast(int, opts.cfg.block_q), linear._pow2(N), dict(N=N, M=M)
+    chunks = _bucket(specs.key.shape[0]) // BT + N
+    plan = linear._Plan(triton_steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
+                        dict(BT=BT, BN=BN), 1, 1)  # fmt: skip
+    strides, unit, gate = _tokens(specs, "th", None)
+    names = [f"stride_{name}{axis}" for name in "kvg" for axis in "th"]
+    BV = min(_EXPORT[0], linear._tile(V))
+    constants = dict(
+        H=H, K=K, V=V, RK=H // specs.key.shape[-2], UNIT=unit, **_strides(specs.states), BK=linear._tile(K), BV=BV,
+        BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None,
+    )  # fmt: skip
+    return plan, linear._Plan(
+        triton_steps.export_kernel, (M * H * -(-V // BV),), {name: strides[name] for name in names} | sizes,
+        dict(pool="states"), constants, _EXPORT[1], 1,
     )  # fmt: skip
 
 
 def _prefill(args: Args, opts: Options):
-    raise NotImplementedError
+    """``(output, pool)``: the packed tokens of all requests."""
+    specs = Args(*map(linear._spec, args))
+    row = linear.Args(args.query, args.key, args.value, args.g, args.g_gamma, None, args.cu_seqlens)
+    pool = linear.Pool(args.states, args.slots, args.has_initial, None, args.key.shape[0], _call(specs), args.out)
+    if args.tokens is not None:
+        wanted = dict(tokens=args.tokens, targets=args.targets)
+        plan, export = _export_plans(specs, opts)
+        (exports,) = plan.launch(cu_seqlens=args.cu_seqlens, **wanted)
+        pool = pool._replace(exports=exports)
+    options = linear.Options(opts.softmax_scale, False, opts.cfg, True, True, False)
+    (output, states), _ = linear.forward(row, options, pool)
+    clear = _clear_plan(specs, opts)
+    (output,) = clear.launch(cu_seqlens=args.cu_seqlens, slots=args.slots, output=output)
+    if args.tokens is not None:
+        (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, cu_seqlens=args.cu_seqlens,
+                                  slots=args.slots, **wanted, states=states)  # fmt: skip
+    return output, states
 
 
 def unsupported(inv) -> str | None:
     """Why Triton cannot run the call, or None."""
-    if inv.op_id == "prefill":
-        return "has no prefill yet"
     return linear.unsupported(replace(inv, arrays={"query": inv.arrays["key"]}))
 
 
@@ -106,11 +162,6 @@ def heuristic(inv, cfg):
 
 
 decode, verify, commit, prefill = interface.kernels(
-    __file__,
-    _steps,
-    _prefill,
-    unsupported=unsupported,
-    step_fields=STEP_FIELDS,
-    prefill_fields=PREFILL_FIELDS,
+    __file__, _steps, _prefill, unsupported=unsupported, step_fields=STEP_FIELDS, prefill_fields=PREFILL_FIELDS,
     heuristic=heuristic,
-)
+)  # fmt: skip

@@ -1,8 +1,8 @@
-"""The Triton kernel that takes a tile of a state through a few tokens, one after the other, in registers.
+"""The Triton kernels that take a tile of a state through a few tokens, one after the other, in registers.
 
-Nothing but the state's bytes matters to its speed, so a program has one tile of one head's state, all of K by BV of V,
-loads it at once, and needs no other program. The products are written as fused ones, so that compilers cannot fuse them
-in one way for one token and in another for several: verify and commit give the bits that decode gives.
+Nothing but the state's bytes matters to their speed, so a program has one tile of one head's state, all of K by BV of
+V, loads it at once, and needs no other program. The products are written as fused ones, so that compilers cannot fuse
+them in one way for one token and in another for several: verify and commit give the bits that decode gives.
 
 Helpers and conventions are those of ``linear_attention/triton_kernels.py``.
 """
@@ -10,13 +10,13 @@ Helpers and conventions are those of ``linear_attention/triton_kernels.py``.
 import triton
 import triton.language as tl
 
-from keraunos.kernels.linear_attention.triton_kernels import LOG2E
+from keraunos.kernels.linear_attention.triton_kernels import LOG2E, locate
 
 
 @triton.jit
 def load_token(
     p_q, p_k, p_v, p_g, m_k, m_v, b_gamma,
-    UNIT: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr, OUTPUT: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, OUTPUT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A token's q ``[BK]``, k ``[BK]``, v ``[BV]`` and decay ``[BK]``."""
     b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)
@@ -44,23 +44,21 @@ def advance(b_s, b_k, b_v, b_d, DECAYS: tl.constexpr, BK: tl.constexpr, BV: tl.c
     return tl.fma(b_kk, b_vv, b_s)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T"])
 def step_kernel(
-    q, k, v, g, gamma, slots, counts, cu_seqlens, tokens, states, room,
+    q, k, v, g, gamma, slots, counts, states, into,
     stride_qn, stride_qt, stride_qh, stride_kn, stride_kt, stride_kh, stride_vn, stride_vt, stride_vh,
-    stride_gn, stride_gt, stride_gh, stride_on, stride_ot, stride_oh, scale, T, N,
+    stride_gn, stride_gt, stride_gh, stride_on, stride_ot, stride_oh, scale, T,
     o, pool,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
     MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of one request, or the tokens that lead to one exported state, through a tile of BV of the V dimensions.
+    """Tokens of one request, for a tile of BV of the V dimensions.
 
     OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back. MANY: T tokens, not one. COUNTED:
-    only the first counts[n] of them. BT of 0: request n's own. Else the state belongs to ``tokens[n]``, which lies in a
-    packed row: ``states`` holds the one before its chunk of BT tokens, which this brings up to the token. STREAM: tell
-    the cache that states will not be read again soon.
+    only the first counts[n] of them. STREAM: tell the cache that states will not be read again soon.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -68,22 +66,11 @@ def step_kernel(
     i_n = (tl.program_id(0) // (NV * H)).to(tl.int64)
     UNIT_G: tl.constexpr = UNIT if GATE == 2 else 1
     slot = tl.load(slots + i_n).to(tl.int64)
-    first = tl.full([], 0, tl.int64)
     n_t = 1
     if MANY:
         n_t = T
     if COUNTED:
         n_t = tl.minimum(tl.load(counts + i_n).to(tl.int32), n_t)
-    if BT > 0:
-        # The row is one request, as far as strides are concerned.
-        last = tl.load(tokens + i_n).to(tl.int64) + 1
-        o_n = tl.arange(0, BN)
-        b_end = tl.load(cu_seqlens + 1 + o_n, mask=o_n < N, other=2147483647).to(tl.int64)
-        begin = tl.load(cu_seqlens + tl.minimum(tl.sum((b_end < last).to(tl.int32), 0), N)).to(tl.int64)
-        n_t = ((last - begin) % BT).to(tl.int32)
-        n_t = tl.where(last > tl.load(cu_seqlens + N).to(tl.int64), 0, n_t)
-        first = last - n_t
-        i_n = first * 0
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
@@ -96,16 +83,16 @@ def step_kernel(
                 tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=m_v)
                 p_o += stride_ot * UNIT
         return
-    if COUNTED or BT > 0:  # noqa: SIM102
+    if COUNTED:  # noqa: SIM102
         if n_t <= 0:
             return
 
-    p_q = q + (i_n * stride_qn + first * stride_qt + i_h * stride_qh) * UNIT + o_k
-    p_k = k + (i_n * stride_kn + first * stride_kt + (i_h // RK) * stride_kh) * UNIT + o_k
-    p_v = v + (i_n * stride_vn + first * stride_vt + (i_h // RK) * stride_vh) * UNIT + o_v
+    p_q = q + (i_n * stride_qn + i_h * stride_qh) * UNIT + o_k
+    p_k = k + (i_n * stride_kn + (i_h // RK) * stride_kh) * UNIT + o_k
+    p_v = v + (i_n * stride_vn + (i_h // RK) * stride_vh) * UNIT + o_v
     p_g = p_k
     if GATE > 0:
-        p_g = g + (i_n * stride_gn + first * stride_gt + i_h * stride_gh) * UNIT_G
+        p_g = g + (i_n * stride_gn + i_h * stride_gh) * UNIT_G
     if GATE == 2:
         p_g += o_k
     b_gamma = 0.0
@@ -115,7 +102,7 @@ def step_kernel(
     m_s = m_k[:, None] & m_v[None, :]
     EVICT: tl.constexpr = "evict_first" if STREAM else ""
     b_s = tl.load(states + o_s, mask=m_s, other=0.0, eviction_policy=EVICT).to(tl.float32)  # [BK, BV]
-    b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, UNIT, GATE, GAMMA, OUTPUT, BK)
+    b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, OUTPUT, BK)
     DECAYS: tl.constexpr = GATE > 0 or GAMMA
     if MANY:
         for i in range(n_t):
@@ -128,7 +115,7 @@ def step_kernel(
             p_v += tl.where(more, stride_vt * UNIT, 0)
             if GATE > 0:
                 p_g += tl.where(more, stride_gt * UNIT_G, 0)
-            b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, UNIT, GATE, GAMMA, OUTPUT, BK)
+            b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, OUTPUT, BK)
             if OUTPUT:
                 b_o = tl.sum(b_s * b_qi[:, None], 0) * scale
                 tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
@@ -140,3 +127,132 @@ def step_kernel(
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
     if STORE:
         tl.store(pool + o_s, b_s.to(pool.dtype.element_ty), mask=m_s, eviction_policy=EVICT)
+
+
+@triton.jit
+def end_of(tokens, i_m, M):
+    """The end of the tokens after which state m of M is exported; far away after the last of them."""
+    return tl.load(tokens + i_m, mask=i_m < M, other=2147483646).to(tl.int64) + 1
+
+
+@triton.jit(do_not_specialize=["N", "M"])
+def plan_kernel(cu_seqlens, tokens, targets, N, M, exports, BT: tl.constexpr, BN: tl.constexpr):
+    """For each chunk the first slot that a state goes to which is exported within it, or at its start; -1: none.
+
+    A state at the end of a request of whole chunks belongs to a chunk after the last. ``tokens`` ascend.
+    """
+    i_s = tl.program_id(0)
+    _, begin, length, i_c = locate(cu_seqlens, i_s, 0, N, BT, True, True, BN)
+    start = begin + i_c * BT
+    # At a request's first token the one before it has ended, and its states with it.
+    least = tl.where(i_c == 0, start + 1, start)
+    most = tl.minimum(start + BT - 1, begin + length)
+    lower = tl.full([], 0, tl.int32)
+    upper = lower + M
+    while lower < upper:
+        middle = (lower + upper) // 2
+        before = end_of(tokens, middle, M) < least
+        lower = tl.where(before, middle + 1, lower)
+        upper = tl.where(before, upper, middle)
+    target = tl.full([], -1, tl.int32)
+    while (end_of(tokens, lower, M) <= most) & (target < 0):
+        target = tl.load(targets + lower).to(tl.int32)
+        lower += 1
+    tl.store(exports + i_s, target)
+
+
+@triton.jit(do_not_specialize=["N", "M"])
+def export_kernel(
+    k, v, g, gamma, cu_seqlens, slots, tokens, targets, states,
+    stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, N, M,
+    pool,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr,
+    stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
+):  # fmt: skip
+    """The states that are exported within a chunk, from the one before it, token after token.
+
+    Program m does those of its chunk if it is the first with a target there: in its slot is the state to start from.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_h = (tl.program_id(0) // NV) % H
+    i_m = tl.program_id(0) // (NV * H)
+    UNIT_G: tl.constexpr = UNIT if GATE == 2 else 1
+    end = end_of(tokens, i_m, M)
+    slot = tl.load(targets + i_m).to(tl.int64)
+    o_n = tl.arange(0, BN)
+    b_end = tl.load(cu_seqlens + 1 + o_n, mask=o_n < N, other=2147483647).to(tl.int64)
+    i_n = tl.sum((b_end < end).to(tl.int32), 0)
+    if (slot < 0) | (end < 1) | (i_n >= N):
+        return
+    if tl.load(slots + i_n) < 0:
+        return
+    begin = tl.load(cu_seqlens + i_n).to(tl.int64)
+    last = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    start = begin + (end - begin) // BT * BT
+    least = tl.where(start == begin, start + 1, start)
+    most = tl.minimum(start + BT - 1, last)
+    i_e = i_m - 1
+    while (i_e >= 0) & (end_of(tokens, tl.maximum(i_e, 0), M) >= least):
+        if tl.load(targets + i_e) >= 0:
+            # Another program does them all.
+            least = last + 1
+        i_e -= 1
+    if least > last:
+        return
+
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    p_k = k + (start * stride_kt + (i_h // RK) * stride_kh) * UNIT + o_k
+    p_v = v + (start * stride_vt + (i_h // RK) * stride_vh) * UNIT + o_v
+    p_g = p_k
+    if GATE > 0:
+        p_g = g + (start * stride_gt + i_h * stride_gh) * UNIT_G
+    if GATE == 2:
+        p_g += o_k
+    b_gamma = 0.0
+    if GAMMA:
+        b_gamma = tl.load(gamma + i_h).to(tl.float32)
+    o_s = i_h * stride_sh + o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
+    m_s = m_k[:, None] & m_v[None, :]
+    b_s = tl.load(states + slot * stride_ss + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
+    done = start
+    while end <= most:
+        for _ in range((end - done).to(tl.int32)):
+            _, b_k, b_v, b_d = load_token(p_k, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, False, BK)
+            b_s = advance(b_s, b_k, b_v, b_d, GATE > 0 or GAMMA, BK, BV)
+            p_k += stride_kt * UNIT
+            p_v += stride_vt * UNIT
+            if GATE > 0:
+                p_g += stride_gt * UNIT_G
+        done = end
+        slot = tl.load(targets + i_m).to(tl.int64)
+        tl.store(pool + slot * stride_ss + o_s, b_s.to(pool.dtype.element_ty), mask=m_s & (slot >= 0))
+        i_m += 1
+        end = end_of(tokens, i_m, M)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def clear_kernel(
+    cu_seqlens, slots, output, T, N,
+    o,
+    HV: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Zeros for the tokens ``[HV]`` of padding: of requests in slot -1, and after the last request."""
+    i_n = tl.program_id(0) // PARTS
+    begin = tl.load(cu_seqlens + i_n).to(tl.int64)
+    if i_n == N:
+        end = begin * 0 + T
+    else:
+        if tl.load(slots + i_n) >= 0:
+            return
+        end = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    o_t = tl.arange(0, BT)[:, None]
+    o_d = tl.arange(0, BD)[None, :]
+    for i_t in range(begin + (tl.program_id(0) % PARTS) * BT, end, PARTS * BT):
+        for i_d in range(0, HV, BD):
+            m_o = (i_t + o_t < end) & (i_d + o_d < HV)
+            tl.store(o + (i_t + o_t) * HV + i_d + o_d, tl.zeros([BT, BD], dtype=o.dtype.element_ty), mask=m_o)
