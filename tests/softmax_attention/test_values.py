@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
+from tests.linear_attention.cases import INTERPRETED
 from tests.softmax_attention.cases import Case, platforms
 
-# At once, and block by block with partial blocks on both sides.
-BLOCKS = [None, 16]
+# At once, and block by block with partial blocks on both sides; one choice where each block takes long.
+BLOCKS = {"blocks": 32} if INTERPRETED else {"at_once": None, "blocks": 16}
 
 
 @pytest.fixture(params=platforms(), ids="-".join)
@@ -50,7 +51,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["at_once", "blocks"])
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(platform, case, block):
     dataclasses.replace(case, block=block).check(*platform)

@@ -22,13 +22,16 @@ IGNORED = "ignore:Conversion of an array:DeprecationWarning"
 
 VALUES = "tests/linear_attention/test_values.py"
 TORCH = "tests/linear_attention/test_torch.py"
+SOFTMAX = "tests/softmax_attention/test_values.py"
+BLOCKS = "tests/softmax_attention/test_blocks.py"
 
 
 @pytest.mark.parametrize(("file", "segment", "tests"), [
     (VALUES, "", "not any and vector"), (VALUES, "", "not any and not vector"),
     (VALUES, "64", "every_gate or packed or lightning"),
     (TORCH, "64", "promises or compile or autocast or checkpoint or functional or missing or fused"),
-], ids=["vector", "others", "segments", "torch"])  # fmt: skip
+    (SOFTMAX, "", "values"), (BLOCKS, "", "test"),
+], ids=["vector", "others", "segments", "torch", "softmax", "blocks"])  # fmt: skip
 def test_in_the_interpreter(file, segment, tests):
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_SEGMENT=segment)
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton.interpreter", "-p", "no:cacheprovider", "-x"]

@@ -209,6 +209,8 @@ def _is_plain(args: Args, opts: Options) -> bool:
         all(x is None for x in (*args[3:8], *special))
         and not opts.return_weights
         and opts.softmax_dtype == ("float64" if args.query.dtype == torch.float64 else "float32")
+        # On GPUs its float32 has not float32's precision.
+        and not (args.query.is_cuda and args.query.dtype == torch.float32)
         and min(args.query.shape[1], args.key.shape[1]) > 0
     )
 

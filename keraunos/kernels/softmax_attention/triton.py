@@ -185,7 +185,8 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     tiles = dict(BK=_tile(w.K), BV=_tile(w.V))
     bias = dict(**w.plane("bias", args.bias))
     ends = dict(**w.numbers, threshold=w.threshold, left=w.left, right=w.right)
-    options = dict(num_warps=w.cfg.num_warps, num_stages=w.cfg.num_stages)
+    # Its tiles and blocks are of two arrays each, which leaves room for a stage less.
+    options = dict(num_warps=w.cfg.num_warps, num_stages=max(w.cfg.num_stages - 1, 1))
     constants = dict(**w.sizes(), RM=w.shared(args.mask), **fixed, **tiles, **w.flags, **w.masks, NEGATIVE=w.negative)
     rows, columns = w.cfg.block_q, w.cfg.block_k
 
@@ -271,13 +272,15 @@ def unsupported(inv) -> str | None:
 
 
 def heuristic(inv, cfg):
-    """128 rows by blocks of 64, two warpgroups; smaller tiles where registers and shared memory ask for it."""
+    """Tiles of 64 rows by blocks of 64, of which two programs fit a multiprocessor: one's exponentials, the other's
+    products. Smaller blocks, or one program of two warpgroups, where registers ask for it.
+    """
     wide = max(inv.dims["K"], inv.dims["V"]) > 128
     if inv.arrays["query"][0] == "float32":
         # Its products are of three parts of each operand; from larger tiles ptxas makes wrong code.
-        rows, columns, num_warps, num_stages = (16, 16, 4, 1) if wide else (64, 16, 4, 2)
+        rows, columns, num_warps, num_stages = (16, 16, 4, 2) if wide else (64, 16, 4, 3)
     else:
-        rows, columns, num_warps, num_stages = 128, 32 if wide else 64, 8, 2
+        rows, columns, num_warps, num_stages = (128, 32, 8, 3) if wide else (64, 64, 4, 3)
     return replace(cfg, block_q=rows, block_k=columns, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -293,7 +296,7 @@ def candidates(inv, cfg):
     return [
         replace(cfg, block_q=rows, block_k=columns, num_warps=warps, num_stages=stages)
         for rows, columns, warps in sorted(tiles)
-        for stages in ((1, 2) if (16, 16, 4) in tiles else (2, 3))
+        for stages in (2, 3)
     ]
 
 

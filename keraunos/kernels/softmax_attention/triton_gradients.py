@@ -214,9 +214,13 @@ def key_kernel(
 ):  # fmt: skip
     """The gradients of BS keys and their values (DK, DV: which), which walk over the queries of the R heads in turn."""
     NS = tl.cdiv(S, BS)
-    # Of a causal call, the first keys are seen by the most queries.
-    i_s, i_bg = tl.program_id(0) % NS, tl.program_id(0) // NS
     G: tl.constexpr = H // R
+    # Of a causal call, the first keys are seen by the most queries, so their long walks begin first. The programs of a
+    # head run together, unless each has many heads' walks to do and few of them fill the GPU.
+    i_s, i_bg = tl.program_id(0) % NS, tl.program_id(0) // NS
+    if R > 1:
+        BG = tl.num_programs(0) // NS
+        i_s, i_bg = tl.program_id(0) // BG, tl.program_id(0) % BG
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
     s0 = i_s * BS
     o_r = s0 + tl.arange(0, BS)

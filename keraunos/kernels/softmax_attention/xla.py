@@ -293,17 +293,29 @@ _by_block = frontend.differentiable(_forward, _backward)
 _jitted = jax.jit(_at_once, static_argnums=1)
 
 
-def _has_cudnn(x: Any) -> bool:
-    device = frontend.device_of(x)
-    return device.backend == "gpu" and device.kind.startswith("NVIDIA")
+def _not_for_cudnn(inv) -> str | None:
+    """Why a call is none for cuDNN, or None."""
+    if (inv.dims["T"] | inv.dims["S"]) % 2:
+        return f"JAX gives cuDNN no odd lengths; the call has T = {inv.dims['T']}, S = {inv.dims['S']}"
+    return not_for_libraries(inv)
+
+
+def _goes_to_cudnn(args: Args, opts: Options) -> bool:
+    device, (q, k, v) = frontend.device_of(args.query), args[:3]
+    given = [name for name, x in zip(Args._fields, args, strict=True) if x is not None]
+    sizes = dict(T=q.shape[1], S=k.shape[1], K=q.shape[3], V=v.shape[3])
+    return (
+        device.backend == "gpu"
+        and device.kind.startswith("NVIDIA")
+        and (sizes["T"] | sizes["S"]) % 2 == 0
+        and is_for_libraries(given, frontend.dtype_name(q), sizes, opts._asdict())
+    )
 
 
 def attention(args: Args, opts: Options) -> tuple[Any, Any]:
     """See ``interface.py``."""
-    q, k, v = args[:3]
-    given = [name for name, x in zip(Args._fields, args, strict=True) if x is not None]
-    sizes = dict(T=q.shape[1], S=k.shape[1], K=q.shape[3], V=v.shape[3])
-    if _has_cudnn(q) and is_for_libraries(given, frontend.dtype_name(q), sizes, opts._asdict()):
+    if _goes_to_cudnn(args, opts):
+        q, k, v = args[:3]
         o = jax.nn.dot_product_attention(
             q, k, v, scale=opts.softmax_scale, is_causal=opts.causal, implementation="cudnn"
         )
@@ -317,4 +329,4 @@ def attention(args: Args, opts: Options) -> tuple[Any, Any]:
 
 implementation = kernel(__file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates)
 # The same where cuDNN does the call.
-preferred = replace(implementation, unsupported=not_for_libraries)
+preferred = replace(implementation, unsupported=_not_for_cudnn)
