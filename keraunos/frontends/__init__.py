@@ -37,6 +37,11 @@ def get(framework: str) -> Any:
     return importlib.import_module(f"keraunos.frontends.{framework}")
 
 
+def alone(opts: Any) -> Any:
+    """The options of a call that no gradient follows: the field ``kept``, where there is one, is False."""
+    return opts._replace(kept=False) if hasattr(opts, "kept") else opts
+
+
 def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable, Callable],
                    folding: tuple[Callable, Callable] | None = None) -> Callable:  # fmt: skip
     """``prepare(framework, opts)``: one function ``args -> outputs``, with gradients, for the arrays of a framework.

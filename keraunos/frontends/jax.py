@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keraunos.frontends import Device
+from keraunos.frontends import Device, alone
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:
@@ -18,7 +18,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
     def call(args, opts):
-        return forward(args, opts)[0]
+        return forward(args, alone(opts))[0]
 
     def save(args, opts):
         outputs, residuals = forward(args, opts)

@@ -37,7 +37,10 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
         # Every parameter needs a buffer, also where the constants switch it off.
         shapes = [made.get(name, jax.ShapeDtypeStruct((1,), np.float32)) for name in outputs]
 
-        args = {name: _argument(name, x, arrays) for name, x in inputs.items()}
+        # An absent array is any other one, which the kernel never reads. Not one that is overwritten: JAX would first
+        # copy it.
+        other = next(x for name, x in arrays.items() if name not in outputs.values())
+        args = {name: other if x is None else _argument(name, x, arrays) for name, x in inputs.items()}
         places = [name for name, x in args.items() if isinstance(x, jax.Array)]
         found = jax_triton.triton_call(
             *args.values(), kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages,
@@ -53,9 +56,7 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
 
 
 def _argument(name: str, x: Any, arrays: dict[str, jax.Array]) -> Any:
-    """A kernel's argument: an absent array is any other one, which the kernel never reads; floats are float32."""
-    if x is None:
-        return next(iter(arrays.values()))
+    """A kernel's argument: floats are float32."""
     if isinstance(x, float):
         return np.float32(x)
     return arrays.get(name, x)

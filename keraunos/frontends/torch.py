@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from keraunos.frontends import OUTPUT, Device
+from keraunos.frontends import OUTPUT, Device, alone
 from keraunos.frontends.torch_launch import remembered
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -36,7 +36,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
         forward: ``(args, opts) -> (outputs, residuals)``. Its annotation of ``args`` is a NamedTuple of tensors or
             None, ``opts`` can be pickled, there are two outputs, and ``forward.residuals`` are functions by the
             residuals' names, ``(args, opts) -> (shape, dtype name)`` or None where there can be none (each may be None
-            all the same); without it there are no residuals.
+            all the same, or shorter); without it there are no residuals.
             The first may be ``OUTPUT``: the first output itself.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``. Where a residual can be,
             but was None, it may be given a tensor without values.
@@ -74,7 +74,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
         made = (*made[:2], *made[2 + shared :])
         args = kind(*flat[:n])
         shapes = (*outputs(args, opts), *(shape(args, opts) for shape in residuals.values()))
-        return tuple(_room(like, flat[0]) if x is None else x for x, like in zip(made, shapes, strict=True))
+        return tuple(_within(x, like, flat[0]) for x, like in zip(made, shapes, strict=True))
 
     def traced_backward(*flat):
         wanted = differentiated(kind(*flat[:n]), decode(flat[-1]))
@@ -133,7 +133,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
             return (None, None, *map(_absent, backward_op(*flat[:n], *kept, *flat[-2:], encode(ctx.opts))))
 
     def prepare(opts):
-        launch, _ = launchers(opts)
+        launch, launch_alone = launchers(opts)[0], launchers(alone(opts))[0]
 
         def run(args):
             flat, differentiate = [], forward_ad._current_level >= 0
@@ -150,7 +150,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
             # Forward mode has no derivative here, and says so.
             if differentiate and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
                 return Direct.apply(opts, launch, *flat)
-            return launch(flat)[:2]
+            return launch_alone(flat)[:2]
 
         return run
 
@@ -232,6 +232,16 @@ def _room(made: tuple[tuple[int, ...], str] | None, like: torch.Tensor) -> torch
     """A tensor of a shape and dtype. Operators return tensors only: an empty vector of bytes stands for None."""
     shape, dtype = made or ((0,), "uint8")
     return torch.empty(shape, dtype=_DTYPES[dtype], device=like.device)
+
+
+def _within(x: torch.Tensor | None, made: tuple[tuple[int, ...], str] | None, like: torch.Tensor) -> torch.Tensor:
+    """A residual in the room for it, of which it may take the beginning."""
+    if x is not None and (made is None or tuple(x.shape) == tuple(made[0])):
+        return x
+    room = _room(made, like)
+    if x is not None:
+        room[: len(x)] = x
+    return room
 
 
 def _absent(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -41,7 +41,7 @@ _PROGRAMS = 128
 _MIN_SEGMENT, _MIN_PIECE = 512, 1024
 _PIECES, _PIECES_FORGETTING = 198, 2048
 # Parts of a walk, one after the other, in which gradients of gates are made; and the chunks of the shortest.
-_PARTS, _MIN_PART = 8, 8
+_PARTS, _MIN_PART = 5, 16
 
 # Tiles and launch options: dimensions of K, warps, stages of the kernel that halves; of V, warps, stages of walks that
 # make states only; of K, of V, warps, stages of the gradient of gates. The last are never cut to fewer dimensions: with
@@ -117,6 +117,15 @@ class _Plan(NamedTuple):
                       num_warps=self.num_warps, num_stages=self.num_stages)  # fmt: skip
 
 
+class _Part(NamedTuple):
+    """Some tokens of some walks, ``call.M`` from the first ``token`` of the walk on; last: the walks end there."""
+
+    token: int
+    walk: int
+    walks: int
+    last: bool
+
+
 # Where the states of sequences are in no pool, the kernels' flags for one.
 NO_POOL = dict(POOL=False, MAY_START=False, stride_ss=0, stride_sh=0, stride_sk=0, stride_sv=0)
 
@@ -170,6 +179,8 @@ class _Call:
         self.need_gate = self.gate > 0 or self.need_gamma
         # Query heads that share keys: each gives a gradient, and they are summed afterwards.
         self.dtype_shared = "float32" if self.R > 1 else self.dtype
+        # Of the gradient of gates, before it is summed over what shares a gate.
+        self.dg = "float32" if self.need_gamma or self.gate < 2 else specs.g.dtype
         self.stride_gamma_b = self.H if self.has_gamma and len(specs.g_gamma.shape) == 2 else 0
         self.exact = self.dtype == "float32"
         plain = self.gate and specs.g.dtype == "bfloat16" and not self.has_gamma
@@ -179,32 +190,46 @@ class _Call:
         # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
         self.mild = 92.0 if self.dtype == "bfloat16" else 0.0
         self.BT: int = cast(int, self.cfg.block_q)
+        # Whether the gradient of the gates can be where the pairs of halved chunks were.
+        self.shares_pairs = self.dg == self.dtype and self.K >= self.BT
         # Tokens per segment (0: sequences are not cut) and pieces per segment.
         forgets = self.has_gamma and not self.gate
         self.L, self.P = segmentation(self.T, self.N * self.H, _programs(specs, opts), self.BT, forgets)
         self.chunks = self.slots(self.BT)
         # Tokens per walk, and per part of it (0: walks are not parted).
         self.walk = self.L or -(-self.T // self.BT) * self.BT
-        self.M = 0 if self.packed or not self.need_gate else self._part()
-        self.parts = range(0, self.walk, self.M) if self.M else ()
+        self.M, self.parts = 0, []
+        if self.need_gate and not self.packed:
+            self._part(_programs(specs, opts))
 
-    def _part(self) -> int:
+    def _part(self, programs: int) -> None:
+        """Choose the parts in which gradients of gates are made: of the sequences, if those are many, and of each."""
+        groups = max(min(programs // _PROGRAMS, _PARTS, self.N), 1)
         count = self.walk // self.BT
-        parts = max(min(count // _MIN_PART, _PARTS), 1)
-        return -(-count // parts) * self.BT if self.L or parts > 1 else 0
+        parts = max(min(count // _MIN_PART, -(-_PARTS // groups)), 1)
+        if not self.L and groups * parts == 1:
+            return
+        self.M, most = -(-count // parts) * self.BT, -(-self.N // groups)
+        tokens = range(0, self.walk, self.M)
+        for n in range(0, self.N, most):
+            for token in tokens if self.reverse else reversed(tokens):
+                last = token == tokens[-1 if self.reverse else 0]
+                walks = -(-self.T // self.walk)
+                self.parts.append(_Part(token, n * walks, min(most, self.N - n) * walks, last))
 
     def slots(self, length: int) -> int:
         """How many parts of a length sequences have at most; a packed one may end in a shorter part anywhere."""
         return self.T // length + self.N if self.packed else self.N * -(-self.T // length)
 
-    def numbers(self, part: int | None) -> dict[str, int]:
-        """Where the chunks of a part are (None: of all walks); its first token in the walk."""
-        return dict(T=self.T, N=self.N, L=self.walk, M=self.walk if part is None else self.M, F=part or 0)
+    def place(self, part: _Part | None) -> dict[str, int]:
+        """Tokens per part, and where a part begins."""
+        return dict(M=self.M, F=part.token if part else 0, W=part.walk if part else 0)
 
-    def chunk_slots(self, part: int | None) -> int:
+    def chunk_slots(self, part: _Part | None) -> int:
         """How many chunks a part has at most (None: all walks)."""
-        whole = self.numbers(part)["M"] // self.BT
-        return self.chunks if self.packed else self.N * -(-self.T // self.walk) * whole
+        if self.packed:
+            return self.chunks
+        return part.walks * (self.M // self.BT) if part else self.N * -(-self.T // self.walk) * (self.walk // self.BT)
 
     def flags(self, reverse: bool) -> dict[str, Any]:
         """The constants that every kernel of the recurrence has."""
@@ -257,7 +282,7 @@ def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
 
 @_remember
 def _scan_plan(
-    call: _Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t, pool
+    call: _Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t, width, pool
 ) -> _Plan:
     H, cfg = call.H, call.cfg
     K, V = k.shape[-1], v.shape[-1]
@@ -268,20 +293,23 @@ def _scan_plan(
     split = pieces or (call.L > 0 and init != _Init.SEQUENCE)
     length = call.L // call.P if pieces else call.L
     slots = call.slots(length) if split else call.N
+    walks = part.walks if part else slots
     like_q = q or k
     g = call.specs.g if call.gate == 1 else None
     unit = _unit(like_q, k, v)
     numbers = dict(
         **_strides(like_q, "q", unit, "bh"), **_strides(k, "k", unit, "bh"), **_strides(v, "v", unit, "bh"),
         **_strides(g, "g", 1),
-        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P, M=call.M,
-        F=part or 0,
+        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P,
+        **call.place(part),
     )  # fmt: skip
     ends = (call.N if final == _Final.SEQUENCE else slots, H)
-    saved = {_Save.CHUNKS: call.chunk_slots(part), _Save.PARTS: slots * len(call.parts)}.get(save)
+    saved = {_Save.CHUNKS: call.chunk_slots(part), _Save.PARTS: slots * -(-call.walk // call.M) if call.M else 0}.get(
+        save
+    )
     outputs = dict(
         o=None if q is None else "into" if into else ((call.B, call.T, H, V), output),
-        ht=((*ends, V, K) if state_t else (*ends, K, V), state) if final else None,
+        ht="h0" if final == _Final.WALK else ((*ends, V, K) if state_t else (*ends, K, V), state) if final else None,
         hs=((saved, H, K, V), call.dtype) if saved else None,
         total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if pieces and call.gate else None,
     )
@@ -289,15 +317,15 @@ def _scan_plan(
         H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2], **_strides(like_q, "q", 1, "t"),
         **_strides(k, "k", 1, "t"), **_strides(v, "v", 1, "t"), UNIT=unit, BT=call.BT, BK=_tile(K), BV=BV,
         BN=_pow2(call.N), GATE=call.gate, TERMS=call.terms, MILD=call.mild, ADJOINT=adjoint, SPLIT=split,
-        PART=part is not None, INIT=int(init), FINAL=int(final), OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t,
-        EXACT=call.exact, PRECISION=call.precision, EXPORT=False, **NO_POOL, **call.flags(reverse),
+        PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final), OUTPUT=q is not None, SAVE=int(save),
+        STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, EXPORT=False, **NO_POOL, **call.flags(reverse),
     )  # fmt: skip
     if pool:
         # The states are not made, but put where they came from.
         outputs["ht"] = "pool"
         outputs["o"] = outputs["o"] if into else ((pool.T, H, V), output)
         constants |= dict(EXPORT=pool.exports is not None, **pool.flags())
-    grid = (slots * H * -(-V // BV),)
+    grid = (walks * H * -(-V // BV),)
     return _Plan(triton_kernels.scan_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
 
 
@@ -331,7 +359,7 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, 
         final, state: the final states that are wanted, their dtype; those of pieces of segments are from zero.
         output: its dtype; into: an array to write it into.
         save: states that are written down.
-        part: walk only the part that begins with this token of the walk.
+        part: walk only this part.
         state_t: states are transposed in memory.
         pool: where the states of sequences are.
 
@@ -343,7 +371,8 @@ def _scan(call: _Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, 
     )
     plan = _scan_plan(
         call, q_spec, k_spec, v_spec, reverse=reverse, adjoint=adjoint, init=init, final=final, state=state,
-        output=output, into=into is not None, save=save, part=part, state_t=state_t, pool=pool and pool.specs(),
+        output=output, into=into is not None, save=save, part=part, state_t=state_t,
+        width=decayed.intra.shape[-1] if decayed else 0, pool=pool and pool.specs(),
     )  # fmt: skip
     # Triton would build other code for absent arrays.
     return plan.launch(
@@ -383,53 +412,44 @@ class _Decayed(NamedTuple):
 
     q: Any
     k: Any
-    factor: Any
     sums: Any
     halved: Any
     intra: Any
 
 
 @_remember
-def _decay_plans(call: _Call, factor: bool, part: int | None = None) -> tuple[_Plan, _Plan]:
+def _decay_plans(call: _Call, width: int) -> tuple[_Plan, _Plan]:
     q, k, g = call.specs.query, call.specs.key, call.specs.g
     unit = _unit(q, k, g)
-    numbers = dict(**_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(g, "g", unit),
-                   stride_gamma_b=call.stride_gamma_b, scale=call.scale)  # fmt: skip
+    numbers: dict[str, Any] = dict(
+        **_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(g, "g", unit),
+        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N,
+    )  # fmt: skip
     common = dict(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BN=_pow2(call.N), MILD=call.mild,
                   **call.flags(call.reverse))  # fmt: skip
-    grid, tokens, chunks = (call.chunks * call.H,), (call.B, call.T, call.H, call.K), (call.chunks, call.H)
-    mild, decayed, sums = call.mild > 0, (tokens, call.dtype), ((*chunks, call.K), "float32")
-    factor = factor and mild
-    outputs: dict[str, Any] = dict(
-        qd=decayed, kd=decayed, factor=decayed if factor else None, sums=sums,
-        halved=(chunks, "int32") if mild else None,
-    )  # fmt: skip
+    tokens, chunks = (call.B, call.T, call.H), (call.chunks, call.H)
+    mild, decayed, sums = call.mild > 0, ((*tokens, call.K), call.dtype), ((*chunks, call.K), "float32")
+    outputs: dict[str, Any] = dict(qd=decayed, kd=decayed, sums=sums, halved=(chunks, "int32") if mild else None)
     BK = _tile(call.K)
-    decay = _Plan(triton_chunks.decay_kernel, grid, dict(**numbers, T=call.T, N=call.N), outputs,
-                  dict(**common, BK=BK, FACTOR=factor), max(BK // 128, 1), 1)  # fmt: skip
+    decay = _Plan(triton_chunks.decay_kernel, (call.chunks * call.H,), numbers, outputs, dict(**common, BK=BK),
+                  max(BK // 128, 1), 1)  # fmt: skip
     BK, num_warps, num_stages = _HALVING
-    BH, slots = min(_pow2(call.H), _HEADS), call.chunk_slots(part)
-    grid, outputs = (slots * -(-call.H // BH),), dict(intra=((slots, call.H, call.BT, call.BT), call.dtype))
+    BH = min(_pow2(call.H), _HEADS)
+    grid, outputs = (call.chunks * -(-call.H // BH),), dict(intra=((*tokens, width), call.dtype))
     constants = dict(**common, BK=min(_tile(call.K), BK), BH=BH, TERMS=call.terms, PRECISION=call.precision)
-    numbers |= call.numbers(part)
-    return decay, _Plan(triton_chunks.halving_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
+    halving = _Plan(triton_chunks.halving_kernel, grid, {**numbers, "WIDTH": width}, outputs, constants, num_warps,
+                    num_stages)  # fmt: skip
+    return decay, halving
 
 
-def _decay(call: _Call, args: Args, factor: bool = False) -> _Decayed | None:
-    """Vector gates, worked into q and k in parallel over chunks, all pairs aside; None where there are none."""
+def _decay(call: _Call, args: Args, width: int) -> _Decayed | None:
+    """Vector gates, worked into q and k in parallel over chunks; None where there are none. width: of ``intra``."""
     if call.gate != 2:
         return None
+    decay, halving = _decay_plans(call, width)
     arrays = dict(q=args.query, k=args.key, g=args.g, gamma=args.g_gamma)
-    return _Decayed(*_decay_plans(call, factor)[0].launch(**arrays, cu_seqlens=args.cu_seqlens), None)
-
-
-def _halve(call: _Call, args: Args, decayed: _Decayed | None, part: int | None = None) -> _Decayed | None:
-    """The same with the pairs of a part's chunks that are halved."""
-    if decayed is None:
-        return None
-    arrays = dict(q=args.query, k=args.key, g=args.g, gamma=args.g_gamma, halved=decayed.halved)
-    (intra,) = _decay_plans(call, False, part)[1].launch(**arrays, cu_seqlens=args.cu_seqlens)
-    return decayed._replace(intra=intra)
+    made = decay.launch(**arrays, cu_seqlens=args.cu_seqlens)
+    return _Decayed(*made, *halving.launch(**arrays, halved=made[-1], cu_seqlens=args.cu_seqlens))
 
 
 def forward(args: Args, opts: Options, pool: Pool | None = None):
@@ -439,13 +459,13 @@ def forward(args: Args, opts: Options, pool: Pool | None = None):
     """
     call = _call(pool.call if pool else Args(*map(_spec, args)), opts)
     q, k, v = args.query, args.key, args.value
-    decayed = _decay(call, args)
+    decayed = _decay(call, args, call.BT)
     if decayed:
         q, k = decayed.q, decayed.k
     starts = _starts(call, args, k, v, args.initial_state, reverse=call.reverse, decayed=decayed, pool=pool)
     save = _Save.PARTS if call.M and opts.kept else _Save.NOTHING
     output, final, saved, _ = _scan(
-        call, args, q, k, v, reverse=call.reverse, **starts, decayed=_halve(call, args, decayed), output=call.dtype,
+        call, args, q, k, v, reverse=call.reverse, **starts, decayed=decayed, output=call.dtype,
         final=_Final.SEQUENCE if opts.state else _Final.NONE, save=save, pool=pool, into=pool and pool.into,
     )  # fmt: skip
     return (output, final), (saved if call.M else starts["h0"] if call.L else None,)
@@ -459,7 +479,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     call = _call(Args(*map(_spec, args)), opts)
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
     do, dfinal = grads
-    decayed = _decay(call, args, factor=True)
+    decayed = _decay(call, args, call.K if call.shares_pairs else call.BT)
     qd = decayed.q if decayed else q
     run = dict(reverse=not call.reverse, adjoint=True)
     begin = dict(h0=residuals[0], init=_Init.PART if call.M else _Init.WALK)
@@ -481,7 +501,9 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
 
 
 @_remember
-def _gradient_plan(call: _Call, q: _Spec, k: _Spec, do: _Spec, mild: bool, halved: bool, outputs: tuple, part) -> _Plan:
+def _gradient_plan(
+    call: _Call, q: _Spec, k: _Spec, do: _Spec, mild: bool, halved: bool, outputs: tuple, part: _Part | None
+) -> _Plan:
     """The launch for all chunks of a part (mild: with decayed q and k), or for those that are halved."""
     v, g = call.specs.value, call.specs.g
     H, K, V = call.H, call.K, call.V
@@ -490,7 +512,8 @@ def _gradient_plan(call: _Call, q: _Spec, k: _Spec, do: _Spec, mild: bool, halve
     unit = _unit(q, k, v, do, g if vector else None)
     numbers = dict(**_strides(q, "q", unit), **_strides(k, "k", unit), **_strides(v, "v", unit),
                    **_strides(g, "g", unit if vector else 1), stride_gamma_b=call.stride_gamma_b,
-                   **_strides(do, "o", unit), scale=call.scale, **call.numbers(part))  # fmt: skip
+                   **_strides(do, "o", unit), scale=call.scale, T=call.T, N=call.N, L=call.walk,
+                   **(call.place(part) if part else dict(M=call.walk, F=0, W=0)))  # fmt: skip
     BH = min(_pow2(H), _HEADS) if halved else 1
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[2], RV=call.R, UNIT=unit, BT=call.BT, BK=BK, BV=BV, BH=BH, BN=_pow2(call.N),
@@ -502,27 +525,31 @@ def _gradient_plan(call: _Call, q: _Spec, k: _Spec, do: _Spec, mild: bool, halve
                  num_warps, num_stages)  # fmt: skip
 
 
+_GRADIENTS = ("dq", "dk", "dg")
+_GIVEN = tuple(f"{name}_given" for name in _GRADIENTS)
+
+
 def _gradients(call: _Call, args: Args, decayed: _Decayed | None, do, begin, ends, wanted) -> tuple:
     """``(dq, dk, dv, dg, dgamma, dh0)`` where gates have gradients, part by part, from the last one that is walked.
 
     Args:
         begin, ends: what the forward and the adjoint walks start from; wanted: what of the last state.
     """
-    g, whole = call.specs.g, (call.B, call.T, call.H)
-    kind = "float32" if call.need_gamma or call.gate < 2 else g.dtype
-    kinds = (((*whole, call.K), call.dtype), ((*whole, call.K), call.dtype_shared),
-             ((*whole, call.K) if call.gate == 2 else (-(-call.K // _GRADIENT[0]), *whole), kind))  # fmt: skip
-    if call.M and ends["init"] != _Init.WALK:
-        # Walks go on from each other's states: so does the first, that all be the same kernel.
-        shape = (call.N, call.H, call.K, call.V)
-        zero = ends["init"] == _Init.ZERO
-        ends = dict(h0=_sum(do, 1, 0, math.prod(shape), shape, "float32") if zero else ends["h0"], init=_Init.WALK)
-    parts = list(call.parts) or [None]
-    dv, grads = None, (None, None, None)
-    for part in parts if call.reverse else reversed(parts):
-        last = part == parts[-1 if call.reverse else 0]
-        final = wanted if last and (wanted or not call.M) else dict(final=_Final.WALK)
-        decayed = _halve(call, args, decayed, part)
+    g, whole, h0 = call.specs.g, (call.B, call.T, call.H), call.specs.initial_state
+    dv, dh0, grads = None, None, (None, None, None)
+    if decayed and call.shares_pairs:
+        grads = (None, None, decayed.intra)
+    if call.M:
+        # Walks go on from each other's states, which stay in one place. The first do so too: all are the same kernel.
+        shape = (call.N * -(-call.T // call.walk), call.H, call.K, call.V)
+        if ends["init"] != _Init.WALK:
+            given = ends["init"] == _Init.SEQUENCE
+            ends = dict(h0=_sum(ends["h0"] if given else do, 1, int(given), math.prod(shape), shape, "float32"))
+        ends = dict(h0=ends["h0"], init=_Init.WALK)
+    for part in call.parts or [None]:
+        final = wanted
+        if part and not (part.last and call.L and wanted):
+            final = dict(final=_Final.WALK)
         q, k = (decayed.q, decayed.k) if decayed else (args.query, args.key)
         dv, dh0, dhs, _ = _scan(
             call, args, k, q, do, reverse=not call.reverse, adjoint=True, **ends, decayed=decayed, into=dv, part=part,
@@ -531,7 +558,7 @@ def _gradients(call: _Call, args: Args, decayed: _Decayed | None, do, begin, end
         ends = dict(h0=dh0, init=_Init.WALK)
         _, _, hs, _ = _scan(call, args, None, k, args.value, reverse=call.reverse, **begin, decayed=decayed,
                             save=_Save.CHUNKS, part=part)  # fmt: skip
-        decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, kinds, grads, part)
+        decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, grads, part)
     dq, dk, dg = grads
     if call.gate < 2:
         dg = _sum(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else g.dtype)
@@ -540,40 +567,44 @@ def _gradients(call: _Call, args: Args, decayed: _Decayed | None, do, begin, end
         dg = None
     elif call.need_gamma:
         dg = _sum(dg, 1, 1, math.prod(g.shape), g.shape, g.dtype)
+    if wanted and call.M and not call.L and h0.dtype != "float32":
+        dh0 = _sum(dh0, 1, 1, math.prod(h0.shape), h0.shape, h0.dtype)
     return dq, dk, dv, dg, dgamma, dh0 if wanted else None
 
 
-_GRADIENTS = ("dq", "dk", "dg")
-_GIVEN = tuple(f"{name}_given" for name in _GRADIENTS)
-
-
-def _part_gradients(call: _Call, args: Args, decayed: _Decayed | None, do, hs, dhs, kinds, grads, part):
+def _part_gradients(call: _Call, args: Args, decayed: _Decayed | None, do, hs, dhs, grads, part):
     """``(dq, dk, dg)`` with those of a part's chunks, from the states before and the gradients after each of them.
 
-    With mild vector gates each program overwrites what no other reads, its own part of the decayed q and k and of their
-    factor; also returns what is left of these.
+    Each program overwrites what no other reads: with mild vector gates its own part of the decayed q and k, and dg's
+    array had the pairs of halved chunks before. Also returns what is left of these.
     """
-    qd, kd, factor, sums, halved, _ = decayed or [None] * 6
+    whole = (call.B, call.T, call.H)
+    kinds = (((*whole, call.K), call.dtype), ((*whole, call.K), call.dtype_shared),
+             ((*whole, call.K) if call.gate == 2 else (-(-call.K // _GRADIENT[0]), *whole), call.dg))  # fmt: skip
 
-    def launch(plan, q, k, factor, given):
+    def launch(q, k, mild, halved, outputs, grads):
+        # Where k is decayed so is q.
+        specs = (_spec(q), _spec(k)) if mild else (call.specs.query, call.specs.key)
+        plan = _gradient_plan(call, *specs, _spec(do), mild, halved, outputs, part)
         return plan.launch(
-            q=q, k=k, v=args.value, g=args.g, gamma=args.g_gamma, factor=factor, sums=sums, do=do, hs=hs, dhs=dhs,
-            halved=halved, **dict(zip(_GIVEN, given, strict=True)), cu_seqlens=args.cu_seqlens,
+            q=q, k=k, v=args.value, g=args.g, gamma=args.g_gamma, sums=decayed and decayed.sums, do=do, hs=hs, dhs=dhs,
+            halved=decayed and decayed.halved, **dict(zip(_GIVEN, grads, strict=True)), cu_seqlens=args.cu_seqlens,
         )  # fmt: skip
 
-    q, k = call.specs.query, call.specs.key
-    outputs = kinds if grads[0] is None else _GIVEN
+    outputs = tuple(kind if x is None else name for kind, x, name in zip(kinds, grads, _GIVEN, strict=True))
+    own: list[str] = []
     if not (decayed and call.mild):
-        plan = _gradient_plan(call, q, k, _spec(do), False, False, outputs, part)
-        return decayed, launch(plan, args.query, args.key, None, grads)
-    own = [name if kind[1] == call.dtype else None for name, kind in zip(("q", "k", "factor"), kinds, strict=True)]
-    outputs = tuple(name or other for name, other in zip(own, outputs, strict=True))
-    given = [None if name else x for name, x in zip(own, grads, strict=True)]
-    plan = _gradient_plan(call, _spec(qd), _spec(kd), _spec(do), True, False, outputs, part)
-    grads = launch(plan, qd, kd, factor, given)
-    plan = _gradient_plan(call, q, k, _spec(do), False, True, _GIVEN, part)
-    grads = launch(plan, args.query, args.key, None, grads)
-    return decayed._replace(**{name: x for name, x in zip(own, grads, strict=True) if name}), grads
+        grads = launch(args.query, args.key, False, False, outputs, grads)
+    else:
+        own = ["q", "k"][: 2 if call.R == 1 else 1]
+        given = (*[None] * len(own), *grads[len(own) :])
+        grads = launch(decayed.q, decayed.k, True, False, (*own, *outputs[len(own) :]), given)
+        grads = launch(args.query, args.key, False, True, _GIVEN, grads)
+    if decayed:
+        decayed = decayed._replace(**dict(zip(own, grads, strict=False)))
+        if call.shares_pairs:
+            decayed = decayed._replace(intra=grads[2])
+    return decayed, grads
 
 
 def _gamma_gradient(call: _Call, dg):
@@ -621,7 +652,9 @@ def heuristic(inv, cfg):
     # Two warpgroups with half a state each read every input once. But where programs with half a state fill the GPU as
     # they are, and with a whole one only once sequences are cut, that pays in long sequences only.
     heads = inv.dims["N"] * inv.dims["H"]
-    wide = min(K, V) > 64 and not (48 < heads <= 66 and inv.dims["T"] <= 8192)
+    # The assembler in the driver, which JAX takes, makes slower code of the narrow walks than Triton's own.
+    short = inv.dims["T"] <= (2048 if inv.framework == "jax" and "g" not in inv.arrays else 8192)
+    wide = min(K, V) > 64 and not (48 < heads <= 66 and short)
     stages = 3 if "g" in inv.arrays else 4
     return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)
 

@@ -36,10 +36,9 @@ def decay_kernel(
     q, k, g, gamma, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_gamma_b, scale, T, N,
-    qd, kd, factor, sums, halved,
+    qd, kd, sums, halved,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, GAMMA: tl.constexpr, MILD: tl.constexpr, FACTOR: tl.constexpr, REVERSE: tl.constexpr,
-    PACKED: tl.constexpr,
+    BN: tl.constexpr, GAMMA: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """What vector gates do inside a chunk, worked into q and k, so that a scan over chunks need not know them.
 
@@ -81,8 +80,6 @@ def decay_kernel(
             tl.store(qd + o_t, (b_q * (b_f * scale)).to(qd.dtype.element_ty), mask=m_t)
             if MILD > 0:
                 tl.store(kd + o_t, (b_k * tl.exp2(-b_to)).to(kd.dtype.element_ty), mask=m_t)
-            if FACTOR:
-                tl.store(factor + o_t, b_f.to(factor.dtype.element_ty), mask=m_t)
     i_slot = i_s.to(tl.int64) * H + i_h
     tl.store(sums + i_slot * K + o_k, b_to, mask=m_k)
     strong = tl.min(tl.where(m_k, b_to, 0.0), 0) <= -MILD
@@ -101,7 +98,7 @@ def decay_kernel(
 def halving_kernel(
     q, k, g, gamma, halved, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
-    stride_gamma_b, scale, T, N, L, M, F,
+    stride_gamma_b, scale, T, N, WIDTH,
     intra,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr,
@@ -111,19 +108,19 @@ def halving_kernel(
 
     At each level the pairs between the halves of a block factor at their boundary into ``exp(gates from the boundary to
     i) * exp(gates from j to the boundary)``, both at most 1, so each level is one tile ``y = (q in later halves, k in
-    earlier halves) * factor`` and one product ``y y^T``; the diagonal has no decay. MILD of 0: all chunks. L, M, F: as
-    in ``locate_chunk``.
+    earlier halves) * factor`` and one product ``y y^T``; the diagonal has no decay. MILD of 0: all chunks. ``intra``
+    is ``[B, T, H, WIDTH]``, of which the query's row of a pair has the pairs with its chunk.
     """
     NB: tl.constexpr = (H + BH - 1) // BH
-    i_o = tl.program_id(0) // NB
+    i_s = tl.program_id(0) // NB
     i_h0 = (tl.program_id(0) % NB) * BH
-    i_n, begin, length, i_c, i_s = locate_chunk(cu_seqlens, i_o, T, N, L, M, F, BT, PACKED, BN)
+    i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, BT, PACKED, True, BN)
     if i_c * BT >= length:
         return
     o_h = tl.arange(0, BH)
     m_strong = i_h0 + o_h < H
     if MILD > 0:
-        m_strong = tl.load(halved + i_s * H + i_h0 + o_h, mask=m_strong, other=0) != 0
+        m_strong = tl.load(halved + i_s.to(tl.int64) * H + i_h0 + o_h, mask=m_strong, other=0) != 0
         if tl.max(m_strong.to(tl.int32), 0) == 0:
             return
     i_b = 0 if PACKED else i_n.to(tl.int64)
@@ -162,16 +159,16 @@ def halving_kernel(
                     b_l = tl.dot(b_y, tl.trans(b_y), input_precision=PRECISION)
                     b_a += tl.where(m_pair & later[:, None], b_l, 0.0)
                     m *= 2
-            p_a = intra + (i_o.to(tl.int64) * H + i_h) * BT * BT
-            tl.store(p_a + o_t[:, None] * BT + o_t[None, :], (b_a * scale).to(dtype))
+            p_a = intra + ((i_b * T + base) * H + i_h) * WIDTH
+            tl.store(p_a + o_t[:, None] * (H * WIDTH) + o_t[None, :], (b_a * scale).to(dtype), mask=m_t[:, None])
 
 
 @triton.jit
 def mild_gradients(
-    b_q, b_k, b_f, b_sums, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
-    DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, b_k, b_g, b_sums, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
+    TERMS: tl.constexpr, DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg ``[BT, BK]`` with mild vector gates: q has been decayed by ``b_f``, k by its inverse.
+    """dq, dk and dg ``[BT, BK]`` with mild vector gates: q has been decayed from the chunk's start, k to it.
 
     ``b_da`` ``[BT, BT]`` are the gradients of pairs, without decay; ``b_dq`` and ``b_dk`` those through the states;
     ``b_across`` ``[BK]`` is what passes through the chunk.
@@ -185,8 +182,8 @@ def mild_gradients(
     # What pairs inside the chunk add here cancels but for those that span t: exactly, as both have the same terms.
     b_x = b_q.to(tl.float32) * b_dq - b_kf * b_dk
     b_dg = ones_dot(o_p[:, None] <= o_p[None, :], b_x, DG_TERMS + 1) + b_across[None, :]
-    b_ff = b_f.to(tl.float32)
-    return b_dq * (b_ff * scale), b_dk / b_ff, b_dg
+    b_to = ones_dot(m_upto, tl.maximum(b_g.to(tl.float32), CLOSED), TERMS) * LOG2E
+    return b_dq * (tl.exp2(b_to) * scale), b_dk * tl.exp2(-b_to), b_dg
 
 
 @triton.jit
@@ -257,11 +254,11 @@ def scalar_gradients(
     return b_dq, b_dk, b_dg
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W"])
 def gradient_kernel(
-    q, k, v, g, gamma, factor, sums, do, hs, dhs, halved, dq_given, dk_given, dg_given, cu_seqlens,
+    q, k, v, g, gamma, sums, do, hs, dhs, halved, dq_given, dk_given, dg_given, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N, L, M, F,
+    stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N, L, M, F, W,
     dq, dk, dg,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
@@ -274,8 +271,8 @@ def gradient_kernel(
     that spans it, so dg_t is a sum over pairs j < t <= i: within the chunk level by level, from before the chunk
     through q and dq, to after it through k and dk, and across it through both states. All these are sums of what is
     there, never differences that cancel. With scalar or constant gates (GATE < 2) dg is one value per token and tile of
-    K. MILD: q and k come from ``decay_kernel``, with its ``factor``, and chunks that are ``halved`` get nothing of use;
-    HALVED: only these. L, M, F: as in ``locate_chunk``. ``dq_given``, ``dk_given`` and ``dg_given`` have no values that
+    K. MILD: q and k come from ``decay_kernel``, and chunks that are ``halved`` get nothing of use; HALVED: only these.
+    L, M, F, W: as in ``locate_chunk``. ``dq_given``, ``dk_given`` and ``dg_given`` have no values that
     are read: dq, dk and dg may overwrite them.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -283,7 +280,7 @@ def gradient_kernel(
     i_k = tl.program_id(0) % NK
     i_h0 = (tl.program_id(0) // NK) % NB * BH
     i_o = tl.program_id(0) // (NK * NB)
-    i_n, begin, length, i_c, i_s = locate_chunk(cu_seqlens, i_o, T, N, L, M, F, BT, PACKED, BN)
+    i_n, begin, length, i_c, i_s = locate_chunk(cu_seqlens, i_o, T, N, L, M, F, W, BT, PACKED, BN)
     if i_c * BT >= length:
         return
     if HALVED:
@@ -326,12 +323,9 @@ def gradient_kernel(
             b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
             if GATE == 2:
                 b_sums = tl.load(sums + i_slot * K + o_k, mask=o_k < K, other=0.0)  # [BK]
-                if MILD:
-                    b_f = tl.load(factor + o_d, mask=m_k, other=1.0)  # [BT, BK]
-                else:
-                    b_g = tl.load(p_g + o_t[:, None] * (stride_gt * UNIT_G) + o_k[None, :], mask=m_k, other=0.0)
-                    if GAMMA:
-                        b_g = tl.where(m_k, b_g.to(tl.float32) + b_gamma / LOG2E, 0.0)
+                b_g = tl.load(p_g + o_t[:, None] * (stride_gt * UNIT_G) + o_k[None, :], mask=m_k, other=0.0)
+                if GAMMA:
+                    b_g = tl.where(m_k, b_g.to(tl.float32) + b_gamma / LOG2E, 0.0)
             b_da = tl.zeros([BT, BT], dtype=tl.float32)
             b_dq = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -356,8 +350,8 @@ def gradient_kernel(
                 b_across *= tl.exp2(b_sums)
                 if MILD:
                     b_dq, b_dk, b_dg = mild_gradients(
-                        b_q, b_k, b_f, b_sums, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
-                        DG_TERMS, PRECISION,
+                        b_q, b_k, b_g, b_sums, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
+                        TERMS, DG_TERMS, PRECISION,
                     )  # fmt: skip
                 else:
                     b_dq, b_dk, b_dg = halved_gradients(

@@ -47,17 +47,18 @@ def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, 
 
 
 @triton.jit
-def locate_chunk(cu_seqlens, i_o, T, N, L, M, F, BT, PACKED: tl.constexpr, BN: tl.constexpr):
+def locate_chunk(cu_seqlens, i_o, T, N, L, M, F, W, BT, PACKED: tl.constexpr, BN: tl.constexpr):
     """Slot among the chunks of a part -> (sequence, its first token, its length, chunk, slot among all chunks).
 
-    L: tokens per segment, of which the part has M from the F-th on. A slot for no chunk gets one beyond the sequence.
+    The part has M tokens from the F-th on of each walk (L tokens) from the W-th on. A slot for no chunk gets one beyond
+    the sequence.
     """
     if PACKED:
         i_n, begin, length, i_c = locate(cu_seqlens, i_o, T, N, BT, True, True, BN)
         i_s = i_o.to(tl.int64)
     else:
         count = tl.cdiv(M, BT)
-        i_n, begin, length, i_g = locate(cu_seqlens, i_o // count, T, N, L, False, True, 1)
+        i_n, begin, length, i_g = locate(cu_seqlens, i_o // count + W, T, N, L, False, True, 1)
         i_c = F // BT + i_o % count
         i_c = tl.where(i_c * BT < L, i_g * (L // BT) + i_c, length)
         i_s = i_n.to(tl.int64) * tl.cdiv(T, BT) + i_c
@@ -114,19 +115,19 @@ def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT: tl.constexpr):
     return b_to, b_left, tl.exp2(b_gamma * left)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "W"])
 def scan_kernel(
     q, k, v, g, gamma, sums, halved, intra, h0, into, cu_seqlens, pool, slots, has_initial, exports,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
-    scale, T, N, L, P, M, F,
+    scale, T, N, L, P, M, F, W,
     o, ht, hs, total,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
     stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
-    ADJOINT: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, INIT: tl.constexpr,
-    FINAL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, STATE_T: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, EXPORT: tl.constexpr,
+    ADJOINT: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr,
+    INIT: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, STATE_T: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, EXPORT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
 ):  # fmt: skip
     """Walk a sequence, or one segment of it, chunk by chunk, with a tile of the state in registers.
@@ -137,12 +138,13 @@ def scan_kernel(
 
     GATE: 0 none, 1 per token ``[B, T, H]``, 2 per token and dimension of k: then q and k come from ``decay_kernel``,
     decayed from and to their chunk's start, with its ``sums``; of a chunk that is ``halved`` (MILD of 0: all), k is
-    decayed to the end, and the pairs are in ``intra``. INIT: 0 zeros, 1 h0 of the sequence, 2 h0 of the
-    walk, 3 h0 of the walk's part. FINAL: 0 none, 1 ht of the sequence, 2 ht (and the sum of the gates, ``total``) of
-    the piece, if anything of it is left at its segment's end, 3 ht of the walk. SAVE: write to hs the state before
-    each chunk (1) or part (2). STATE_T: h0 and ht are ``[V, K]`` in memory. L: tokens per segment, or per piece where
-    FINAL is 2. PART: walk only M tokens from the F-th on, of the sequence or of each segment; of M tokens are the
-    parts in INIT and SAVE, too. ``into`` has no values: o may overwrite it.
+    decayed to the end, and the pairs are in ``intra`` ``[B, T, H, WIDTH]``, in the rows of their queries. INIT: 0
+    zeros, 1 h0 of the sequence, 2 h0 of the walk, 3 h0 of the walk's part. FINAL: 0 none, 1 ht of the sequence, 2 ht
+    (and the sum of the gates, ``total``) of the piece, if anything of it is left at its segment's end, 3 ht of the
+    walk. SAVE: write to hs the state before each chunk (1) or part (2). STATE_T: h0 and ht are ``[V, K]`` in memory.
+    L: tokens per segment, or per piece where FINAL is 2. PART: walk only M tokens from the F-th on, of the sequences
+    or segments from the W-th on; of M tokens are the parts in INIT and SAVE, too. ``into`` has no values: o may
+    overwrite it.
 
     POOL: the states of sequences are in ``slots`` of ``pool``, which ht is; one in slot -1 is left out. MAY_START:
     ``has_initial`` says which sequences have a state. EXPORT: ``exports`` has for each chunk the slot that the state
@@ -151,7 +153,8 @@ def scan_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
-    i_s = tl.program_id(0) // (NV * H)
+    i_o = tl.program_id(0) // (NV * H)
+    i_s = (i_o + W) if PART else i_o
     i_n, begin, length, i_g = locate(cu_seqlens, i_s, T, N, L, PACKED, SPLIT, BN)
     if SPLIT:
         if i_g * L >= length and i_g > 0:
@@ -202,11 +205,11 @@ def scan_kernel(
         p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh + o_t * stride_gt
     i_slot = (begin // BT + i_n) if PACKED else (i_b * tl.cdiv(T, BT))
     i_slot = (i_slot + first // BT + ((n_c - 1) if REVERSE else 0)) * H + i_h  # of the chunk
-    # From the chunk's slot to that in intra and hs, which have the chunks of a part side by side.
+    # From the chunk's slot to that in hs, which has the chunks of a part side by side.
     walked = L if SPLIT else T
     to_own = i_slot * 0
     if (SPLIT or PART) and not PACKED:
-        i_own = i_s.to(tl.int64) * tl.cdiv(M if PART else walked, BT) + ((n_c - 1) if REVERSE else 0)
+        i_own = i_o.to(tl.int64) * tl.cdiv(M if PART else walked, BT) + ((n_c - 1) if REVERSE else 0)
         to_own = i_own * H + i_h - i_slot
     dtype: tl.constexpr = k.dtype.element_ty
 
@@ -303,10 +306,11 @@ def scan_kernel(
 
         if OUTPUT:
             if GATE == 2:
-                # intra is [query's token, key's token]; in an adjoint run the two change places.
+                # intra is [query's token, key's token in the chunk]; in an adjoint run the two change places.
                 o_c = (o_t - BT - step) if REVERSE else o_t
-                o_a = o_c[:, None] * (BT if ADJOINT else 1) + o_c[None, :] * (1 if ADJOINT else BT)
-                p_a = intra + (i_slot + to_own) * BT * BT + o_a
+                o_r = o_t * (H * WIDTH)
+                o_a = (o_r[:, None] + o_c[None, :]) if ADJOINT else (o_c[:, None] + o_r[None, :])
+                p_a = intra + row * WIDTH + o_a
                 m_a = m_t[:, None] & m_t[None, :]
                 if MILD > 0:
                     b_a = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BT (j), BT (i)]
