@@ -17,8 +17,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from keraunos import frontends
 from keraunos.kernels.linear_attention import interface
 from keraunos.kernels.linear_attention import triton as platform
+from keraunos.kernels.softmax_attention import interface as softmax_interface
+from keraunos.kernels.softmax_attention import triton as softmax_platform
 from keraunos.kernels.state_pool import interface as pool_interface
 from keraunos.kernels.state_pool import triton as pool_platform
 from keraunos.ops import Config
@@ -48,6 +51,15 @@ SERVING = {
     "prefill, few heads": ("prefill", "bfloat16", "float32", 128, 128, 8, 8, None, 2, 65536, 0),
     "prefill, vector gates": ("prefill", "bfloat16", "bfloat16", 128, 128, 64, 64, "vector", 32, 65536, 100),
 }
+# Name -> (dtype, K, V, heads of q, heads of k, heads of a bias, a mask, sinks, segment ids, options)
+SOFTMAX = {
+    "attention, causal, soft cap, sinks, segments": (
+        "bfloat16", 128, 128, 16, 16, 0, 0, 4, True, {"causal": True, "soft_cap": 30.0}),
+    "attention, wide, shared keys, mask, window": ("float16", 256, 192, 16, 2, 0, 1, 0, False, {"window": (1023, 0)}),
+    "attention, bias, dropout": ("bfloat16", 128, 128, 16, 16, 1, 0, 0, False, {"dropout": 0.1}),
+    "attention, float32, soft cap": ("float32", 128, 128, 16, 16, 0, 0, 0, False, {"causal": True, "soft_cap": 30.0}),
+    "attention, float32, wide, bias": ("float32", 256, 256, 16, 16, 16, 0, 0, False, {"causal": True}),
+}  # fmt: skip
 
 
 def resources(kernel, inputs, made, constants, num_warps, num_stages) -> dict[str, int]:
@@ -88,8 +100,8 @@ def measure(call: str) -> dict[str, dict[str, int]]:
         found[f"{kernel.__name__} {number}"] = resources(kernel, inputs, made, constants, num_warps, num_stages)
         return tuple(made)
 
-    with mock.patch.object(platform, "launch", launch):
-        (serve if call in SERVING else attend)(call)
+    with mock.patch.object(platform, "launch", launch), mock.patch.object(frontends, "launch", launch):
+        (serve if call in SERVING else soften if call in SOFTMAX else attend)(call)
     return found
 
 
@@ -112,6 +124,27 @@ def attend(call: str) -> None:
     platform.backward(args, residuals, (empty(B, T, H, V, dtype=dtype), None), opts)
 
 
+def soften(call: str) -> None:
+    """A call of softmax attention, forward and backward."""
+    dtype, K, V, H, G, bias, mask, sinks, segments, options = SOFTMAX[call]
+    B, T, S = 2, 8192, 4096
+
+    def array(*shape, wanted=1, dtype=dtype):
+        return empty(*shape, dtype=dtype) if wanted else None
+
+    args = softmax_interface.Args(
+        array(B, T, H, K), array(B, S, G, K), array(B, S, G, V), array(B, bias, T, S, wanted=bias),
+        array(H, sinks, wanted=sinks, dtype="float32"), array(B, mask, T, S, wanted=mask, dtype="bool"),
+        array(B, T, wanted=segments, dtype="int32"), array(B, S, wanted=segments, dtype="int32"),
+        array(2, wanted="dropout" in options, dtype="int32"),
+    )  # fmt: skip
+    given = {"soft_cap": None, "causal": False, "window": None, "dropout": 0.0, **options}
+    cfg = softmax_platform.heuristic(softmax_interface.describe(args, **given), Config())
+    opts = softmax_interface.Options(K**-0.5, **given, softmax_dtype="float32", return_weights=False, cfg=cfg)
+    _, residuals = softmax_platform.forward(args, opts)
+    softmax_platform.backward(args, residuals, (array(B, T, H, V), None), opts)
+
+
 def serve(call: str) -> None:
     """A call of a serving function."""
     op_id, dtype, pool, K, V, H, G, gate, N, T, exports = SERVING[call]
@@ -132,4 +165,4 @@ def serve(call: str) -> None:
 
 
 if __name__ == "__main__":
-    BUDGETS.write_text(json.dumps({call: measure(call) for call in (*CALLS, *SERVING)}, indent=1) + "\n")
+    BUDGETS.write_text(json.dumps({call: measure(call) for call in (*CALLS, *SERVING, *SOFTMAX)}, indent=1) + "\n")
