@@ -20,12 +20,34 @@ ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
 
 
 @pytest.fixture
-def gla(monkeypatch):
+def triton(monkeypatch):
+    """The low-level functions of the platform, by name."""
     jax_triton = pytest.importorskip("jax_triton", reason="needs jax-cuda13-plugin", exc_type=ImportError)
     # Without a device there is nothing to ask for its capability.
     call = functools.partial(jax_triton.triton_call, compute_capability=90)
     monkeypatch.setattr(jax_triton, "triton_call", call)
-    return functools.partial(kernel_registry.get("gla", "triton").fn, cfg=CFG)
+    return lambda name, cfg: functools.partial(kernel_registry.get(name, "triton").fn, cfg=cfg)
+
+
+@pytest.fixture
+def gla(triton):
+    return triton("gla", CFG)
+
+
+@pytest.fixture
+def attention(triton):
+    """Causal, with all the options that go together: ``(query, key, value, sinks or bias) -> output``."""
+    run = triton("attention", Config(block_q=64, block_k=64, num_warps=4, num_stages=2))
+
+    def call(q, k, v, extra=None):
+        ids = jnp.zeros(q.shape[:2], jnp.int32)
+        if extra is None or extra.ndim == 2:
+            options = dict(sinks=extra, query_segments=ids, key_segments=ids, soft_cap=20.0, window=(100, 7))
+        else:
+            options = dict(bias=extra, dropout=0.1, seed=jnp.zeros(2, jnp.uint32))
+        return run(q, k, v, causal=True, **options)[0]
+
+    return call
 
 
 def gradients(f):
@@ -104,3 +126,29 @@ def test_export_of_gradients(gla):
         *[jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)] * 4
     )
     assert [x.shape for x in jax.export.deserialize(exported.serialize()).out_avals] == [SHAPE] * 4
+
+
+@pytest.mark.parametrize("extra", [(4, 3), (1, 4, 200, 200)], ids=["sinks", "bias"])
+def test_attention_and_its_gradients(attention, extra):
+    shapes = [SHAPE, (2, 200, 2, 64), (2, 200, 2, 32), extra]
+    assert lowered(attention, *shapes)[0] == [(*SHAPE[:3], 32)]
+    gradients = jax.grad(lambda *x: attention(*x).astype(jnp.float32).sum(), range(4))
+    assert lowered(gradients, *shapes)[0] == shapes
+
+
+@pytest.mark.parametrize("extra", [None, (1, 4, 200, 200), (4, 3)], ids=["plain", "bias", "sinks"])
+def test_vmap_of_attention(attention, extra):
+    given = [SHAPE] * 3 + ([extra] if extra else [])
+    gradients = jax.grad(lambda *x: attention(*x).astype(jnp.float32).sum(), range(len(given)))
+    found, text = lowered(jax.vmap(gradients), *[(3, *shape) for shape in given])
+    assert found == [(3, *shape) for shape in given]
+    # Without sinks and dropout one call does all, forward again included; with them, one does each in turn.
+    assert ("stablehlo.while" in text) == (extra is not None)
+
+
+def test_shard_map_of_attention(attention):
+    mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = P("batch", None, "heads")
+    sharded = jax.shard_map(attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    gradients = jax.grad(lambda *x: sharded(*x).astype(jnp.float32).sum(), range(3))
+    assert lowered(gradients, *[SHAPE] * 3)[0] == [SHAPE] * 3
