@@ -48,6 +48,12 @@ def _call(operation: PoolOperation, args: Args, log_decay, softmax_scale, platfo
     if gamma is not None and not frontends.framework_of(gamma):
         gamma = np.asarray(gamma, np.float32)
     args = args._replace(g_gamma=gamma)
+    if args.out is not None and hasattr(args.out, "stride"):
+        # Not among what calls are told apart by, so checked in each.
+        whole = operation is PREFILL
+        if not (args.out.is_contiguous() if whole else args.out.stride(-1) == 1):
+            wanted = "a contiguous tensor" if whole else "rows of V contiguous values"
+            raise ValueError(f"{operation.op_id}: out has strides {args.out.stride()}; expected {wanted}")
     output, pool = default_executor()(operation, *args, softmax_scale=softmax_scale, platform=platform, _cfg=cfg)
     output = output if args.out is None else args.out
     return output, args.states if pool is None or frontends.framework_of(args.key) == "torch" else pool
@@ -202,7 +208,7 @@ def prefill(
             ``targets[m]`` as well, for other requests with the same prefix. Tokens in ascending order; a target of -1,
             and a token of padding, exports nothing. Targets must be no request's slot.
         log_decay, g_gamma, softmax_scale, platform, cfg: as for :func:`decode`.
-        out: ``[T, H, V]``.
+        out: ``[T, H, V]``, contiguous.
 
     Returns:
         The output ``[T, H, V]``, zeros for padding, and the pool.

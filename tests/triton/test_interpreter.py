@@ -24,6 +24,7 @@ VALUES = "tests/linear_attention/test_values.py"
 TORCH = "tests/linear_attention/test_torch.py"
 SOFTMAX = "tests/softmax_attention/test_values.py"
 BLOCKS = "tests/softmax_attention/test_blocks.py"
+SERVING = "tests/serving"
 
 
 @pytest.mark.parametrize(("file", "segment", "tests"), [
@@ -31,7 +32,8 @@ BLOCKS = "tests/softmax_attention/test_blocks.py"
     (VALUES, "64", "every_gate or packed or lightning"),
     (TORCH, "64", "promises or compile or autocast or checkpoint or functional or missing or fused"),
     (SOFTMAX, "", "values"), (BLOCKS, "", "test"),
-], ids=["vector", "others", "segments", "torch", "softmax", "blocks"])  # fmt: skip
+    (SERVING, "", "not errors and not gradients"), (SERVING, "64", "prefill_with_every_gate or parts"),
+], ids=["vector", "others", "segments", "torch", "softmax", "blocks", "serving", "serving segments"])  # fmt: skip
 def test_in_the_interpreter(file, segment, tests):
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_SEGMENT=segment)
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton.interpreter", "-p", "no:cacheprovider", "-x"]

@@ -44,7 +44,8 @@ def advance(b_s, b_k, b_v, b_d, DECAYS: tl.constexpr, BK: tl.constexpr, BV: tl.c
     return tl.fma(b_kk, b_vv, b_s)
 
 
-@triton.jit(do_not_specialize=["T"])
+# Indices may be slices of a longer array, which begin anywhere.
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots", "counts"])
 def step_kernel(
     q, k, v, g, gamma, slots, counts, states, into,
     stride_qn, stride_qt, stride_qh, stride_kn, stride_kt, stride_kh, stride_vn, stride_vt, stride_vh,
@@ -135,7 +136,7 @@ def end_of(tokens, i_m, M):
     return tl.load(tokens + i_m, mask=i_m < M, other=2147483646).to(tl.int64) + 1
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["tokens", "targets"])
 def plan_kernel(cu_seqlens, tokens, targets, N, M, exports, BT: tl.constexpr, BN: tl.constexpr):
     """For each chunk the first slot that a state goes to which is exported within it, or at its start; -1: none.
 
@@ -161,7 +162,7 @@ def plan_kernel(cu_seqlens, tokens, targets, N, M, exports, BT: tl.constexpr, BN
     tl.store(exports + i_s, target)
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["slots", "tokens", "targets"])
 def export_kernel(
     k, v, g, gamma, cu_seqlens, slots, tokens, targets, states,
     stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, N, M,
@@ -235,7 +236,7 @@ def export_kernel(
         end = end_of(tokens, i_m, M)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N"], do_not_specialize_on_alignment=["slots"])
 def clear_kernel(
     cu_seqlens, slots, output, T, N,
     o,

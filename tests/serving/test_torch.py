@@ -1,0 +1,277 @@
+"""The serving functions as an engine calls them in PyTorch: views, out=, drafts, resumed prompts, graphs, errors."""
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from keraunos import serving  # noqa: E402
+from tests.linear_attention.cases import GPU, INTERPRETED  # noqa: E402
+from tests.numerics import assert_within_rule  # noqa: E402
+from tests.serving.cases import Case, arguments, array, results, run_torch, tensor  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+PLATFORMS = ["triton"] if INTERPRETED else ["torch", "triton"] if GPU else ["torch"]
+pytestmark = pytest.mark.parametrize("platform", PLATFORMS)
+
+CASES = {
+    "decode": Case(gate="vector"),
+    "verify": Case(op="verify", gate="scalar"),
+    "commit": Case(op="commit", counts=(1, 3, 0, 2)),
+    "prefill": Case(op="prefill", lengths=(3, 70, 2, 1), fresh=(2,), tail=3, tokens=(1, 72), targets=(5, 2)),
+}
+
+
+def whole(case):
+    return {name: tensor(x) for name, x in case.arrays.items()}
+
+
+def call(case, given, platform, **options):
+    """``(output, pool)``, bit for bit."""
+    args, gates = arguments(case.op, given)
+    made = getattr(serving, case.op)(*args, **gates, **options, platform=platform)
+    return tuple(map(array, results(case.op, given, made)))
+
+
+def same(a, b):
+    return all(x is y or x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_views_are_as_good_as_arrays(platform, op):
+    """Slices of a fused projection, indices out of a longer array, a pool of several layers."""
+    case = CASES[op]
+    given, views = whole(case), whole(case)
+    tokens = [x for x in ("query", "key", "value") if views[x] is not None]
+    fused = torch.cat([views[x] for x in tokens], -2)
+    views |= dict(zip(tokens, fused.split(case.H, -2), strict=True))
+    for name in ("slots", "counts", "cu_seqlens", "has_initial", "tokens", "targets"):
+        if views[name] is not None:
+            views[name] = torch.cat([views[name][:1], views[name]])[1:]
+    layers = torch.stack([torch.zeros_like(views["states"]), views["states"]], 1)
+    views["states"] = layers[:, 1]
+    assert same(call(case, given, platform), call(case, views, platform))
+    assert not layers[:, 0].any()
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_the_pool_may_be_stored_the_other_way_round(platform, op):
+    """``[slots, H, V, K]``."""
+    case = dataclasses.replace(CASES[op], V=24)
+
+    def transposed(given):
+        return given | {"states": given["states"].mT.contiguous().mT}
+
+    case.check(lambda case: run_torch(platform, case, transposed))
+
+
+@pytest.mark.parametrize("op", ["decode", "verify", "prefill"])
+def test_outputs_go_where_they_are_wanted(platform, op):
+    case = CASES[op]
+    want = call(case, whole(case), platform)
+    room = torch.full((*case.rows, case.H, case.V), float("nan"), device=DEVICE)
+    given = whole(case)
+    args, gates = arguments(op, given)
+    made = getattr(serving, op)(*args, **gates, out=room, platform=platform)
+    assert (made if op == "verify" else made[0]) is room
+    assert same(want, (array(room), array(given["states"])))
+    if op != "prefill":
+        wide = torch.full((*case.rows, 2 * case.H, case.V), float("nan"), device=DEVICE)
+        given = whole(case)
+        args, gates = arguments(op, given)
+        getattr(serving, op)(*args, **gates, out=wide[..., case.H :, :], platform=platform)
+        assert same(want[:1], (array(wide[..., case.H :, :]),))
+        assert wide[..., : case.H, :].isnan().all()
+
+
+@pytest.mark.parametrize("gate", ["none", "vector"])
+def test_drafts_are_decoded_one_by_one(platform, gate):
+    """Bit for bit: what is verified and committed is what would have been decoded."""
+    case = Case(op="commit", slots=(3, -1, 6, 0, 2), T=4, counts=(4, 2, 0, 1, 3), gate=gate, V=40, dtype="bfloat16")
+    given = whole(case)
+    decoded, outputs = given["states"].clone(), []
+    tokens = ("query", "key", "value", "g")
+    args = [given[x] for x in tokens[:3]]
+    verified = serving.verify(*args, given["states"], given["slots"], g=given["g"], g_gamma=given["g_gamma"],
+                              platform=platform)  # fmt: skip
+    for t in range(case.T):
+        one = {x: given[x] if given[x] is None else given[x][:, t] for x in tokens}
+        slots = torch.where(t < given["counts"], given["slots"], -1)
+        step = serving.decode(*(one[x] for x in tokens[:3]), decoded, slots, g=one["g"], g_gamma=given["g_gamma"],
+                              platform=platform)  # fmt: skip
+        outputs.append(step[0])
+        live = (slots >= 0).cpu().numpy()
+        assert array(verified[:, t])[live].tobytes() == array(step[0])[live].tobytes()
+    _, pool = call(case, given, platform)
+    assert pool.tobytes() == array(decoded).tobytes()
+
+
+@pytest.mark.parametrize("split", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
+def test_a_prompt_may_come_in_parts(platform, split):
+    """Prefix and rest in two calls, the first with another request beside it, as good as the whole."""
+    case = Case(op="prefill", slots=(2,), size=3, lengths=(130,), fresh=(0,), gate="scalar", H=2)
+    truth, changed = case.truth()
+    near, changed_near = case.truth(np.float32)
+    given = whole(case)
+    gamma, slot = given["g_gamma"], given["slots"]
+
+    def part(where, has, slots, lengths):
+        tokens = [given[x][where] for x in ("query", "key", "value", "g")]
+        cu = torch.tensor([0, *np.cumsum(lengths)], device=DEVICE)
+        return serving.prefill(*tokens[:3], given["states"], slots, cu, g=tokens[3], g_gamma=gamma,
+                               has_initial=torch.tensor(has, device=DEVICE), platform=platform)[0]  # fmt: skip
+
+    both = torch.tensor([2, 0], device=DEVICE)
+    first = part(slice(0, split), [False, False], both, [split - 1, 1])
+    again = part(slice(split - 1, 130), [True], slot, [131 - split])
+    output = np.concatenate([array(first)[:-1], array(again)])
+    assert_within_rule(("output", "state"), [output, array(given["states"])[2]], [truth, changed[2]],
+                       [near, changed_near[2]], ["float32"] * 2)  # fmt: skip
+
+
+@pytest.mark.parametrize("decodes_first", [True, False])
+def test_mixed_batches_are_two_calls(platform, decodes_first):
+    """Decodes and prompts of one step, in either order, on slices of the same arrays; the pool is one."""
+    n, lengths = 3, (5, 70)
+    lengths = (*[1] * n, *lengths) if decodes_first else (*lengths, *[1] * n)
+    case = Case(op="prefill", slots=(5, 0, 3, 1, 6), lengths=lengths)
+
+    def run(case):
+        given = whole(case)
+        T, cu = case.rows[0], given["cu_seqlens"]
+        out = torch.empty(T, case.H, case.V, device=DEVICE)
+        tokens = slice(0, n) if decodes_first else slice(T - n, T)
+        rest = slice(n, T) if decodes_first else slice(0, T - n)
+        slots, offsets = given["slots"], cu[n:] - n if decodes_first else cu[:-n]
+        ours, others = (slots[:n], slots[n:]) if decodes_first else (slots[-n:], slots[:-n])
+        q, k, v = (given[x] for x in ("query", "key", "value"))
+        options = dict(g_gamma=given["g_gamma"], platform=platform)
+        serving.decode(q[tokens], k[tokens], v[tokens], given["states"], ours, out=out[tokens], **options)
+        serving.prefill(q[rest], k[rest], v[rest], given["states"], others, offsets, out=out[rest], **options)
+        return array(out), array(given["states"])
+
+    case.check(run)
+
+
+# The interpreter warns where a factor that no chunk with strong gates uses is infinite.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_long_prompts_with_strong_decays(platform):
+    sizes = dict(slots=(1, 0), size=2, H=1) if not INTERPRETED else dict(slots=(1, 0), size=2, H=1, K=16)
+    lengths = (5000, 37) if not INTERPRETED else (1000, 37)
+    case = Case(op="prefill", lengths=lengths, gate="vector", decay=8.0, dtype="bfloat16", **sizes)
+    case.check(lambda case: run_torch(platform, case))
+
+
+class NoValue(TorchDispatchMode):
+    """Refuses whatever reads a value of a tensor on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_no_value_is_read_on_the_host(platform, op):
+    case = CASES[op]
+    call(case, whole(case), platform)
+    given = whole(case)
+    args, gates = arguments(op, given)
+    with NoValue():
+        getattr(serving, op)(*args, **gates, platform=platform)
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_nothing_is_kept_for_a_gradient(platform, op):
+    case = CASES[op]
+    given = whole(case)
+    for name in ("key", "value"):
+        given[name].requires_grad_()
+    args, gates = arguments(op, given)
+    output, pool = results(op, given, getattr(serving, op)(*args, **gates, platform=platform))
+    assert not pool.requires_grad
+    assert output is None or not output.requires_grad
+
+
+BAD = {
+    "states of another K": (lambda a: a | {"states": a["states"][:, :, :8]}, ValueError, "states has shape"),
+    "states of float64": (lambda a: a | {"states": a["states"].double()}, TypeError, "states has dtype float64"),
+    "slots as floats": (lambda a: a | {"slots": a["slots"].float()}, TypeError, "slots has dtype float32"),
+    "slots of two axes": (lambda a: a | {"slots": a["slots"][None]}, ValueError, "slots has shape|expected"),
+    "an array of NumPy": (lambda a: a | {"value": np.zeros(3)}, TypeError, "value is of type numpy.ndarray"),
+    "a key of another dtype": (lambda a: a | {"value": a["value"].half()}, TypeError, "value has dtype float16"),
+    "a value too few": (lambda a: a | {"value": a["value"][1:]}, ValueError, "value has shape"),
+    "decays of two axes": (lambda a: a | {"g_gamma": a["g_gamma"][None]}, ValueError, r"expected \[H\]"),
+    "a gate that grows": (lambda a: a | {"g_gamma": [1.0] * 4}, ValueError, "<= 0"),
+    "a gate too wide": (lambda a: a | {"g": a["key"][..., None]}, ValueError, "g has shape"),
+}
+
+
+@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("bad", BAD)
+def test_errors_come_before_anything_changes(platform, op, bad):
+    change, error, message = BAD[bad]
+    case = CASES[op]
+    given = change(whole(case))
+    before = given["states"].clone() if isinstance(given["states"], torch.Tensor) else None
+    args, gates = arguments(op, given)
+    with pytest.raises(error, match=message) as raised:
+        getattr(serving, op)(*args, **gates, platform=platform)
+    assert str(raised.value).startswith(op)
+    assert torch.equal(before.nan_to_num(7.0), given["states"].nan_to_num(7.0))
+
+
+def test_more_errors(platform):
+    given = whole(CASES["decode"])
+    args, gates = arguments("decode", given)
+    with pytest.raises(ValueError, match="got log_decay and g_gamma"):
+        serving.decode(*args, **gates, log_decay=gates["g_gamma"])
+    with pytest.raises(ValueError, match="unknown platform 'cuda'"):
+        serving.decode(*args, **gates, platform="cuda")
+    with pytest.raises(TypeError, match="softmax_scale is 'x'"):
+        serving.decode(*args, **gates, softmax_scale="x")
+    given = whole(CASES["prefill"])
+    args, gates = arguments("prefill", given)
+    with pytest.raises(TypeError, match="expected a pair"):
+        serving.prefill(*args, **gates | {"boundaries": given["tokens"]})
+    with pytest.raises(ValueError, match="cu_seqlens has shape"):
+        serving.prefill(*args[:-1], args[-1][1:], **gates)
+    room = torch.empty(*CASES["prefill"].rows, 8, 16, device=DEVICE)[:, :4]
+    with pytest.raises(ValueError, match="out has strides"):
+        serving.prefill(*args, **gates, out=room, platform=platform)
+    assert list(inspect.signature(serving.decode).parameters)[:5] == ["query", "key", "value", "states", "slots"]
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("op", CASES)
+def test_a_captured_call_serves_other_requests(platform, op):
+    """Replayed with other slots, lengths, counts and padding, a graph gives what a new call gives."""
+    if platform != "triton":
+        pytest.skip("graphs are Triton's")
+    case = dataclasses.replace(CASES[op], size=9)
+    given = whole(case)
+    args, gates = arguments(op, given)
+    function = getattr(serving, op)
+    start = given["states"].clone()
+    function(*args, **gates, platform=platform)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = function(*args, **gates, platform=platform)
+    other = dict(slots=(-1, 8, 4, 7), counts=(3, 0, 2, 3)) if op != "prefill" else dict(
+        slots=(8, -1, 7, 4), lengths=(64, 0, 5, 3), tail=7, fresh=(0, 3), tokens=(63, 66), targets=(-1, 1)
+    )  # fmt: skip
+    if op in ("decode", "verify"):
+        other.pop("counts")
+    second = whole(dataclasses.replace(case, **other, seed=1))
+    for name, x in given.items():
+        if x is not None:
+            x.copy_(second[name])
+    graph.replay()
+    got = tuple(array(x) for x in results(op, given, made))
+    assert same(got, call(dataclasses.replace(case, **other, seed=1), second, platform))
+    assert not torch.equal(start.nan_to_num(), given["states"].nan_to_num())
