@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -34,8 +32,7 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     """
     if (recording := getattr(_local, "recording", None)) is None:
         return _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)[0]
-    with recording.own_work():
-        made, run, given, kinds = _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)
+    made, run, given, kinds = _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)
     recording.add(run, list(inputs.values()), kinds, made, given)
     return made
 
@@ -46,19 +43,12 @@ def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tupl
     ``run`` must do the same when it is given addresses on the device.
     """
     device, recording = inputs[0].device, getattr(_local, "recording", None)
-    with own_work():
-        made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs)
-        with _on(device):
-            run(*inputs, *made)
+    made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs)
+    with _on(device):
+        run(*inputs, *made)
     if recording is not None:
         recording.add(run, inputs, outputs, made, [])
     return made
-
-
-def own_work() -> contextlib.AbstractContextManager:
-    """What is done to tensors within it need not be repeated when launches are: it is part of them, or constant."""
-    recording = getattr(_local, "recording", None)
-    return contextlib.nullcontext() if recording is None else recording.own_work()
 
 
 def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> tuple[tuple, Callable, list, list]:
@@ -117,59 +107,63 @@ class _Step(NamedTuple):
     spent: list[int]  # slots that nothing reads afterwards
 
 
-class _Recording(TorchDispatchMode):
-    """The launches between some tensors and what is made of them; and whether they were all that was done."""
+class _Recording:
+    """The launches between some tensors and what is made of them; and whether they were all that was done.
+
+    What else makes a tensor that matters is seen when a launch is given it, or when it is a result. What changes one in
+    place is seen by its version, which launches leave as it is.
+    """
 
     def __init__(self, tensors: list[torch.Tensor | None]):
-        super().__init__()
         # By identity, and weakly: what the host code lets go of is free for what comes next.
         self.slots: Any = WeakTensorKeyDictionary()
-        self.slots.update({x: i for i, x in enumerate(tensors) if x is not None})
-        self.size = len(tensors)
+        self.versions: Any = WeakTensorKeyDictionary()
+        self.size = 0
         self.steps: list[_Step] = []
         self.complete = True
-        self.launching = False
-
-    @contextlib.contextmanager
-    def own_work(self):
-        """What a launch itself does to tensors, such as to allocate them, is repeated with it."""
-        self.launching = True
-        yield
-        self.launching = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.complete &= self.launching
-        return func(*args, **(kwargs or {}))
+        for x in tensors:
+            self._take(x)
 
     def __enter__(self):
         _local.recording = self
-        return super().__enter__()
+        return self
 
     def __exit__(self, *error):
         _local.recording = None
-        return super().__exit__(*error)
+
+    def _take(self, x):
+        if x is not None:
+            self.slots[x], self.versions[x] = self.size, _version(x)
+        self.size += 1
 
     def add(self, run, inputs, kinds, made, given):
         for x in made:
             if x is not None and x not in self.slots:
-                self.slots[x] = self.size
-                self.size += 1
+                self._take(x)
         args = [*inputs, *made]
         arrays = [(i, self.slots.get(x, -1)) for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
-        self.complete &= all(slot >= 0 for _, slot in arrays)
+        self.complete &= all(slot >= 0 for _, slot in arrays) and self._unchanged()
         args = [*(None if isinstance(x, torch.Tensor) else x for x in args), *given]
         self.steps.append(_Step(run, args, arrays, [k for k in kinds if isinstance(k, tuple)], []))
 
     def finish(self, results) -> _Launches | None:
         """What repeats the calls; None where something else than launches made the results."""
         made = [None if x is None else self.slots.get(x, -1) for x in results]
-        if not self.complete or -1 in made:
+        if not self.complete or -1 in made or not self._unchanged():
             return None
         last = {slot: step for step in self.steps for _, slot in step.arrays}
         for slot, step in last.items():
             if slot not in made:
                 step.spent.append(slot)
         return _Launches(self.steps, made)
+
+    def _unchanged(self) -> bool:
+        return all(_version(x) == version for x, version in self.versions.items())
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often PyTorch has changed the tensor in place; it does not count that where no gradient can ever follow."""
+    return 0 if x.is_inference() else x._version
 
 
 class _Launches(NamedTuple):

@@ -23,7 +23,7 @@ import torch
 from jax.extend.mlir import ir
 
 from keraunos.frontends.torch import _DTYPES, _constant, constant, dtype_name
-from keraunos.frontends.torch_launch import _on, own_work, recorded
+from keraunos.frontends.torch_launch import _on, recorded
 
 try:
     from jax._src.xla_bridge import backends_are_initialized
@@ -116,8 +116,7 @@ def _fixed(x: np.ndarray, device: torch.device) -> torch.Tensor:
     """A constant: made in no graph or transformation, for no code runs here that these could trace."""
     if torch._C._are_functorch_transforms_active():
         return constant(x, device)
-    with own_work():
-        return _constant(x.tobytes(), x.dtype.str, x.shape, device)
+    return _constant(x.tobytes(), x.dtype.str, x.shape, device)
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
