@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from tests.linear_attention.cases import INTERPRETED
+from tests.linear_attention.cases import GPU, INTERPRETED
 from tests.softmax_attention.cases import Case, platforms
 
 # At once, and block by block with partial blocks on both sides; one choice where each block takes long.
-BLOCKS = {"blocks": 32} if INTERPRETED else {"at_once": None, "blocks": 16}
+BLOCKS = {"blocks": 32} if INTERPRETED else {"at_once": None, "blocks": 32 if GPU else 16}
 
 
 @pytest.fixture(params=platforms(), ids="-".join)
@@ -54,4 +54,6 @@ CASES = [
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(platform, case, block):
+    if GPU and platform[0] == "triton" and block is None:
+        pytest.skip("one tile would hold it all, and take as long to build")
     dataclasses.replace(case, block=block).check(*platform)

@@ -65,7 +65,7 @@ class _Tile(NamedTuple):
 
 def _logits(q: Any, k: Any, tile: _Tile, opts: Options, S: int) -> tuple[Any, Any]:
     """``(logits, the capped ones before the bias)``, ``[B, G, R, Tq, Sk]``; -inf where not visible."""
-    x = opts.softmax_scale * jnp.einsum("bgrtk,bgsk->bgrts", q, k, preferred_element_type=_working(q, opts))
+    x = opts.softmax_scale * _product("bgrtk,bgsk->bgrts", q, k, _working(q, opts))
     if opts.soft_cap is not None:
         x = opts.soft_cap * jnp.tanh(x / opts.soft_cap)
     capped = x
@@ -87,6 +87,12 @@ def _logits(q: Any, k: Any, tile: _Tile, opts: Options, S: int) -> tuple[Any, An
 
 def _working(q: Any, opts: Options) -> Any:
     return jnp.promote_types(jnp.promote_types(q.dtype, opts.softmax_dtype), jnp.float32)
+
+
+def _product(equation: str, a: Any, b: Any, work: Any) -> Any:
+    """In ``work``'s precision; of 16-bit operands the matrix units' products are exact as they are."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype.itemsize > 2 else None
+    return jnp.einsum(equation, a, b, preferred_element_type=work, precision=precision)
 
 
 def _kept(x: Any, tile: _Tile, opts: Options) -> Any:
@@ -129,7 +135,7 @@ def _at_once(args: Args, opts: Options) -> tuple[Any, Any]:
     p = jnp.exp(x - top)
     total = p.sum(-1, keepdims=True) + jnp.exp(sinks - top).sum(-1, keepdims=True)
     weights = _kept(p / jnp.where(total > 0, total, 1), tile, opts)
-    o = jnp.einsum("bgrts,bgsv->btgrv", weights.astype(v.dtype), v, preferred_element_type=_working(q, opts))
+    o = _product("bgrts,bgsv->btgrv", weights.astype(v.dtype), v, _working(q, opts))
     return o.reshape(B, T, H, -1).astype(args.query.dtype), weights.reshape(B, H, T, S)
 
 
@@ -217,7 +223,7 @@ def _forward(args: Args, opts: Options):
         kept, p = jnp.exp(top - finite), jnp.exp(x - finite[..., None])
         total = total * kept + p.sum(-1)
         p = _kept(p, tile, opts).astype(args.value.dtype)
-        acc = acc * kept[..., None] + jnp.einsum("bgrts,bgsv->bgrtv", p, w.v[j], preferred_element_type=w.work)
+        acc = acc * kept[..., None] + _product("bgrts,bgsv->bgrtv", p, w.v[j], w.work)
         divisor = jnp.where(total > 0, total, 1)
         outputs = outputs.at[i].set((acc / divisor[..., None]).astype(outputs.dtype))
         logs = logs.at[i].set(finite + jnp.log(divisor))
@@ -248,7 +254,7 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
         tile, q, k = w.tile(i, j), w.q[i], w.k[j]
         x, capped = _logits(q, k, tile, opts, w.S)
         p = jnp.exp(x - logs[i][..., None])
-        dp = _kept(jnp.einsum("bgrtv,bgsv->bgrts", do[i], w.v[j], preferred_element_type=w.work), tile, opts)
+        dp = _kept(_product("bgrtv,bgsv->bgrts", do[i], w.v[j], w.work), tile, opts)
         dx = p * (dp - mean[i][..., None])
         if dbias is not None:
             place = (0, 0, 0, i * w.sizes[0], j * w.sizes[1])
@@ -257,10 +263,10 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
         if opts.soft_cap is not None:
             dz = dz * (1 - (capped / opts.soft_cap) ** 2)
         dz, p = dz.astype(q.dtype), _kept(p, tile, opts).astype(q.dtype)
-        own = jnp.einsum("bgrts,bgsk->bgrtk", dz, k, preferred_element_type=w.work)
+        own = _product("bgrts,bgsk->bgrtk", dz, k, w.work)
         dq = jnp.where(is_first, 0, dq) + own
-        dk = jnp.einsum("bgrts,bgrtk->bgsk", dz, q, preferred_element_type=w.work)
-        dv = jnp.einsum("bgrts,bgrtv->bgsv", p, do[i], preferred_element_type=w.work)
+        dk = _product("bgrts,bgrtk->bgsk", dz, q, w.work)
+        dv = _product("bgrts,bgrtv->bgsv", p, do[i], w.work)
         return (dq, (dqs.at[i].set(dq.astype(dqs.dtype)), dks.at[j].add(dk), dvs.at[j].add(dv), dbias)), None
 
     bias = w.whole.bias

@@ -1,0 +1,84 @@
+"""Softmax attention on a GPU: tiles as they are chosen there, equal bits, big offsets, and who gets plain calls."""
+
+import dataclasses
+import importlib.util
+
+import numpy as np
+import pytest
+
+import keraunos
+from keraunos import frontends
+from keraunos.kernels.registry import kernel_registry
+from tests.linear_attention.cases import GPU
+from tests.softmax_attention.cases import Case
+
+pytestmark = pytest.mark.skipif(not GPU, reason="needs a GPU: run with --gpu")
+torch = pytest.importorskip("torch")
+
+HALF = Case(T=333, S=301, K=128, dtype="bfloat16")
+CASES = [
+    dataclasses.replace(HALF, causal=True, scale=-0.3),
+    dataclasses.replace(HALF, G=2, V=64, soft_cap=5.0, sinks=4, segments=True, causal=True),
+    dataclasses.replace(HALF, dropout=0.3, bias=1, bias_batch=1, soft_cap=4.0, window=(100, 20)),
+    dataclasses.replace(HALF, mask=1, G=1, sinks=-1),
+    dataclasses.replace(HALF, bias=4, closed=True),
+    dataclasses.replace(HALF, window=40, causal=True, sinks=2, G=2),
+    Case(T=200, H=2, G=1, K=256, dtype="bfloat16", causal=True, soft_cap=5.0, sinks=2),
+    Case(T=200, H=2, K=96, V=40, dtype="float16", causal=True, soft_cap=5.0, segments=True),
+    Case(B=1, T=200, H=2, K=256, causal=True, soft_cap=5.0, sinks=2, segments=True),
+    Case(B=1, T=150, H=2, K=256, V=192, bias=2),
+    Case(B=1, T=200, H=2, K=128, bias=1, dropout=0.2, window=30),
+]
+needs_jax_triton = pytest.mark.skipif(
+    not (importlib.util.find_spec("jax") and importlib.util.find_spec("jax_triton")), reason="needs jax and jax_triton"
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_in_the_usual_tiles(case):
+    case.check("triton", "torch")
+
+
+@needs_jax_triton
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_both_frameworks_give_the_same_bits_every_time(case):
+    # A generator and a key give different seeds.
+    case = dataclasses.replace(case, dropout=0.0)
+
+    def differing(first, second):
+        pairs = zip(first, second, strict=True)
+        return [i for i, (a, b) in enumerate(pairs) if a is not b and not np.array_equal(np.asarray(a, np.float64), b)]
+
+    first = case.run_torch("triton")[0]
+    assert not differing(first, case.run_jax("triton")[0])
+    for _ in range(20):
+        assert not differing(first, case.run_torch("triton")[0])
+
+
+def test_offsets_past_2_to_the_31():
+    T, H, D = 140_000, 128, 128
+    q = torch.empty(1, T, H, D, device="cuda", dtype=torch.bfloat16).normal_()
+    assert q.numel() > 2**31
+    options = dict(causal=True, sliding_window=(100, 0), platform="triton")
+    tail, heads = slice(T - 256, T), slice(H - 2, H)
+    x, out = q[:, tail, heads].contiguous(), keraunos.attention(q, q, q, **options)
+    want = keraunos.attention(x, x, x, **options)
+    # Of other tiles, so of other roundings.
+    torch.testing.assert_close(out[:, T - 128 :, heads], want[:, 128:], rtol=2e-2, atol=2e-2)
+
+
+PLAIN = [Case(T=128, K=64, dtype="bfloat16", causal=True), Case(T=130, S=96, G=2, K=128, dtype="float16")]
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_the_vendors_kernels_get_plain_calls_and_are_right(case, framework):
+    pytest.importorskip(framework)
+    platform = {"jax": "xla", "torch": "torch"}[framework]
+    inv = keraunos.Attention().invocation(
+        framework, case.dtype, T=case.T, S=case.S, H=case.H, G=case.G, K=case.K, causal=case.causal
+    )
+    inv = dataclasses.replace(inv, device=frontends.get(framework).default_device().kind)
+    row, _ = kernel_registry.choose(inv)
+    assert (row.platform, row.priority) == (platform, 40)
+    case.check("auto", framework)
