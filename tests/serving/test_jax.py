@@ -1,0 +1,160 @@
+"""The serving functions under JAX's transformations: what becomes of the pool's memory, references, loops, lowering."""
+
+import functools
+import importlib.util
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+from keraunos import serving  # noqa: E402
+from tests.linear_attention.cases import GPU, INTERPRETED  # noqa: E402
+from tests.serving.cases import Case, arguments, results  # noqa: E402
+
+TRITON = GPU and importlib.util.find_spec("jax_triton") is not None
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="JAX takes no kernels that are interpreted"),
+    pytest.mark.parametrize("platform", ["xla", "triton"] if TRITON else ["xla"]),
+]
+
+# The pool is much larger than all else.
+SIZES = dict(slots=(7, -1, 60), size=64, K=32, V=32)
+CASES = {
+    "decode": Case(**SIZES),
+    "verify": Case(op="verify", **SIZES),
+    "commit": Case(op="commit", counts=(1, 3, 0), **SIZES),
+    "prefill": Case(op="prefill", lengths=(30, 2, 5), fresh=(2,), tail=3, **SIZES),
+}
+WRITING = [op for op in CASES if op != "verify"]
+
+
+def given(case):
+    return {name: None if x is None else jnp.asarray(x) for name, x in case.arrays.items()}
+
+
+def call(op, platform, arrays):
+    """``(output, pool)``."""
+    args, gates = arguments(op, arrays)
+    return results(op, arrays, getattr(serving, op)(*args, **gates, platform=platform))
+
+
+def same(a, b):
+    return all(x is y or np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_the_pool_is_given_up_where_it_changes(platform, op):
+    arrays = given(CASES[op])
+    states = arrays["states"]
+    call(op, platform, arrays)
+    assert states.is_deleted() == (op in WRITING)
+
+
+def compiled(op, platform, arrays):
+    """The call, compiled as part of a user's own jitted function, which gives the pool up."""
+
+    def step(states, rest):
+        output, pool = call(op, platform, rest | {"states": states})
+        return output, pool
+
+    rest = {name: x for name, x in arrays.items() if name != "states"}
+    return jax.jit(step, donate_argnums=0).lower(arrays["states"], rest).compile(), rest
+
+
+@pytest.mark.parametrize("op", WRITING)
+def test_the_pool_is_not_copied(platform, op):
+    arrays = given(CASES[op])
+    want = call(op, platform, given(CASES[op]))
+    function, rest = compiled(op, platform, arrays)
+    memory, pool = function.memory_analysis(), arrays["states"].nbytes
+    assert memory.alias_size_in_bytes >= pool, "the pool that comes back is another one"
+    assert memory.temp_size_in_bytes < pool / 2, f"{memory.temp_size_in_bytes} temporary bytes, pool {pool}"
+    assert same(function(arrays["states"], rest), want)
+
+
+@pytest.mark.parametrize("op", WRITING)
+def test_the_pool_may_be_a_reference(platform, op):
+    want = call(op, platform, given(CASES[op]))
+    arrays = given(CASES[op])
+    pool = jax.new_ref(arrays["states"])
+    rest = {name: x for name, x in arrays.items() if name != "states"}
+
+    @jax.jit
+    def step(pool, rest):
+        return call(op, platform, rest | {"states": pool})[0]
+
+    function = step.lower(pool, rest).compile()
+    memory = function.memory_analysis()
+    assert memory.alias_size_in_bytes >= arrays["states"].nbytes
+    assert memory.temp_size_in_bytes < arrays["states"].nbytes / 2
+    output = step(pool, rest)
+    assert same((output, pool[...]), want)
+    eager = given(CASES[op])
+    pool = jax.new_ref(eager["states"])
+    output, returned = call(op, platform, eager | {"states": pool})
+    assert returned is pool
+    assert same((output, pool[...]), want)
+
+
+def test_a_loop_of_steps_keeps_one_pool(platform):
+    """Generation in one ``lax.scan``: each step's output is the next one's query."""
+    case = Case(**SIZES)
+    arrays = given(case)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def generate(states, query, key, value, slots, gamma):
+        def step(carry, _):
+            states, query = carry
+            output, states = serving.decode(query, key, value, states, slots, g_gamma=gamma, platform=platform)
+            return (states, output), output
+
+        (states, _), outputs = jax.lax.scan(step, (states, query), None, 5)
+        return states, outputs
+
+    args = [arrays[x] for x in ("states", "query", "key", "value", "slots", "g_gamma")]
+    memory = generate.lower(*args).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < args[0].nbytes / 2
+    states, query, outputs = jnp.copy(args[0]), args[1], []
+    for _ in range(5):
+        query, states = serving.decode(query, *args[2:4], states, args[4], g_gamma=args[5], platform=platform)
+        outputs.append(query)
+    made, found = generate(*args)
+    assert np.allclose(made, states, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert np.allclose(found, jnp.stack(outputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
+@pytest.mark.parametrize("op", CASES)
+def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, op, monkeypatch):
+    jax_triton = pytest.importorskip("jax_triton", reason="needs jax-cuda13-plugin", exc_type=ImportError)
+    from keraunos.kernels.registry import kernel_registry
+    from keraunos.kernels.state_pool.interface import Args
+    from keraunos.ops import Config
+
+    # Without a device there is nothing to ask for its capability.
+    capable = functools.partial(jax_triton.triton_call, compute_capability=90)
+    monkeypatch.setattr(jax_triton, "triton_call", capable)
+    case = CASES[op]
+    cfg = Config(block_q=64, block_d=32, num_warps=4, num_stages=2)
+    run = functools.partial(kernel_registry.get(op, "triton").fn, cfg=cfg)
+    arrays = given(case)
+    args = Args(**{name: arrays[name] for name in Args._fields if name in arrays} | {"out": None})
+    rest = {name: x for name, x in args._asdict().items() if name != "states"}
+    given_up = (0,) if op in WRITING else ()
+    step = jax.jit(lambda states, rest: run(Args(states=states, **rest)), donate_argnums=given_up)
+    traced = step.trace(args.states, rest)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton_kernel_call" in text
+    assert ("output_operand_alias" in text) == (op in WRITING)
+
+
+def test_errors(platform):
+    arrays = given(CASES["decode"])
+    args, gates = arguments("decode", arrays)
+    with pytest.raises(TypeError, match="out is given; expected None, JAX returns new arrays"):
+        serving.decode(*args, **gates, out=arrays["query"])
+    with pytest.raises(TypeError, match=r"states is of type numpy.ndarray; expected an array of jax"):
+        serving.decode(*args[:3], np.zeros((4, 4, 32, 32), np.float32), args[4], **gates)
