@@ -11,6 +11,7 @@ import typer
 _OPERATIONS = {
     "lightning_attn": ("keraunos.modules.lightning_attention:LightningAttention", "linear_attention"),
     "gla": ("keraunos.modules.gla_attention:GLAttention", "linear_attention"),
+    "attention": ("keraunos.modules.attention:Attention", "softmax_attention"),
 }
 
 

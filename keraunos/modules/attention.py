@@ -15,6 +15,9 @@ from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config, Invocation, Kernel
 from keraunos.types import MaskInfo, as_window, narrower
 
+# Of the samples' logits, which are normal: it bends the largest.
+_CAP = 5.0
+
 
 @dataclass(frozen=True)
 class AttentionConfig(Config):
@@ -26,6 +29,7 @@ class Attention(Kernel):
 
     op_id = "attention"
     config = AttentionConfig
+    arguments = Args._fields
 
     def bind(self, *args, **kwargs) -> Invocation:
         return interface.describe(Args(*args), **kwargs)
@@ -43,7 +47,8 @@ class Attention(Kernel):
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
                    S: int | None = None, G: int | None = None, V: int | None = None, causal: bool = False,
-                   window: int | tuple[int, int] | None = None) -> Invocation:  # fmt: skip
+                   window: int | tuple[int, int] | None = None, soft_cap: bool = False, sinks: int = 0,
+                   segments: bool = False) -> Invocation:  # fmt: skip
         """The description of a call from its sizes, for tuning ahead.
 
         Args:
@@ -51,6 +56,7 @@ class Attention(Kernel):
             dtype: of query, key and value.
             B, T, H, K, S, G, V: sizes; S defaults to T, G to H and V to K.
             causal, window: as for :func:`attention`.
+            soft_cap: logits are capped; sinks: number of sinks of each head; segments: there are segment ids.
 
         Raises:
             ValueError: a size or name is wrong.
@@ -64,21 +70,42 @@ class Attention(Kernel):
             )
         device = frontends.get(framework).default_device()
         dims = dict(zip("BTSHGKV", (B, T, S, H, G, K, V), strict=True))
-        options = {"causal": causal, "window": as_window(window), "soft_cap": False, "dropout": False,
+        options = {"causal": causal, "window": as_window(window), "soft_cap": bool(soft_cap), "dropout": False,
                    "softmax_dtype": _softmax_dtype(dtype, None), "return_weights": False}  # fmt: skip
-        arrays = dict.fromkeys(("query", "key", "value"), (dtype, 4))
-        return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTS"), arrays, options)
+        arrays: dict[str, tuple[str, int]] = dict.fromkeys(("query", "key", "value"), (dtype, 4))
+        arrays |= {"sinks": ("float32", 2)} if sinks else {}
+        arrays |= dict.fromkeys(("query_segments", "key_segments"), ("int32", 2)) if segments else {}
+        # A NumPy array stands for sinks of the same shape.
+        arguments = {"sinks": np.zeros((H, sinks))} if sinks else {}
+        return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTS"), arrays, options,
+                          arguments)  # fmt: skip
+
+    def extras(self, inv: Invocation) -> dict[str, Any]:
+        """Sinks and segment ids of a call: normal ones, and one segment, of which no block can be left out."""
+        measure = frontends.get(f"{inv.framework}_measure")
+        made = {}
+        if "sinks" in inv.arrays:
+            heads = (inv.dims["H"],) if inv.arrays["sinks"][1] == 2 else ()
+            shape = (*heads, inv.arguments["sinks"].shape[-1])
+            made["sinks"] = measure.normal(shape, inv.arrays["sinks"][0], 7, inv.backend)
+        if "query_segments" in inv.arrays:
+            for name, length in (("query_segments", "T"), ("key_segments", "S")):
+                made[name] = measure.array(np.zeros((inv.dims["B"], inv.dims[length])), "int32", inv.backend)
+        return made
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
-        """See :meth:`Kernel.sample`: query, key, value only; what is added to them does not change which is best."""
+        """See :meth:`Kernel.sample`."""
         measure = frontends.get(f"{inv.framework}_measure")
         shapes = {"query": "BTHK", "key": "BSGK", "value": "BSGV"}
-        made = (
-            measure.normal(tuple(inv.dims[d] for d in letters), inv.arrays[name][0], 100 * seed + i, inv.backend)
+        made = {
+            name: measure.normal(tuple(inv.dims[d] for d in letters), inv.arrays[name][0], 100 * seed + i, inv.backend)
             for i, (name, letters) in enumerate(shapes.items())
-        )
-        args = (*made, *(None,) * (len(Args._fields) - 3))
-        return args, {name: inv.options[name] for name in ("causal", "window", "softmax_dtype")}
+        }
+        kwargs = {name: inv.options[name] for name in ("causal", "window", "softmax_dtype")}
+        return tuple(Args(**made, **self.extras(inv))), {
+            **kwargs,
+            "soft_cap": _CAP if inv.options["soft_cap"] else None,
+        }
 
     def check_calls(self, inv: Invocation, cfgs: Sequence[Config]) -> list[Invocation]:
         """More queries and keys than the largest candidate's blocks have; and lengths that no block divides."""
@@ -89,13 +116,17 @@ class Attention(Kernel):
 
     def reference(self, args: Sequence[Any], kwargs: dict, dtype: Any) -> tuple:
         """The output."""
-        return reference.attention(*args, causal=kwargs["causal"], window=kwargs["window"], dtype=dtype)[:1]
+        return reference.attention(*args, **_options(kwargs), dtype=dtype)[:1]
 
     def reference_vjp(self, args: Sequence[Any], kwargs: dict, cotangents: Sequence[Any], dtype: Any) -> tuple:
         """The gradients of query, key and value."""
-        found = reference.attention(*args, causal=kwargs["causal"], window=kwargs["window"], doutput=cotangents[0],
-                                    dtype=dtype)  # fmt: skip
+        found = reference.attention(*args, **_options(kwargs), doutput=cotangents[0], dtype=dtype)
         return (*found[:3], *(None,) * (len(args) - 3))
+
+
+def _options(kwargs: dict) -> dict:
+    """What the reference takes of :meth:`Attention.sample`'s options."""
+    return {name: kwargs[name] for name in ("causal", "window", "soft_cap")}
 
 
 _OPERATION = Attention()

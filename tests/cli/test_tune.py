@@ -6,9 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from keraunos.cli.main import app
-from keraunos.kernels.linear_attention.cases import CASES
+from keraunos.kernels.linear_attention import cases as linear
+from keraunos.kernels.softmax_attention import cases as softmax
 from keraunos.ops import cache as cache_module
 
+CASES = linear.CASES | softmax.CASES
 SHAPE = "B=1,T=8,H=1,K=16,dtype=float32,gate=constant"
 
 
@@ -55,7 +57,7 @@ def test_the_table_has_every_candidate(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gal", "--cases"], "'gal' is none of lightning_attn, gla"),
+        (["gal", "--cases"], "'gal' is none of lightning_attn, gla, attention"),
         (["gla"], "what to tune for"),
         (["gla", "--shape", "T"], "expected NAME=VALUE"),
         (["gla", "--shape", "T=8,H=1,K=16,gate=no"], "gate is 'no'; expected one of"),
