@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 
 import keraunos
+from keraunos import frontends
 from keraunos.bench.workloads import Shape, Workload
 from keraunos.kernels.registry import UnsupportedError, kernel_registry
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config
 from keraunos.ops.selection import Choice
+from keraunos.types import MaskInfo
 
 
 class Contestant(Protocol):
@@ -88,6 +91,12 @@ class Ours:
         """See :class:`Contestant`."""
         operation: Any = getattr(keraunos, workload.operation)
         options: dict[str, Any] = {"platform": self.name, "cfg": cfg}
+        if workload.operation == "attention":
+            extras, more = workload.rest(self.framework)
+            info = MaskInfo(query_segments=extras.get("query_segments"), key_segments=extras.get("key_segments"))
+            options |= {"causal": more["causal"], "sliding_window": more["window"], "logits_soft_cap": more["soft_cap"]}
+            return lambda q, k, v: operation(q, k, v, None, None, extras.get("sinks"), mask_info=info, dtype=None,
+                                             **options)  # fmt: skip
         if log_decay is not None:
             options["log_decay"] = log_decay
         return lambda *arrays: operation(*arrays, **options)
@@ -108,6 +117,8 @@ class Fla:
 
     def unsupported(self, workload: Workload) -> str | None:
         """See :class:`Contestant`."""
+        if workload.products:
+            return "is measured with linear attention only"
         for module, package in (("torch", "torch"), ("fla", "fla-core")):
             if importlib.util.find_spec(module) is None:
                 return f"{package} is not installed"
@@ -137,6 +148,50 @@ class Fla:
 
 
 @dataclass(frozen=True)
+class Vendor:
+    """A framework's own softmax attention: cuDNN from JAX, PyTorch's best for the device; see :class:`Contestant`."""
+
+    name: str
+    framework: str
+    # How exact it is is its own affair.
+    tolerance: float = 4.0
+
+    def unsupported(self, workload: Workload) -> str | None:
+        """See :class:`Contestant`."""
+        if workload.variant not in ("causal", "plain", "shared"):
+            return f"is not measured with {workload.variant or workload.operation}"
+        if importlib.util.find_spec(self.framework) is None:
+            return f"{self.framework} is not installed"
+        backend = frontends.get(self.framework).default_device().backend
+        return None if self.framework == "torch" or backend == "gpu" else "needs a GPU"
+
+    def about(self, workload: Workload) -> dict[str, Any]:
+        """See :class:`Contestant`."""
+        return {}
+
+    def config(self, workload: Workload) -> Config | None:
+        """See :class:`Contestant`."""
+        return None
+
+    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
+        """See :class:`Contestant`."""
+        causal = bool(workload.rest(self.framework)[1]["causal"])
+        if self.framework == "jax":
+            import jax
+
+            return functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+        import torch
+
+        def run(q, k, v):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            shared = q.shape[1] != k.shape[1]
+            own = torch.nn.functional.scaled_dot_product_attention
+            return own(q, k, v, is_causal=causal, enable_gqa=shared).transpose(1, 2)
+
+        return run
+
+
+@dataclass(frozen=True)
 class Absent:
     """A contestant that is not measured this time, and why; see :class:`Contestant`."""
 
@@ -162,7 +217,7 @@ class Absent:
         raise NotImplementedError(self.reason)
 
 
-PEERS: dict[str, Contestant] = {"fla": Fla()}
+PEERS: dict[str, Contestant] = {"fla": Fla(), "cudnn": Vendor("cudnn", "jax"), "sdpa": Vendor("sdpa", "torch")}
 
 
 def ours(operation: str) -> list[Contestant]:

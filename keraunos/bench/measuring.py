@@ -82,6 +82,38 @@ def copy_bandwidth() -> float:
     return 2 * n / statistics.median(seconds() for _ in range(7))
 
 
+@functools.cache
+def product_rate(dtype: str) -> float:
+    """Floating-point operations per second of a large matrix product; on a CPU in float32, by NumPy."""
+    n = 8192 if on_gpu() else 1024
+    if not on_gpu():
+        x = np.ones((n, n), np.float32)
+
+        def seconds():
+            start = time.perf_counter()
+            x @ x
+            return time.perf_counter() - start
+
+    else:
+        framework = next(name for name, backend in backends().items() if backend == "gpu")
+        framework_measure = frontends.get(f"{framework}_measure")
+        x = framework_measure.normal((n, n), dtype, 0, "gpu")
+        run = framework_measure.program(lambda x: x @ x, [x])
+        clock = framework_measure.clock([run], "gpu")
+
+        def seconds():
+            return clock(run)
+
+    seconds()
+    return 2 * n**3 / statistics.median(seconds() for _ in range(7))
+
+
+def floor(workload: Workload, bandwidth: float) -> float:
+    """Seconds that moving the bytes takes, or the matrix products where they take longer."""
+    rate = product_rate(workload.dtype) if workload.products else 1.0
+    return max(workload.bytes_moved / bandwidth, workload.products / rate)
+
+
 def measure(
     workload: Workload,
     contestants: Sequence[Contestant],
@@ -138,7 +170,7 @@ def measure(
             report["median_s"] = statistics.median(report["seconds"])
     return {
         **asdict(workload), "pass": workload.stage, "bytes_moved": workload.bytes_moved,
-        "floor_s": workload.bytes_moved / bandwidth, "contestants": reports,
+        "floor_s": floor(workload, bandwidth), "contestants": reports,
     }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def table(case: Mapping[str, Any], against: Sequence[str]) -> Any:
     from rich.table import Table
 
     title = (
-        f"{case['operation']} {shape_of(case)} {case['dtype']} {case['pass']}: "
+        f"{_operation(case)} {shape_of(case)} {case['dtype']} {case['pass']}: "
         f"floor {1e3 * case['floor_s']:.3g} ms ({case['bytes_moved'] / 1e6:.4g} MB)"
     )
     shown = Table(title=title, title_justify="left")
@@ -90,8 +90,13 @@ def table(case: Mapping[str, Any], against: Sequence[str]) -> Any:
     return shown
 
 
+def _operation(case: Mapping[str, Any]) -> str:
+    return f"{case['operation']} {case.get('variant', '')}".strip()
+
+
 LEGEND = (
-    "ms: median by device events (on a CPU by the clock). x floor: over the time to move the bytes once. vs: times as "
+    "ms: median by device events (on a CPU by the clock). x floor: over the time to move the bytes once, or of softmax "
+    "attention's matrix products at the rate of a large one. vs: times as "
     "fast. host: until a call returns. wall: each of many calls in a row. peak: memory over that of inputs, outputs "
     "and gradients. error: the largest, relative. first s: first call in this process, compiling and tuning included."
 )
@@ -123,12 +128,12 @@ def plot(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter
 
-    panels = list(dict.fromkeys((c["operation"], c["pass"]) for c in cases))
+    panels = list(dict.fromkeys((_operation(c), c["pass"]) for c in cases))
     labels = list(dict.fromkeys(label for c in cases for label, x in c["contestants"].items() if "median_s" in x))
-    wide = max(sum((c["operation"], c["pass"]) == panel for c in cases) for panel in panels)
+    wide = max(sum((_operation(c), c["pass"]) == panel for c in cases) for panel in panels)
     figure = Figure(figsize=(max(7.0, 2 + 1.3 * wide), 3.2 * len(panels)), layout="constrained", dpi=120)
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
-        chosen = [c for c in cases if (c["operation"], c["pass"]) == panel]
+        chosen = [c for c in cases if (_operation(c), c["pass"]) == panel]
         width = 0.8 / max(1, len(labels))
         for i, label in enumerate(labels):
             # One that was not timed leaves a gap, where its bar would be.

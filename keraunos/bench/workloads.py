@@ -10,13 +10,21 @@ from typing import Any
 import numpy as np
 
 from keraunos import decay, frontends
-from keraunos.kernels.linear_attention.operation import LinearOperation
 from keraunos.ops.kernel import Invocation
 
 # Public operation -> its class.
 OPERATIONS = {
     "lightning_attention": "keraunos.modules.lightning_attention:LightningAttention",
     "gla_attention": "keraunos.modules.gla_attention:GLAttention",
+    "attention": "keraunos.modules.attention:Attention",
+}
+# What calls of softmax attention have: arguments of its operation's ``invocation``.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "plain": {},
+    "window": {"causal": True, "window": (1023, 0)},
+    "shared": {"causal": True},
+    "special": {"causal": True, "soft_cap": True, "sinks": 1, "segments": True},
 }
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # What the models of these operations have.
@@ -59,20 +67,35 @@ class Workload:
         shape: its sizes.
         dtype: of all arrays, the gates too; one of ``BYTES``.
         backward: forward plus backward, with gradients for every array.
+        variant: of softmax attention, one of ``VARIANTS``; of other operations "".
     """
 
     operation: str
     shape: Shape
     dtype: str = "bfloat16"
     backward: bool = False
+    variant: str = ""
 
     def __post_init__(self):
-        for name, got, known in (("operation", self.operation, OPERATIONS), ("dtype", self.dtype, BYTES)):
+        variants = VARIANTS if self.operation == "attention" else ("",)
+        if not self.variant:
+            object.__setattr__(self, "variant", next(iter(variants)))
+        for name, got, known in (("operation", self.operation, OPERATIONS), ("dtype", self.dtype, BYTES),
+                                 ("variant", self.variant, variants)):  # fmt: skip
             if got not in known:
                 raise ValueError(f"{name} is {got!r}; expected one of {', '.join(known)}")
+        if self.shape.H % self._sharing:
+            raise ValueError(
+                f"shape has {self.shape.H} heads; expected a multiple of {self._sharing}, which share keys"
+            )
 
     def __str__(self) -> str:
-        return f"{self.operation} {self.shape} {self.dtype} {self.stage}"
+        return f"{' '.join(filter(None, (self.operation, self.variant)))} {self.shape} {self.dtype} {self.stage}"
+
+    @property
+    def _sharing(self) -> int:
+        """Query heads for each key head."""
+        return 8 if self.variant == "shared" else 1
 
     @property
     def stage(self) -> str:
@@ -80,19 +103,28 @@ class Workload:
         return "forward+backward" if self.backward else "forward"
 
     @property
-    def kernel(self) -> LinearOperation:
+    def kernel(self) -> Any:
         """The operation's kernel."""
         return _kernel(self.operation)
 
     def invocation(self, framework: str) -> Invocation:
         """The description of the call on a framework's default device."""
         s = self.shape
-        return self.kernel.invocation(framework, self.dtype, B=s.B, T=s.T, H=s.H, K=s.K, V=s.V)
+        more = {**VARIANTS.get(self.variant, {}), "G": s.H // self._sharing}
+        return self.kernel.invocation(framework, self.dtype, B=s.B, T=s.T, H=s.H, K=s.K, V=s.V, **more)
 
     def inputs(self, framework: str, seed: int) -> list[Any]:
         """Random query, key, value and, for gates per token, g, on that device."""
         args, _ = self.kernel.sample(self.invocation(framework), seed)
-        return [x for x, name in zip(args, self.kernel.arguments, strict=True) if x is not None and name != "g_gamma"]
+        names = ("query", "key", "value", "g")
+        return [x for x, name in zip(args, self.kernel.arguments, strict=True) if x is not None and name in names]
+
+    def rest(self, framework: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arrays of softmax attention that are no inputs, and the options of its operation."""
+        if self.operation != "attention":
+            return {}, {}
+        inv = self.invocation(framework)
+        return self.kernel.extras(inv), self.kernel.sample_options(inv)
 
     def arguments(self, framework: str, seed: int) -> tuple[list[Any], list[Any] | None]:
         """The inputs, and a gradient of the output if there is a backward."""
@@ -111,7 +143,7 @@ class Workload:
         """Bytes of query, key, value and gates per token."""
         s = self.shape
         gates = s.K if self.operation == "gla_attention" else 0
-        return s.B * s.T * s.H * (2 * s.K + s.V + gates) * BYTES[self.dtype]
+        return s.B * s.T * (s.H * (s.K + gates) + s.H // self._sharing * (s.K + s.V)) * BYTES[self.dtype]
 
     @property
     def output_bytes(self) -> int:
@@ -130,16 +162,34 @@ class Workload:
         return forward + self.backward * (forward + self.input_bytes)
 
     @property
+    def products(self) -> int:
+        """Floating-point operations of softmax attention's matrix products, where keys are visible; else 0.
+
+        Forward has two products, of K and of V dimensions, backward five: one again, three of K, two of V in all.
+        """
+        if self.operation != "attention":
+            return 0
+        s, has = self.shape, VARIANTS[self.variant]
+        window = has["window"][0] + 1 if "window" in has else s.T
+        seen = s.T * s.T if not has.get("causal") else s.T * (s.T + 1) // 2
+        seen -= max(s.T - window, 0) * (max(s.T - window, 0) + 1) // 2
+        return 2 * s.B * s.H * seen * (s.K + s.V + self.backward * (3 * s.K + 2 * s.V))
+
+    @property
     def bytes_kept(self) -> int:
         """Bytes of all arrays that the caller has in the end: inputs and output, with backward all their gradients."""
         return (self.input_bytes + self.output_bytes) * (1 + self.backward)
 
     def small(self) -> Workload:
-        """The same kind of call, small enough for the reference: two rows, a length that no chunk divides."""
-        return replace(self, shape=replace(self.shape, B=2, T=min(self.shape.T, 300)))
+        """The same kind of call, small enough for the reference: two rows, a length that no chunk divides.
+
+        Of softmax attention one row, with all its heads, and an even length: JAX gives cuDNN no odd ones.
+        """
+        B, T = (1, 130) if self.products else (2, 300)
+        return replace(self, shape=replace(self.shape, B=B, T=min(self.shape.T, T)))
 
 
 @functools.cache
-def _kernel(operation: str) -> LinearOperation:
+def _kernel(operation: str) -> Any:
     module, name = OPERATIONS[operation].split(":")
     return getattr(importlib.import_module(module), name)()

@@ -8,7 +8,7 @@ import typer
 
 
 def bench(
-    operation: Annotated[str, typer.Argument(metavar="OP", help="lightning_attention or gla_attention.")],
+    operation: Annotated[str, typer.Argument(metavar="OP", help="lightning_attention, gla_attention or attention.")],
     shapes: Annotated[
         list[str] | None,
         typer.Option(
@@ -18,8 +18,14 @@ def bench(
     forward: Annotated[bool, typer.Option("--forward", help="Only forward (unless --backward is there too).")] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Only forward plus backward (likewise).")] = False,
     dtype: Annotated[str, typer.Option(help="Of all arrays: bfloat16, float16 or float32.")] = "bfloat16",
+    variant: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Of attention: causal, plain, window, shared, special.")
+    ] = "",
     against: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Compare with these: fla (the package fla-core), or platforms.")
+        str,
+        typer.Option(
+            metavar="NAME,...", help="Compare with these: fla (the package fla-core), cudnn, sdpa, or platforms."
+        ),
     ] = "",
     platform: Annotated[
         str, typer.Option(metavar="NAME,...", help="Only these platforms of ours. [default: all]")
@@ -32,8 +38,9 @@ def bench(
     """Check every implementation against the float64 reference, then time all of them in turns.
 
     Each platform is called through each framework that it takes. One that is wrong is not timed. The floor is the time
-    in which the device copies as many bytes as the operation must move, measured in the same run. Exits with 1 if an
-    implementation was wrong.
+    in which the device copies as many bytes as the operation must move, or does as many products as softmax attention
+    must, measured in the same run. Variants of attention: a window of 1,024, keys that 8 heads share, and, special, a
+    soft cap with sinks and segment ids; all but plain are causal. Exits with 1 if an implementation was wrong.
     """
     # JAX would take most of a GPU's memory for itself, and PyTorch is measured beside it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -47,7 +54,10 @@ def bench(
         stages = [False] * (forward or not backward) + [True] * (backward or not forward)
         default = ["1,8192,64"] if not shapes and measuring.on_gpu() else ["1,1024,4,64"]
         parsed = [workloads.Shape.parse(text) for value in shapes or default for text in value.split()]
-        work = [workloads.Workload(operation, shape, dtype, stage) for shape in parsed for stage in stages]
+        work = [
+            workloads.Workload(operation, shape, dtype, stage, name)
+            for shape in parsed for name in _names(variant) or [""] for stage in stages
+        ]  # fmt: skip
         found = contestants.find(operation, _names(platform), peers)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

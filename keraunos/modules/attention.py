@@ -93,6 +93,11 @@ class Attention(Kernel):
                 made[name] = measure.array(np.zeros((inv.dims["B"], inv.dims[length])), "int32", inv.backend)
         return made
 
+    def sample_options(self, inv: Invocation) -> dict[str, Any]:
+        """Options of ``run`` for a call like this."""
+        kwargs = {name: inv.options[name] for name in ("causal", "window", "softmax_dtype")}
+        return {**kwargs, "soft_cap": _CAP if inv.options["soft_cap"] else None}
+
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
         """See :meth:`Kernel.sample`."""
         measure = frontends.get(f"{inv.framework}_measure")
@@ -101,11 +106,7 @@ class Attention(Kernel):
             name: measure.normal(tuple(inv.dims[d] for d in letters), inv.arrays[name][0], 100 * seed + i, inv.backend)
             for i, (name, letters) in enumerate(shapes.items())
         }
-        kwargs = {name: inv.options[name] for name in ("causal", "window", "softmax_dtype")}
-        return tuple(Args(**made, **self.extras(inv))), {
-            **kwargs,
-            "soft_cap": _CAP if inv.options["soft_cap"] else None,
-        }
+        return tuple(Args(**made, **self.extras(inv))), self.sample_options(inv)
 
     def check_calls(self, inv: Invocation, cfgs: Sequence[Config]) -> list[Invocation]:
         """More queries and keys than the largest candidate's blocks have; and lengths that no block divides."""

@@ -57,6 +57,32 @@ def test_table_json_and_plot(run, tmp_path):
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_variants_of_attention(run, tmp_path):
+    run("attention", "--shapes", "1,24,8,16", "--variant", "special,shared", "--backward", "--against", "cudnn", *TINY,
+        "--platform", "xla,torch", "--json", str(tmp_path / "b.json"))  # fmt: skip
+    cases = json.loads((tmp_path / "b.json").read_text())["cases"]
+    assert [case["variant"] for case in cases] == ["special", "shared"]
+    for case in cases:
+        assert case["floor_s"] >= case["bytes_moved"] / 1e13
+        assert case["contestants"]["cudnn (jax)"]["skipped"] in ("is not measured with special", "needs a GPU")
+        for label in ("xla (jax)", "torch (torch)"):
+            assert case["contestants"][label]["errors"].keys() == {"output", "dquery", "dkey", "dvalue"}
+            assert case["contestants"][label]["median_s"] > 0
+
+
+def test_products_of_attention():
+    def products(variant, T, backward=False):
+        return Workload("attention", Shape(1, T, 8, 4, 4), "float32", backward, variant).products
+
+    assert products("plain", 3) == 2 * 8 * 9 * 8
+    assert products("causal", 3) == 2 * 8 * 6 * 8
+    assert products("window", 3) == products("causal", 3)
+    # All but the first 1,023 queries see 1,024 keys.
+    assert products("window", 3000) == 2 * 8 * 8 * (1023 * 1024 // 2 + (3000 - 1023) * 1024)
+    assert products("causal", 3, True) == products("causal", 3) * 7 // 2
+    assert Workload("lightning_attention", Shape(1, 3, 8)).products == 0
+
+
 @pytest.fixture(autouse=True)
 def forgetful():
     check._check.cache_clear()
