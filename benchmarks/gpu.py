@@ -1,4 +1,4 @@
-"""The table of measurements on a GPU: all shapes, forward and with gradients, against fla and the XLA platform.
+"""The table of linear attention on a GPU: all shapes, forward and with gradients, against fla and the XLA platform.
 
     PYTHONPATH=. python3 benchmarks/gpu.py                              all of it, into benchmarks/results/<gpu>.json
     PYTHONPATH=. python3 benchmarks/gpu.py lightning_attention          one operation; the other's figures stay
@@ -27,9 +27,10 @@ from keraunos import frontends
 from keraunos.bench import measuring, report
 from keraunos.bench.contestants import PEERS, Absent, Contestant, find
 from keraunos.bench.first import first_call
-from keraunos.bench.workloads import OPERATIONS, Shape, Workload
+from keraunos.bench.workloads import Shape, Workload
 from keraunos.ops.cache import file_name
 
+OPERATIONS = ("lightning_attention", "gla_attention")
 RESULTS = Path(__file__).parent / "results"
 # In the order of importance, for a run that ends early. fla keeps what it tuned for a number of heads: the longer shape
 # comes first.
