@@ -56,22 +56,38 @@ SOFTMAX = {
     "segment ids, key lengths": ({}, {"query_segments": ("int32", 2), "key_segments": ("int32", 2)}),
     "`dropout_prob`": ({"dropout": True}, {"seed": ("int32", 1)}),
     "`return_weights`": ({"return_weights": True}, {}),
-    "all of these at once": (
-        {"causal": True, "window": (1023, 0), "soft_cap": True, "dropout": True, "return_weights": True},
+    "`causal`, `sliding_window`, `logits_soft_cap`, sinks, bias and dropout": (
+        {"causal": True, "window": (1023, 0), "soft_cap": True, "dropout": True},
         {"sinks": ("float32", 2), "bias": ("bfloat16", 4), "seed": ("int32", 1)},
     ),
+    "`softmax_dtype` float64": ({"softmax_dtype": "float64"}, {}),
 }  # fmt: skip
+# Sizes and dtypes of plain calls.
+SOFTMAX_SIZES = {
+    "float16": {"dtype": "float16"},
+    "float32": {"dtype": "float32"},
+    "float64": {"dtype": "float64"},
+    "shared keys (GQA)": {"G": 2},
+    "S = 1000": {"S": 1000},
+    "K = V = 40": {"K": 40},
+    "K = 64, V = 128": {"K": 64, "V": 128},
+    "K = V = 256": {"K": 256},
+    "K = V = 512": {"K": 512},
+}
 
 
 def calls(operation: str, framework: str) -> dict[str, Any]:
     """Label -> description of a call on the device."""
     made = {}
     if operation == "attention":
-        plain = keraunos.Attention().invocation(framework, T=4096, H=8, K=128)
+        describe = keraunos.Attention().invocation
+        plain = describe(framework, T=4096, H=8, K=128)
         for label, (options, arrays) in SOFTMAX.items():
             made[label] = dataclasses.replace(
                 plain, options={**plain.options, **options}, arrays={**plain.arrays, **arrays}
             )
+        for label, sizes in SOFTMAX_SIZES.items():
+            made[label] = describe(framework, **{"T": 4096, "H": 8, "K": 128, **sizes})
     else:
         kernel = keraunos.LightningAttention() if operation == "lightning_attention" else keraunos.GLAttention()
         variants = {**GATED, **LINEAR} if operation == "gla_attention" else LINEAR

@@ -54,6 +54,10 @@ CASES = [
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(platform, case, block):
-    if GPU and platform[0] == "triton" and block is None:
-        pytest.skip("one tile would hold it all, and take as long to build")
+    number = CASES.index(case)
+    if GPU and platform[0] == "triton" and (block is None or (platform[1] == "jax" and number % 3)):
+        pytest.skip("kernels take long to build: in one size, and through JAX for every third call")
+    if INTERPRETED and number % 3 and case.bias_batch is None:
+        # Programs take long there.
+        case = dataclasses.replace(case, B=1)
     dataclasses.replace(case, block=block).check(*platform)
