@@ -36,10 +36,10 @@ CASES = (
     ("special", "1,8192,64", BOTH, TRITON),
     ("causal", "1,8192,64", BOTH, (*VENDORS, *ROUTED, *TRITON)),
     ("special", "1,32768,16", BOTH, TRITON),
+    ("causal", "1,32768,16", BOTH, (*VENDORS, *ROUTED, *TRITON)),
     ("window", "1,32768,16", BOTH, TRITON),
     ("shared", "1,8192,64", BOTH, TRITON),
     ("special", "1,131072,8", BOTH[1:], TRITON),
-    ("causal", "1,32768,16", BOTH, (*VENDORS, *ROUTED, *TRITON)),
     ("special", "1,8192,64", BOTH, ("triton (jax)",)),
 )
 
@@ -73,7 +73,7 @@ def measure(seconds: float, save) -> None:
     about = {**report.about(bandwidth), "product_rate": measuring.product_rate("bfloat16")}
     section: dict = {"about": about, "cases": [], "left_out": []}
     known = {f"{c.name} ({c.framework})": c for c in find("attention", [], ["cudnn", "sdpa"])}
-    effort = measuring.Effort(rounds=10, seconds=0.5)
+    effort = measuring.Effort(rounds=20, seconds=1.5)
     for variant, shape, stages, names in CASES:
         for backward in stages:
             workload = Workload("attention", Shape.parse(shape), backward=backward, variant=variant)
@@ -91,7 +91,7 @@ def measure(seconds: float, save) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for <gpu>.json")
-    parser.add_argument("--seconds", type=float, default=120.0, help="no workload begins later")
+    parser.add_argument("--seconds", type=float, default=180.0, help="no workload begins later")
     arguments = parser.parse_args()
     if not measuring.on_gpu():
         parser.error("no framework that is installed sees a GPU; on a CPU, use `keraunos bench attention`")

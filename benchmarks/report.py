@@ -51,12 +51,15 @@ def plot_name(stem: str) -> str:
 
 
 def cases(sections: dict) -> list[dict]:
-    return [case for section in sections.values() for case in section["cases"]]
+    """Those of the plot."""
+    return [case for name, section in sections.items() if name != "attention" for case in section["cases"]]
 
 
 def _gpu(sections: dict, stem: str) -> str:
     parts = []
     for operation, section in sections.items():
+        if operation == "attention":
+            continue
         about = section["about"]
         versions = ("keraunos", "torch", "jax", "triton", "jax-triton", "fla-core", "driver", "python")
         known = ", ".join(f"{name} {about[name]}" for name in versions if about[name])
@@ -67,6 +70,8 @@ def _gpu(sections: dict, stem: str) -> str:
             parts.append(_table([case for case in section["cases"] if case["pass"] == stage], stage))
         parts.append(_rest(section))
     parts.append(f"![Time over floor for each shape and implementation]({plot_name(stem)})\n")
+    if "attention" in sections:
+        parts.append(_attention(sections["attention"]))
     return "\n".join(parts)
 
 
@@ -121,6 +126,50 @@ def _rest(section: dict) -> str:
         lines.append(f"- same bits through JAX and PyTorch: {yes[same['jax_equals_torch']]}; "
                      f"in 20 runs: {yes[same['reruns_equal']]}")  # fmt: skip
     lines += [f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"]]
+    return "\n".join([*lines, ""])
+
+
+ATTENTION = """\
+`python benchmarks/attention.py`; bfloat16, head dims of 128. Causal calls of cuDNN (through JAX) and of PyTorch's own
+function, of our platforms `xla` and `torch`, which send such calls there, and of the Triton platform, also with what
+those kernels do not take: *special* is a soft cap with a sink for each head and segment ids (one segment, so that no
+block is left out), *window* sees 1,024 keys, and in *shared* 8 query heads share each key head. The floor is the time
+of the visible products at the rate of a large product. The last column compares with cuDNN's plain causal call of the
+same shape in the same pass; backward alone is forward+backward less forward. The same kernel's times differ by some
+percent within a run: `cudnn` and `xla`, or `sdpa` and `torch`, launch the same.
+"""
+
+
+def _attention(section: dict) -> str:
+    about, found = section["about"], section["cases"]
+    versions = ("keraunos", "torch", "jax", "triton", "jax-triton", "driver", "python")
+    known = ", ".join(f"{name} {about[name]}" for name in versions if about[name])
+    lines = [
+        f"### attention on {about['device']}\n", ATTENTION,
+        f"{about['date']}; multiplies {about['product_rate'] / 1e12:.0f} TFLOP/s; {known}.\n",
+        _row("calls", "B, T, H", "pass", "implementation", "ms", "/ floor", "peak memory / arrays", "cuDNN / it"),
+        _row("---", "---", "---", "---", *["---:"] * 4),
+    ]  # fmt: skip
+    times = {
+        (case["variant"], str(report.shape_of(case)), case["pass"], label): c["median_s"]
+        for case in found for label, c in case["contestants"].items() if "median_s" in c
+    }  # fmt: skip
+    for case in found:
+        shape, stage = str(report.shape_of(case)), case["pass"]
+        for label, c in case["contestants"].items():
+            if "median_s" not in c:
+                lines.append(_row(case["variant"], shape, stage, label, c["skipped"], "", "", ""))
+                continue
+            own = times[case["variant"], shape, stage, label]
+            vendor = times.get(("causal", shape, stage, "cudnn (jax)"))
+            lines.append(_row(case["variant"], shape, stage, label, f"{1e3 * own:.2f}", f"{own / case['floor_s']:.2f}",
+                              f"{c['peak_ratio']:.3f}", f"{vendor / own:.2f}" if vendor else ""))  # fmt: skip
+            before = times.get((case["variant"], shape, "forward", label))
+            if stage != "forward" and before:
+                vendor = vendor and vendor - times["causal", shape, "forward", "cudnn (jax)"]
+                lines.append(_row(case["variant"], shape, "backward", label, f"{1e3 * (own - before):.2f}", "", "",
+                                  f"{vendor / (own - before):.2f}" if vendor else ""))  # fmt: skip
+    lines += ["", *(f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"])]
     return "\n".join([*lines, ""])
 
 
