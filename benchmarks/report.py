@@ -169,7 +169,8 @@ def _attention(section: dict) -> str:
                 vendor = vendor and vendor - times["causal", shape, "forward", "cudnn (jax)"]
                 lines.append(_row(case["variant"], shape, "backward", label, f"{1e3 * (own - before):.2f}", "", "",
                                   f"{vendor / (own - before):.2f}" if vendor else ""))  # fmt: skip
-    lines += ["", *(f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"])]
+    lines += ["", *(f"- {note}" for note in section.get("notes", ()))]
+    lines += [*(f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"])]
     return "\n".join([*lines, ""])
 
 

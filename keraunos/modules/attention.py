@@ -15,8 +15,8 @@ from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config, Invocation, Kernel
 from keraunos.types import MaskInfo, as_window, narrower
 
-# Of the samples' logits, which are normal: it bends the largest.
-_CAP = 5.0
+# Of samples: what models have.
+_CAP = 30.0
 
 
 @dataclass(frozen=True)

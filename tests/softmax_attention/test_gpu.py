@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 HALF = Case(T=333, S=301, K=128, dtype="bfloat16")
 CASES = [
     dataclasses.replace(HALF, causal=True, scale=-0.3),
+    dataclasses.replace(HALF, causal=True, soft_cap=50.0, scale=2.0),
     dataclasses.replace(HALF, G=2, V=64, soft_cap=5.0, sinks=4, segments=True, causal=True),
     dataclasses.replace(HALF, dropout=0.3, bias=1, bias_batch=1, soft_cap=4.0, window=(100, 20)),
     dataclasses.replace(HALF, mask=1, G=1, sinks=-1),

@@ -80,17 +80,21 @@ class _Call:
         unit = cap or (abs(scale) if self.negative else scale)
         if not unit:
             unit = 1e-30
-        self.numbers = dict(inner=scale / cap if cap else 0.0, unit=unit * _LOG2E, keep=1 / (1 - opts.dropout))
+        self.numbers = dict(
+            inner=2 * _LOG2E * scale / cap if cap else 0.0, unit=unit * _LOG2E, keep=1 / (1 - opts.dropout)
+        )
+        # Weights from exp(-60) to exp(60) are in the range of all but float16, and so are their sums.
+        self.bounded = cap is not None and cap <= 60 and args.bias is None and self.dtype != "float16"
         self.threshold = min(round(opts.dropout * 2**31), 2**31 - 1)
 
     def cap(self) -> int:
-        """How the tangent is computed: the fast instruction is as exact as bfloat16 needs it."""
+        """How the tangent is computed. NVIDIA's instruction for all of it is not exact enough for large logits."""
         if self.opts.soft_cap is None:
             return 0
         if self.dtype == "float32":
             return 1
         device = frontends.get(frontends.framework_of(self.args.query)).device_of(self.args.query).kind
-        return 2 if self.dtype == "float16" or _INTERPRETED or "AMD" in device else 3
+        return 2 if _INTERPRETED or "AMD" in device else 3
 
     def rows(self, **arrays: Any) -> tuple[dict[str, int], dict[str, int]]:
         """Strides of arrays ``[B, T, H, dim]``: numbers in units, and constants with the unit."""
@@ -155,7 +159,7 @@ def forward(args: Args, opts: Options):
     )  # fmt: skip
     constants = dict(
         **w.sizes(), RM=w.shared(args.mask), RN=RN, **fixed, BT=BT, BS=BS, BK=_tile(w.K), BV=_tile(w.V),
-        BN=_pow2(w.sinks), SINKS=w.sinks, **w.flags, **w.masks, NEGATIVE=w.negative,
+        BN=_pow2(w.sinks), SINKS=w.sinks, **w.flags, **w.masks, BOUNDED=w.bounded, NEGATIVE=w.negative,
     )  # fmt: skip
     outputs = dict(o=_output(args, opts), lse=_lse(args, opts))
     output, lse = frontends.launch(

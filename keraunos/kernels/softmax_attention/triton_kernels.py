@@ -5,7 +5,8 @@ of BS keys, or for the gradients of keys BS keys over blocks of BT queries. Bloc
 loop of their own, without a single comparison; what is nowhere visible is in no loop.
 
 Logits are base 2 and in units: ``b_x * unit`` is the logit, so that the scale is part of one fused multiply-add. With a
-cap, ``b_x`` is the hyperbolic tangent; with a bias, the unit is 1. Offsets inside a tile are of 32 bits, those of tiles
+cap, ``b_x`` is the hyperbolic tangent; with a bias, the unit is 1. BOUNDED: a cap keeps the logits so small that the
+weights need no running maximum, and sums no rescaling. Offsets inside a tile are of 32 bits, those of tiles
 of 64. Strides that are no constants come in units of UNIT, a constant, as in the linear recurrence's kernels.
 """
 
@@ -108,17 +109,19 @@ def narrowed(lo, hi, whole_lo, whole_hi, b_id, m_in, spreads, NB, BC: tl.constex
 
 @triton.jit
 def tanh(b_x, CAP: tl.constexpr):
-    """CAP 1: to float32's precision; 2: within 2**-22 or so of 1; 3: NVIDIA's instruction, within 2**-11 of itself."""
+    """Of ``b_x / (2 LOG2E)``. CAP 1: relative to float32's precision; 2, 3: relative to 1, 3 by NVIDIA's reciprocal."""
+    b_y = tl.exp2(b_x) + 1.0
     if CAP == 3:
-        b_y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [b_x], tl.float32, True, 1)
+        b_y = 1.0 - 2.0 * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_y], tl.float32, True, 1)
     else:
-        b_y = 1.0 - 2.0 / (tl.exp2(b_x * (2 * LOG2E)) + 1.0)
-        if CAP == 1:
-            # Near 0 that is a difference of nearly equal numbers.
-            x2 = b_x * b_x
-            near = b_x + b_x * x2 * (-0.333333333333333 + x2 * (0.133333333333333 + x2 * (-0.0539682539682540 + x2 * (
-                0.0218694885361552 + x2 * (-0.00886323552990220 + x2 * 0.00359212803657248)))))  # fmt: skip
-            b_y = tl.where(tl.abs(b_x) < 0.45, near, b_y)
+        b_y = 1.0 - 2.0 / b_y
+    if CAP == 1:
+        # Near 0 that is a difference of nearly equal numbers.
+        x = b_x * (0.5 / LOG2E)
+        x2 = x * x
+        near = x + x * x2 * (-0.333333333333333 + x2 * (0.133333333333333 + x2 * (-0.0539682539682540 + x2 * (
+            0.0218694885361552 + x2 * (-0.00886323552990220 + x2 * 0.00359212803657248)))))  # fmt: skip
+        b_y = tl.where(tl.abs(x) < 0.45, near, b_y)
     return b_y
 
 
@@ -176,8 +179,8 @@ def attend(
     unit, threshold, left, right, T, S,
     K: tl.constexpr, V: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, BS: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, BOUNDED: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: the online softmax's step."""
     s0 = tl.full([], 0, tl.int64) + i_s * BS
@@ -188,16 +191,20 @@ def attend(
     b_x, _ = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left, right,
                     T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
     factor = 1.0 if BIAS else unit
-    b_max_new = tl.maximum(b_max, tl.max(b_x, 1))
-    b_top = tl.where(b_max_new == float("-inf"), 0.0, b_max_new) * factor
-    b_p = tl.exp2(b_x * factor - b_top[:, None])
-    b_decay = tl.exp2(b_max * factor - b_top)
-    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+    if BOUNDED:
+        b_p = tl.exp2(b_x * factor)
+        b_sum += tl.sum(b_p, 1)
+    else:
+        b_top = tl.maximum(b_max, tl.max(b_x, 1))
+        b_zero = tl.where(b_top == float("-inf"), 0.0, b_top) * factor
+        b_p = tl.exp2(b_x * factor - b_zero[:, None])
+        b_decay = tl.exp2(b_max * factor - b_zero)
+        b_max, b_sum, acc = b_top, b_sum * b_decay + tl.sum(b_p, 1), acc * b_decay[:, None]
     if DROPOUT:
         b_p = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_p, 0.0)
     b_v = load_rows(v + s0 * stride_vt, stride_vt, S - i_s * BS, BS, V, BV, MASKED)
-    acc = tl.dot(b_p.to(b_v.dtype), b_v, acc * b_decay[:, None], input_precision=PRECISION)
-    return acc, b_max_new, b_sum
+    acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+    return acc, b_max, b_sum
 
 
 @triton.jit
@@ -212,7 +219,7 @@ def forward_kernel(
     RN: tl.constexpr, stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output, and for each query the log, base 2, of its sum; inf where it has none.
 
@@ -250,19 +257,19 @@ def forward_kernel(
     if MASK:
         whole_lo, whole_hi = lo, lo
     acc = tl.zeros([BT, BV], tl.float32)
-    b_max, b_sum = tl.full([BT], float("-inf"), tl.float32), tl.zeros([BT], tl.float32)
+    b_max, b_sum = tl.full([BT], 0.0 if BOUNDED else float("-inf"), tl.float32), tl.zeros([BT], tl.float32)
     n_whole = whole_hi - whole_lo
     for i in range(lo, hi - n_whole):
         acc, b_max, b_sum = attend(
             acc, b_max, b_sum, b_q, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v, key_ids, bias, mask,
             seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt, stride_vt, BS,
-            BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, True,
+            BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, BOUNDED, PRECISION, True,
         )  # fmt: skip
     for i in range(whole_lo, whole_hi):
         acc, b_max, b_sum = attend(
             acc, b_max, b_sum, b_q, b_own, o_t, i, i_bh, k, v, key_ids, bias, mask,
             seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt, stride_vt, BS,
-            BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, False,
+            BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, BOUNDED, PRECISION, False,
         )  # fmt: skip
     b_top = b_max * (1.0 if BIAS else unit)
     if SINKS:
