@@ -128,7 +128,7 @@ class Engine:
 
 def random_requests(count: int, longest: int, heads: int, dim: int, device: str, dtype: torch.dtype) -> list[Request]:
     """Requests with prompts and answers of random lengths, which come at random steps."""
-    generator = torch.Generator().manual_seed(0)
+    generator, values = torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(0)
 
     def integer(low, high):
         return int(torch.randint(low, high, (), generator=generator))
@@ -136,7 +136,7 @@ def random_requests(count: int, longest: int, heads: int, dim: int, device: str,
     made = []
     for n in range(count):
         prompt, answer = integer(1, longest), integer(1, max(longest // 8, 2))
-        inputs = torch.randn(prompt + answer, 3, heads, dim, generator=generator).to(device, dtype)
+        inputs = torch.randn(prompt + answer, 3, heads, dim, generator=values, device=device, dtype=dtype)
         made.append(Request(inputs, prompt, integer(0, n + 1)))
     return made
 

@@ -169,8 +169,7 @@ def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bo
                 x if x is None or i in whole else constant(x, args[0].device) if isinstance(x, np.ndarray) else _rows(x)
                 for i, x in enumerate(args)
             ]
-            with torch.no_grad():
-                return launch(flat)
+            return launch(flat)
 
         return run
 

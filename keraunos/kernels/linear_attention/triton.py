@@ -301,7 +301,7 @@ def _scan_plan(
         **_strides(like_q, "q", unit, "bh"), **_strides(k, "k", unit, "bh"), **_strides(v, "v", unit, "bh"),
         **_strides(g, "g", 1),
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P,
-        **call.place(part),
+        **call.place(part), ROWS=pool.T if pool else 0,
     )  # fmt: skip
     ends = (call.N if final == _Final.SEQUENCE else slots, H)
     saved = {_Save.CHUNKS: call.chunk_slots(part), _Save.PARTS: slots * -(-call.walk // call.M) if call.M else 0}.get(

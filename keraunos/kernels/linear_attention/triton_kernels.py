@@ -115,11 +115,21 @@ def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT: tl.constexpr):
     return b_to, b_left, tl.exp2(b_gamma * left)
 
 
-@triton.jit(do_not_specialize=["N", "W"])
+@triton.jit
+def clear_rows(o, begin, end, i_h, o_v, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """Zeros for a tile of V of a head's rows of a contiguous ``[rows, H, V]``."""
+    o_t = tl.arange(0, BT)
+    for i_t in range(begin, end, BT):
+        o_o = ((i_t + o_t[:, None]) * H + i_h) * V + o_v[None, :]
+        m_o = (i_t + o_t < end)[:, None] & (o_v < V)[None, :]
+        tl.store(o + o_o, tl.zeros([BT, BV], dtype=o.dtype.element_ty), mask=m_o)
+
+
+@triton.jit(do_not_specialize=["N", "W", "ROWS"])
 def scan_kernel(
     q, k, v, g, gamma, sums, halved, intra, h0, into, cu_seqlens, pool, slots, has_initial, exports,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
-    scale, T, N, L, P, M, F, W,
+    scale, T, N, L, P, M, F, W, ROWS,
     o, ht, hs, total,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
     stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
@@ -146,9 +156,10 @@ def scan_kernel(
     or segments from the W-th on; of M tokens are the parts in INIT and SAVE, too. ``into`` has no values: o may
     overwrite it.
 
-    POOL: the states of sequences are in ``slots`` of ``pool``, which ht is; one in slot -1 is left out. MAY_START:
-    ``has_initial`` says which sequences have a state. EXPORT: ``exports`` has for each chunk the slot that the state
-    before it is copied to, or -1; so it has for the end of a sequence of whole chunks.
+    POOL: the states of sequences are in ``slots`` of ``pool``, which ht is; one in slot -1 gets zeros only, and so does
+    what is after the last sequence in ROWS of the output. MAY_START: ``has_initial`` says which sequences have a state.
+    EXPORT: ``exports`` has for each chunk the slot that the state before it is copied to, or -1; so it has for the end
+    of a sequence of whole chunks.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -165,7 +176,13 @@ def scan_kernel(
                 return
     if POOL:
         slot = tl.load(slots + i_n).to(tl.int64)
+        o_clear = i_v * BV + tl.arange(0, BV)
+        if (i_n == N - 1) & (i_g == 0):
+            clear_rows(o, begin + length, ROWS, i_h, o_clear, H, V, BT, BV)
         if slot < 0:
+            own = begin + (i_g * L if SPLIT else 0)
+            end = tl.minimum(own + L, begin + length) if SPLIT else begin + length
+            clear_rows(o, own, end, i_h, o_clear, H, V, BT, BV)
             return
     i_b = 0 if PACKED else i_n.to(tl.int64)
     first = i_g * L if SPLIT else i_g

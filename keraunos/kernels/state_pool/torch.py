@@ -36,6 +36,7 @@ def _rows(live: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(live.view(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
+@torch.no_grad()
 def _steps(args: Args, opts: Options):
     """``(output, pool)`` of decode, verify or commit: token after token."""
     states, H = args.states, args.states.shape[1]
@@ -76,6 +77,7 @@ def _finish(output: torch.Tensor, args: Args) -> torch.Tensor:
     return output if args.out is None else args.out.copy_(output)
 
 
+@torch.no_grad()
 def _prefill(args: Args, opts: Options):
     """``(output, pool)``: the packed tokens of all requests."""
     cu, T = args.cu_seqlens.long(), args.key.shape[0]

@@ -19,12 +19,8 @@ from keraunos.kernels.state_pool.interface import Args, Options
 STEP_FIELDS = ("block_d", "num_warps")
 PREFILL_FIELDS = linear.FIELDS
 
-# Values of states that have left any cache before they are read again: their bytes should not push out what is.
-_CACHE = 1 << 25
 # Dimensions of V per program, and warps, that take exported states to their tokens.
-_EXPORT = (32, 4)
-# Programs per request that may have rows to clear.
-_CLEARING = 32
+_EXPORT = (64, 8)
 
 _remember = functools.lru_cache(maxsize=4096)
 
@@ -66,7 +62,7 @@ def _step_plan(specs: Args, opts: Options) -> linear._Plan:
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[-2], UNIT=unit, **_strides(states), BK=linear._tile(K), BV=BV, GATE=gate,
         GAMMA=specs.g_gamma is not None, MANY=many, COUNTED=specs.counts is not None, OUTPUT=opts.reads,
-        STORE=opts.writes, STREAM=linear._pow2(N) * H * K * V >= _CACHE,
+        STORE=opts.writes,
     )  # fmt: skip
     outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),
                    pool="states" if opts.writes else None)  # fmt: skip
@@ -83,8 +79,8 @@ def _steps(args: Args, opts: Options):
 
 
 def _bucket(n: int) -> int:
-    """Tokens rounded up by an eighth at most: what is worked out for a length serves others too."""
-    step = max(linear._pow2(n) // 8, 64)
+    """Tokens rounded up by 1/32 at most: what is worked out for a length serves others too, and segments are equal."""
+    step = max(linear._pow2(n) // 64, 64)
     return -(-n // step) * step
 
 
@@ -99,20 +95,11 @@ def _call(specs: Args) -> linear.Args:
 
 
 @_remember
-def _clear_plan(specs: Args, opts: Options) -> linear._Plan:
-    """The launch that makes rows of padding zero."""
-    (T, H, _), N = specs.query.shape, specs.slots.shape[0]
-    HV = H * specs.states.shape[-1]
-    constants = dict(HV=HV, PARTS=_CLEARING, BT=16, BD=min(linear._pow2(HV), 512))
-    return linear._Plan(triton_steps.clear_kernel, ((N + 1) * _CLEARING,), dict(T=T, N=N), dict(o="output"), constants,
-                        4, 1)  # fmt: skip
-
-
-@_remember
 def _export_plans(specs: Args, opts: Options) -> tuple[linear._Plan, linear._Plan]:
     """What says where the walk copies states to, and what takes these to the tokens that are asked for."""
     N, M, (_, H, K, V) = specs.slots.shape[0], specs.tokens.shape[0], specs.states.shape
     BT, BN, sizes = cast(int, opts.cfg.block_q), linear._pow2(N), dict(N=N, M=M)
+    precision = "tf32" if specs.key.dtype != "float32" else "ieee" if linear._INTERPRETED else "bf16x6"
     chunks = _bucket(specs.key.shape[0]) // BT + N
     plan = linear._Plan(triton_steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
                         dict(BT=BT, BN=BN), 1, 1)  # fmt: skip
@@ -121,7 +108,7 @@ def _export_plans(specs: Args, opts: Options) -> tuple[linear._Plan, linear._Pla
     BV = min(_EXPORT[0], linear._tile(V))
     constants = dict(
         H=H, K=K, V=V, RK=H // specs.key.shape[-2], UNIT=unit, **_strides(specs.states), BK=linear._tile(K), BV=BV,
-        BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None,
+        BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, PRECISION=precision,
     )  # fmt: skip
     return plan, linear._Plan(
         triton_steps.export_kernel, (M * H * -(-V // BV),), {name: strides[name] for name in names} | sizes,
@@ -141,8 +128,6 @@ def _prefill(args: Args, opts: Options):
         pool = pool._replace(exports=exports)
     options = linear.Options(opts.softmax_scale, False, opts.cfg, True, True, False)
     (output, states), _ = linear.forward(row, options, pool)
-    clear = _clear_plan(specs, opts)
-    (output,) = clear.launch(cu_seqlens=args.cu_seqlens, slots=args.slots, output=output)
     if args.tokens is not None:
         (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, cu_seqlens=args.cu_seqlens,
                                   slots=args.slots, **wanted, states=states)  # fmt: skip
@@ -155,9 +140,9 @@ def unsupported(inv) -> str | None:
 
 
 def heuristic(inv, cfg):
-    """Steps: enough programs for the smallest batch. Prefill: as for the attention that it is."""
+    """Steps: the same for all batches, so that a request's bits do not depend on it. Prefill: as for the attention."""
     if inv.op_id != "prefill":
-        return replace(cfg, block_d=32, num_warps=4)
+        return replace(cfg, block_d=64 if inv.dims["K"] <= 128 else 32, num_warps=4)
     return linear.heuristic(replace(inv, arrays={**inv.arrays, "query": inv.arrays["key"]}), cfg)
 
 

@@ -54,12 +54,12 @@ def step_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
-    MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, STREAM: tl.constexpr,
+    MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Tokens of one request, for a tile of BV of the V dimensions.
 
     OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back. MANY: T tokens, not one. COUNTED:
-    only the first counts[n] of them. STREAM: tell the cache that states will not be read again soon.
+    only the first counts[n] of them.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -101,8 +101,7 @@ def step_kernel(
         b_gamma = tl.load(gamma + i_h).to(tl.float32)
     o_s = slot * stride_ss + i_h * stride_sh + o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_s = m_k[:, None] & m_v[None, :]
-    EVICT: tl.constexpr = "evict_first" if STREAM else ""
-    b_s = tl.load(states + o_s, mask=m_s, other=0.0, eviction_policy=EVICT).to(tl.float32)  # [BK, BV]
+    b_s = tl.load(states + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
     b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, OUTPUT, BK)
     DECAYS: tl.constexpr = GATE > 0 or GAMMA
     if MANY:
@@ -127,7 +126,7 @@ def step_kernel(
             b_o = tl.sum(b_s * b_q[:, None], 0) * scale
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
     if STORE:
-        tl.store(pool + o_s, b_s.to(pool.dtype.element_ty), mask=m_s, eviction_policy=EVICT)
+        tl.store(pool + o_s, b_s.to(pool.dtype.element_ty), mask=m_s)
 
 
 @triton.jit
@@ -162,6 +161,28 @@ def plan_kernel(cu_seqlens, tokens, targets, N, M, exports, BT: tl.constexpr, BN
     tl.store(exports + i_s, target)
 
 
+@triton.jit
+def decays_up_to(p_g, stride_gt, n_t, o_t, o_k, m_k, b_gamma, GATE: tl.constexpr, BK: tl.constexpr):
+    """The decay from after each token through the n_t-th ``[BT, BK]``, and from before the first ``[BK]``."""
+    m_g = o_t + 1 < n_t
+    if GATE == 2:
+        p_next = p_g + (o_t + 1)[:, None] * stride_gt + o_k[None, :]
+        b_g = tl.load(p_next, mask=m_g[:, None] & m_k[None, :], other=0.0).to(tl.float32)  # of the next token
+        b_g += tl.where(m_g, b_gamma, 0.0)[:, None]
+        b_all = tl.load(p_g + o_k, mask=m_k & (n_t > 0), other=0.0).to(tl.float32) + tl.sum(b_g, 0)
+        b_left = tl.cumsum(b_g, 0, reverse=True)
+    else:
+        b_g = tl.where(m_g, b_gamma, 0.0)
+        b_all = tl.zeros([BK], dtype=tl.float32)
+        if GATE == 1:
+            b_g += tl.load(p_g + (o_t + 1) * stride_gt, mask=m_g, other=0.0).to(tl.float32)
+            b_all += tl.load(p_g, mask=n_t > 0, other=0.0).to(tl.float32)
+        b_all += tl.sum(b_g, 0)
+        b_left = tl.sum(tl.where(o_t[:, None] <= o_t[None, :], b_g[None, :], 0.0), 1)[:, None]
+    b_all += tl.where(n_t > 0, b_gamma, 0.0)
+    return tl.exp2(b_left * LOG2E), tl.exp2(b_all * LOG2E)
+
+
 @triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["slots", "tokens", "targets"])
 def export_kernel(
     k, v, g, gamma, cu_seqlens, slots, tokens, targets, states,
@@ -170,8 +191,9 @@ def export_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The states that are exported within a chunk, from the one before it, token after token.
+    """The states that are exported within a chunk, from the one before it.
 
     Program m does those of its chunk if it is the first with a target there: in its slot is the state to start from.
     """
@@ -207,53 +229,27 @@ def export_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    p_k = k + (start * stride_kt + (i_h // RK) * stride_kh) * UNIT + o_k
-    p_v = v + (start * stride_vt + (i_h // RK) * stride_vh) * UNIT + o_v
-    p_g = p_k
+    o_t = tl.arange(0, BT)
+    m_t = (start + o_t < last)[:, None]
+    p_k = k + (start * stride_kt + (i_h // RK) * stride_kh) * UNIT + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :]
+    p_v = v + (start * stride_vt + (i_h // RK) * stride_vh) * UNIT + o_t[:, None] * (stride_vt * UNIT) + o_v[None, :]
+    b_k = tl.load(p_k, mask=m_t & m_k[None, :], other=0.0)  # [BT, BK]
+    b_v = tl.load(p_v, mask=m_t & m_v[None, :], other=0.0)  # [BT, BV]
+    p_g = k
     if GATE > 0:
         p_g = g + (start * stride_gt + i_h * stride_gh) * UNIT_G
-    if GATE == 2:
-        p_g += o_k
     b_gamma = 0.0
     if GAMMA:
         b_gamma = tl.load(gamma + i_h).to(tl.float32)
     o_s = i_h * stride_sh + o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_s = m_k[:, None] & m_v[None, :]
     b_s = tl.load(states + slot * stride_ss + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
-    done = start
     while end <= most:
-        for _ in range((end - done).to(tl.int32)):
-            _, b_k, b_v, b_d = load_token(p_k, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, False, BK)
-            b_s = advance(b_s, b_k, b_v, b_d, GATE > 0 or GAMMA, BK, BV)
-            p_k += stride_kt * UNIT
-            p_v += stride_vt * UNIT
-            if GATE > 0:
-                p_g += stride_gt * UNIT_G
-        done = end
+        n_t = (end - start).to(tl.int32)
+        b_left, b_all = decays_up_to(p_g, stride_gt * UNIT_G, n_t, o_t, o_k, m_k, b_gamma, GATE, BK)
+        b_e = tl.where(o_t[:, None] < n_t, b_k.to(tl.float32) * b_left, 0.0).to(b_k.dtype)  # [BT, BK]
+        b_h = tl.dot(tl.trans(b_e), b_v, b_s * b_all[:, None], input_precision=PRECISION)
         slot = tl.load(targets + i_m).to(tl.int64)
-        tl.store(pool + slot * stride_ss + o_s, b_s.to(pool.dtype.element_ty), mask=m_s & (slot >= 0))
+        tl.store(pool + slot * stride_ss + o_s, b_h.to(pool.dtype.element_ty), mask=m_s & (slot >= 0))
         i_m += 1
         end = end_of(tokens, i_m, M)
-
-
-@triton.jit(do_not_specialize=["T", "N"], do_not_specialize_on_alignment=["slots"])
-def clear_kernel(
-    cu_seqlens, slots, output, T, N,
-    o,
-    HV: tl.constexpr, PARTS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Zeros for the tokens ``[HV]`` of padding: of requests in slot -1, and after the last request."""
-    i_n = tl.program_id(0) // PARTS
-    begin = tl.load(cu_seqlens + i_n).to(tl.int64)
-    if i_n == N:
-        end = begin * 0 + T
-    else:
-        if tl.load(slots + i_n) >= 0:
-            return
-        end = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
-    o_t = tl.arange(0, BT)[:, None]
-    o_d = tl.arange(0, BD)[None, :]
-    for i_t in range(begin + (tl.program_id(0) % PARTS) * BT, end, PARTS * BT):
-        for i_d in range(0, HV, BD):
-            m_o = (i_t + o_t < end) & (i_d + o_d < HV)
-            tl.store(o + (i_t + o_t) * HV + i_d + o_d, tl.zeros([BT, BD], dtype=o.dtype.element_ty), mask=m_o)
