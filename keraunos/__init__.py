@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from keraunos import compat as compat
     from keraunos import decay as decay
+    from keraunos import serving as serving
     from keraunos import types as types
     from keraunos.kernels.registry import Backend as Backend
     from keraunos.kernels.registry import Platform as Platform
@@ -56,7 +58,7 @@ _HOME = {
     "overlay_cache": "ops.selection",
     "policy_override": "ops.selection",
 }
-_MODULES = ("decay", "types")
+_MODULES = ("compat", "decay", "serving", "types")
 
 __all__ = ["__version__", *_MODULES, *_HOME]
 

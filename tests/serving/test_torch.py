@@ -275,3 +275,25 @@ def test_a_captured_call_serves_other_requests(platform, op):
     got = tuple(array(x) for x in results(op, given, made))
     assert same(got, call(dataclasses.replace(case, **other, seed=1), second, platform))
     assert not torch.equal(start.nan_to_num(), given["states"].nan_to_num())
+
+
+def test_requests_do_not_depend_on_their_batch(platform):
+    """A request's bits are the same alone and among others."""
+    case = Case(slots=(3, 1, 6, 0, 2), K=40, dtype="bfloat16")
+    together = call(case, whole(case), platform)
+    for n, slot in enumerate(case.slots):
+        given = whole(case)
+        for name in ("query", "key", "value", "slots"):
+            given[name] = given[name][n : n + 1]
+        output, pool = call(case, given, platform)
+        assert output[0].tobytes() == together[0][n].tobytes()
+        assert pool[slot].tobytes() == together[1][slot].tobytes()
+
+
+def test_the_choice_of_a_platform_is_told(platform):
+    import keraunos
+
+    args, gates = arguments("decode", whole(CASES["decode"]))
+    choice = keraunos.explain(keraunos.serving.decode, *args, **gates, platform=platform)
+    assert choice.platform == platform
+    assert keraunos.compat.vllm.lightning_attention
