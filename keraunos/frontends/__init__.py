@@ -69,7 +69,7 @@ def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable
     return prepare
 
 
-def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool]) -> Callable:
+def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
     """``prepare(framework, opts)``: one function ``args -> (output, pool)`` without gradients, which changes the pool.
 
     Args:
@@ -77,11 +77,12 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
         kind: the NamedTuple that args are.
         pool: the name of the argument that is changed; in JAX an array to give up for a new one, or a ``jax.Ref``.
         writes: ``opts ->`` whether it is.
+        output: ``(args, opts) -> (shape, dtype name)`` of the output, or None. In PyTorch ``args.out`` may be its place.
     """
 
     @functools.cache
     def made(framework):
-        return get(framework).in_place(compute, kind, pool, writes)
+        return get(framework).in_place(compute, kind, pool, writes, output)
 
     @functools.lru_cache(maxsize=4096)
     def prepare(framework, opts):

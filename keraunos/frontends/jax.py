@@ -38,7 +38,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     return lambda opts: lambda args: jitted(args, opts)
 
 
-def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool]) -> Callable:
+def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
     """``prepare(opts)``, which gives ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`."""
 
     def call(states, args, opts):

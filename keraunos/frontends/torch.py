@@ -157,19 +157,43 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
     return prepare
 
 
-def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bool]) -> Callable:
-    """``prepare(opts)``, which gives ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`."""
-    whole = {kind._fields.index(name) for name in (pool, "out")}
+def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
+    """``prepare(opts)``, which gives ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`.
+
+    To whatever traces a call it is a custom operator, which writes its output where it is told to.
+    """
+    names = kind._fields
+    whole, place = {names.index(name) for name in (pool, "out")}, names.index("out")
+    name = f"{compute.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
+
+    @functools.lru_cache(maxsize=4096)
+    def launcher(opts):
+        return remembered(lambda flat: compute(kind(*flat), opts))
+
+    def run_operator(*flat):
+        launcher(decode(flat[-1]))(list(flat[:-1]))
+
+    def operator(changed):
+        tensors = ", ".join(f"Tensor({changed[n]}!)? {n}" if n in changed else f"Tensor? {n}" for n in names)
+        own = f"{name}_{'_'.join(changed)}"
+        return _operator(own, f"({tensors}, str opts)", 0, run_operator, lambda *flat: None)
+
+    operators = {True: operator({pool: "a", "out": "b"}), False: operator({"out": "a"})}
 
     def prepare(opts):
-        launch = remembered(lambda flat: compute(kind(*flat), opts))
+        launch = launcher(opts)
 
         def run(args):
             flat = [
                 x if x is None or i in whole else constant(x, args[0].device) if isinstance(x, np.ndarray) else _rows(x)
                 for i, x in enumerate(args)
             ]
-            return launch(flat)
+            if not _watched(flat):
+                return launch(flat)
+            if flat[place] is None and (made := output(args, opts)):
+                flat[place] = _room(made, args[0])
+            operators[writes(opts)](*(x if x is None else x.detach() for x in flat), encode(opts))
+            return flat[place], getattr(args, pool) if writes(opts) else None
 
         return run
 

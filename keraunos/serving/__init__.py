@@ -59,6 +59,7 @@ def _call(operation: PoolOperation, args: Args, log_decay, softmax_scale, platfo
     return output, args.states if pool is None or frontends.framework_of(args.key) == "torch" else pool
 
 
+@frontends.operation
 def decode(
     query: Any,
     key: Any,
@@ -109,6 +110,7 @@ def decode(
     return _call(DECODE, args, log_decay, softmax_scale, platform, cfg)
 
 
+@frontends.operation
 def verify(
     query: Any,
     key: Any,
@@ -146,6 +148,7 @@ def verify(
     return _call(VERIFY, args, log_decay, softmax_scale, platform, cfg)[0]
 
 
+@frontends.operation
 def commit(
     key: Any,
     value: Any,
@@ -175,6 +178,7 @@ def commit(
     return _call(COMMIT, args, log_decay, None, platform, cfg)[1]
 
 
+@frontends.operation
 def prefill(
     query: Any,
     key: Any,

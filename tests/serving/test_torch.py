@@ -297,3 +297,16 @@ def test_the_choice_of_a_platform_is_told(platform):
     choice = keraunos.explain(keraunos.serving.decode, *args, **gates, platform=platform)
     assert choice.platform == platform
     assert keraunos.compat.vllm.lightning_attention
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_torch_compile_takes_it_as_one_step(platform, op):
+    case = CASES[op]
+    want = call(case, whole(case), platform)
+    given = whole(case)
+    args, gates = arguments(op, given)
+    compiled = torch.compile(
+        lambda *args: getattr(serving, op)(*args, **gates, platform=platform), fullgraph=True, backend="aot_eager"
+    )
+    assert same(want, map(array, results(op, given, compiled(*args))))
+    assert same(want[1:], [array(given["states"])])

@@ -171,8 +171,10 @@ def _kind(x) -> str:
     return f"of type {type(x).__module__}.{type(x).__qualname__}" if x is not None else "None"
 
 
-def output(args: Args) -> tuple[tuple[int, ...], str]:
-    """The shape and dtype of the output."""
+def output(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
+    """The shape and dtype of the output, if there is one."""
+    if not opts.reads:
+        return None
     dtype = frontends.get(frontends.framework_of(args.query)).dtype_name(args.query)
     return (*args.query.shape[:-1], args.states.shape[-1]), dtype
 
@@ -197,7 +199,7 @@ def kernels(
     """
 
     def implementation(op_id: str, compute: Callable, fields: tuple[str, ...]) -> Implementation:
-        made = frontends.in_place(compute, Args, "states", lambda opts: opts.writes)
+        made = frontends.in_place(compute, Args, "states", lambda opts: opts.writes, output)
 
         def prepare(args, softmax_scale, cfg):
             scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
