@@ -77,7 +77,7 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
         kind: the NamedTuple that args are.
         pool: the name of the argument that is changed; in JAX an array to give up for a new one, or a ``jax.Ref``.
         writes: ``opts ->`` whether it is.
-        output: ``(args, opts) -> (shape, dtype name)`` of the output, or None. In PyTorch ``args.out`` may be its place.
+        output: ``(args, opts) -> (shape, dtype name)`` of the output, or None. In PyTorch it goes to ``args.out``.
     """
 
     @functools.cache

@@ -31,7 +31,7 @@ def level(o_p, m):
     return later, m_sum, m_pair
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def decay_kernel(
     q, k, g, gamma, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
@@ -94,7 +94,7 @@ def decay_kernel(
             b_left += load_gate(p_g + t * (stride_gt * UNIT), m_k, CLOSED) * LOG2E + b_gamma
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def halving_kernel(
     q, k, g, gamma, halved, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
