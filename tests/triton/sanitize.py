@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention import interface, triton_chunks, triton_kernels
+from keraunos.kernels.linear_attention import interface, triton_call, triton_chunks, triton_kernels
 from keraunos.kernels.linear_attention import triton as platform
 from keraunos.ops import Config
 
@@ -65,7 +65,7 @@ def run(call, cfg: Config) -> set[str]:
         return frontends.launch(kernel, *args, **options)
 
     args, opts = arguments(*call), interface.Options(0.1, False, cfg)
-    with mock.patch.object(platform, "launch", launch):
+    with mock.patch.object(triton_call, "launch", launch):
         outputs, residuals = platform.forward(args, opts)
         platform.backward(args, residuals, outputs, opts)
     return launched

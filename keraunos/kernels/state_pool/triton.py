@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from keraunos.kernels.linear_attention import triton as linear
+from keraunos.kernels.linear_attention.triton_call import INTERPRETED, Plan, Pool, Spec, pow2, spec_of, tile
 from keraunos.kernels.state_pool import interface, triton_steps
 from keraunos.kernels.state_pool.interface import Args, Options
 
@@ -29,11 +30,11 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _strides(states: linear._Spec) -> dict[str, int]:
+def _strides(states: Spec) -> dict[str, int]:
     return {f"stride_s{axis}": n for axis, n in zip("shkv", states.strides, strict=True)}
 
 
-def _tokens(specs: Args, axes: str, out: linear._Spec | None) -> tuple[dict[str, Any], int, int]:
+def _tokens(specs: Args, axes: str, out: Spec | None) -> tuple[dict[str, Any], int, int]:
     """The strides of tokens' arrays with these axes, in units, 0 for others; the unit; the kind of gate."""
     gate = 0 if specs.g is None else len(specs.g.shape) - len(specs.key.shape) + 2
     vectors = dict(q=specs.query, k=specs.key, v=specs.value, g=specs.g if gate == 2 else None, o=out)
@@ -48,31 +49,31 @@ def _tokens(specs: Args, axes: str, out: linear._Spec | None) -> tuple[dict[str,
 
 
 @_remember
-def _step_plan(specs: Args, opts: Options) -> linear._Plan:
+def _step_plan(specs: Args, opts: Options) -> Plan:
     """The launch of decode, verify or commit."""
     q, k, states, out = specs.query, specs.key, specs.states, specs.out
     N, (_, H, K, V) = specs.slots.shape[0], states.shape
     many, made = opts.op_id != "decode", None
     if opts.reads:
         shape = (*q.shape[:-1], V)
-        made = out or linear._Spec(shape, _contiguous(shape), q.dtype)
+        made = out or Spec(shape, _contiguous(shape), q.dtype)
     numbers, unit, gate = _tokens(specs, "nth" if many else "nh", made)
     numbers |= dict(scale=opts.softmax_scale, T=k.shape[1] if many else 1)
-    BV = min(cast(int, opts.cfg.block_d), linear._tile(V))
+    BV = min(cast(int, opts.cfg.block_d), tile(V))
     constants = dict(
-        H=H, K=K, V=V, RK=H // k.shape[-2], UNIT=unit, **_strides(states), BK=linear._tile(K), BV=BV, GATE=gate,
+        H=H, K=K, V=V, RK=H // k.shape[-2], UNIT=unit, **_strides(states), BK=tile(K), BV=BV, GATE=gate,
         GAMMA=specs.g_gamma is not None, MANY=many, COUNTED=specs.counts is not None, OUTPUT=opts.reads,
         STORE=opts.writes,
     )  # fmt: skip
     outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),
                    pool="states" if opts.writes else None)  # fmt: skip
     grid = (N * H * -(-V // BV),)
-    return linear._Plan(triton_steps.step_kernel, grid, numbers, outputs, constants, cast(int, opts.cfg.num_warps), 1)
+    return Plan(triton_steps.step_kernel, grid, numbers, outputs, constants, cast(int, opts.cfg.num_warps), 1)
 
 
 def _steps(args: Args, opts: Options):
     """``(output, pool)`` of decode, verify or commit."""
-    return _step_plan(Args(*map(linear._spec, args)), opts).launch(
+    return _step_plan(Args(*map(spec_of, args)), opts).launch(
         q=args.key if args.query is None else args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma,
         slots=args.slots, counts=args.counts, states=args.states, into=args.out,
     )  # fmt: skip
@@ -80,7 +81,7 @@ def _steps(args: Args, opts: Options):
 
 def _bucket(n: int) -> int:
     """Tokens rounded up by 1/32 at most: what is worked out for a length serves others too, and segments are equal."""
-    step = max(linear._pow2(n) // 64, 64)
+    step = max(pow2(n) // 64, 64)
     return -(-n // step) * step
 
 
@@ -88,29 +89,29 @@ def _call(specs: Args) -> linear.Args:
     """The packed row as a row of linear attention with room for some more tokens."""
 
     def row(x):
-        return x and linear._Spec((1, _bucket(x.shape[0]), *x.shape[1:]), (0, *x.strides), x.dtype)
+        return x and Spec((1, _bucket(x.shape[0]), *x.shape[1:]), (0, *x.strides), x.dtype)
 
     q, k, v, g = map(row, (specs.query, specs.key, specs.value, specs.g))
     return linear.Args(q, k, v, g, specs.g_gamma, None, specs.cu_seqlens)
 
 
 @_remember
-def _export_plans(specs: Args, opts: Options) -> tuple[linear._Plan, linear._Plan]:
+def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     """What says where the walk copies states to, and what takes these to the tokens that are asked for."""
     N, M, (_, H, K, V) = specs.slots.shape[0], specs.tokens.shape[0], specs.states.shape
-    BT, BN, sizes = cast(int, opts.cfg.block_q), linear._pow2(N), dict(N=N, M=M)
-    precision = "tf32" if specs.key.dtype != "float32" else "ieee" if linear._INTERPRETED else "bf16x6"
+    BT, BN, sizes = cast(int, opts.cfg.block_q), pow2(N), dict(N=N, M=M)
+    precision = "tf32" if specs.key.dtype != "float32" else "ieee" if INTERPRETED else "bf16x6"
     chunks = _bucket(specs.key.shape[0]) // BT + N
-    plan = linear._Plan(triton_steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
+    plan = Plan(triton_steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
                         dict(BT=BT, BN=BN), 1, 1)  # fmt: skip
     strides, unit, gate = _tokens(specs, "th", None)
     names = [f"stride_{name}{axis}" for name in "kvg" for axis in "th"]
-    BV = min(_EXPORT[0], linear._tile(V))
+    BV = min(_EXPORT[0], tile(V))
     constants = dict(
-        H=H, K=K, V=V, RK=H // specs.key.shape[-2], UNIT=unit, **_strides(specs.states), BK=linear._tile(K), BV=BV,
+        H=H, K=K, V=V, RK=H // specs.key.shape[-2], UNIT=unit, **_strides(specs.states), BK=tile(K), BV=BV,
         BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, PRECISION=precision,
     )  # fmt: skip
-    return plan, linear._Plan(
+    return plan, Plan(
         triton_steps.export_kernel, (M * H * -(-V // BV),), {name: strides[name] for name in names} | sizes,
         dict(pool="states"), constants, _EXPORT[1], 1,
     )  # fmt: skip
@@ -118,9 +119,9 @@ def _export_plans(specs: Args, opts: Options) -> tuple[linear._Plan, linear._Pla
 
 def _prefill(args: Args, opts: Options):
     """``(output, pool)``: the packed tokens of all requests."""
-    specs = Args(*map(linear._spec, args))
+    specs = Args(*map(spec_of, args))
     row = linear.Args(args.query, args.key, args.value, args.g, args.g_gamma, None, args.cu_seqlens)
-    pool = linear.Pool(args.states, args.slots, args.has_initial, None, args.key.shape[0], _call(specs), args.out)
+    pool = Pool(args.states, args.slots, args.has_initial, None, args.key.shape[0], _call(specs), args.out)
     if args.tokens is not None:
         wanted = dict(tokens=args.tokens, targets=args.targets)
         plan, export = _export_plans(specs, opts)
