@@ -70,6 +70,23 @@ def test_segments_visit_no_block_of_others(ids):
         torch.testing.assert_close(got[:, last], want[:, last], rtol=0, atol=0)
 
 
+def test_a_mask_visits_no_block_that_it_hides():
+    q, k, v, do = arrays(1, T, 2, 16)
+    mask = torch.zeros(1, 2, T, T, dtype=torch.bool, device=DEVICE)
+    # Of two heads; a whole block, parts of one, and queries that see nothing.
+    mask[:, 0, :16, 32:64], mask[:, 1, 64:70, 40:64] = True, True
+    info = MaskInfo.from_attention_mask(mask)
+    whole = run(q, k, v, do, mask_info=info)
+    hidden = [slice(0, 32), slice(64, T)]
+    found = run(q, spoiled(k, *hidden), spoiled(v, *hidden), do, mask_info=info)
+    for got, want in zip(found[:2], whole[:2], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    hidden = [slice(16, 64), slice(80, T)]
+    grads = run(spoiled(q, *hidden), k, v, spoiled(do, *hidden), mask_info=info)[2:]
+    for got, want in zip(grads, whole[2:], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_ids_in_any_order():
     q, k, v, do = arrays(1, T, 2, 16)
     ids = torch.from_numpy(np.random.default_rng(0).integers(-1, 3, (1, T))).to(DEVICE)

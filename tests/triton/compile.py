@@ -27,7 +27,7 @@ from keraunos.kernels.state_pool import triton as pool_platform
 from keraunos.ops import Config
 
 BUDGETS = Path(__file__).with_name("budgets.json")
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8", "bool": "i1"}
 
 # Name -> (dtype, K, V, heads of q, heads of k, gate, gamma, batch, tokens, packed)
 CALLS = {

@@ -112,6 +112,12 @@ class _Call:
         b, h, t, _ = _strides(x)
         return {f"stride_{name}b": b if x.shape[0] > 1 else 0, f"stride_{name}h": h, f"stride_{name}t": t}
 
+    def mask_strides(self) -> dict[str, int]:
+        """Strides of the mask, and that of what :meth:`mask_flags` gives, in heads."""
+        mask = self.args.mask
+        shared = mask is None or mask.shape[0] == 1
+        return {**self.plane("mask", mask), "stride_flagsb": 0 if shared else mask.shape[1]}
+
     def shared(self, x: Any) -> int:
         """Query heads that share a head of the array."""
         return 1 if x is None else self.H // x.shape[1]
@@ -143,6 +149,18 @@ class _Call:
             dict(spreads=((B, 3, NB), dtype)), dict(BLOCK=block), num_warps=1, num_stages=1,
         )[0]  # fmt: skip
 
+    def mask_flags(self, mask: Any, BT: int, BS: int) -> Any:
+        """What of each block of the mask is visible; None without one."""
+        if mask is None:
+            return None
+        (B, heads), (NT, NS) = mask.shape[:2], (-(-self.T // BT), -(-self.S // BS))
+        stride_b, stride_h, stride_t, _ = _strides(mask)
+        numbers = dict(stride_b=stride_b, stride_h=stride_h, stride_t=stride_t, HM=heads, T=self.T, S=self.S)
+        return frontends.launch(
+            triton_kernels.mask_kernel, (B * heads * NT * NS,), dict(mask=mask, **numbers),
+            dict(flags=((B, heads, NT, NS), "int8")), dict(BT=BT, BS=BS), num_warps=4, num_stages=1,
+        )[0]  # fmt: skip
+
 
 def forward(args: Args, opts: Options):
     """``((output, None), (output, the log of each query's sum))``."""
@@ -153,8 +171,9 @@ def forward(args: Args, opts: Options):
     spreads = w.spreads(args.key_segments, BS)
     inputs = dict(
         q=args.query, k=args.key, v=args.value, bias=args.bias, sinks=args.sinks, mask=args.mask,
-        query_ids=args.query_segments, key_ids=args.key_segments, spreads=spreads, seed=args.seed,
-        **strides, **w.plane("bias", args.bias), **w.plane("mask", args.mask), stride_sinksh=stride_sinks, **w.ids(),
+        flags=w.mask_flags(args.mask, BT, BS), query_ids=args.query_segments, key_ids=args.key_segments,
+        spreads=spreads, seed=args.seed,
+        **strides, **w.plane("bias", args.bias), **w.mask_strides(), stride_sinksh=stride_sinks, **w.ids(),
         **w.numbers, threshold=w.threshold, left=w.left, right=w.right, T=w.T, S=w.S,
     )  # fmt: skip
     constants = dict(
@@ -186,47 +205,56 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     w, (output, lse), do = _Call(args, opts), residuals, grads[0]
     mean, dsinks = _means(w, output, do, lse)
     strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
-    tiles = dict(BK=_tile(w.K), BV=_tile(w.V))
-    bias = dict(**w.plane("bias", args.bias))
-    ends = dict(**w.numbers, threshold=w.threshold, left=w.left, right=w.right)
     # Its tiles and blocks are of two arrays each, which leaves room for a stage less.
     options = dict(num_warps=w.cfg.num_warps, num_stages=max(w.cfg.num_stages - 1, 1))
-    constants = dict(**w.sizes(), RM=w.shared(args.mask), **fixed, **tiles, **w.flags, **w.masks, NEGATIVE=w.negative)
+    constants = dict(**w.sizes(), RM=w.shared(args.mask), **fixed, BK=_tile(w.K), BV=_tile(w.V), **w.flags,
+                     **w.masks, NEGATIVE=w.negative)  # fmt: skip
     rows, columns = w.cfg.block_q, w.cfg.block_k
 
-    def launch(kernel, grid, spreads, outputs, constants):
+    def launch(kernel, grid, flags, spreads, outputs, constants):
         inputs = dict(
-            q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, query_ids=args.query_segments,
-            key_ids=args.key_segments, spreads=spreads, seed=args.seed, do=do, lse=lse, mean=mean, **strides, **bias,
-            **w.plane("mask", args.mask), **w.ids(), scale=opts.softmax_scale, **ends, T=w.T, S=w.S,
+            q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, flags=flags,
+            query_ids=args.query_segments, key_ids=args.key_segments, spreads=spreads, seed=args.seed, do=do, lse=lse,
+            mean=mean, **strides, **w.plane("bias", args.bias), **w.mask_strides(), **w.ids(),
+            scale=opts.softmax_scale, **w.numbers, threshold=w.threshold, left=w.left, right=w.right, T=w.T, S=w.S,
         )  # fmt: skip
         return frontends.launch(kernel, grid, inputs, outputs, constants, **options)
 
     made = dict(dk=(tuple(args.key.shape), w.dtype), dv=(tuple(args.value.shape), w.dtype))
     grid, own = (w.B * w.G * -(-w.S // rows),), dict(constants, BT=columns, BS=rows)
-    spreads = w.spreads(args.query_segments, columns)
+    hidden = w.mask_flags(args.mask, columns, rows), w.spreads(args.query_segments, columns)
     if max(w.K, w.V) > (64 if w.dtype == "float32" else 128):
         # The two sums do not fit the registers at once.
-        dk = launch(triton_gradients.key_kernel, grid, spreads, {**made, "dv": None}, dict(own, DK=True, DV=False))[0]
-        dv = launch(triton_gradients.key_kernel, grid, spreads, {**made, "dk": None}, dict(own, DK=False, DV=True))[1]
+        dk = launch(triton_gradients.key_kernel, grid, *hidden, {**made, "dv": None}, dict(own, DK=True, DV=False))[0]
+        dv = launch(triton_gradients.key_kernel, grid, *hidden, {**made, "dk": None}, dict(own, DK=False, DV=True))[1]
     else:
-        dk, dv = launch(triton_gradients.key_kernel, grid, spreads, made, dict(own, DK=True, DV=True))
+        dk, dv = launch(triton_gradients.key_kernel, grid, *hidden, made, dict(own, DK=True, DV=True))
     (dq,) = launch(
-        triton_gradients.query_kernel, (w.B * w.H * -(-w.T // rows),), w.spreads(args.key_segments, columns),
+        triton_gradients.query_kernel, (w.B * w.H * -(-w.T // rows),),
+        w.mask_flags(args.mask, rows, columns), w.spreads(args.key_segments, columns),
         dict(dq=(tuple(args.query.shape), w.dtype)), dict(constants, BT=rows, BS=columns),
     )  # fmt: skip
-    dbias = None
-    if args.bias is not None:
-        shape = tuple(args.bias.shape)
-        inputs = dict(q=args.query, k=args.key, v=args.value, bias=args.bias, do=do, lse=lse, mean=mean, seed=args.seed,
-                      **strides, **bias, **ends, B=w.B, T=w.T, S=w.S)  # fmt: skip
-        (dbias,) = frontends.launch(
-            triton_gradients.bias_kernel, (shape[0] * shape[1] * -(-w.T // _BIAS) * -(-w.S // _BIAS),), inputs,
-            dict(dbias=(shape, _name(args.bias))),
-            dict(**w.sizes(), SHARED=shape[0] < w.B, **fixed, BT=_BIAS, BS=_BIAS, **tiles, **w.flags),
-            num_warps=8 if max(w.K, w.V) > 128 else 4, num_stages=1,
-        )  # fmt: skip
+    dbias = None if args.bias is None else _bias(w, do, lse, mean)
     return Args(dq, dk, dv, dbias, dsinks)
+
+
+def _bias(w: _Call, do: Any, lse: Any, mean: Any) -> Any:
+    """The gradient of the bias."""
+    args = w.args
+    strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
+    shape = tuple(args.bias.shape)
+    inputs = dict(
+        q=args.query, k=args.key, v=args.value, bias=args.bias, do=do, lse=lse, mean=mean, seed=args.seed, **strides,
+        **w.plane("bias", args.bias), **w.numbers, threshold=w.threshold, left=w.left, right=w.right, B=w.B, T=w.T,
+        S=w.S,
+    )  # fmt: skip
+    constants = dict(**w.sizes(), SHARED=shape[0] < w.B, **fixed, BT=_BIAS, BS=_BIAS, BK=_tile(w.K), BV=_tile(w.V),
+                     **w.flags)  # fmt: skip
+    grid = (shape[0] * shape[1] * -(-w.T // _BIAS) * -(-w.S // _BIAS),)
+    return frontends.launch(
+        triton_gradients.bias_kernel, grid, inputs, dict(dbias=(shape, _name(args.bias))), constants,
+        num_warps=8 if max(w.K, w.V) > 128 else 4, num_stages=1,
+    )[0]  # fmt: skip
 
 
 def _means(w: _Call, output: Any, do: Any, lse: Any) -> tuple[Any, Any]:

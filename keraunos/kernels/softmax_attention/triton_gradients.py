@@ -94,9 +94,10 @@ def to_queries(
 
 @triton.jit
 def query_kernel(
-    q, k, v, bias, mask, query_ids, key_ids, spreads, seed, do, lse, mean,
+    q, k, v, bias, mask, flags, query_ids, key_ids, spreads, seed, do, lse, mean,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
-    stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt, stride_queryb, stride_keyb,
+    stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt, stride_flagsb, stride_queryb,
+    stride_keyb,
     scale, inner, unit, keep, threshold, left, right, T, S,
     dq,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
@@ -129,17 +130,18 @@ def query_kernel(
     b_lse = tl.load(lse + row, mask=o_r < T, other=float("inf"))[:, None]
     b_mean = tl.load(mean + row, mask=o_r < T, other=0.0)[:, None]
     lo, hi, whole_lo, whole_hi = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
-    b_own = o_t
+    b_id, b_own, NS = o_r, o_t, tl.cdiv(S, BS)
     if SEGMENTS:
         key_ids += i_b * stride_keyb
+        spreads += i_b * 3 * NS
         b_id = tl.load(query_ids + i_b * stride_queryb + o_r, mask=o_r < T, other=-1)
-        NS = tl.cdiv(S, BS)
-        lo, hi, whole_lo, whole_hi = narrowed(
-            lo, hi, whole_lo, whole_hi, b_id, o_r < T, spreads + i_b * 3 * NS, NS, 128
-        )
         b_own = b_id[:, None]
     if MASK:
-        whole_lo, whole_hi = lo, lo
+        flags += ((i_b * stride_flagsb + i_h // RM) * NT + i_t) * NS
+    if SEGMENTS or MASK:
+        lo, hi, whole_lo, whole_hi = narrowed(
+            lo, hi, whole_lo, whole_hi, b_id, o_r < T, spreads, NS, flags, 1, SEGMENTS, MASK, 128
+        )
     b_dq = tl.zeros([BT, BK], tl.float32)
     n_whole = whole_hi - whole_lo
     for i in range(lo, hi - n_whole):
@@ -200,9 +202,10 @@ def to_keys(
 
 @triton.jit
 def key_kernel(
-    q, k, v, bias, mask, query_ids, key_ids, spreads, seed, do, lse, mean,
+    q, k, v, bias, mask, flags, query_ids, key_ids, spreads, seed, do, lse, mean,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
-    stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt, stride_queryb, stride_keyb,
+    stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt, stride_flagsb, stride_queryb,
+    stride_keyb,
     scale, inner, unit, keep, threshold, left, right, T, S,
     dk, dv,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
@@ -232,20 +235,18 @@ def key_kernel(
         b_k = (-b_k.to(tl.float32)).to(b_k.dtype)
     b_v = load_rows(v, stride_vt, S - s0, BS, V, BV, True) if DK else b_k
     lo, hi, whole_lo, whole_hi = bounds(s0, tl.minimum(s0 + BS, S) - 1, T, right, left, RIGHT, LEFT, BT)
-    b_other = o_s
+    b_id, b_other, NT = o_r, o_s, tl.cdiv(T, BT)
     if SEGMENTS:
         query_ids += i_b * stride_queryb
+        spreads += i_b * 3 * NT
         b_id = tl.load(key_ids + i_b * stride_keyb + o_r, mask=o_r < S, other=-1)
-        NT = tl.cdiv(T, BT)
-        lo, hi, whole_lo, whole_hi = narrowed(
-            lo, hi, whole_lo, whole_hi, b_id, o_r < S, spreads + i_b * 3 * NT, NT, 128
-        )
         b_other = b_id[:, None]
-    if MASK:
-        whole_lo, whole_hi = lo, lo
+        if not MASK:
+            lo, hi, whole_lo, whole_hi = narrowed(
+                lo, hi, whole_lo, whole_hi, b_id, o_r < S, spreads, NT, flags, 1, True, False, 128
+            )
     b_dk = tl.zeros([BS, BK], tl.float32) if DK else 0.0
     b_dv = tl.zeros([BS, BV], tl.float32) if DV else 0.0
-    n_whole = whole_hi - whole_lo
     for i_r in range(R):
         i_h = i_g * R + i_r
         i_bh = i_b * H + i_h
@@ -254,16 +255,22 @@ def key_kernel(
         p_bias, p_mask = bias, mask
         if BIAS:
             p_bias = bias + i_b * stride_biasb + (i_h // RB).to(tl.int64) * stride_biash
+        first, end, whole_first, whole_end = lo, hi, whole_lo, whole_hi
         if MASK:
             p_mask = mask + i_b * stride_maskb + (i_h // RM).to(tl.int64) * stride_maskh
-        for i in range(lo, hi - n_whole):
+            p_flags = flags + (i_b * stride_flagsb + i_h // RM) * NT * NS + i_s
+            first, end, whole_first, whole_end = narrowed(
+                lo, hi, whole_lo, whole_hi, b_id, o_r < S, spreads, NT, p_flags, NS, SEGMENTS, True, 128
+            )
+        n_whole = whole_end - whole_first
+        for i in range(first, end - n_whole):
             b_dk, b_dv = to_keys(
-                b_dk, b_dv, b_k, b_v, b_other, o_s, tl.where(i < whole_lo, i, i + n_whole), i_bh, p_q, p_do,
+                b_dk, b_dv, b_k, b_v, b_other, o_s, tl.where(i < whole_first, i, i + n_whole), i_bh, p_q, p_do,
                 lse + i_bh * T, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
                 unit, keep, threshold, left, right, T, S, K, V, stride_qt, stride_dot, BT, BK, BV, CAP, LEFT, RIGHT,
                 SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, True,
             )  # fmt: skip
-        for i in range(whole_lo, whole_hi):
+        for i in range(whole_first, whole_end):
             b_dk, b_dv = to_keys(
                 b_dk, b_dv, b_k, b_v, b_other, o_s, i, i_bh, p_q, p_do,
                 lse + i_bh * T, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,

@@ -81,24 +81,45 @@ def spread_kernel(ids, stride_b, n, NB, spreads, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def narrowed(lo, hi, whole_lo, whole_hi, b_id, m_in, spreads, NB, BC: tl.constexpr):
-    """:func:`bounds` without the blocks at both ends whose segments the rows' ids ``b_id`` cannot have.
+def mask_kernel(mask, stride_b, stride_h, stride_t, HM, T, S, flags, BT: tl.constexpr, BS: tl.constexpr):
+    """Of every block of a mask ``[B, HM, T, S]``: 0 if nothing in it is visible, 2 if everything, else 1."""
+    NT, NS = tl.cdiv(T, BT), tl.cdiv(S, BS)
+    i_s, i_t, i_bh = tl.program_id(0) % NS, tl.program_id(0) // NS % NT, tl.program_id(0) // NS // NT
+    o_t, o_s = (i_t * BT + tl.arange(0, BT))[:, None], (i_s * BS + tl.arange(0, BS))[None, :]
+    m_in = (o_t < T) & (o_s < S)
+    mask += (i_bh // HM).to(tl.int64) * stride_b + (i_bh % HM).to(tl.int64) * stride_h
+    b_seen = (tl.load(mask + o_t.to(tl.int64) * stride_t + o_s, mask=m_in, other=0) != 0).to(tl.int32)
+    b_any = tl.max(tl.max(tl.where(m_in, b_seen, 0), 1), 0)
+    b_all = tl.min(tl.min(tl.where(m_in, b_seen, 1), 1), 0)
+    tl.store(flags + tl.program_id(0), (b_any + b_all).to(tl.int8))
 
-    The middle is what only has the one id that all rows have, if that is one run of blocks.
+
+@triton.jit
+def narrowed(lo, hi, whole_lo, whole_hi, b_id, m_in, spreads, NB, flags, stride_flags, SEGMENTS: tl.constexpr,
+             MASK: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """:func:`bounds` without the blocks at both ends that segments or the mask hide.
+
+    SEGMENTS: the rows' ids are ``b_id``, the blocks' in ``spreads``. MASK: ``flags`` says what of a block is visible.
+    The middle is what shows everything to all rows, if that is one run of blocks.
     """
-    lowest, highest, least = spread(b_id, m_in)
-    single = (least == highest) & (highest >= 0)
+    lowest, highest, least = spread(b_id, m_in) if SEGMENTS else (0, 0, 0)
     seen_lo, seen_hi, one_lo, one_hi, count = hi, lo, hi, lo, hi * 0
     for first in range(lo, hi, BC):
         o_n = first + tl.arange(0, BC)
         m_n = o_n < hi
-        b_low = tl.load(spreads + o_n, mask=m_n, other=0)
-        b_high = tl.load(spreads + NB + o_n, mask=m_n, other=-1)
-        b_least = tl.load(spreads + 2 * NB + o_n, mask=m_n, other=-1)
-        m_seen = m_n & (b_high >= 0) & (highest >= 0) & (b_low <= highest) & (b_high >= lowest)
-        seen_lo = tl.minimum(seen_lo, tl.min(tl.where(m_seen, o_n, hi), 0))
-        seen_hi = tl.maximum(seen_hi, tl.max(tl.where(m_seen, o_n + 1, lo), 0))
-        m_one = m_n & single & (b_least == highest) & (b_high == highest) & (o_n >= whole_lo) & (o_n < whole_hi)
+        m_one = m_n & (o_n >= whole_lo) & (o_n < whole_hi)
+        if SEGMENTS:
+            b_low = tl.load(spreads + o_n, mask=m_n, other=0)
+            b_high = tl.load(spreads + NB + o_n, mask=m_n, other=-1)
+            b_least = tl.load(spreads + 2 * NB + o_n, mask=m_n, other=-1)
+            m_one = m_one & (least == highest) & (highest >= 0) & (b_least == highest) & (b_high == highest)
+            m_n = m_n & (b_high >= 0) & (highest >= 0) & (b_low <= highest) & (b_high >= lowest)
+        if MASK:
+            b_flag = tl.load(flags + o_n.to(tl.int64) * stride_flags, mask=m_n, other=0).to(tl.int32)
+            m_one = m_one & (b_flag == 2)
+            m_n = m_n & (b_flag > 0)
+        seen_lo = tl.minimum(seen_lo, tl.min(tl.where(m_n, o_n, hi), 0))
+        seen_hi = tl.maximum(seen_hi, tl.max(tl.where(m_n, o_n + 1, lo), 0))
         one_lo = tl.minimum(one_lo, tl.min(tl.where(m_one, o_n, hi), 0))
         one_hi = tl.maximum(one_hi, tl.max(tl.where(m_one, o_n + 1, lo), 0))
         count += tl.sum(m_one.to(tl.int32), 0)
@@ -209,10 +230,10 @@ def attend(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, bias, sinks, mask, query_ids, key_ids, spreads, seed,
+    q, k, v, bias, sinks, mask, flags, query_ids, key_ids, spreads, seed,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt,
-    stride_sinksh, stride_queryb, stride_keyb,
+    stride_flagsb, stride_sinksh, stride_queryb, stride_keyb,
     inner, unit, keep, threshold, left, right, T, S,
     o, lse,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
@@ -245,17 +266,18 @@ def forward_kernel(
     if NEGATIVE:
         b_q = (-b_q.to(tl.float32)).to(b_q.dtype)
     lo, hi, whole_lo, whole_hi = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
-    b_own = o_t
+    b_id, b_own, NS = o_r, o_t, tl.cdiv(S, BS)
     if SEGMENTS:
         key_ids += i_b * stride_keyb
+        spreads += i_b * 3 * NS
         b_id = tl.load(query_ids + i_b * stride_queryb + o_r, mask=o_r < T, other=-1)
-        NS = tl.cdiv(S, BS)
-        lo, hi, whole_lo, whole_hi = narrowed(
-            lo, hi, whole_lo, whole_hi, b_id, o_r < T, spreads + i_b * 3 * NS, NS, 128
-        )
         b_own = b_id[:, None]
     if MASK:
-        whole_lo, whole_hi = lo, lo
+        flags += ((i_b * stride_flagsb + i_h // RM) * NT + i_t) * NS
+    if SEGMENTS or MASK:
+        lo, hi, whole_lo, whole_hi = narrowed(
+            lo, hi, whole_lo, whole_hi, b_id, o_r < T, spreads, NS, flags, 1, SEGMENTS, MASK, 128
+        )
     acc = tl.zeros([BT, BV], tl.float32)
     b_max, b_sum = tl.full([BT], 0.0 if BOUNDED else float("-inf"), tl.float32), tl.zeros([BT], tl.float32)
     n_whole = whole_hi - whole_lo
