@@ -32,7 +32,8 @@ SERVING = "tests/serving"
     (VALUES, "64", "every_gate or packed or lightning"),
     (TORCH, "64", "promises or compile or autocast or checkpoint or functional or missing or fused"),
     (SOFTMAX, "", "values"), (BLOCKS, "", "test"),
-    (SERVING, "", "not errors and not gradients"), (SERVING, "64", "prefill_with_every_gate or parts"),
+    (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
+    (SERVING, "64", "every_gate and exported or parts and 65"),
 ], ids=["vector", "others", "segments", "torch", "softmax", "blocks", "serving", "serving segments"])  # fmt: skip
 def test_in_the_interpreter(file, segment, tests):
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_SEGMENT=segment)
