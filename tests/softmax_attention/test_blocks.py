@@ -109,6 +109,30 @@ def test_views_are_not_copied():
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+def test_what_traces_and_transforms_a_call_gets_the_same():
+    q, k, v, do = arrays(1, 40, 2, 16)
+    bias = torch.randn(1, 2, 40, 40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    sinks = torch.zeros(2, 1, device=DEVICE)
+
+    def call(q, k, v, bias, sinks):
+        return keraunos.attention(q, k, v, bias, None, sinks, dtype=None, platform="triton", cfg=CFG, causal=True)
+
+    def loss(*given):
+        return (call(*given) * do).sum()
+
+    def gradients(f):
+        given = [x.detach().requires_grad_() for x in (q, k, v, bias, sinks)]
+        return torch.autograd.grad((f(*given) * do).sum(), given)
+
+    want = gradients(call)
+    compiled = gradients(torch.compile(call, fullgraph=True, backend="aot_eager"))
+    transformed = torch.func.grad(loss, argnums=tuple(range(5)))(q, k, v, bias, sinks)
+    checkpointed = gradients(lambda *x: torch.utils.checkpoint.checkpoint(call, *x, use_reentrant=False))
+    for others in (compiled, transformed, checkpointed):
+        for a, b in zip(others, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
 def test_a_tile_too_small_is_refused():
     q, k, v, _ = arrays(1, 20, 2, 16)
     with pytest.raises(ValueError, match="block_q = 8, block_k = 16; expected at least 16"):
