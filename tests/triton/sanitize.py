@@ -15,9 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from keraunos import frontends
+from keraunos import frontends, serving
 from keraunos.kernels.linear_attention import interface, triton_call, triton_chunks, triton_kernels
 from keraunos.kernels.linear_attention import triton as platform
+from keraunos.kernels.state_pool import triton_steps
 from keraunos.ops import Config
 
 # dtype, T, K, V, gate, packed, every tile (or the heuristic's only). Two chunks of the longest, and a shorter one; the
@@ -32,8 +33,18 @@ CALLS = [
     ("float32", 150, 64, 64, "scalar", True, False),
     ("float32", 150, 64, 64, "vector", False, False),
 ]
+# Of the serving functions: function, dtype, dtype of the pool, K, V, gate.
+SERVING = [
+    (op, *kinds)
+    for op in ("decode", "verify", "commit", "prefill")
+    for kinds in (
+        ("bfloat16", "float32", 128, 128, None), ("float16", "bfloat16", 48, 80, "vector"),
+        ("float32", "float32", 64, 32, "scalar"),
+    )
+]  # fmt: skip
 H, DEVICE = 2, "cuda"
-KERNELS = {name for file in (triton_chunks, triton_kernels) for name in vars(file) if name.endswith("_kernel")}
+FILES = triton_chunks, triton_kernels, triton_steps
+KERNELS = {name for file in FILES for name in vars(file) if name.endswith("_kernel")}
 
 
 def arguments(dtype, T, K, V, gate, packed, _) -> interface.Args:
@@ -71,6 +82,38 @@ def run(call, cfg: Config) -> set[str]:
     return launched
 
 
+def serve(op, dtype, pool, K, V, gate) -> set[str]:
+    """A serving function on the first and the last slot of a pool and on padding; the kernels that it launched."""
+    launched = set()
+
+    def launch(kernel, *args, **options):
+        launched.add(kernel.__name__)
+        return frontends.launch(kernel, *args, **options)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, device=DEVICE).to(getattr(torch, dtype))
+
+    def indices(*values):
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    rows = {"decode": (3,), "prefill": (150,)}.get(op, (3, 4))
+    g = {None: None, "scalar": (*rows, H), "vector": (*rows, H, K)}[gate]
+    tokens = normal(*rows, H, K), normal(*rows, 1, K), normal(*rows, 1, V)
+    pool, slots = (normal(5, H, K, V, dtype=pool), indices(0, -1, 4))
+    options = dict(g=None if g is None else -normal(*g).abs(), g_gamma=[-0.1] * H, platform="triton")
+    with mock.patch.object(triton_call, "launch", launch):
+        if op == "commit":
+            serving.commit(*tokens[1:], pool, slots, indices(4, 2, 1), **options)
+        elif op == "prefill":
+            boundaries = indices(3, 66, 149), indices(1, 2, 3)
+            has_initial = torch.tensor([True, True, False], device=DEVICE)
+            serving.prefill(*tokens, pool, slots, indices(0, 70, 80, 144), has_initial=has_initial,
+                            boundaries=boundaries, **options)  # fmt: skip
+        else:
+            getattr(serving, op)(*tokens, pool, slots, **options)
+    return launched
+
+
 @triton.jit
 def planted_kernel(x, n: tl.constexpr):
     """Writes past the end of x, and lets two warps write different values to one place in shared memory."""
@@ -90,11 +133,12 @@ def main(what: str) -> None:
     pairs = [(call, cfg) for call in CALLS for cfg in configurations(call)]
     if what == "build":
         with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
-            launched = set().union(*pool.map(run, *zip(*pairs, strict=True)))
+            served = pool.map(serve, *zip(*SERVING, strict=True))
+            launched = set().union(*pool.map(run, *zip(*pairs, strict=True)), *served)
     else:
-        launched = set().union(*(run(*pair) for pair in pairs))
+        launched = set().union(*(run(*pair) for pair in pairs), *(serve(*call) for call in SERVING))
         torch.cuda.synchronize()
-    print(f"{len(pairs)} configurations of {sorted(launched)}")
+    print(f"{len(pairs) + len(SERVING)} configurations of {sorted(launched)}")
     if launched != KERNELS:
         raise SystemExit(f"launched {sorted(launched)}; there are {sorted(KERNELS)}")
 
