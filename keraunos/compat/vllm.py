@@ -6,6 +6,9 @@ The layout is vLLM's, ``[B, H, T, D]``, there is no softmax scale, and decays ar
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -61,6 +64,9 @@ def lightning_attention(
         raise ValueError(
             f"lightning_attention: kv_history has shape {tuple(state.shape)}; expected [B, H, D, E] = {(B, H, D, E)}"
         )
+    if B == 1 and T and not _differentiated(q, k, v, ed, state):
+        output, kv = _in_one_pass(q[0], k[0], v[0], gamma, block_size, state[0])
+        return output[None], kv[None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     whole = T // block_size
     end = whole * block_size
@@ -83,6 +89,35 @@ def lightning_attention(
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
     kv = states[0] if len(states) == 1 else torch.cat(states, 1)
     return output.transpose(1, 2), kv.transpose(1, 2)
+
+
+def _differentiated(*tensors: torch.Tensor) -> bool:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _in_one_pass(q, k, v, gamma, block_size, state) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[H, T, E]`` and the states ``[H, blocks + 1, D, E]``, which prefill exports: they are the slots of its pool."""
+    (H, T, D), E = q.shape, v.shape[-1]
+    blocks = -(-T // block_size)
+    kv = torch.empty(H, blocks + 1, D, E, dtype=torch.float32, device=q.device)
+    kv[:, 0] = kv[:, blocks] = state
+    slots, offsets, boundaries = _places(T, block_size, q.device)
+    output, _ = serving.prefill(
+        *(x.transpose(0, 1) for x in (q, k, v)), kv.transpose(0, 1), slots, offsets, g_gamma=gamma,
+        boundaries=boundaries, softmax_scale=1.0,
+    )  # fmt: skip
+    return output.transpose(0, 1), kv
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(T: int, block_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The slot of the last state, the offsets of the one prompt, and the ends of blocks with their slots."""
+    blocks = -(-T // block_size)
+    ends = torch.arange(1, blocks, dtype=torch.int32, device=device)
+    slots, offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([blocks], [0, T]))
+    return slots, offsets, (ends * block_size - 1, ends) if blocks > 1 else None
 
 
 def _carry(state: torch.Tensor, own: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:

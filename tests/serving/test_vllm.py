@@ -47,6 +47,7 @@ def truth(q, k, v, slopes, block, history, dtype):
 @pytest.mark.parametrize(("B", "T", "D", "E", "block", "dtype"), [
     (2, 70, 16, 16, 32, "float32"), (1, 600, 32, 32, 256, "bfloat16"), (1, 64, 24, 40, 32, "float16"),
     (1, 20, 192, 192, 256, "bfloat16"), (1, 33, 256, 64, 16, "float32"), (2, 1, 16, 16, 256, "float32"),
+    (1, 128, 16, 16, 64, "float32"),
 ])  # fmt: skip
 def test_lightning_attention(B, T, D, E, block, dtype):
     slopes = np.array([0.0, 0.05, 2.0], np.float32)
@@ -61,6 +62,27 @@ def test_lightning_attention(B, T, D, E, block, dtype):
     args = q, k, v, slopes, block, history
     assert_within_rule(("output", "kv"), [array(output), array(kv)], truth(*args, np.float64),
                        truth(*args, np.float32), [dtype, coarser(dtype, "float32")])  # fmt: skip
+
+
+def test_no_tokens():
+    q, history = normal(1, 3, 0, 16), normal(1, 3, 16, 16)
+    output, kv = vllm.lightning_attention(q, q, q, torch.ones(3, device=DEVICE), 16, history)
+    assert output.shape == q.shape
+    assert torch.equal(kv, history[:, :, None])
+
+
+def test_a_batch_is_as_good_as_its_prompts():
+    """With and without gradients, alone and not, states and outputs are within the rule of one another."""
+    q, k, v = (normal(2, 3, 70, 16, seed=i) for i in range(3))
+    slopes = torch.tensor([0.0, 0.05, 2.0], device=DEVICE)
+    both = vllm.lightning_attention(q, k, v, slopes, 32)
+    for n in range(2):
+        one = [x[n : n + 1] for x in (q, k, v)]
+        alone = vllm.lightning_attention(*one, slopes, 32)
+        learned = vllm.lightning_attention(one[0].clone().requires_grad_(), *one[1:], slopes, 32)
+        for got in (alone, learned):
+            want = [array(x[n : n + 1]) for x in both]
+            assert_within_rule(("output", "kv"), [array(x) for x in got], want, want, ["bfloat16"] * 2)
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1, 1), (1, 3, 1, 1)])

@@ -222,7 +222,8 @@ def export_kernel(
             # Another program does them all.
             least = last + 1
         i_e -= 1
-    if least > last:
+    if (least > last) | ((end == start) & (end_of(tokens, i_m + 1, M) > most)):
+        # All that is asked for is there already.
         return
 
     o_k = tl.arange(0, BK)
