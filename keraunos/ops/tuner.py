@@ -97,6 +97,10 @@ class TuneResult:
         }
 
 
+# Rounds of timing without which nothing is taken in place of the heuristic's.
+_ENOUGH = 3
+
+
 class _Dropped(Exception):  # noqa: N818
     """A candidate is out, for the reason given."""
 
@@ -106,7 +110,7 @@ class Tuner:
 
     Candidates that do not compile, do not run, or do not match the operation's float64 reference on small calls of the
     same kind are dropped. The others run in turns, so that a disturbance meets all of them. The heuristic's stays
-    unless another one's third quartile is below its first quartile.
+    unless, after at least three rounds, another one's third quartile is below its first quartile.
 
     Args:
         warmup: untimed runs of each candidate.
@@ -220,7 +224,11 @@ def _decide(found: tuple[Measurement, ...], backward: bool) -> TuneResult:
     else:
         gain = heuristic.median / best.median
         note = f"{gain:.2f} times as fast as the heuristic's"
-        if best.quartiles[1] >= heuristic.quartiles[0]:
+        if min(len(best.seconds), len(heuristic.seconds)) < _ENOUGH:
+            # One disturbed round would decide.
+            note = f"the heuristic's stays: the time budget ended after fewer than {_ENOUGH} rounds"
+            best = heuristic
+        elif best.quartiles[1] >= heuristic.quartiles[0]:
             note = f"the heuristic's stays: the fastest is {note}, which is within the spread"
             best = heuristic
     return TuneResult(best.cfg, found, backward, note)

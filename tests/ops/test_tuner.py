@@ -83,6 +83,10 @@ def test_the_heuristic_stays_within_the_spread():
     assert result.winner == slow
     assert "within the spread" in result.note
     assert _decide((heuristic, near, far), False).winner == clear
+    # One round that something disturbed, such as another candidate's compiler, decides nothing.
+    result = _decide((Measurement(slow, (1000.0,)), Measurement(clear, (0.5,))), False)
+    assert result.winner == slow
+    assert "fewer than 3 rounds" in result.note
     # A heuristic that is wrong does not stay.
     assert _decide((Measurement(slow, dropped="wrong"), near), False).winner == fast
 
