@@ -19,7 +19,7 @@ pytestmark = [
 
 DEVICE = "cuda" if GPU else "cpu"
 CFG = keraunos.AttentionConfig(block_q=16, block_k=16, num_warps=4, num_stages=2)
-T = 96
+T = 48
 
 
 def arrays(*shape):
@@ -42,15 +42,15 @@ def spoiled(x, *places):
 
 
 def test_a_window_visits_no_block_outside_of_it():
-    q, k, v, do = arrays(1, T, 2, 16)
-    window = dict(sliding_window=(20, 0), causal=True)
+    q, k, v, do = arrays(1, 64, 2, 16)
+    window = dict(sliding_window=(12, 0), causal=True)
     whole = run(q, k, v, do, **window)
-    # The last queries see from T - 16 - 20 on.
-    tail, far = slice(T - 16, T), slice(0, 48)
+    # The last queries see from 48 - 12 on.
+    tail, far = slice(48, 64), slice(0, 32)
     output = run(q, spoiled(k, far), spoiled(v, far), do, **window)[0]
     torch.testing.assert_close(output[:, tail], whole[0][:, tail], rtol=0, atol=0)
-    # And the first keys are seen by queries up to 16 + 20.
-    head, late = slice(0, 16), slice(48, T)
+    # And the first keys are seen by queries up to 15 + 12.
+    head, late = slice(0, 16), slice(32, 64)
     grads = run(spoiled(q, late), k, v, spoiled(do, late), **window)[2:]
     for got, want in zip(grads, whole[2:], strict=True):
         torch.testing.assert_close(got[:, head], want[:, head], rtol=0, atol=0)
@@ -61,7 +61,7 @@ def test_segments_visit_no_block_of_others(ids):
     q, k, v, do = arrays(1, T, 2, 16)
     info = MaskInfo.from_segments(torch.tensor([ids], device=DEVICE).repeat_interleave(T // 3, 1))
     whole = run(q, k, v, do, mask_info=info)
-    last, others = slice(64, T), slice(0, 64)
+    last, others = slice(32, T), slice(0, 32)
     output, dq, _, _ = run(q, spoiled(k, others), spoiled(v, others), do, mask_info=info)
     for got, want in ((output, whole[0]), (dq, whole[1])):
         torch.testing.assert_close(got[:, last], want[:, last], rtol=0, atol=0)
@@ -74,14 +74,14 @@ def test_a_mask_visits_no_block_that_it_hides():
     q, k, v, do = arrays(1, T, 2, 16)
     mask = torch.zeros(1, 2, T, T, dtype=torch.bool, device=DEVICE)
     # Of two heads; a whole block, parts of one, and queries that see nothing.
-    mask[:, 0, :16, 32:64], mask[:, 1, 64:70, 40:64] = True, True
+    mask[:, 0, :16, 16:32], mask[:, 1, 32:38, 20:32] = True, True
     info = MaskInfo.from_attention_mask(mask)
     whole = run(q, k, v, do, mask_info=info)
-    hidden = [slice(0, 32), slice(64, T)]
+    hidden = [slice(0, 16), slice(32, T)]
     found = run(q, spoiled(k, *hidden), spoiled(v, *hidden), do, mask_info=info)
     for got, want in zip(found[:2], whole[:2], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    hidden = [slice(16, 64), slice(80, T)]
+    hidden = [slice(16, 32)]
     grads = run(spoiled(q, *hidden), k, v, spoiled(do, *hidden), mask_info=info)[2:]
     for got, want in zip(grads, whole[2:], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -99,10 +99,10 @@ def test_ids_in_any_order():
 
 
 def test_views_are_not_copied():
-    q, k, v, do = arrays(2, 40, 4, 16)
-    fused = torch.stack([q, k, v], 2).reshape(2, 40, 12, 16)
+    q, k, v, do = arrays(2, 20, 2, 16)
+    fused = torch.stack([q, k, v], 2).reshape(2, 20, 6, 16)
     whole = run(q, k, v, do, causal=True)
-    parts = run(fused[:, :, :4], fused[:, :, 4:8], fused[:, :, 8:], do, causal=True)
+    parts = run(fused[:, :, :2], fused[:, :, 2:4], fused[:, :, 4:], do, causal=True)
     turned = run(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do)), causal=True)
     for want, *others in zip(whole, parts, turned, strict=True):
         for got in others:
@@ -110,8 +110,8 @@ def test_views_are_not_copied():
 
 
 def test_what_traces_and_transforms_a_call_gets_the_same():
-    q, k, v, do = arrays(1, 40, 2, 16)
-    bias = torch.randn(1, 2, 40, 40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    q, k, v, do = arrays(1, 20, 2, 16)
+    bias = torch.randn(1, 2, 20, 20, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     sinks = torch.zeros(2, 1, device=DEVICE)
 
     def call(q, k, v, bias, sinks):

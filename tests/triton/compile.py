@@ -57,7 +57,6 @@ SOFTMAX = {
         "bfloat16", 128, 128, 16, 16, 0, 0, 4, True, {"causal": True, "soft_cap": 30.0}),
     "attention, wide, shared keys, mask, window": ("float16", 256, 192, 16, 2, 0, 1, 0, False, {"window": (1023, 0)}),
     "attention, bias, dropout": ("bfloat16", 128, 128, 16, 16, 1, 0, 0, False, {"dropout": 0.1}),
-    "attention, float32, soft cap": ("float32", 128, 128, 16, 16, 0, 0, 0, False, {"causal": True, "soft_cap": 30.0}),
     "attention, float32, wide, bias": ("float32", 256, 256, 16, 16, 16, 0, 0, False, {"causal": True}),
 }  # fmt: skip
 
