@@ -72,25 +72,16 @@ def contestants(workload: Workload, fla: dict[int, str]) -> list[Contestant]:
 
 
 def first_calls(operation: str) -> list[dict]:
-    """Our first call in fresh processes with an empty compile cache.
-
-    All at once, on a machine of many cores; each would take a little less alone.
-    """
-    asked = [
-        (Workload(operation, Shape.parse("1,8192,64"), backward=backward), framework)
-        for backward in (False, True)
-        for framework in ("torch", "jax")
-    ]
-
-    def ask(question):
-        workload, framework = question
-        with tempfile.TemporaryDirectory() as empty:
-            took = first_call(workload, "triton", framework, {"TRITON_CACHE_DIR": empty}, seconds=120)
-        return {"contestant": f"triton ({framework})", "pass": workload.stage,
-                **({"skipped": took} if isinstance(took, str) else {"seconds": took})}  # fmt: skip
-
-    with ThreadPoolExecutor(len(asked)) as threads:
-        return list(threads.map(ask, asked))
+    """Our first call in fresh processes with an empty compile cache, one after the other."""
+    found = []
+    for backward in (False, True):
+        for framework in ("torch", "jax"):
+            workload = Workload(operation, Shape.parse("1,8192,64"), backward=backward)
+            with tempfile.TemporaryDirectory() as empty:
+                took = first_call(workload, "triton", framework, {"TRITON_CACHE_DIR": empty}, seconds=60)
+            found.append({"contestant": f"triton ({framework})", "pass": workload.stage,
+                          **({"skipped": took} if isinstance(took, str) else {"seconds": took})})  # fmt: skip
+    return found
 
 
 def compile_fla(operations: list[str], seconds: float) -> dict[str, dict[int, str]]:
