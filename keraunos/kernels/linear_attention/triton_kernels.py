@@ -233,12 +233,13 @@ def scan_kernel(
     o_s = o_v[:, None] * (K if STATE_T else 1) + o_k[None, :] * (1 if STATE_T else V)
     m_s = (o_v < V)[:, None] & m_k
     if POOL:
-        o_pool = i_h * stride_sh + o_v[:, None] * stride_sv + o_k[None, :] * stride_sk
+        i_head = i_h.to(tl.int64) * stride_sh
+        o_pool = o_v[:, None] * stride_sv + o_k[None, :] * stride_sk
     if POOL and INIT == 1:
         m_init = m_s
         if MAY_START:
             m_init &= tl.load(has_initial + i_n) != 0
-        b_s = tl.load(pool + slot * stride_ss + o_pool, mask=m_init, other=0.0).to(tl.float32)  # [BV, BK]
+        b_s = tl.load(pool + slot * stride_ss + i_head + o_pool, mask=m_init, other=0.0).to(tl.float32)  # [BV, BK]
     elif INIT > 0:
         i_init = (i_n if INIT == 1 else i_s).to(tl.int64)
         if INIT == 3:
@@ -285,7 +286,7 @@ def scan_kernel(
         if EXPORT:
             target = tl.load(exports + i_slot // H).to(tl.int64)
             if target >= 0:
-                tl.store(ht + target * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_s)
+                tl.store(ht + target * stride_ss + i_head + o_pool, b_s.to(ht.dtype.element_ty), mask=m_s)
         b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)  # [BT, BK]
         b_v = tl.load(p_v + o_t[:, None] * stride_vt + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)  # [BT, BV]
         if OUTPUT:
@@ -383,9 +384,9 @@ def scan_kernel(
         if EXPORT:
             target = tl.load(exports + i_slot // H, mask=write & (size % BT == 0), other=-1).to(tl.int64)
             if target >= 0:
-                tl.store(ht + target * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_s)
+                tl.store(ht + target * stride_ss + i_head + o_pool, b_s.to(ht.dtype.element_ty), mask=m_s)
         if POOL:
-            tl.store(ht + slot * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_s & write)
+            tl.store(ht + slot * stride_ss + i_head + o_pool, b_s.to(ht.dtype.element_ty), mask=m_s & write)
         elif write:
             i_final = (i_n if FINAL == 1 else i_s).to(tl.int64) * H + i_h
             tl.store(ht + i_final * K * V + o_s, b_s, mask=m_s)
@@ -426,8 +427,9 @@ def combine_kernel(
         m_init = m_s & (slot >= 0)
         if MAY_START:
             m_init &= tl.load(has_initial + i_n) != 0
-        o_pool = slot * stride_ss + i_h * stride_sh + o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
-        b_s = tl.load(h0 + o_pool, mask=m_init, other=0.0).to(tl.float32)
+        p_pool = h0 + slot * stride_ss + i_h.to(tl.int64) * stride_sh
+        o_pool = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
+        b_s = tl.load(p_pool + o_pool, mask=m_init, other=0.0).to(tl.float32)
     elif INIT:
         b_s = tl.load(h0 + (i_n.to(tl.int64) * H + i_h) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
     else:

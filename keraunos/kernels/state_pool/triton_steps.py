@@ -99,9 +99,10 @@ def step_kernel(
     b_gamma = 0.0
     if GAMMA:
         b_gamma = tl.load(gamma + i_h).to(tl.float32)
-    o_s = slot * stride_ss + i_h * stride_sh + o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
+    i_state = slot * stride_ss + i_h.to(tl.int64) * stride_sh
+    o_s = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_s = m_k[:, None] & m_v[None, :]
-    b_s = tl.load(states + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
+    b_s = tl.load(states + i_state + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
     b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, OUTPUT, BK)
     DECAYS: tl.constexpr = GATE > 0 or GAMMA
     if MANY:
@@ -126,7 +127,7 @@ def step_kernel(
             b_o = tl.sum(b_s * b_q[:, None], 0) * scale
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
     if STORE:
-        tl.store(pool + o_s, b_s.to(pool.dtype.element_ty), mask=m_s)
+        tl.store(pool + i_state + o_s, b_s.to(pool.dtype.element_ty), mask=m_s)
 
 
 @triton.jit
@@ -242,15 +243,16 @@ def export_kernel(
     b_gamma = 0.0
     if GAMMA:
         b_gamma = tl.load(gamma + i_h).to(tl.float32)
-    o_s = i_h * stride_sh + o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
+    i_head = i_h.to(tl.int64) * stride_sh
+    o_s = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_s = m_k[:, None] & m_v[None, :]
-    b_s = tl.load(states + slot * stride_ss + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
+    b_s = tl.load(states + slot * stride_ss + i_head + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
     while end <= most:
         n_t = (end - start).to(tl.int32)
         b_left, b_all = decays_up_to(p_g, stride_gt * UNIT_G, n_t, o_t, o_k, m_k, b_gamma, GATE, BK)
         b_e = tl.where(o_t[:, None] < n_t, b_k.to(tl.float32) * b_left, 0.0).to(b_k.dtype)  # [BT, BK]
         b_h = tl.dot(tl.trans(b_e), b_v, b_s * b_all[:, None], input_precision=PRECISION)
         slot = tl.load(targets + i_m).to(tl.int64)
-        tl.store(pool + slot * stride_ss + o_s, b_h.to(pool.dtype.element_ty), mask=m_s & (slot >= 0))
+        tl.store(pool + slot * stride_ss + i_head + o_s, b_h.to(pool.dtype.element_ty), mask=m_s & (slot >= 0))
         i_m += 1
         end = end_of(tokens, i_m, M)
