@@ -310,3 +310,18 @@ def test_torch_compile_takes_it_as_one_step(platform, op):
     )
     assert same(want, map(array, results(op, given, compiled(*args))))
     assert same(want[1:], [array(given["states"])])
+
+
+def test_a_step_may_have_no_requests(platform):
+    """Decodes and drafts of nobody, and prompts of padding only; a row of prompts has one request at least."""
+    states = torch.randn(3, 2, 16, 16, device=DEVICE)
+    before, nobody = states.clone(), torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    token, drafts = torch.zeros(0, 2, 16, device=DEVICE), torch.zeros(0, 4, 2, 16, device=DEVICE)
+    assert serving.decode(token, token, token, states, nobody, platform=platform)[0].shape == token.shape
+    assert serving.verify(drafts, drafts, drafts, states, nobody, platform=platform).shape == drafts.shape
+    serving.commit(drafts, drafts, states, nobody, nobody, platform=platform)
+    padding, offsets = nobody.new_full((1,), -1), nobody.new_zeros(2)
+    assert serving.prefill(token, token, token, states, padding, offsets, platform=platform)[0].shape == token.shape
+    with pytest.raises(ValueError, match="N >= 1"):
+        serving.prefill(token, token, token, states, nobody, offsets[:1], platform=platform)
+    assert torch.equal(states, before)

@@ -114,6 +114,8 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
     shape("out", [(*lead, H, V)], [(*rows, "H", "V")])
     for name in ("slots", "counts", "has_initial"):
         shape(name, [(N,)], ["N"], "one per request")
+    if op_id == "prefill" and N < 1:
+        fail(ValueError, "slots", f"has shape {tuple(args.slots.shape)}", "[N] with N >= 1", "-1 is padding")
     shape("cu_seqlens", [(N + 1,)], [("N + 1",)], "with N like slots")
     if args.tokens is not None:
         if args.tokens.ndim != 1:
