@@ -183,7 +183,8 @@ def _gamma(name: str, slopes: torch.Tensor, H: int) -> torch.Tensor:
         raise ValueError(
             f"{name}: slopes have shape {tuple(slopes.shape)}; expected [H], [H, 1, 1] or [1, H, 1, 1] with H = {H}"
         )
-    if slopes.requires_grad:
+    # What a CUDA graph makes has no values yet.
+    if slopes.requires_grad or (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):
         return -slopes.float().reshape(H)
     made = _negatives.get(slopes)
     if made is None or made[0] != slopes._version:
