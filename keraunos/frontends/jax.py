@@ -154,6 +154,13 @@ def cast(x: jax.Array | np.ndarray, dtype: str) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
+def rounded(x: jax.Array, dtype: str) -> jax.Array:
+    """The values, of float32, rounded to those of a narrower dtype."""
+    info = jnp.finfo(dtype)
+    # Not by a cast and back, which the compiler may drop as excess precision.
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+
+
 def pad(x: jax.Array, axis: int, after: int, before: int = 0) -> jax.Array:
     """With so many zeros at the ends of an axis."""
     return jnp.pad(x, [(before, after) if i == axis else (0, 0) for i in range(x.ndim)]) if before or after else x

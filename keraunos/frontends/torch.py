@@ -311,6 +311,11 @@ def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
     return x if x.dtype == _DTYPES[dtype] else x.to(_DTYPES[dtype])
 
 
+def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The values, of float32, rounded to those of a narrower dtype."""
+    return x.to(_DTYPES[dtype]).to(x.dtype)
+
+
 def pad(x: torch.Tensor, axis: int, after: int, before: int = 0) -> torch.Tensor:
     """With so many zeros at the ends of an axis."""
     if not (before or after):

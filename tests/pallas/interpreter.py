@@ -15,7 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention import pallas_gates, pallas_kernels
+from keraunos.kernels.linear_attention import (
+    pallas_gates,
+    pallas_gates_gradients,
+    pallas_gates_scan,
+    pallas_gates_strong,
+    pallas_kernels,
+)
 
 
 class _Accumulator:
@@ -62,6 +68,11 @@ def _store_rows(ref, value, first, end):
         ref[pl.ds(i, 1)] = lax.dynamic_slice_in_dim(value, i, 1)
 
 
+def _copy_rows(ref, value, rows):
+    for i, row in enumerate(rows):
+        ref[i] = value[row]
+
+
 class _With:
     """A module with some names replaced."""
 
@@ -89,9 +100,12 @@ def interpreted():
         plgpu=_With(plgpu, wgmma=_wgmma, wgmma_accumulator_load=_accumulator_load, ACC=_ACC),
         pl=_With(pl, run_scoped=_run_scoped, run_state=_run_state),
         _store_rows=_store_rows,
+        _copy_rows=_copy_rows,
+        _meet=plgpu.commit_smem,
     )
     with contextlib.ExitStack() as stack:
-        for module in (pallas_kernels, pallas_gates):
-            stack.enter_context(mock.patch.multiple(module, **names))
+        for module in (pallas_kernels, pallas_gates, pallas_gates_scan, pallas_gates_gradients, pallas_gates_strong):
+            known = {name: x for name, x in names.items() if hasattr(module, name)}
+            stack.enter_context(mock.patch.multiple(module, **known))
         stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))
         yield

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from keraunos.kernels.linear_attention import pallas as platform
-from keraunos.kernels.linear_attention import pallas_gates, pallas_kernels
+from keraunos.kernels.linear_attention import pallas_gates_gradients, pallas_gates_scan, pallas_kernels
 from keraunos.kernels.linear_attention.interface import Options
 from keraunos.ops import Config
 from tests.pallas.cases import case
@@ -58,7 +58,8 @@ def main(part: int = 0, parts: int = 1) -> None:
         with (
             mock.patch.object(platform, "segmentation", cut),
             mock.patch.object(pallas_kernels, "_launch", noted),
-            mock.patch.object(pallas_gates, "_launch", noted),
+            mock.patch.object(pallas_gates_scan, "_launch", noted),
+            mock.patch.object(pallas_gates_gradients, "_launch", noted),
         ):
             results = jax.tree.leaves(jax.jit(both)(*some.arrays))
         finite = all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in results)

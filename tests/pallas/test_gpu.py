@@ -257,6 +257,8 @@ TORCH = [
     case(T=512, K=256, V=64, **{**GATES, "gamma": 1}, gate_dtype="bfloat16", reverse=True),
     case(lengths=PACKED, K=128, V=128, state=True, gamma=1),
     case(lengths=LONG, **GATES, reverse=True),
+    case(T=333, B=2, H=4, G=2, K=128, V=128, **VECTOR, gamma=1),
+    case(lengths=LONG, **VECTOR, gamma=0, gate_dtype="bfloat16", decay="infinite", reverse=True),
 ]
 
 

@@ -93,6 +93,9 @@ def function(args, case, platform):
         (case(T=128, B=2, H=1, state=True), None),
         (case(T=75, B=3, H=2, G=1, gate="scalar", gamma=1, state=True), None),
         (case(T=1100, H=1, state=True), (2, 2)),
+        # Gates per dimension: kernels of their own, for each length.
+        (case(T=75, H=2, G=1, gate="vector", gamma=1, state=True), None),
+        (case(lengths=(5, 0, 200, 13), H=1, gate="vector", gate_dtype="bfloat16", decay="infinite"), (2, 2)),
     ],
     ids=str,
 )
@@ -104,7 +107,11 @@ def test_values_and_gradients(case, segmentation, monkeypatch):
     launched = []
     with interpreted(launched):
         case.check(functools.partial(run_torch, "pallas", function))
-    assert {name for name, _ in launched} == ({"scan", "local_states", "combine"} if segmentation else {"scan"})
+    if case.gate == "vector":
+        expected = {"scan", "states", "gradients"} | ({"combine"} if segmentation else set())
+    else:
+        expected = {"scan", "local_states", "combine"} if segmentation else {"scan"}
+    assert {name for name, _ in launched} == expected
 
 
 @NEEDS_JAX

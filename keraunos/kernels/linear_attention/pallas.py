@@ -27,7 +27,7 @@ from keraunos.kernels.registry import HOPPER
 if jax.__version_info__ < (0, 11):
     raise ImportError(f"needs jax 0.11 or later (and so Python 3.12); this is jax {jax.__version__}", name="jax")
 
-from keraunos.kernels.linear_attention import pallas_gates as gates
+from keraunos.kernels.linear_attention import pallas_gates, pallas_gates_gradients, pallas_gates_scan
 from keraunos.kernels.linear_attention import pallas_kernels as kernels
 
 FIELDS = ("num_stages",)
@@ -126,8 +126,10 @@ class _Call:
         packed = None if self.cu_seqlens is None else self.N
         segment, pieces = segmentation(self.H, -(-length // kernels.CHUNK), self.N, packed is not None)
         if self.vector:
-            # Every state is needed, whatever is forgotten.
-            pieces = 1
+            # Every state is needed, whatever is forgotten: pieces only share the work, where that is for few programs.
+            programs = self.N * self.H * (-(-length // (segment * kernels.CHUNK)) - 1)
+            fit = [n for n in range(2, pieces + 1) if segment % n == 0 and programs * n <= _PROCESSORS]
+            pieces = max(fit, default=1)
         elif self.learned and segment * kernels.CHUNK < length:
             # Whole groups of chunks.
             unit = math.lcm(pieces, kernels.GROUP)
@@ -261,7 +263,7 @@ class _Call:
 
 
 class _VectorCall(_Call):
-    """The same with gates per token and dimension, in JAX: kernels of their own."""
+    """The same with gates per token and dimension: kernels of their own."""
 
     vector = True
 
@@ -269,7 +271,18 @@ class _VectorCall(_Call):
         """What decays the states."""
         gamma = self.args.g_gamma
         gamma = None if gamma is None else self.arrays.cast(gamma, "float32")
-        return gates.Decay(gates.terms(self.pad(self.args.g)), gamma)
+        g = self.pad(self.args.g)
+        if self.arrays.dtype_name(g) == "bfloat16":
+            return pallas_gates.Decay((g,), gamma)
+        # The tensor cores sum bf16 terms exactly: two have 16 bits at least.
+        g = self.arrays.cast(g, "float32").clip(pallas_gates.CLOSED)
+        high = self.arrays.rounded(g, "bfloat16")
+        return pallas_gates.Decay((self.arrays.cast(high, "bfloat16"), self.arrays.cast(g - high, "bfloat16")), gamma)
+
+    def lay_out(self) -> tuple[Any, Any, int]:
+        """As they are: in PyTorch each length is compiled for."""
+        offsets = self.args.cu_seqlens
+        return None if offsets is None else self.arrays.cast(offsets, "int32"), None, self.T
 
     def walked(self, kernel: Any, walk: Any, arrays: dict[str, Any], **static: Any) -> Any:
         """What a kernel gives that walks through sequences."""
@@ -280,22 +293,23 @@ class _VectorCall(_Call):
         """The state that each segment starts from; where sequences are not cut, the initial ones."""
         if walk.segments == 1:
             return initial
-        local, sums = self.walked(gates.states, walk, dict(x=b, y=c, starts=None), every=False)
+        local, sums = self.walked(pallas_gates_scan.states, walk, dict(x=b, y=c, starts=None), every=False)
         given = dict(local=local, sums=sums, initial=initial, cu_seqlens=self.cu_seqlens)
-        return self.run(gates.combine, given, B=self.B, walk=walk)
+        return self.run(pallas_gates_scan.combine, given, B=self.B, walk=walk)
 
     def outputs(self, starts: Any) -> tuple[Any, Any]:
         """The output and the final state."""
         given = dict(q=self.q, k=self.k, v=self.v, starts=starts)
-        output, final = self.walked(gates.scan, self.forward, given)
+        output, final = self.walked(pallas_gates_scan.scan, self.forward, given)
         return self.unpad(output), final
 
     def gradients(self, starts: Any, do: Any, dfinal: Any) -> Args:
         """Those of the arguments, from those of the output, padded, and of the final state."""
         ends = self.starts(self.q, do, dfinal, self.adjoint)
-        before = self.walked(gates.states, self.forward, dict(x=self.k, y=self.v, starts=starts), every=True)
-        given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends)
-        dq, dk, dv, dh0, *terms = self.walked(gates.gradients, self.adjoint, given)
+        given = dict(x=self.k, y=self.v, starts=starts)
+        before, last = self.walked(pallas_gates_scan.states, self.forward, given, every=True)
+        given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends, last=last)
+        dq, dk, dv, dh0, _, *terms = self.walked(pallas_gates_gradients.gradients, self.adjoint, given)
         # A single term is of the gates' own dtype.
         dg = self.unpad(terms[0] if len(terms) == 1 else sum(self.arrays.cast(x, "float32") for x in terms))
         dk, dv = (self.shared(self.arrays.cast(x, "float32") if self.G < self.H else x) for x in (dk, dv))
@@ -373,11 +387,8 @@ def unsupported(inv) -> str | None:
     learned = "g_gamma" in inv.arrays and not isinstance(inv.arguments.get("g_gamma"), np.ndarray)
     if dtype == "float16" and gates != 4 and (gates or learned):
         return "takes gates per token and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
-    if gates == 4:
-        if inv.framework == "torch":
-            return "has gates per token and dimension (g of 4 dimensions) in JAX only"
-        if K not in _HEAD_DIMS[:2] or V not in _HEAD_DIMS[:2]:
-            return f"takes head dims of 64 and 128 with gates per token and dimension; the call has K = {K}, V = {V}"
+    if gates == 4 and (K not in _HEAD_DIMS[:2] or V not in _HEAD_DIMS[:2]):
+        return f"takes head dims of 64 and 128 with gates per token and dimension; the call has K = {K}, V = {V}"
     if K not in _HEAD_DIMS or V not in _HEAD_DIMS:
         return f"takes head dims of 64, 128 and 256; the call has K = {K}, V = {V}"
     return None

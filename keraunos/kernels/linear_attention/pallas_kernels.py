@@ -155,6 +155,15 @@ def _zeros(*shape):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
 
 
+def _by_row(value):
+    """The indices and registers of a thread's values, in either layout, by the rows that they lie in: two."""
+    indices = [tuple(index) for index in value.layout.thread_idxs(value.shape)]
+    registers = list(zip(indices, value.registers.flat, strict=True))
+    axis = [i for i, n in enumerate(value.registers.shape) if n == 2][-1]
+    halves = [i[axis] for i in np.ndindex(value.registers.shape)]
+    return [[x for x, at in zip(registers, halves, strict=True) if at == half] for half in range(2)]
+
+
 def _store_rows(ref, value, first, end):
     """Store rows of a value ``[rows, columns]`` or ``[rows]`` to memory, from the first to before the end."""
     layout = _LAYOUT if value.ndim == 2 else _PER_ROW
@@ -162,13 +171,7 @@ def _store_rows(ref, value, first, end):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT))
     def store(_, ref, value, *limits):
         first, end = (arith.index_cast(ir.IndexType.get(), x.registers.item()) for x in limits)
-        # A thread's values lie in two rows: one test for each.
-        indices = [tuple(index) for index in value.layout.thread_idxs(value.shape)]
-        registers = list(zip(indices, value.registers.flat, strict=True))
-        row = [i for i, n in enumerate(value.registers.shape) if n == 2][-1]
-        halves = [i[row] for i in np.ndindex(value.registers.shape)]
-        for half in range(2):
-            mine = [x for x, at in zip(registers, halves, strict=True) if at == half]
+        for mine in _by_row(value):
             row_index = mine[0][0][0]
             after = arith.cmpi(arith.CmpIPredicate.sge, row_index, first)
             before = arith.cmpi(arith.CmpIPredicate.slt, row_index, end)

@@ -1,0 +1,447 @@
+"""The walk with gates per token and dimension of the key, for Hopper: outputs, and states.
+
+Three kernels: ``scan`` (outputs), ``states`` (the state before every chunk, or at the end of every piece, or the
+gradient of it) and ``combine`` (from those of pieces, the state that each segment starts from).
+
+Beside the warpgroups that hold the state, 64 columns of V each, stand others that prepare chunks, one per 64 dimensions
+of the key: see ``pallas_gates.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from keraunos.kernels.linear_attention.pallas_gates import (
+    _F32,
+    _TILE,
+    _constants_s,
+    _decayed,
+    _factor,
+    _gamma,
+    _Gates,
+    _give,
+    _load,
+    _load_parts,
+    _make_constants,
+    _names,
+    _nought,
+    _parts,
+    _product,
+    _run,
+    _stages,
+    _tiles,
+)
+from keraunos.kernels.linear_attention.pallas_kernels import (
+    _LAYOUT,
+    _PER_ROW,
+    CHUNK,
+    COLUMNS,
+    _clear,
+    _launch,
+    _Names,
+    _ring,
+    _smem,
+    _zeros,
+)
+
+# Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
+# prepare. Where there is one of each, all have what they can use.
+_REGISTERS = {(2, 2): (128, 96, 24), (2, 1): (144, 184, 40), (1, 2): (152, 160, 40)}
+
+
+class _Program:
+    """One program: what its warpgroups do alike in ``scan`` and ``states``.
+
+    Args:
+        at: the kernel's references, by name.
+        walk, chunks, row, i_h: how it walks, its chunks, their row of the batch, and its head.
+        keyed, value: names of the arrays with 64 dimensions of the key per warpgroup that prepares, and of the one with
+            64 columns per warpgroup that holds the state.
+        shared: how many query heads share a head of each.
+        sizes: ``W`` and ``P``, how many warpgroups hold and prepare, and the terms of the gates.
+        stages: of the ring.
+    """
+
+    def __init__(self, at: Any, walk: Any, chunks: Any, row: Any, i_h: Any, keyed: tuple[str, ...], value: str,
+                 shared: list[int], sizes: tuple[int, int, Any], stages: int):  # fmt: skip
+        self.at, self.walk, self.chunks, self.row, self.i_h = at, walk, chunks, row, i_h
+        self.keyed, self.value, self.shared, self.stages = keyed, value, shared, stages
+        self.W, self.P, self.gs = sizes
+        self.packed = at.plan is not None
+
+    def run(self, i_w: Any, hold: Any, prepare: Any, counts: Any) -> None:
+        """Each warpgroup what it is for: ``hold(i_w)``, ``prepare(part)``, or the copies."""
+        W, P = self.W, self.P
+
+        @pl.when(counts & (i_w < W))
+        def _():
+            self._set_registers(0)
+            hold(i_w)
+
+        @pl.when(counts & (i_w >= W) & (i_w < W + P))
+        def _():
+            self._set_registers(1)
+            prepare(i_w - W)
+
+        @pl.when(counts & (i_w == W + P))
+        def _():
+            self._set_registers(2)
+            _ring(0, self.chunks.count, self.stages, self.at.full, self.at.empty, self._load)
+
+    def _set_registers(self, role: int) -> None:
+        """Move registers to where they are needed: role 0 holds a state, 1 prepares chunks, 2 moves memory."""
+        W, P = self.W, self.P
+        if (W, P) in _REGISTERS:
+            entry, wanted = 65536 // (W + P + 1) // 1024 * 8, _REGISTERS[W, P][role]
+            plgpu.set_max_registers(wanted, action="increase" if wanted >= entry else "decrease")
+
+    def _load(self, i: Any, slot: Any, barrier: Any) -> None:
+        at, t = self.at, pl.ds(self.chunks.start(i), CHUNK)
+        _load_parts(at, self.gs, self.keyed, self.shared, self.row, t, self.i_h, slot, barrier)
+        head, tiles = self.i_h // self.shared[-1], getattr(at, f"{self.value}_s")
+        for w, part in enumerate(_parts(self.W * COLUMNS)):
+            source = getattr(at, self.value).at[self.row, t, head, part]
+            plgpu.copy_gmem_to_smem(source, tiles.at[slot, w], barrier)
+
+    def hold(self, i_w: Any, state: Any, products: Any) -> Any:
+        """Walk with 64 columns of the state, in parts of 64 rows; ``products(i, slot, v, state) -> state`` of a chunk.
+
+        ``products`` is given the state as it is before, and what it gives lacks the last factor only.
+        """
+        at, chunks = self.at, self.chunks
+
+        def step(i, state):
+            slot = lax.rem(i, self.stages)
+            v = getattr(at, f"{self.value}_s").at[slot, i_w]
+            plgpu.barrier_wait(at.ready.at[slot])
+            if self.packed:
+                pl.when(chunks.length(i) < CHUNK)(lambda: _clear([v], *chunks.rows(i)))
+            state = _scaled(products(i, slot, v, state), at.factors_s.at[slot], 2)
+            plgpu.barrier_arrive(at.empty.at[slot])
+            return state
+
+        return lax.fori_loop(0, chunks.count, step, state)
+
+    def prepare(self, own: Any, decayed: Any, mild: Any, strong: Any, dtype: Any) -> None:
+        """Prepare 64 dimensions of all chunks.
+
+        ``decayed(work, slot, around)`` gives tiles and what to put there where gates are mild; then comes ``mild(work,
+        slot)``. Where they are not, ``strong(work, slot, to)`` does all.
+        """
+        at = self.at
+        gamma = _gamma(at.gamma, self.row, self.i_h)
+        _make_constants(at, self.walk, own)
+
+        @pl.loop(0, self.chunks.count)
+        def _(i):
+            slot, zero = lax.rem(i, self.stages), _nought(at, self.walk)
+            part = own + zero
+            gates = [at.g_s.at[slot, j, part] for j in range(len(self.gs))]
+            factors = [at.factors_s.at[slot, j, part] for j in range(3)]
+            work = _Gates(at, part, zero, gates, gamma, self.walk, self.chunks.rows(i), dtype)
+            plgpu.barrier_wait(at.full.at[slot])
+            if self.packed:
+                work.clear(*(getattr(at, f"{name}_s").at[slot, part] for name in self.keyed), *gates)
+            to, is_mild = work.start()
+            # Not left until it is known that gates are mild, which takes a while.
+            values = decayed(work, slot, work.around(to))
+            mild_factors = work.factors(self.walk.adjoint)
+
+            @pl.when(is_mild)
+            def _():
+                for target, x in (*values, *zip(factors, mild_factors, strict=True)):
+                    target[...] = x
+                mild(work, slot)
+
+            @pl.when(jnp.logical_not(is_mild))
+            def _():
+                work.close()
+                to = work.keep(work.to())
+                for target, x in zip(factors, work.strong_factors(), strict=True):
+                    target[...] = x
+                strong(work, slot, to)
+
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(at.ready.at[slot])
+
+
+def _start(ref: Any, index: tuple[Any, ...], K: int, columns: Any) -> tuple[Any, ...]:
+    """A state's columns, in parts of 64 rows; zeros where there is no state."""
+    if ref is None:
+        return (_zeros(COLUMNS, COLUMNS),) * (K // COLUMNS)
+    return tuple(plgpu.load(ref.at[*index, part, columns], layout=_LAYOUT, optimized=False) for part in _parts(K))
+
+
+def _scaled(state: tuple[Any, ...], factors: Any, i: int) -> tuple[Any, ...]:
+    """A state, each of its rows times one of its three factors."""
+    return tuple(x * _factor(factors.at[i, p]) for p, x in enumerate(state))
+
+
+def _keep(ref: Any, index: tuple[Any, ...], state: tuple[Any, ...], columns: Any) -> None:
+    for part, x in zip(_parts(len(state) * COLUMNS), state, strict=True):
+        ref[*index, part, columns] = x
+
+
+def _barriers(copies: int, W: int, P: int, stages: int) -> dict[str, Any]:
+    """full: one arrival per copy; ready: those that prepare; empty: those that hold the state."""
+    arrivals = dict(full=copies, ready=P, empty=W)
+    return {name: plgpu.Barrier(num_arrivals=n, num_barriers=stages) for name, n in arrivals.items()}
+
+
+def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
+    """One walk: ``(output [B, T, H, V], final state [N, H, K, V])``.
+
+    Args:
+        q, k, v: ``[B, T, heads, K]``, ``[B, T, heads, K]``, ``[B, T, heads, V]``; heads divide H; rows past T are zero.
+        decay: the decay.
+        starts: ``[N, H, K, V]`` float32, or ``[slots, H, K, V]`` where sequences are cut; None: zeros.
+        H: heads.
+        walk, plan: how sequences are walked; of packed ones the plan.
+        scale: the softmax scale.
+        stages: stages of the ring, at most.
+    """
+    (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
+    W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
+    N, packed = B if walk.packed is None else walk.packed, plan is not None
+    stages = _stages(stages, _TILE * (P * (3 + len(gs)) + W), _TILE * W * (P + 1))
+    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, starts=starts, plan=plan)
+    outputs = dict(o=jax.ShapeDtypeStruct((B, rows, H, V), dtype), final=jax.ShapeDtypeStruct((N, H, K, V), _F32))
+    scratch = dict(
+        q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, stages, P), v_s=_tiles(dtype, stages, W),
+        g_s=_tiles(jnp.bfloat16, stages, len(gs), P), pairs_s=_tiles(dtype, stages, P), state_s=_tiles(dtype, W, P),
+        o_s=_tiles(dtype, W), factors_s=plgpu.SMEM((stages, 3, P, COLUMNS), _F32),
+        total_s=plgpu.SMEM((P, 2, COLUMNS), _F32), **_constants_s(),
+        **_barriers(P * (2 + len(gs)) + W, W, P, stages),
+    )  # fmt: skip
+
+    def body(indices, i_w, *refs):
+        i_s, i_h = indices
+        at: Any = _Names(refs, inputs, outputs, scratch)
+        sequence = walk.at(i_s, at.plan)
+        chunks = sequence.of_segment()
+        program = _Program(at, walk, chunks, sequence.row, i_h, ("q", "k"), "v", shared, (W, P, gs), stages)
+
+        def hold(i_w):
+            out, columns = at.o_s.at[i_w], pl.ds(i_w * COLUMNS, COLUMNS)
+
+            def step(i, slot, v, state):
+                factors = at.factors_s.at[slot]
+                # Every warp has read what was there: they met after the products of the last chunk.
+                for p, x in enumerate(_scaled(state, factors, 0)):
+                    at.state_s[i_w, p] = x.astype(dtype)
+                plgpu.commit_smem()
+
+                def products(state):
+                    def output(o):
+                        for p in range(P):
+                            plgpu.wgmma(o, at.q_s.at[slot, p], at.state_s.at[i_w, p])
+                        for p in range(P):
+                            plgpu.wgmma(o, at.pairs_s.at[slot, p], v)
+                        for p in range(P):
+                            plgpu.wgmma(state[p], at.k_s.at[slot, p].T, v)
+                        return plgpu.wgmma_accumulator_load(o, wait_n=P)
+
+                    o = pl.run_scoped(output, plgpu.ACC((CHUNK, COLUMNS), _F32))
+                    # Waits until the last chunk's output has left the buffer; here the warps meet.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    out[...] = o.astype(dtype)
+                    plgpu.commit_smem()
+                    _give(out, at.o, (sequence.row, i_h), chunks, i, columns, packed)
+
+                return _run(products, _scaled(state, factors, 1))
+
+            state = _start(at.starts, (i_s if walk.segments > 1 else sequence.index, i_h), K, columns)
+            state = program.hold(i_w, state, step)
+            pl.when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
+            plgpu.wait_smem_to_gmem(0)
+
+        def prepare(part):
+            def tiles(work, slot):
+                return [x.at[slot, work.part] for x in (at.q_s, at.k_s, at.pairs_s)]
+
+            def decayed(work, slot, around):
+                q, k, _ = tiles(work, slot)
+                return (q, _decayed(q, around, scale)), (k, _decayed(k, -around))
+
+            def mild(work, slot):
+                q, k, pairs = tiles(work, slot)
+                plgpu.commit_smem()
+                pairs[...] = jnp.where(work.col <= work.row, _product(q, k.T), 0.0).astype(dtype)
+
+            def strong(work, slot, to):
+                q, k, pairs = tiles(work, slot)
+                pairs[...] = work.halve(q, k, pairs, scale).astype(dtype)
+                q[...] = _decayed(q, work.to(), scale)
+                k[...] = _decayed(k, work.left())
+
+            program.prepare(part, decayed, mild, strong, dtype)
+
+        program.run(i_w, hold, prepare, True)
+
+    return _launch(
+        body, inputs.values(), lanes=True, between_warps=False,
+        name="gates_scan", warpgroups=W + P + 1, grid=(walk.slots(B), H),
+        out_type=list(outputs.values()), scratch_types=list(scratch.values()),
+    )  # fmt: skip
+
+
+def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
+    """The state, or with an adjoint walk its gradient, and how it got there.
+
+    Args:
+        x, y: keys and values; in an adjoint walk queries and gradients of the output.
+        decay, starts, H, walk, plan: as for :func:`scan`.
+        scale: the softmax scale, of queries.
+        every: ``before * S`` of every chunk is wanted, and the state at the end of every segment; else the state at the
+            end of every piece, from zero. Those of the last segment of a sequence, which has no successor, are then not
+            written.
+        stages: stages of the ring, at most.
+
+    Returns:
+        ``[places of chunks, H, K, V]`` in the dtype of x, and ``[slots, 1, H, K, V]`` float32; else float32 ``[slots,
+        pieces, H, K, V]`` and ``[slots, pieces, H, K]``, the second the sums of the gates, base 2.
+    """
+    (B, _, _, K), V, dtype, gs = x.shape, y.shape[-1], x.dtype, decay.gates
+    W, P, shared = V // COLUMNS, K // COLUMNS, [H // a.shape[2] for a in (x, y)]
+    slots, pieces = walk.slots(B), 1 if every else walk.pieces
+    stages = _stages(stages, _TILE * (P * (1 + len(gs)) + W), _TILE * W * P * 2 * every)
+    inputs = dict(x=x, y=y, **_names(gs), gamma=decay.gamma, starts=starts, plan=plan)
+    outputs = dict(
+        out=jax.ShapeDtypeStruct((walk.places(B, 1), H, K, V), dtype) if every else None,
+        end=jax.ShapeDtypeStruct((slots, pieces, H, K, V), _F32),
+        sums=None if every else jax.ShapeDtypeStruct((slots, pieces, H, K), _F32),
+    )  # fmt: skip
+    scratch = dict(
+        x_s=_tiles(dtype, stages, P), y_s=_tiles(dtype, stages, W), g_s=_tiles(jnp.bfloat16, stages, len(gs), P),
+        state_s=_tiles(dtype, 2, W, P) if every else None, factors_s=plgpu.SMEM((stages, 3, P, COLUMNS), _F32),
+        total_s=plgpu.SMEM((P, 2, COLUMNS), _F32), sums_s=plgpu.SMEM((P, COLUMNS), _F32), **_constants_s(),
+        **_barriers(P * (1 + len(gs)) + W, W, P, stages),
+    )  # fmt: skip
+
+    def body(indices, i_w, *refs):
+        i_s, i_f, i_h = indices
+        at: Any = _Names(refs, inputs, outputs, scratch)
+        sequence = walk.at(i_s, at.plan)
+        chunks = sequence.of_segment() if every else sequence.of_piece(i_f)
+        program = _Program(at, walk, chunks, sequence.row, i_h, ("x",), "y", shared, (W, P, gs), stages)
+
+        def hold(i_w):
+            columns = pl.ds(i_w * COLUMNS, COLUMNS)
+
+            def step(i, slot, y, state):
+                factors = at.factors_s.at[slot]
+                if every:
+                    # Waits until the state of two chunks ago has left its buffer; here the warps meet.
+                    plgpu.wait_smem_to_gmem(P, wait_read_only=True)
+                    out = at.state_s.at[lax.rem(i, 2), i_w]
+                    for p, x in enumerate(_scaled(state, factors, 0)):
+                        out[p] = x.astype(dtype)
+                    plgpu.commit_smem()
+                    for p, part in enumerate(_parts(K)):
+                        plgpu.copy_smem_to_gmem(out.at[p], at.out.at[chunks.place(i, 1), i_h, part, columns])
+
+                def product(state):
+                    for p in range(P):
+                        plgpu.wgmma(state[p], at.x_s.at[slot, p].T, y)
+
+                return _run(product, _scaled(state, factors, 1))
+
+            state = _start(at.starts, (i_s if walk.segments > 1 else sequence.index, i_h), K, columns)
+            _keep(at.end, (i_s, i_f, i_h), program.hold(i_w, state, step), columns)
+            plgpu.wait_smem_to_gmem(0)
+
+        def prepare(part):
+            passed = at.sums_s.at[part]
+            passed[...] = plgpu.layout_cast(jnp.zeros((COLUMNS,), _F32), _PER_ROW)
+            factor = scale if walk.adjoint else 1
+
+            def add(work, slot):
+                passed[...] = plgpu.load(passed, layout=_PER_ROW) + work.ends()[0]
+
+            def decayed(work, slot, around):
+                x = at.x_s.at[slot, work.part]
+                return ((x, _decayed(x, around if walk.adjoint else -around, factor)),)
+
+            def strong(work, slot, to):
+                add(work, slot)
+                x = at.x_s.at[slot, work.part]
+                x[...] = _decayed(x, to if walk.adjoint else work.left(), factor)
+
+            program.prepare(part, decayed, add, strong, dtype)
+            if not every:
+                at.sums[i_s, i_f, i_h, pl.ds(part * COLUMNS, COLUMNS)] = plgpu.load(passed, layout=_PER_ROW)
+
+        program.run(i_w, hold, prepare, True if every else sequence.i_p < sequence.segments - 1)
+
+    results = _launch(
+        body, inputs.values(), lanes=True, between_warps=False,
+        name="gates_states", warpgroups=W + P + 1, grid=(slots, pieces, H),
+        out_type=[x for x in outputs.values() if x is not None],
+        scratch_types=[x for x in scratch.values() if x is not None],
+    )  # fmt: skip
+    return results
+
+
+def combine(local, sums, initial, *, B, walk, cu_seqlens):
+    """The state that each segment starts from, ``[slots, H, K, V]`` float32.
+
+    ``local`` ``[slots, pieces, H, K, V]`` are the pieces' own, ``sums`` ``[slots, pieces, H, K]`` those of their gates,
+    base 2. One program per head and 64 x 64 of the state.
+    """
+    slots, pieces, H, K, V = local.shape
+    stages = 8
+    inputs = dict(local=local, sums=sums, initial=initial, cu_seqlens=cu_seqlens)
+    outputs = dict(starts=jax.ShapeDtypeStruct((slots, H, K, V), _F32))
+    scratch = dict(
+        tiles=_smem(_F32, stages, COLUMNS, COLUMNS), sums_s=plgpu.SMEM((stages, COLUMNS), _F32),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages), empty=plgpu.Barrier(num_barriers=stages),
+    )  # fmt: skip
+
+    def body(indices, i_w, *refs):
+        i_n, i_h, i_r, i_c = indices
+        at: Any = _Names(refs, inputs, outputs, scratch)
+        sequence = walk.of(i_n, at.cu_seqlens)
+        slot0, n = sequence.place(walk.segment), sequence.segments - 1
+        part = pl.ds(i_r * COLUMNS, COLUMNS), pl.ds(i_c * COLUMNS, COLUMNS)
+
+        @pl.when(i_w == 0)
+        def _compute():
+            def piece(i, state):
+                slot = lax.rem(i, stages)
+
+                @pl.when(lax.rem(i, pieces) == 0)
+                def _():
+                    at.starts[slot0 + i // pieces, i_h, *part] = state
+
+                plgpu.barrier_wait(at.full.at[slot])
+                state = state * jnp.exp2(_factor(at.sums_s.at[slot])) + _load(at.tiles.at[slot])
+                plgpu.barrier_arrive(at.empty.at[slot])
+                return state
+
+            if initial is None:
+                state = _zeros(COLUMNS, COLUMNS)
+            else:
+                state = plgpu.load(at.initial.at[i_n, i_h, *part], layout=_LAYOUT, optimized=False)
+            at.starts[slot0 + n, i_h, *part] = lax.fori_loop(0, n * pieces, piece, state)
+
+        @pl.when(i_w == 1)
+        def _move():
+            def load(i, slot, barrier):
+                at_piece = slot0 + i // pieces, lax.rem(i, pieces), i_h
+                plgpu.copy_gmem_to_smem(at.local.at[*at_piece, *part], at.tiles.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(at.sums.at[*at_piece, part[0]], at.sums_s.at[slot], barrier)
+
+            _ring(0, n * pieces, stages, at.full, at.empty, load)
+
+    return _launch(
+        body, inputs.values(), lanes=True, between_warps=False,
+        name="gates_combine", warpgroups=2, out_type=list(outputs.values()),
+        grid=(B if walk.packed is None else walk.packed, H, K // COLUMNS, V // COLUMNS),
+        scratch_types=list(scratch.values()),
+    )[0]  # fmt: skip
