@@ -9,6 +9,7 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from keraunos import serving  # noqa: E402
 from tests.linear_attention.cases import GPU, INTERPRETED  # noqa: E402
@@ -124,6 +125,36 @@ def test_a_loop_of_steps_keeps_one_pool(platform):
     made, found = generate(*args)
     assert np.allclose(made, states, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert np.allclose(found, jnp.stack(outputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(GPU, reason="needs several devices")
+@pytest.mark.parametrize("op", CASES)
+def test_heads_may_be_on_several_devices(platform, op):
+    """Tensor parallelism: each device has its heads of the tokens and of the pool."""
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def spec(name, x):
+        if name == "g_gamma":
+            return P("heads")
+        if name == "states":
+            return P(None, "heads")
+        tokens = name in ("query", "key", "value")
+        return P(*[None] * (x.ndim - 2), "heads") if tokens else P()
+
+    def run(case):
+        arrays = {name: x for name, x in given(case).items() if x is not None}
+        specs = {name: spec(name, x) for name, x in arrays.items()}
+        absent = dict.fromkeys(case.arrays.keys() - arrays.keys())
+        outs = (None if op == "commit" else specs["value"], None if op == "verify" else specs["states"])
+
+        def step(arrays):
+            output, pool = call(op, platform, arrays | absent)
+            return output, None if op == "verify" else pool
+
+        output, pool = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=outs))(arrays)
+        return None if output is None else np.asarray(output), np.asarray(arrays["states"] if pool is None else pool)
+
+    CASES[op].check(run)
 
 
 @pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
