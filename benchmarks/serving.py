@@ -1,6 +1,6 @@
 """The serving functions on a GPU, against the time in which it copies as many bytes.
 
-    PYTHONPATH=. python3 benchmarks/serving.py      prints, and writes benchmarks/results/<gpu>-serving.json
+    PYTHONPATH=. python3 benchmarks/serving.py      prints, and writes benchmarks/results/serving/<gpu>.json
 
 Every figure is checked first: a wrong function is not timed. Steps are timed as launches in a CUDA graph, each on other
 slots of a pool that no cache holds, so that what counts is the device's time, launch to launch. The floor of a step is
@@ -28,7 +28,7 @@ from keraunos import decay, serving
 from keraunos.ops.cache import file_name
 from keraunos.ops.kernel import Config
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "serving"
 K = V = 128
 # Bytes of a pool: more than the device's cache holds, several times.
 POOL = 1 << 31
@@ -277,7 +277,8 @@ def main() -> None:
         triton=triton.__version__, keraunos=keraunos.__version__, python=platform.python_version(),
     )  # fmt: skip
     print(f"{device}: copies {bandwidth / 1e12:.2f} TB/s", flush=True)
-    target = args.out or RESULTS / file_name(device).replace(".json", "-serving.json")
+    target = args.out or RESULTS / file_name(device)
+    target.parent.mkdir(exist_ok=True)
 
     def report(name, **figures):
         rows.append(dict(name=name, **figures))
