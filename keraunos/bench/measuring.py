@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -253,6 +254,8 @@ class _Entry:
             return None
         import torch
 
+        # What earlier calls left in cycles would be counted as there before, and then freed.
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
