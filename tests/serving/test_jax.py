@@ -160,7 +160,9 @@ def test_heads_may_be_on_several_devices(platform, op):
 @pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 @pytest.mark.parametrize("op", CASES)
 def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, op, monkeypatch):
-    jax_triton = pytest.importorskip("jax_triton", reason="needs jax-cuda13-plugin", exc_type=ImportError)
+    # Not jax_triton itself, which would leave Triton without a cache for all tests that follow in the process.
+    launch = pytest.importorskip("keraunos.frontends.jax_launch", reason="needs the plugin", exc_type=ImportError)
+    jax_triton = launch.jax_triton
     from keraunos.kernels.registry import kernel_registry
     from keraunos.kernels.state_pool.interface import Args
     from keraunos.ops import Config
