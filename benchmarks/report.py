@@ -15,7 +15,7 @@ INTRO = """\
 # Benchmarks
 
 Made by `python benchmarks/report.py` from the files in `benchmarks/results`; every figure of a table is from one run on
-one machine. `make bench-gpu` measures on a GPU, `make bench` on a CPU, and `keraunos bench` any shape:
+one machine, but for those that a line below it names. `make bench-gpu` measures on a GPU, `make bench` on a CPU, and `keraunos bench` any shape:
 
 ```sh
 keraunos bench gla_attention --shapes "1,1024,4,64" --against torch --json bench.json --plot bench.png
