@@ -62,7 +62,12 @@ def tune(
         raise typer.Exit(1)
 
 
+# The public functions' names are good, too.
+_PUBLIC = {"lightning_attention": "lightning_attn", "gla_attention": "gla"}
+
+
 def _operation(name: str) -> tuple[Any, dict[str, dict[str, Any]]]:
+    name = _PUBLIC.get(name, name)
     if name not in _OPERATIONS:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(_OPERATIONS)}", param_hint="OP")
     target, family = _OPERATIONS[name]

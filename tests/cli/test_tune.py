@@ -48,7 +48,7 @@ def test_tune_then_look_then_clear(run, tmp_path):
 
 
 def test_the_table_has_every_candidate(run):
-    table = run("tune", "lightning_attn", "--shape", "T=8,H=1,K=16,dtype=float32", "--budget", "120")
+    table = run("tune", "lightning_attention", "--shape", "T=8,H=1,K=16,dtype=float32", "--budget", "120")
     for size in (16, 32, 64, 128, 256):
         assert f"block_q={size}" in table
     assert table.count("chosen") == 1
