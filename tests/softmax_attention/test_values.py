@@ -46,6 +46,8 @@ CASES = [
     Case(soft_cap=1.5, scale=0.7),
     Case(soft_cap=50.0, scale=3.0, causal=True),
     Case(soft_cap=70.0, scale=2.0),
+    # Large logits and many blocks of keys, over which a running maximum's rounding would add up.
+    Case(B=1, T=20, S=700, H=2, scale=1.0),
     Case(dropout=0.3),
     Case(dropout=0.5, causal=True, G=2, sinks=-1, soft_cap=4.0, bias=1, window=(20, 3)),
     Case(dtype="bfloat16", causal=True, K=64),

@@ -57,6 +57,7 @@ class _Call:
         self.args, self.opts = args, opts
         (self.B, self.T, self.H, self.K), (self.S, self.G, self.V) = args.query.shape, args.value.shape[1:]
         self.dtype = _name(args.query)
+        self.exact = self.dtype == "float32"
         # Complete by the contract, whatever its declared type allows.
         self.cfg = cast(Any, opts.cfg)
         if min(self.cfg.block_q, self.cfg.block_k) < 16:
@@ -67,7 +68,7 @@ class _Call:
         right = 0 if opts.causal else right
         self.flags = dict(
             CAP=self.cap(), LEFT=left is not None, RIGHT=right is not None, DROPOUT=opts.dropout > 0,
-            PRECISION="tf32" if self.dtype != "float32" else "ieee" if _INTERPRETED else "bf16x6",
+            PRECISION="tf32" if not self.exact else "ieee" if _INTERPRETED else "bf16x6",
         )  # fmt: skip
         self.masks = dict(SEGMENTS=args.query_segments is not None, BIAS=args.bias is not None,
                           MASK=args.mask is not None)  # fmt: skip
@@ -80,18 +81,18 @@ class _Call:
         unit = cap or (abs(scale) if self.negative else scale)
         if not unit:
             unit = 1e-30
-        self.numbers = dict(
-            inner=2 * _LOG2E * scale / cap if cap else 0.0, unit=unit * _LOG2E, keep=1 / (1 - opts.dropout)
-        )
-        # Weights from exp(-60) to exp(60) are in the range of all but float16, and so are their sums.
-        self.bounded = cap is not None and cap <= 60 and args.bias is None and self.dtype != "float16"
+        inner = (scale / cap if cap else 0.0) * (1 if self.exact else 2 * _LOG2E)
+        self.numbers = dict(inner=inner, unit=unit * _LOG2E, keep=1 / (1 - opts.dropout))
+        # Weights from exp(-60) to exp(60) are in bfloat16's range, and so are their sums; in float32's also, but the
+        # logs of such sums have fewer digits than its results.
+        self.bounded = cap is not None and cap <= 60 and args.bias is None and self.dtype == "bfloat16"
         self.threshold = min(round(opts.dropout * 2**31), 2**31 - 1)
 
     def cap(self) -> int:
         """How the tangent is computed. NVIDIA's instruction for all of it is not exact enough for large logits."""
         if self.opts.soft_cap is None:
             return 0
-        if self.dtype == "float32":
+        if self.exact:
             return 1
         device = frontends.get(frontends.framework_of(self.args.query)).device_of(self.args.query).kind
         return 2 if _INTERPRETED or "AMD" in device else 3
@@ -194,7 +195,7 @@ def _output(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
 
 def _lse(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
     B, T, H = args.query.shape[:3]
-    return (B, H, T), "float32"
+    return (B, H, 2, T) if _name(args.query) == "float32" else (B, H, T), "float32"
 
 
 forward.residuals = dict(output=frontends.OUTPUT, lse=_lse)  # type: ignore[attr-defined]

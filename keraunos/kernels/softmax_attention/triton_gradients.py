@@ -16,6 +16,7 @@ from keraunos.kernels.softmax_attention.triton_kernels import (
     LOG2E,
     bounds,
     kept,
+    load_log,
     load_rows,
     narrowed,
     scores,
@@ -45,8 +46,10 @@ def mean_kernel(
         o_n = tl.arange(0, BN)
         p_sink = sinks + (i_h // RN) * stride_sinksh + o_n
         b_sink = tl.load(p_sink, mask=o_n < SINKS, other=float("-inf")).to(tl.float32) * LOG2E
-        b_lse = tl.load(lse + row, mask=o_t < T, other=float("inf"))
-        b_d = tl.sum(tl.exp2(b_sink[None, :] - b_lse[:, None]) * b_mean[:, None], 0)
+        EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
+        p_lse = lse + (i_bh.to(tl.int64) * 2 * T + o_t if EXACT else row)
+        b_top, b_rest = load_log(p_lse, o_t, T, 1, True, EXACT)
+        b_d = tl.sum(tl.exp2(b_sink[None, :] - b_top - b_rest) * b_mean[:, None], 0)
         tl.store(dsinks + tl.program_id(0).to(tl.int64) * SINKS + o_n, -b_d, mask=o_n < SINKS)
 
 
@@ -66,8 +69,8 @@ def sum_kernel(x, B, stride_b, stride_g, n, y, N: tl.constexpr, BR: tl.constexpr
 
 @triton.jit
 def to_queries(
-    dq, b_q, b_do, b_lse, b_mean, b_own, o_t, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast, stride_maskt,
-    inner, unit, keep, threshold, left, right, T, S,
+    dq, b_q, b_do, b_top, b_rest, b_mean, b_own, o_t, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast,
+    stride_maskt, inner, unit, keep, threshold, left, right, T, S,
     K: tl.constexpr, V: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, BS: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -83,7 +86,7 @@ def to_queries(
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
                          right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
-    b_p = tl.exp2(b_x * (1.0 if BIAS else unit) - b_lse)
+    b_p = tl.exp2(b_x * (1.0 if BIAS else unit) - b_top - b_rest)
     if DROPOUT:
         b_dp = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_dp * keep, 0.0)
     b_dz = b_p * (b_dp - b_mean)
@@ -126,8 +129,9 @@ def query_kernel(
     if NEGATIVE:
         b_q = (-b_q.to(tl.float32)).to(b_q.dtype)
     b_do = load_rows(do, stride_dot, T - t0, BT, V, BV, True)
+    EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     row = i_bh.to(tl.int64) * T + o_r
-    b_lse = tl.load(lse + row, mask=o_r < T, other=float("inf"))[:, None]
+    b_top, b_rest = load_log(lse + (i_bh.to(tl.int64) * 2 * T + o_r if EXACT else row), o_r, T, 1, True, EXACT)
     b_mean = tl.load(mean + row, mask=o_r < T, other=0.0)[:, None]
     lo, hi, whole_lo, whole_hi = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
     b_id, b_own, NS = o_r, o_t, tl.cdiv(S, BS)
@@ -146,13 +150,13 @@ def query_kernel(
     n_whole = whole_hi - whole_lo
     for i in range(lo, hi - n_whole):
         b_dq = to_queries(
-            b_dq, b_q, b_do, b_lse, b_mean, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v, key_ids,
-            bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K, V,
-            stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, True,
+            b_dq, b_q, b_do, b_top, b_rest, b_mean, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v,
+            key_ids, bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K,
+            V, stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, True,
         )  # fmt: skip
     for i in range(whole_lo, whole_hi):
         b_dq = to_queries(
-            b_dq, b_q, b_do, b_lse, b_mean, b_own, o_t, i, i_bh, k, v, key_ids,
+            b_dq, b_q, b_do, b_top, b_rest, b_mean, b_own, o_t, i, i_bh, k, v, key_ids,
             bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K, V,
             stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, False,
         )  # fmt: skip
@@ -175,15 +179,12 @@ def to_keys(
     b_own = tl.load(query_ids + o_t, mask=o_t < T, other=-1) if SEGMENTS and MASKED else o_t
     b_q = load_rows(q + t0 * stride_qt, stride_qt, T - i_t * BT, BT, K, BK, MASKED)
     b_do = load_rows(do + t0 * stride_dot, stride_dot, T - i_t * BT, BT, V, BV, MASKED)
-    if MASKED:
-        b_lse = tl.load(lse + o_r, mask=o_r < T, other=float("inf"))
-        b_mean = tl.load(mean + o_r, mask=o_r < T, other=0.0)
-    else:
-        b_lse, b_mean = tl.load(lse + o_r), tl.load(mean + o_r)
+    b_top, b_rest = load_log(lse + o_r, o_r, T, 0, MASKED, b_q.dtype == tl.float32)
+    b_mean = tl.load(mean + o_r, mask=o_r < T, other=0.0) if MASKED else tl.load(mean + o_r)
     b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
     b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
                          right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
-    b_p = tl.exp2(b_x * (1.0 if BIAS else unit) - b_lse[None, :])
+    b_p = tl.exp2(b_x * (1.0 if BIAS else unit) - b_top - b_rest)
     m_keep = kept(seed, i_bh, o_t, o_s, threshold) if DROPOUT else o_t
     if DV:
         b_w = tl.where(m_keep, b_p * keep, 0.0) if DROPOUT else b_p
@@ -252,6 +253,7 @@ def key_kernel(
         i_bh = i_b * H + i_h
         p_q = q + (i_b * stride_qb + i_h.to(tl.int64) * stride_qh) * UNIT
         p_do = do + (i_b * stride_dob + i_h.to(tl.int64) * stride_doh) * UNIT
+        p_lse = lse + i_bh * T * (2 if q.dtype.element_ty == tl.float32 else 1)
         p_bias, p_mask = bias, mask
         if BIAS:
             p_bias = bias + i_b * stride_biasb + (i_h // RB).to(tl.int64) * stride_biash
@@ -266,14 +268,14 @@ def key_kernel(
         for i in range(first, end - n_whole):
             b_dk, b_dv = to_keys(
                 b_dk, b_dv, b_k, b_v, b_other, o_s, tl.where(i < whole_first, i, i + n_whole), i_bh, p_q, p_do,
-                lse + i_bh * T, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
+                p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
                 unit, keep, threshold, left, right, T, S, K, V, stride_qt, stride_dot, BT, BK, BV, CAP, LEFT, RIGHT,
                 SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, True,
             )  # fmt: skip
         for i in range(whole_first, whole_end):
             b_dk, b_dv = to_keys(
                 b_dk, b_dv, b_k, b_v, b_other, o_s, i, i_bh, p_q, p_do,
-                lse + i_bh * T, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
+                p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
                 unit, keep, threshold, left, right, T, S, K, V, stride_qt, stride_dot, BT, BK, BV, CAP, LEFT, RIGHT,
                 SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, False,
             )  # fmt: skip
@@ -302,7 +304,8 @@ def bias_kernel(
     i_n = tl.program_id(0) // NS // tl.cdiv(T, BT)
     first, i_hb = (i_n // NB).to(tl.int64), i_n % NB
     t0, s0 = i_t * BT, i_s * BS
-    o_t, o_s = (t0 + tl.arange(0, BT))[:, None], (s0 + tl.arange(0, BS))[None, :]
+    o_r = t0 + tl.arange(0, BT)
+    o_t, o_s = o_r[:, None], (s0 + tl.arange(0, BS))[None, :]
     bias += first * stride_biasb + i_hb.to(tl.int64) * stride_biash
     acc = tl.zeros([BT, BS], tl.float32)
     lo, hi, _, _ = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
@@ -313,9 +316,10 @@ def bias_kernel(
         p_k = k + (i_b * stride_kb + (i_h // R).to(tl.int64) * stride_kh) * UNIT + s0.to(tl.int64) * stride_kt
         p_v = v + (i_b * stride_vb + (i_h // R).to(tl.int64) * stride_vh) * UNIT + s0.to(tl.int64) * stride_vt
         p_do = do + (i_b * stride_dob + i_h.to(tl.int64) * stride_doh) * UNIT + t0.to(tl.int64) * stride_dot
-        row = (i_b * H + i_h) * T + o_t
-        b_lse = tl.load(lse + row, mask=o_t < T, other=float("inf"))
-        b_mean = tl.load(mean + row, mask=o_t < T, other=0.0)
+        EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
+        row = (i_b * H + i_h) * T + o_r
+        b_top, b_rest = load_log(lse + (row + (i_b * H + i_h) * T if EXACT else row), o_r, T, 1, True, EXACT)
+        b_mean = tl.load(mean + row, mask=o_r < T, other=0.0)[:, None]
         b_q = load_rows(p_q, stride_qt, T - t0, BT, K, BK, True)
         b_k = load_rows(p_k, stride_kt, S - s0, BS, K, BK, True)
         b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -326,6 +330,6 @@ def bias_kernel(
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         if DROPOUT:
             b_dp = tl.where(kept(seed, i_b * H + i_h, o_t, o_s, threshold), b_dp * keep, 0.0)
-        acc += tl.exp2(b_x - b_lse) * (b_dp - b_mean)
+        acc += tl.exp2(b_x - b_top - b_rest) * (b_dp - b_mean)
     p_d = dbias + (i_n.to(tl.int64) * T + o_t) * S + o_s
     tl.store(p_d, acc.to(dbias.dtype.element_ty), mask=(o_t < T) & (o_s < S))

@@ -6,8 +6,12 @@ loop of their own, without a single comparison; what is nowhere visible is in no
 
 Logits are base 2 and in units: ``b_x * unit`` is the logit, so that the scale is part of one fused multiply-add. With a
 cap, ``b_x`` is the hyperbolic tangent; with a bias, the unit is 1. BOUNDED: a cap keeps the logits so small that the
-weights need no running maximum, and sums no rescaling. Offsets inside a tile are of 32 bits, those of tiles
-of 64. Strides that are no constants come in units of UNIT, a constant, as in the linear recurrence's kernels.
+weights need no running maximum, and sums no rescaling. Offsets inside a tile are of 32 bits, those of tiles of
+64. Strides that are no constants come in units of UNIT, a constant, as in the linear recurrence's kernels.
+
+EXACT, of float32: the log of a query's sum is kept in two parts, its maximum and the rest, since a sum of tens has few
+digits behind the point. And the running maximum is kept as the rounded logit: a fused ``maximum * unit - logit`` is not
+0 where nothing but rounding is between the two, and would scale the sums at every block.
 """
 
 import triton
@@ -130,20 +134,30 @@ def narrowed(lo, hi, whole_lo, whole_hi, b_id, m_in, spreads, NB, flags, stride_
 
 @triton.jit
 def tanh(b_x, CAP: tl.constexpr):
-    """Of ``b_x / (2 LOG2E)``. CAP 1: relative to float32's precision; 2, 3: relative to 1, 3 by NVIDIA's reciprocal."""
-    b_y = tl.exp2(b_x) + 1.0
+    """With CAP 1 of ``b_x``, to 2.2 ulp; else of ``b_x / (2 LOG2E)``, exact next to 1, 3: by NVIDIA's reciprocal."""
+    b_y = tl.exp2(b_x * (2.0 * LOG2E) if CAP == 1 else b_x) + 1.0
     if CAP == 3:
         b_y = 1.0 - 2.0 * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_y], tl.float32, True, 1)
     else:
         b_y = 1.0 - 2.0 / b_y
     if CAP == 1:
-        # Near 0 that is a difference of nearly equal numbers.
-        x = b_x * (0.5 / LOG2E)
-        x2 = x * x
-        near = x + x * x2 * (-0.333333333333333 + x2 * (0.133333333333333 + x2 * (-0.0539682539682540 + x2 * (
-            0.0218694885361552 + x2 * (-0.00886323552990220 + x2 * 0.00359212803657248)))))  # fmt: skip
-        b_y = tl.where(tl.abs(x) < 0.45, near, b_y)
+        # Near 0 that is a difference of nearly equal numbers, and its exponential and quotient are approximations. This
+        # is the odd polynomial of least relative error there, 5e-9.
+        b_x2 = b_x * b_x
+        b_near = b_x + b_x * b_x2 * (-0.333332954 + b_x2 * (0.133323442 + b_x2 * (-0.0538797788 + b_x2 * (
+            0.0214865892 + b_x2 * (-0.00794600652 + b_x2 * (0.00230129231 - b_x2 * 0.000358431455))))))  # fmt: skip
+        b_y = tl.where(tl.abs(b_x) < 1.0, b_near, b_y)
     return b_y
+
+
+@triton.jit
+def load_log(p, o_t, T, AXIS: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """The log of queries' sums, with a new axis, and 0, or where EXACT the rest; inf past T queries (where MASKED)."""
+    b_top = tl.load(p, mask=o_t < T, other=float("inf")) if MASKED else tl.load(p)
+    b_rest = 0.0
+    if EXACT:
+        b_rest = tl.expand_dims(tl.load(p + T, mask=o_t < T, other=0.0), AXIS)
+    return tl.expand_dims(b_top, AXIS), b_rest
 
 
 @triton.jit
@@ -216,10 +230,13 @@ def attend(
         b_p = tl.exp2(b_x * factor)
         b_sum += tl.sum(b_p, 1)
     else:
-        b_top = tl.maximum(b_max, tl.max(b_x, 1))
-        b_zero = tl.where(b_top == float("-inf"), 0.0, b_top) * factor
+        EXACT: tl.constexpr = b_q.dtype == tl.float32
+        before = factor if EXACT else 1.0
+        after = 1.0 if EXACT else factor
+        b_top = tl.maximum(b_max, tl.max(b_x, 1) * before)
+        b_zero = tl.where(b_top == float("-inf"), 0.0, b_top) * after
         b_p = tl.exp2(b_x * factor - b_zero[:, None])
-        b_decay = tl.exp2(b_max * factor - b_zero)
+        b_decay = tl.exp2(b_max * after - b_zero)
         b_max, b_sum, acc = b_top, b_sum * b_decay + tl.sum(b_p, 1), acc * b_decay[:, None]
     if DROPOUT:
         b_p = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_p, 0.0)
@@ -242,7 +259,7 @@ def forward_kernel(
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The output, and for each query the log, base 2, of its sum; inf where it has none.
+    """The output, and for each query the log, base 2, of its sum; inf where it has none. Where EXACT, in two parts.
 
     Heads of arrays that query heads share: R query heads for each of keys and values, RB of the bias, RM of the mask,
     RN of the sinks. NEGATIVE: the scale is, and ``unit`` its magnitude.
@@ -293,7 +310,8 @@ def forward_kernel(
             seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt, stride_vt, BS,
             BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, BOUNDED, PRECISION, False,
         )  # fmt: skip
-    b_top = b_max * (1.0 if BIAS else unit)
+    EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
+    b_top = b_max * (1.0 if BIAS or EXACT else unit)
     if SINKS:
         o_n = tl.arange(0, BN)
         p_sink = sinks + (i_h // RN) * stride_sinksh + o_n
@@ -306,7 +324,12 @@ def forward_kernel(
         b_top = b_all
     m_any = b_sum > 0
     b_sum = tl.where(m_any, b_sum, 1.0)
-    b_lse = tl.where(m_any, b_top + tl.log2(b_sum), float("inf"))
-    tl.store(lse + i_bh.to(tl.int64) * T + o_r, b_lse, mask=o_r < T)
+    if EXACT:
+        lse += i_bh.to(tl.int64) * 2 * T + o_r
+        tl.store(lse, tl.where(m_any, b_top, float("inf")), mask=o_r < T)
+        tl.store(lse + T, tl.log2(b_sum), mask=o_r < T)
+    else:
+        b_lse = tl.where(m_any, b_top + tl.log2(b_sum), float("inf"))
+        tl.store(lse + i_bh.to(tl.int64) * T + o_r, b_lse, mask=o_r < T)
     o += ((i_b * T + t0) * H + i_h) * V
     store_rows(o, acc * (keep / b_sum)[:, None], H * V, T - t0, BT, V, BV)
