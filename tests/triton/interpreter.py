@@ -1,8 +1,8 @@
 """Make Triton's interpreter right for bf16: it multiplies the raw 16-bit integers, and casts by cutting bits off.
 
 A pytest plugin. KERAUNOS_TEST_SEGMENT cuts sequences into segments of that many tokens (or of two pieces of a chunk,
-if that is longer), which the choice by size would not do for sequences as short as the interpreter can take. Gradients
-of gates are made in parts, of as little as a chunk each and of some of the sequences, for the same reason.
+if that is longer), which the choice by size would not do for sequences as short as the interpreter can take. Nor would
+it make the gradients of gates in parts, of as little as a chunk each or of some of the sequences: KERAUNOS_TEST_PARTS.
 """
 
 import os
@@ -45,6 +45,5 @@ from keraunos.kernels.linear_attention import triton_call  # noqa: E402
 if os.environ.get("KERAUNOS_TEST_SEGMENT"):
     triton_call._MIN_SEGMENT = int(os.environ["KERAUNOS_TEST_SEGMENT"]) // 2
     triton_call._MIN_PIECE = triton_call._MIN_SEGMENT // 2
-else:
-    triton_call._PROGRAMS = 4
-triton_call._PARTS, triton_call._MIN_PART = 2, 1
+if os.environ.get("KERAUNOS_TEST_PARTS"):
+    triton_call._PARTS, triton_call._MIN_PART, triton_call._PROGRAMS = 3, 1, 4
