@@ -15,7 +15,8 @@ INTRO = """\
 # Benchmarks
 
 Made by `python benchmarks/report.py` from the files in `benchmarks/results`; every figure of a table is from one run on
-one machine, but for those that a line below it names. `make bench-gpu` measures on a GPU, `make bench` on a CPU, and `keraunos bench` any shape:
+one machine, but for those that a line below it names. `make bench-gpu` measures on a GPU, `make bench` on a CPU, and
+`keraunos bench` any shape:
 
 ```sh
 keraunos bench gla_attention --shapes "1,1024,4,64" --against torch --json bench.json --plot bench.png
@@ -141,11 +142,17 @@ percent within a run: `cudnn` and `xla`, or `sdpa` and `torch`, launch the same.
 
 
 def _attention(section: dict) -> str:
+    parts = [f"### attention on {section['about']['device']}\n", ATTENTION, *_attention_run(section)]
+    if "earlier" in section:
+        parts += [f"\n{section['earlier']['why']}\n", *_attention_run(section["earlier"])]
+    return "\n".join([*parts, ""])
+
+
+def _attention_run(section: dict) -> list[str]:
     about, found = section["about"], section["cases"]
     versions = ("keraunos", "torch", "jax", "triton", "jax-triton", "driver", "python")
     known = ", ".join(f"{name} {about[name]}" for name in versions if about[name])
     lines = [
-        f"### attention on {about['device']}\n", ATTENTION,
         f"{about['date']}; multiplies {about['product_rate'] / 1e12:.0f} TFLOP/s; {known}.\n",
         _row("calls", "B, T, H", "pass", "implementation", "ms", "/ floor", "peak memory / arrays", "cuDNN / it"),
         _row("---", "---", "---", "---", *["---:"] * 4),
@@ -169,9 +176,8 @@ def _attention(section: dict) -> str:
                 vendor = vendor and vendor - times["causal", shape, "forward", "cudnn (jax)"]
                 lines.append(_row(case["variant"], shape, "backward", label, f"{1e3 * (own - before):.2f}", "", "",
                                   f"{vendor / (own - before):.2f}" if vendor else ""))  # fmt: skip
-    lines += ["", *(f"- {note}" for note in section.get("notes", ()))]
-    lines += [*(f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"])]
-    return "\n".join([*lines, ""])
+    left_out = [f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"]]
+    return [*lines, "", *left_out] if left_out else lines
 
 
 def _cpu(found: dict) -> str:
