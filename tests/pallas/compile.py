@@ -28,7 +28,7 @@ CALLS = {
     "few heads, gates, packed, shared keys": dict(H=4, G=1, T=65601, packed=3, gate="scalar", gamma=None, state=True),
     "vector gates": dict(H=64, T=16384, gate="vector", gamma=None),
     "few heads, vector gates, packed, K < V": dict(
-        dtype="float16", K=64, H=4, G=1, T=65601, packed=3, gate="vector", gamma="learned", state=True
+        K=64, H=4, G=1, T=65601, packed=3, gate="vector", gamma="learned", state=True
     ),
     "learned decay": dict(H=64, T=16384, gamma="learned", reverse=True),
     "256": dict(K=256, V=256, H=16, T=16384),

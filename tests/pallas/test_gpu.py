@@ -104,13 +104,13 @@ LEARNED = [
     case(lengths=LONG, gamma=1, state=True),
     *(case(T=T, **VECTOR, reverse=T % 2 == 0) for T in (1, 8, 63, 64, 65, 200)),
     *(case(T=333, K=K, V=V, **VECTOR, gamma=0, gate_dtype="bfloat16") for K in (64, 128) for V in (64, 128)),
-    *(case(T=1001, K=128, V=128, **VECTOR, decay=decay, dtype=dtype, reverse=dtype == "float16")
-      for decay in ("zero", "weak", "strong", "infinite") for dtype in ("bfloat16", "float16")),
+    *(case(T=1001, K=128, V=128, **VECTOR, decay=decay, reverse=reverse)
+      for decay in ("zero", "weak", "strong", "infinite") for reverse in BOTH_WAYS),
     *(case(lengths=lengths, K=128, V=128, **VECTOR, gamma=0, gate_dtype="bfloat16",
            reverse=reverse, decay=decay)
       for lengths in (PACKED, LONG) for reverse, decay in ((False, "weak"), (True, "infinite"))),
     case(lengths=(5, 0, 70, 1, 130), H=80, G=16, **VECTOR),
-    case(T=500, B=2, H=4, G=2, **VECTOR, gamma=2, dtype="float16"),
+    case(T=500, B=2, H=4, G=2, **VECTOR, gamma=2),
 ]  # fmt: skip
 
 

@@ -79,7 +79,9 @@ def test_values(case, segmentation, monkeypatch):
         (case(T=70, **{**GATES, "H": 2}, G=1, K=256, V=128), None),
         (case(T=130, **VECTOR, gamma=0), None),
         (case(T=70, **VECTOR, reverse=True, decay="strong", scale=-0.3), None),
-        (case(T=70, **VECTOR, K=128, V=128, dtype="float16", decay="infinite"), None),
+        (case(T=70, **VECTOR, K=128, V=128, decay="infinite"), None),
+        # The state's gradient times the state is far larger at the chunk's end than at its start.
+        (case(T=64, **{**VECTOR, "H": 2}, reverse=True), None),
         (case(T=64, **{**VECTOR, "H": 2}, G=1, K=128, gate_dtype="bfloat16"), None),
         (case(lengths=PACKED, **VECTOR, gamma=0, gate_dtype="bfloat16", decay="infinite"), None),
         (case(lengths=(5, 0, 200, 150), **VECTOR, reverse=True), (2, 1)),

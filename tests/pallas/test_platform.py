@@ -38,9 +38,9 @@ def test_an_older_jax_is_named_as_the_reason():
         ({"device": "NVIDIA H100 80GB HBM3"}, None),
         ({"g_gamma": "learned"}, None),
         ({"gate": "scalar"}, None),
-        ({"gate": "scalar", "dtype": "float16"}, "takes gates per token and decays that are arrays in bfloat16"),
-        ({"g_gamma": "learned", "dtype": "float16"}, "takes gates per token and decays that are arrays in bfloat16"),
-        ({"gate": "vector", "dtype": "float16"}, None),
+        ({"gate": "scalar", "dtype": "float16"}, "takes gates and decays that are arrays in bfloat16"),
+        ({"g_gamma": "learned", "dtype": "float16"}, "takes gates and decays that are arrays in bfloat16"),
+        ({"gate": "vector", "dtype": "float16"}, "takes gates and decays that are arrays in bfloat16"),
         ({"gate": "vector"}, None),
         (
             {"gate": "vector", "K": 256},

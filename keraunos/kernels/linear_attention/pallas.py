@@ -307,8 +307,8 @@ class _VectorCall(_Call):
         """Those of the arguments, from those of the output, padded, and of the final state."""
         ends = self.starts(self.q, do, dfinal, self.adjoint)
         given = dict(x=self.k, y=self.v, starts=starts)
-        before, last = self.walked(pallas_gates_scan.states, self.forward, given, every=True)
-        given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends, last=last)
+        (before,) = self.walked(pallas_gates_scan.states, self.forward, given, every=True)
+        given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends)
         dq, dk, dv, dh0, _, *terms = self.walked(pallas_gates_gradients.gradients, self.adjoint, given)
         # A single term is of the gates' own dtype.
         dg = self.unpad(terms[0] if len(terms) == 1 else sum(self.arrays.cast(x, "float32") for x in terms))
@@ -385,8 +385,8 @@ def unsupported(inv) -> str | None:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
     gates = inv.arrays.get("g", (None, 0))[1]
     learned = "g_gamma" in inv.arrays and not isinstance(inv.arguments.get("g_gamma"), np.ndarray)
-    if dtype == "float16" and gates != 4 and (gates or learned):
-        return "takes gates per token and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
+    if dtype == "float16" and (gates or learned):
+        return "takes gates and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
     if gates == 4 and (K not in _HEAD_DIMS[:2] or V not in _HEAD_DIMS[:2]):
         return f"takes head dims of 64 and 128 with gates per token and dimension; the call has K = {K}, V = {V}"
     if K not in _HEAD_DIMS or V not in _HEAD_DIMS:

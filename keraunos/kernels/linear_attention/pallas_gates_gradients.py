@@ -43,7 +43,6 @@ from keraunos.kernels.linear_attention.pallas_gates import (
 from keraunos.kernels.linear_attention.pallas_gates_strong import halve
 from keraunos.kernels.linear_attention.pallas_kernels import (
     _LAYOUT,
-    _PER_ROW,
     CHUNK,
     COLUMNS,
     _clear,
@@ -83,8 +82,6 @@ class _Walk:
         self.gamma = _gamma(at.gamma, self.sequence.row, i_h)
         self.dims, self.columns = pl.ds(part * COLUMNS, COLUMNS), _parts(V)
         self.dgs = [getattr(at, f"d{name}") for name in _names(gs)]
-        # How many bf16 terms a value needs.
-        self.exact = 1 if jnp.dtype(dtype) == jnp.bfloat16 else 2
         # With 128 columns of V each warpgroup gives the other its part of 64 of dv, the last here, and keeps the first;
         # with 64 the second, if there is one, gives to the first.
         alike = self.P == 1 or self.W > 1
@@ -97,10 +94,9 @@ class _Walk:
         i = i + _nought(self.at, self.walk)
         return _Tiles(self, i, i - i if first else lax.rem(i, self.stages))
 
-    def run(self, state: tuple[Any, ...], border: Any) -> None:
+    def run(self, state: tuple[Any, ...]) -> None:
         """Walk through the segment from the gradient of the state at its end."""
         at, count = self.at, self.chunks.count
-        at.border_s[self.part, 0] = border
         state, strong = lax.fori_loop(0, count, self.step, (state, jnp.int32(0)))
         if self.stages > 1:
             # The walk frees a stage in the chunk after.
@@ -250,8 +246,8 @@ class _Walk:
                 plgpu.wgmma(to_query, t.do[w], t.v[w].T)
             for w in range(self.W):
                 plgpu.wgmma(dq, t.do[w], t.before[w].T)
-            # The state's gradient times the state, at the chunk's start: what the gates before that start from.
-            self.at.border_s[t.part, lax.rem(t.i + 1, 2)] = _sum_of_rows(map(_load, t.before), state)
+            # The state's gradient times the state, at the chunk's start: what the gradient of gates starts from.
+            t.border[...] = _sum_of_rows(map(_load, t.before), state)
             return jnp.where(t.before_row(far), to_query[...], 0.0).astype(self.dtype), dq[...]
 
         return pl.run_scoped(products, plgpu.ACC((CHUNK, CHUNK), _F32), plgpu.ACC((CHUNK, COLUMNS), _F32))
@@ -301,19 +297,20 @@ class _Walk:
     def finish(self, t: _Tiles, mild: Any, dq: Any, dk: Any, sums: Any) -> Any:
         """The gradient of gates; those of q and k take their tiles. The warps meet.
 
-        It is all that reads from before the chunk or from it, less what leaves it: pairs that do not span a gate
-        cancel, and exactly, as both sides have the same terms. Of strong gates it is what passes the chunk, and
-        keys' gradients lack their gates: the rest is for :func:`halve`.
+        It is what reads from before the chunk, less what queries up to the gate read, and what keys up to it are read
+        for: what does not span a gate cancels, and exactly, as both sides have the same terms. Of strong gates it is
+        what passes the chunk, and keys' gradients lack their gates: the rest is for :func:`halve`.
         """
-        upto = t.work.upto_s.T
+        upto = t.work.upto_s
         around = t.work.exponents(sums, t.work.steps_to) - jnp.where(mild, _across(t.work.total.at[1]), 0.0)
         high, low = _split(_load(t.q) * dq - _load(t.k) * dk, 2)
-        term = t.term()
-        term[...], t.gates[0][...] = high, low
+        t.pairs[...], t.gates[0][...] = high, low
         t.q[...] = (dq * (jnp.exp2(around) * self.scale)).astype(self.dtype)
         t.k[...] = (dk * jnp.exp2(jnp.where(mild, -around, 0.0))).astype(self.dtype)
         plgpu.commit_smem()
-        return jnp.where(mild, _product(upto, term, upto, t.gates[0]) + _across(t.border), _across(t.passing))
+        # Before a token: up to it, less its own.
+        before = _product(upto, t.pairs, upto, t.gates[0]) - _load(t.pairs) - _load(t.gates[0])
+        return jnp.where(mild, _across(t.border) - before, _across(t.passing))
 
 
 class _Tiles:
@@ -328,7 +325,7 @@ class _Tiles:
         self.v, self.do = ([x.at[w + self.zero] for w in range(of.W)] for x in (at.v_s, at.do_s))
         self.after, self.before = ([x.at[part, w] for w in range(of.W)] for x in (at.after_s, at.before_s))
         self.first, self.kept, self.last = (at.factors_s.at[part, j] for j in range(3))
-        self.border, self.passing = at.border_s.at[part, lax.rem(i, 2)], at.border_s.at[part, 2]
+        self.border, self.passing = (at.border_s.at[part, j] for j in range(2))
         self.work = _Gates(at, part, self.zero, self.gates, of.gamma, of.walk, of.chunks.rows(i), of.dtype)
 
     def before_row(self, far: Any) -> Any:
@@ -347,23 +344,22 @@ class _Tiles:
         plgpu.barrier_arrive(at.met)
         plgpu.barrier_wait(at.met)
 
-    def term(self) -> Any:
-        """Room for a bf16 term."""
-        return self.pairs if self.of.exact == 1 else self.of.at.terms_s.at[self.part]
 
-
-def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, stages):
+def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages):
     """One walk against the recurrence: ``[dq, dk, dv, gradient of the initial state, strong, *terms of dg]``.
 
     Pairs, the state before each chunk and the gradient of the state after it give all gradients of the chunk. A gate is
     in every pair that spans it: its gradient is a sum over those within the chunk, from before it through q and dq, to
     after it through k and dk, and across it through both states. Of a mild chunk it is, for token s,
 
-        dg_s = dS . S at the chunk's end + sum over i >= s of (q dq - k dk)_i
+        dg_s = dS . S at the chunk's start - sum over i < s of (q dq - k dk)_i
+
+    where the first is made of the same rounded terms as what cancels with it: dS there is a sum with q' and do, S the
+    one that dq is made with. From the chunk's end, where dS . S may be far larger, a sum would not cancel exactly.
 
     Args:
         q, k, v, decay, H, plan: as for ``scan``; do: ``[B, T, H, V]``, the gradients of the outputs, zero past T.
-        before, last: what ``states`` gives of every chunk, and of segments.
+        before: what ``states`` gives of every chunk.
         ends: the gradient of the state at the end of each segment, as ``starts`` are for ``scan``; None: zeros.
         walk: of the gradient; stages: of the ring of q, k and gates, at most.
 
@@ -373,14 +369,13 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
     """
     (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
-    N, packed, own = B if walk.packed is None else walk.packed, plan is not None, jnp.dtype(dtype) != jnp.bfloat16
-    stages = _stages(stages, _TILE * P * (2 + len(gs)), _TILE * (W * (2 + 2 * P) + P * (1 + own)))
+    N, packed = B if walk.packed is None else walk.packed, plan is not None
+    stages = _stages(stages, _TILE * P * (2 + len(gs)), _TILE * (W * (2 + 2 * P) + P))
 
     def shape(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, do=do, before=before, ends=ends,
-                  last=None if ends is None else last, plan=plan)  # fmt: skip
+    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, do=do, before=before, ends=ends, plan=plan)
     outputs = dict(
         dq=shape(B, rows, H, K), dk=shape(B, rows, H, K), dv=shape(B, rows, H, V), start=shape(N, H, K, V, dtype=_F32),
         # Which chunks have strong gates.
@@ -390,10 +385,10 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
     scratch = dict(
         q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, stages, P), g_s=_tiles(jnp.bfloat16, stages, len(gs), P),
         v_s=_tiles(dtype, W), do_s=_tiles(dtype, W), before_s=_tiles(dtype, P, W), after_s=_tiles(dtype, P, W),
-        pairs_s=_tiles(dtype, P), terms_s=_tiles(jnp.bfloat16, P) if own else None,
+        pairs_s=_tiles(dtype, P),
         factors_s=plgpu.SMEM((P, 3, COLUMNS), _F32), total_s=plgpu.SMEM((P, 2, COLUMNS), _F32),
-        # What gates start from, of this chunk and the next in turn; and what passes a chunk with strong gates.
-        border_s=plgpu.SMEM((P, 3, COLUMNS), _F32), strong_s=plgpu.SMEM((P,), jnp.int32), **_constants_s(),
+        # What the gradient of gates starts from, and what passes a chunk with strong gates.
+        border_s=plgpu.SMEM((P, 2, COLUMNS), _F32), strong_s=plgpu.SMEM((P,), jnp.int32), **_constants_s(),
         # full and empty, of q, k and gates; full_v and empty_v, of v, do and states; met: what neighbours hold of v and
         # do is cleared; sent: the parts of dv are there; again: what a chunk with strong gates needs once more.
         full=plgpu.Barrier(num_arrivals=P * (2 + len(gs)), num_barriers=stages),
@@ -417,15 +412,12 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
             of = _Walk(at, i_w, i_s, i_h, **given)
             _make_constants(at, walk, i_w)
             if ends is None:
-                state, border = (_zeros(COLUMNS, COLUMNS),) * W, plgpu.layout_cast(jnp.zeros(COLUMNS, _F32), _PER_ROW)
+                state = (_zeros(COLUMNS, COLUMNS),) * W
             else:
                 sequence = of.sequence
                 index = i_s if walk.segments > 1 else sequence.index
                 state = _columns_of(at.ends.at[index, i_h, of.dims], of.columns)
-                # The recurrence counts segments the other way.
-                index = jnp.maximum(i_s + sequence.segments - 1 - 2 * sequence.i_p, 0)
-                border = _sum_of_rows(_columns_of(at.last.at[index, 0, i_h, of.dims], of.columns), state)
-            of.run(state, border)
+            of.run(state)
 
         @pl.when(i_w == P)
         def _move():

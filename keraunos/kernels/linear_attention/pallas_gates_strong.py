@@ -118,14 +118,11 @@ def _add_values(of: Any, i: Any) -> None:
 
 def _sum_of(of: Any, t: Any, weights: Any, x: Any) -> Any:
     """``weights @ x`` of zeros and ones; the warps meet."""
-    term, found = t.term(), []
-    for each in _split(x, of.exact):
-        # All warps are done with what was there.
-        plgpu.commit_smem()
-        term[...] = each
-        plgpu.commit_smem()
-        found.append(_product(weights, term))
-    return sum(found)
+    # All warps are done with what was there.
+    plgpu.commit_smem()
+    t.pairs[...] = x.astype(of.dtype)
+    plgpu.commit_smem()
+    return _product(weights, t.pairs)
 
 
 def _by_halving(of: Any, t: Any) -> tuple[Any, Any, Any]:
