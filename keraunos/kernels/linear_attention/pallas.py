@@ -307,8 +307,8 @@ class _VectorCall(_Call):
         """Those of the arguments, from those of the output, padded, and of the final state."""
         ends = self.starts(self.q, do, dfinal, self.adjoint)
         given = dict(x=self.k, y=self.v, starts=starts)
-        (before,) = self.walked(pallas_gates_scan.states, self.forward, given, every=True)
-        given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends)
+        before, last = self.walked(pallas_gates_scan.states, self.forward, given, every=True)
+        given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends, last=last)
         dq, dk, dv, dh0, _, *terms = self.walked(pallas_gates_gradients.gradients, self.adjoint, given)
         # A single term is of the gates' own dtype.
         dg = self.unpad(terms[0] if len(terms) == 1 else sum(self.arrays.cast(x, "float32") for x in terms))

@@ -43,6 +43,7 @@ from keraunos.kernels.linear_attention.pallas_gates import (
 from keraunos.kernels.linear_attention.pallas_gates_strong import halve
 from keraunos.kernels.linear_attention.pallas_kernels import (
     _LAYOUT,
+    _PER_ROW,
     CHUNK,
     COLUMNS,
     _clear,
@@ -94,9 +95,11 @@ class _Walk:
         i = i + _nought(self.at, self.walk)
         return _Tiles(self, i, i - i if first else lax.rem(i, self.stages))
 
-    def run(self, state: tuple[Any, ...]) -> None:
+    def run(self, state: tuple[Any, ...], border: Any) -> None:
         """Walk through the segment from the gradient of the state at its end."""
         at, count = self.at, self.chunks.count
+        # Nobody reads it, but without it the compiler runs the products of the loop one after the other (C7514).
+        at.border_s[self.part, 0] = border
         state, strong = lax.fori_loop(0, count, self.step, (state, jnp.int32(0)))
         if self.stages > 1:
             # The walk frees a stage in the chunk after.
@@ -325,7 +328,7 @@ class _Tiles:
         self.v, self.do = ([x.at[w + self.zero] for w in range(of.W)] for x in (at.v_s, at.do_s))
         self.after, self.before = ([x.at[part, w] for w in range(of.W)] for x in (at.after_s, at.before_s))
         self.first, self.kept, self.last = (at.factors_s.at[part, j] for j in range(3))
-        self.border, self.passing = (at.border_s.at[part, j] for j in range(2))
+        self.border, self.passing = at.border_s.at[part, lax.rem(i + 1, 2)], at.border_s.at[part, 2]
         self.work = _Gates(at, part, self.zero, self.gates, of.gamma, of.walk, of.chunks.rows(i), of.dtype)
 
     def before_row(self, far: Any) -> Any:
@@ -345,7 +348,7 @@ class _Tiles:
         plgpu.barrier_wait(at.met)
 
 
-def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages):
+def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, stages):
     """One walk against the recurrence: ``[dq, dk, dv, gradient of the initial state, strong, *terms of dg]``.
 
     Pairs, the state before each chunk and the gradient of the state after it give all gradients of the chunk. A gate is
@@ -359,7 +362,7 @@ def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages)
 
     Args:
         q, k, v, decay, H, plan: as for ``scan``; do: ``[B, T, H, V]``, the gradients of the outputs, zero past T.
-        before: what ``states`` gives of every chunk.
+        before, last: what ``states`` gives of every chunk, and of segments.
         ends: the gradient of the state at the end of each segment, as ``starts`` are for ``scan``; None: zeros.
         walk: of the gradient; stages: of the ring of q, k and gates, at most.
 
@@ -375,7 +378,8 @@ def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages)
     def shape(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, do=do, before=before, ends=ends, plan=plan)
+    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, do=do, before=before, ends=ends,
+                  last=None if ends is None else last, plan=plan)  # fmt: skip
     outputs = dict(
         dq=shape(B, rows, H, K), dk=shape(B, rows, H, K), dv=shape(B, rows, H, V), start=shape(N, H, K, V, dtype=_F32),
         # Which chunks have strong gates.
@@ -387,8 +391,8 @@ def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages)
         v_s=_tiles(dtype, W), do_s=_tiles(dtype, W), before_s=_tiles(dtype, P, W), after_s=_tiles(dtype, P, W),
         pairs_s=_tiles(dtype, P),
         factors_s=plgpu.SMEM((P, 3, COLUMNS), _F32), total_s=plgpu.SMEM((P, 2, COLUMNS), _F32),
-        # What the gradient of gates starts from, and what passes a chunk with strong gates.
-        border_s=plgpu.SMEM((P, 2, COLUMNS), _F32), strong_s=plgpu.SMEM((P,), jnp.int32), **_constants_s(),
+        # What the gradient of gates starts from, of this chunk and the next in turn, and what passes a strong one.
+        border_s=plgpu.SMEM((P, 3, COLUMNS), _F32), strong_s=plgpu.SMEM((P,), jnp.int32), **_constants_s(),
         # full and empty, of q, k and gates; full_v and empty_v, of v, do and states; met: what neighbours hold of v and
         # do is cleared; sent: the parts of dv are there; again: what a chunk with strong gates needs once more.
         full=plgpu.Barrier(num_arrivals=P * (2 + len(gs)), num_barriers=stages),
@@ -412,12 +416,15 @@ def gradients(q, k, v, decay, do, before, ends, *, H, walk, plan, scale, stages)
             of = _Walk(at, i_w, i_s, i_h, **given)
             _make_constants(at, walk, i_w)
             if ends is None:
-                state = (_zeros(COLUMNS, COLUMNS),) * W
+                state, border = (_zeros(COLUMNS, COLUMNS),) * W, plgpu.layout_cast(jnp.zeros(COLUMNS, _F32), _PER_ROW)
             else:
                 sequence = of.sequence
                 index = i_s if walk.segments > 1 else sequence.index
                 state = _columns_of(at.ends.at[index, i_h, of.dims], of.columns)
-            of.run(state)
+                # The recurrence counts segments the other way.
+                index = jnp.maximum(i_s + sequence.segments - 1 - 2 * sequence.i_p, 0)
+                border = _sum_of_rows(_columns_of(at.last.at[index, 0, i_h, of.dims], of.columns), state)
+            of.run(state, border)
 
         @pl.when(i_w == P)
         def _move():

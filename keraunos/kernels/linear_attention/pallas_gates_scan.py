@@ -298,13 +298,14 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
         x, y: keys and values; in an adjoint walk queries and gradients of the output.
         decay, starts, H, walk, plan: as for :func:`scan`.
         scale: the softmax scale, of queries.
-        every: ``before * S`` of every chunk is wanted; else the state at the end of every piece, from zero. Those of
-            the last segment of a sequence, which has no successor, are then not written.
+        every: ``before * S`` of every chunk is wanted, and the state at the end of every segment; else the state at the
+            end of every piece, from zero. Those of the last segment of a sequence, which has no successor, are then not
+            written.
         stages: stages of the ring, at most.
 
     Returns:
-        ``[places of chunks, H, K, V]`` in the dtype of x, alone; else float32 ``[slots, pieces, H, K, V]`` and
-        ``[slots, pieces, H, K]``, the second the sums of the gates, base 2.
+        ``[places of chunks, H, K, V]`` in the dtype of x, and ``[slots, 1, H, K, V]`` float32; else float32 ``[slots,
+        pieces, H, K, V]`` and ``[slots, pieces, H, K]``, the second the sums of the gates, base 2.
     """
     (B, _, _, K), V, dtype, gs = x.shape, y.shape[-1], x.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // a.shape[2] for a in (x, y)]
@@ -313,7 +314,7 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
     inputs = dict(x=x, y=y, **_names(gs), gamma=decay.gamma, starts=starts, plan=plan)
     outputs = dict(
         out=jax.ShapeDtypeStruct((walk.places(B, 1), H, K, V), dtype) if every else None,
-        end=None if every else jax.ShapeDtypeStruct((slots, pieces, H, K, V), _F32),
+        end=jax.ShapeDtypeStruct((slots, pieces, H, K, V), _F32),
         sums=None if every else jax.ShapeDtypeStruct((slots, pieces, H, K), _F32),
     )  # fmt: skip
     scratch = dict(
@@ -352,9 +353,7 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
                 return _run(product, _scaled(state, factors, 1))
 
             state = _start(at.starts, (i_s if walk.segments > 1 else sequence.index, i_h), K, columns)
-            state = program.hold(i_w, state, step)
-            if not every:
-                _keep(at.end, (i_s, i_f, i_h), state, columns)
+            _keep(at.end, (i_s, i_f, i_h), program.hold(i_w, state, step), columns)
             plgpu.wait_smem_to_gmem(0)
 
         def prepare(part):
