@@ -6,7 +6,8 @@ A platform module (``xla.py``, ``torch.py``, ``triton.py``, ...) defines two fun
     backward(args: Args, residuals, (doutput, dfinal_state), opts: Options) -> Args of gradients
 
 and hands them to :func:`kernels`, which makes of them the registered functions ``gla`` and ``lightning_attn``. A
-final state that nobody asked for (``opts.state``) may be None, or is dropped.
+final state that nobody asked for (``opts.state``) may be None, or is dropped; so may residuals that are not kept
+(``opts.kept``), as no gradient follows.
 """
 
 from __future__ import annotations
