@@ -176,8 +176,9 @@ def _attention_run(section: dict) -> list[str]:
                 vendor = vendor and vendor - times["causal", shape, "forward", "cudnn (jax)"]
                 lines.append(_row(case["variant"], shape, "backward", label, f"{1e3 * (own - before):.2f}", "", "",
                                   f"{vendor / (own - before):.2f}" if vendor else ""))  # fmt: skip
-    left_out = [f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"]]
-    return [*lines, "", *left_out] if left_out else lines
+    rest = [f"- {note}" for note in section.get("notes", ())]
+    rest += [f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"]]
+    return [*lines, "", *rest] if rest else lines
 
 
 def _cpu(found: dict) -> str:
