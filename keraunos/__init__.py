@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from keraunos import compat as compat
     from keraunos import decay as decay
+    from keraunos import distributed as distributed
     from keraunos import serving as serving
     from keraunos import types as types
     from keraunos.kernels.registry import Backend as Backend
@@ -58,7 +59,7 @@ _HOME = {
     "overlay_cache": "ops.selection",
     "policy_override": "ops.selection",
 }
-_MODULES = ("compat", "decay", "serving", "types")
+_MODULES = ("compat", "decay", "distributed", "serving", "types")
 
 __all__ = ["__version__", *_MODULES, *_HOME]
 

@@ -1,0 +1,32 @@
+"""The public operations over several devices, each of which has a shard of the tokens.
+
+The functions take the arguments of those of the same name in :mod:`keraunos`, and where the other shards are: ``group=``
+in PyTorch, ``axis_name=`` in JAX inside ``shard_map``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keraunos.distributed.linear import gla_attention as gla_attention
+    from keraunos.distributed.linear import lightning_attention as lightning_attention
+    from keraunos.distributed.softmax import attention as attention
+
+# Public name -> the module that defines it, imported at its first use; none has the name itself, as it would hide it.
+_HOME = {"attention": "softmax", "gla_attention": "linear", "lightning_attention": "linear"}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'keraunos.distributed' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"keraunos.distributed.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
