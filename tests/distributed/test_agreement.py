@@ -1,0 +1,141 @@
+"""What ranks that were called with different arguments, or that miss one of them, raise: the same everywhere, in time."""
+
+import os
+import time
+
+import pytest
+
+from tests.distributed.worlds import run_world
+
+pytest.importorskip("torch.distributed")
+
+
+def outcome(fn):
+    """``(name of the error, message)``, or None."""
+    try:
+        fn()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def calls(rank, size):
+    """One call after the other, of which some are wrong on one rank."""
+    import torch
+    import torch.distributed as dist
+
+    from keraunos.distributed import agreement
+
+    def check(**what):
+        return outcome(lambda: agreement.check(None, op="attention", **what))
+
+    def refused(text):
+        def run():
+            with agreement.arguments(None):
+                if text:
+                    raise TypeError(text)
+            agreement.check(None, op="attention", shape=(9,))
+
+        return outcome(run)
+
+    last = size - 1
+    found = [check(shape=(2, 64), dtype=torch.float32) for _ in range(3)]
+    found.append(check(shape=(2, 48 if rank == last else 64), dtype=torch.float64))
+    found.append(check(shape=(2, 64), dtype=torch.float32))
+    found.append(refused("query is wrong" if rank == last else None))
+    found.append(refused("query is wrong"))
+    found.append(check(shape=(5,)))
+    # Late, but not too late.
+    time.sleep(0.3 * (rank == 0))
+    found.append(check(shape=(6,)))
+    # An old description on most ranks, a new one on the last: the others are in a collective that it never joins.
+    found.append(check(shape=(7,) if rank == last else (6,)))
+    if found[-1] is None:
+
+        def collective():
+            with agreement.exchange(None):
+                dist.all_reduce(torch.ones(3))
+
+        found.append(outcome(collective))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_raises_the_same(size):
+    ranks = run_world(calls, size, timeout=2)
+    last, others = size - 1, "rank 0" if size == 2 else "ranks 0, 1, 2"
+    assert ranks[0][:3] == [None] * 3
+    different = (
+        "DisagreementError",
+        (f"keraunos.distributed: the ranks differ: shape is (2, 64) on {others}, (2, 48) on rank {last}"),
+    )
+    assert [found[3] for found in ranks] == [different] * size
+    assert ranks[0][4] is None
+    own = "DisagreementError", f"keraunos.distributed: rank {last}: query is wrong"
+    assert [found[5] for found in ranks] == [own] * size
+    assert [found[6] for found in ranks] == [("TypeError", "query is wrong")] * size
+    assert [found[7:9] for found in ranks] == [[None, None]] * size
+    newer = (
+        "DisagreementError",
+        (f"keraunos.distributed: the ranks differ: shape is (6,) on {others}, (7,) on rank {last}"),
+    )
+    assert [found[-1] for found in ranks] == [newer] * size
+
+
+def leaving(rank, size):
+    """The last rank dies before the others exchange anything, or never comes."""
+    import torch
+    import torch.distributed as dist
+
+    from keraunos.distributed import agreement
+
+    def collective():
+        agreement.check(None, op="attention", shape=(1,))
+        if rank == size - 1:
+            os._exit(0)
+        with agreement.exchange(None):
+            dist.all_reduce(torch.ones(3))
+
+    def missing():
+        agreement.check(None, op="gla", shape=(2,))
+
+    start = time.monotonic()
+    found = outcome(collective), outcome(missing)
+    return *found, time.monotonic() - start
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_dies_is_named(size):
+    ranks = run_world(leaving, size, timeout=1)
+    assert ranks[-1] is None
+    for died, missing, seconds in ranks[:-1]:
+        assert died[0] == missing[0] == "RankFailedError"
+        assert f"rank {size - 1} left the exchange" in died[1]
+        assert f"rank {size - 1} did not come to gla within 1 s" in missing[1]
+        assert seconds < 30
+    assert len({found[:2] for found in ranks[:-1]}) == 1
+
+
+def test_without_a_group():
+    from keraunos.distributed import agreement
+
+    with pytest.raises(ValueError, match="init_process_group"):
+        agreement.check(None, op="attention")
+
+
+def test_an_axis_that_is_not_there():
+    jax = pytest.importorskip("jax")
+    from keraunos.distributed import agreement
+
+    with pytest.raises(ValueError, match="axis_name is 'tokens', no axis of a shard_map"):
+        agreement.axis_size("attention", "tokens")
+    mesh = jax.make_mesh((1,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("seq")
+    sizes = []
+
+    def f(x):
+        sizes.append(agreement.axis_size("attention", "seq"))
+        return x
+
+    jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)(jax.numpy.ones(4))
+    assert sizes == [1]

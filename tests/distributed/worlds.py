@@ -1,0 +1,64 @@
+"""Worlds of processes that reach each other through gloo, for tests of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+
+def run_world(fn: Callable, size: int, *args: Any, timeout: float = 30) -> list[Any]:
+    """``fn(rank, size, *args)`` in each of ``size`` processes: what they return, None of those that died.
+
+    Args:
+        fn: a function of a test module; what it returns can be pickled.
+        timeout: seconds, of the group.
+    """
+    # Forked from a process that has imported what all need, and has no threads.
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "keraunos.distributed.agreement", __name__])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(size):
+            pipe, own = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(own, fn, rank, size, folder, timeout, args), daemon=True)
+            process.start()
+            own.close()
+            pipes.append(pipe)
+            processes.append(process)
+        found = [_result(pipe) for pipe in pipes]
+        for process in processes:
+            process.join()
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    return found
+
+
+def _result(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _rank(pipe: Any, fn: Callable, rank: int, size: int, folder: str, timeout: float, args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    try:
+        found = fn(rank, size, *args)
+    except Exception as error:
+        found = error
+    pipe.send(found)
+    pipe.close()
+    # None leaves while another one still needs it.
+    try:
+        dist.barrier()
+    except RuntimeError:
+        pass
