@@ -1,4 +1,4 @@
-"""What ranks that were called with different arguments, or that miss one of them, raise: the same everywhere, in time."""
+"""What ranks raise that were called with different arguments, or miss one of them: the same everywhere, in time."""
 
 import os
 import time

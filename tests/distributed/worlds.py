@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import tempfile
 from collections.abc import Callable
@@ -58,7 +59,5 @@ def _rank(pipe: Any, fn: Callable, rank: int, size: int, folder: str, timeout: f
     pipe.send(found)
     pipe.close()
     # None leaves while another one still needs it.
-    try:
+    with contextlib.suppress(RuntimeError):
         dist.barrier()
-    except RuntimeError:
-        pass
