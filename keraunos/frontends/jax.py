@@ -154,6 +154,15 @@ def cast(x: jax.Array | np.ndarray, dtype: str) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
+# The array library, for what it and PyTorch have alike.
+xp = jnp
+
+
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The matrix product, in the precision of its arguments."""
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
 def rounded(x: jax.Array, dtype: str) -> jax.Array:
     """The values, of float32, rounded to those of a narrower dtype."""
     info = jnp.finfo(dtype)

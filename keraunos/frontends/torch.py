@@ -311,6 +311,16 @@ def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
     return x if x.dtype == _DTYPES[dtype] else x.to(_DTYPES[dtype])
 
 
+# The array library, for what it and JAX have alike.
+xp = torch
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The matrix product, in the precision of its arguments whatever the user's settings allow for products."""
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.double() @ b.double()).to(a.dtype)
+
+
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """The values, of float32, rounded to those of a narrower dtype."""
     return x.to(_DTYPES[dtype]).to(x.dtype)

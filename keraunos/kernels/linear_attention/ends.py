@@ -1,0 +1,221 @@
+"""The state that a stretch of tokens leaves behind, and what many stretches leave one after the other.
+
+That is all that devices tell each other which share a sequence (:mod:`keraunos.distributed`). Rightwards, to the last
+token, a stretch leaves and lets pass, with ``start`` the state before it and D the sum of its gates::
+
+    S = exp(D) start + sum_t exp(sum of the gates after t) k_t v_t^T
+
+and leftwards the same in the mirror. The gradient of the state is such a state too, left the other way by queries and
+the outputs' gradients; there a token's own gate is among those it passes.
+
+No walk: all tokens of a stretch are one sum, so pieces of it are computed at once, each relative to its own end. Where
+a constant decay forgets a piece before the end it is not even read. Decays are exponentials of sums, never differences
+of sums. On NVIDIA's GPUs these are two Triton kernels, elsewhere a matrix product.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any, NamedTuple
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention.triton_call import (
+    INTERPRETED,
+    Plan,
+    Spec,
+    pow2,
+    spec_of,
+    strides_of,
+    tile,
+    unit_of,
+)
+
+# Stand for -inf: of a gate, and of the decay over stretches of which one begins anew. Finite, so that 0 times it is 0.
+_CLOSED = _ANEW = -1e30
+# Programs that keep the largest GPUs busy, and so many more where constant decays leave most of them nothing to do;
+# tokens that make a piece worth its while.
+_PROGRAMS, _FORGETTING, _MIN_PIECE = 264, 4, 512
+
+
+class Stretch(NamedTuple):
+    """What leaves a state. The heads of ``key`` and ``value`` divide those of the decays."""
+
+    key: Any  # [B, T, heads, K]
+    value: Any  # [B, T, heads, V]
+    g: Any  # [B, T, H, K] or [B, T, H], log, <= 0, or None
+    g_gamma: Any  # [H] or [B, H], log, <= 0, or None
+
+
+class Way(NamedTuple):
+    """Where to; hashable."""
+
+    heads: int
+    right: bool  # towards the last token
+    inclusive: bool  # a token's own gate is between it and the end
+    scale: float = 1.0
+
+    @property
+    def adjoint(self) -> Way:
+        """That of the state's gradient."""
+        return self._replace(right=not self.right, inclusive=not self.inclusive)
+
+
+# A plan is four integers on the device: the first token of the stretch that counts, one past the last, whether the
+# sequence begins there (then ``start`` enters, and nothing older passes), and how many stretches lie before.
+
+
+def leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
+    """The state that a stretch leaves ``[B, H, K, V]`` and the sum of its gates ``[B, H, K]`` or ``[B, H]``, flat.
+
+    Args:
+        x: the stretch. start: ``[B, H, K, V]`` or None, zeros. plan: as above; way: where to.
+    """
+    return (_leave_on_gpu if _is_for_gpu(x.key) else _leave)(x, start, plan, way)
+
+
+def arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
+    """The state ``[B, H, K, V]`` after the stretches before this one; ``start``, or zeros, if there are none.
+
+    Args:
+        left: ``[stretches, n]``, what :func:`leave` made of each, from left to right.
+        start, plan, way: as there; sizes: B, H, K, V.
+    """
+    return (_arrive_on_gpu if _is_for_gpu(left) else _arrive)(left, start, plan, way, sizes)
+
+
+def length(x: Stretch, way: Way) -> int:
+    """How many values :func:`leave` makes."""
+    B, K, V = x.key.shape[0], x.key.shape[-1], x.value.shape[-1]
+    return B * way.heads * (K * V + _gates(x))
+
+
+def _gates(x: Stretch) -> int:
+    """The sums of gates per head: 1, or K."""
+    return x.key.shape[-1] if x.g is not None and x.g.ndim == 4 else 1
+
+
+def _is_for_gpu(x: Any) -> bool:
+    framework = frontends.framework_of(x)
+    frontend = frontends.get(framework)
+    if frontend.dtype_name(x) == "float64" or (x.ndim == 4 and x.shape[-1] > 256):
+        return False
+    if framework == "torch" and INTERPRETED:
+        return True
+    backend = frontend.device_of(x).backend
+    return backend == "gpu" and (framework == "torch" or importlib.util.find_spec("jax_triton") is not None)
+
+
+def _leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
+    """In plain operations of either framework."""
+    frontend = frontends.get(frontends.framework_of(x.key))
+    xp, (B, T), H = frontend.xp, x.key.shape[:2], way.heads
+    dtype = "float64" if frontend.dtype_name(x.key) == "float64" else "float32"
+    t = frontend.numbers(T, x.key)
+    live = ((t >= plan[0]) & (t < plan[1]))[None, :, None, None]
+
+    def spread(y):
+        y = frontend.cast(y, dtype)[:, :, :, None]
+        y = xp.broadcast_to(y, (*y.shape[:3], H // y.shape[2], y.shape[-1]))
+        return xp.where(live, y.reshape(B, T, H, y.shape[-1]), 0)
+
+    a = frontend.zeros((B, T, H, 1), dtype, x.key)
+    if x.g_gamma is not None:
+        a = a + frontend.cast(x.g_gamma, dtype).reshape(-1, 1, H, 1).clip(_CLOSED)
+    if x.g is not None:
+        g = x.g if x.g.ndim == 4 else x.g[..., None]
+        a = a + frontend.cast(g, dtype).clip(_CLOSED)
+    a = xp.where(live, a, 0)
+    total = a.sum(1)  # [B, H, 1 or K]
+    passed = a
+    if not way.inclusive:
+        passed = frontend.pad(a[:, 1:], 1, 1) if way.right else frontend.pad(a[:, :-1], 1, 0, 1)
+    passed = xp.flip(xp.cumsum(xp.flip(passed, (1,)), 1), (1,)) if way.right else xp.cumsum(passed, 1)
+    key = spread(x.key) * xp.exp(passed)
+    state = frontend.product(xp.moveaxis(key, 1, 3), xp.moveaxis(spread(x.value), 1, 2)) * way.scale
+    anew = plan[2] != 0
+    if start is not None:
+        decay = xp.exp(total)[..., None]
+        state = state + xp.where(anew & (decay > 0), decay * frontend.cast(start, dtype), 0)
+    return xp.concatenate([state.reshape(-1), xp.where(anew, _ANEW, total).reshape(-1)])
+
+
+def _arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
+    """The same."""
+    frontend = frontends.get(frontends.framework_of(left))
+    xp, (B, H, K, V), R = frontend.xp, sizes, left.shape[0]
+    state = left[:, : B * H * K * V].reshape(R, B, H, K, V)
+    total = left[:, B * H * K * V :].reshape(R, B, H, -1)
+    place = frontend.numbers(R, left)
+    place = place if way.right else R - 1 - place
+    between = (place[:, None] < place) & (place < plan[3])
+    decay = xp.exp(xp.where(between[:, :, None, None, None], total, 0).sum(1))[..., None]
+    before = (place < plan[3])[:, None, None, None, None]
+    # What is forgotten is nothing, even if it was no number.
+    state = xp.where(before & (decay > 0), decay * state, 0).sum(0)
+    if start is None:
+        return state
+    return xp.where(plan[3] == 0, frontend.cast(start, frontend.dtype_name(state)), state)
+
+
+@functools.lru_cache(maxsize=4096)
+def _leave_plan(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way) -> tuple[Plan, int]:
+    """The launch for the pieces of a stretch, and their number."""
+    from keraunos.kernels.linear_attention import ends_kernels
+
+    (B, T, _, K), V, H = k.shape, v.shape[-1], way.heads
+    gate, exact = 0 if g is None else len(g.shape) - 2, k.dtype == "float32"
+    BT, BK = 32 if exact else 64, tile(K)
+    BV = min(tile(V), 64 if BK > 128 or exact else 128)
+    tiles = B * H * -(-V // BV)
+    most = max(_PROGRAMS * (_FORGETTING if gamma and not gate else 1) // tiles, 1)
+    L = max(-(-T // (min(most, max(T // _MIN_PIECE, 1)) * BT)), 1) * BT
+    P = max(-(-T // L), 1)
+    unit = unit_of(k, v, g if gate == 2 else None)
+    numbers = dict(
+        **strides_of(k, "k", unit), **strides_of(v, "v", unit), **strides_of(g, "g", unit if gate == 2 else 1),
+        stride_gamma_b=H if gamma and len(gamma.shape) == 2 else 0, scale=way.scale, T=max(T, 1), L=L,
+    )  # fmt: skip
+    outputs = dict(
+        local=((P, B, H, K, V), "float32"), total=((P, B, H, K) if gate == 2 else (P, B, H), "float32"),
+        seen=((P, B, H), "int32"),
+    )  # fmt: skip
+    constants = dict(
+        H=H, K=K, V=V, RK=H // k.shape[2], RV=H // v.shape[2], UNIT=unit, BT=BT, BK=BK, BV=BV, GATE=gate,
+        GAMMA=gamma is not None, TERMS=3 if exact else 2, RIGHT=way.right, INCLUSIVE=way.inclusive,
+        PRECISION="tf32" if not exact else "ieee" if INTERPRETED else "bf16x6",
+    )  # fmt: skip
+    warps = 8 if BK * BV > 8192 else 4
+    return Plan(ends_kernels.leave_kernel, (P * tiles,), numbers, outputs, constants, warps, 3), P
+
+
+@functools.lru_cache(maxsize=4096)
+def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, start: bool) -> Plan:
+    """The launch that makes one state of P; row: of values to a stretch, where they come from others, else 0."""
+    from keraunos.kernels.linear_attention import ends_kernels
+
+    B, H, K, V = sizes
+    M, BK = B * H, 8
+    numbers = dict(stride_local=row or M * K * V, stride_total=row or M * gates, P=P, M=M)
+    merged = sizes if row else (M * (K * V + gates),)
+    constants = dict(K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, SEEN=not row,
+                     BEFORE=row > 0)  # fmt: skip
+    return Plan(
+        ends_kernels.merge_kernel, (M * -(-K // BK),), numbers, dict(merged=(merged, "float32")), constants, 4, 4
+    )
+
+
+def _leave_on_gpu(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
+    k, v, g, gamma = map(spec_of, x)
+    launch, P = _leave_plan(k, v, g, gamma, way)
+    local, total, seen = launch.launch(k=x.key, v=x.value, g=x.g, gamma=x.g_gamma, plan=plan)
+    sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
+    merge = _merge_plan(sizes, _gates(x), P, 0, way, start is not None)
+    return merge.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0]
+
+
+def _arrive_on_gpu(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
+    (R, row), (B, H, K, V) = left.shape, sizes
+    merge = _merge_plan(sizes, row // (B * H) - K * V, R, row, way, start is not None)
+    return merge.launch(local=left, total=left, seen=None, start=start, plan=plan)[0]

@@ -1,0 +1,148 @@
+"""The Triton kernels of ``ends.py``: what pieces of a row leave to its end, and many pieces' states as one."""
+
+import triton
+import triton.language as tl
+
+from keraunos.kernels.linear_attention.triton_kernels import CLOSED, LOG2E, NOTHING, load_gamma, load_gate, ones_dot
+
+# The log of the decay over stretches of which one begins anew.
+ANEW = tl.constexpr(-1e30)
+
+
+@triton.jit
+def leave_kernel(
+    k, v, g, gamma, plan,
+    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
+    scale, T, L,
+    local, total, seen,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
+    TERMS: tl.constexpr, RIGHT: tl.constexpr, INCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``sum_t exp(gates between t and the end) k_t v_t^T`` over a piece of L tokens; the end is right or left.
+
+    INCLUSIVE: the gate of token t counts too. GATE: 0 none, 1 per token, 2 per token and dimension. ``plan``: the first
+    token that counts and one past the last. ``total`` has the sums of the pieces' gates, ``seen`` whether anything is
+    left of a piece at the row's end: if not, ``local`` is not written.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_h = (tl.program_id(0) // NV) % H
+    i_o = tl.program_id(0) // (NV * H)
+    n_p = tl.cdiv(T, L)
+    i_p = i_o % n_p
+    i_b = (i_o // n_p).to(tl.int64)
+    low, high = tl.load(plan), tl.load(plan + 1)
+    begin = tl.maximum(i_p * L, low)
+    end = tl.minimum(tl.minimum(i_p * L + L, T), high)
+    tokens = tl.maximum(end - begin, 0)
+    size = tokens
+    b_gamma = 0.0
+    if GAMMA:
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+    if GAMMA and GATE == 0:
+        # Only the tokens of which anything is left at the row's end.
+        n_after = (high - end) if RIGHT else (begin - low)
+        n_seen = tl.minimum(NOTHING / tl.minimum(b_gamma, -1e-6), 1e9).to(tl.int32) - n_after
+        size = tl.minimum(size, tl.maximum(n_seen, 0))
+
+    o_t = tl.arange(0, BT)
+    o_d = (BT - 1 - o_t) if RIGHT else o_t  # tokens away from the chunk's end that is nearer to the row's
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    base = ((end - BT) if RIGHT else begin).to(tl.int64)
+    p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh) * UNIT
+    p_v = v + (i_b * stride_vb + base * stride_vt + (i_h // RV) * stride_vh) * UNIT
+    p_k += o_t[:, None] * (stride_kt * UNIT) + o_k[None, :]
+    p_v += o_t[:, None] * (stride_vt * UNIT) + o_v[None, :]
+    UNIT_G: tl.constexpr = UNIT if GATE == 2 else 1
+    if GATE > 0:
+        p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT_G + o_t * (stride_gt * UNIT_G)
+    nearer = (o_d[None, :] <= o_d[:, None]) if INCLUSIVE else (o_d[None, :] < o_d[:, None])  # [BT (t), BT (s)]
+    step = -BT if RIGHT else BT
+    b_sum = tl.zeros([BK], dtype=tl.float32)
+    b_sum1 = 0.0
+    b_s = tl.zeros([BV, BK], dtype=tl.float32)
+    for i in range(tl.cdiv(size, BT)):
+        m_t = i * BT + o_d < size
+        b_k = tl.load(p_k, mask=m_t[:, None] & (o_k < K)[None, :], other=0.0)  # [BT, BK]
+        b_v = tl.load(p_v, mask=m_t[:, None] & (o_v < V)[None, :], other=0.0)  # [BT, BV]
+        b_w = b_gamma * (i * BT + o_d + (1 if INCLUSIVE else 0))  # [BT]
+        if GATE == 1:
+            b_g = load_gate(p_g, m_t, CLOSED)
+            b_w += (tl.sum(tl.where(nearer, b_g[None, :], 0.0), 1) + b_sum1) * LOG2E
+            b_sum1 += tl.sum(b_g, 0)
+            p_g += step * (stride_gt * UNIT_G)
+        if GATE == 2:
+            b_gk = load_gate(p_g[:, None] + o_k[None, :], m_t[:, None] & (o_k < K)[None, :], CLOSED)  # [BT, BK]
+            b_wk = (ones_dot(nearer, b_gk, TERMS) + b_sum[None, :]) * LOG2E + b_w[:, None]
+            b_sum += tl.sum(b_gk, 0)
+            p_g += step * (stride_gt * UNIT_G)
+            b_x = b_k.to(tl.float32) * tl.exp2(b_wk)
+        else:
+            b_x = b_k.to(tl.float32) * tl.exp2(b_w)[:, None]
+        b_s = tl.dot(tl.trans(b_v), b_x.to(k.dtype.element_ty), b_s, input_precision=PRECISION)
+        p_k += step * (stride_kt * UNIT)
+        p_v += step * (stride_vt * UNIT)
+
+    i_slot = (i_p * tl.cdiv(tl.num_programs(0), n_p * NV * H) + i_b) * H + i_h  # pieces first
+    there = size > 0
+    p_s = local + i_slot * (K * V) + o_v[:, None] + o_k[None, :] * V
+    tl.store(p_s, b_s * scale, mask=(o_v < V)[:, None] & (o_k < K)[None, :] & there)
+    if i_v == 0:
+        tl.store(seen + i_slot, there.to(tl.int32))
+        b_all = b_gamma / LOG2E * tokens
+        if GATE == 2:
+            tl.store(total + i_slot * K + o_k, b_sum + b_all, mask=o_k < K)
+        else:
+            tl.store(total + i_slot, b_sum1 + b_all)
+
+
+@triton.jit
+def merge_kernel(
+    local, total, seen, start, plan, stride_local, stride_total, P, M,
+    merged,
+    K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    RIGHT: tl.constexpr, START: tl.constexpr, SEEN: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    """The state that P stretches leave one after the other ``[M, K, V]``, from the ``local`` that each leaves alone.
+
+    BEFORE: of those only that lie before this one, of which ``plan`` says how many; else the sum of all their gates
+    follows, ``[M, KD]`` with KD of K or 1. They begin with ``start`` if there is no stretch before this one, or if
+    ``plan`` says that the sequence begins among the stretches: then nothing older passes, and the sum says so. With
+    BEFORE ``local`` and ``total`` are rows of one array, made by a launch without.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_m = (tl.program_id(0) // NK).to(tl.int64)
+    o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+    o_s = i_m * (K * V) + o_k[:, None] * V + o_v[None, :]
+    o_d = i_m * KD + (o_k if KD > 1 else o_k * 0)
+    p_total = total + o_d
+    if BEFORE:
+        p_total += M * (K * V)
+        n = tl.load(plan + 3)
+        fresh = n == 0
+    else:
+        n = P
+        fresh = tl.load(plan + 2) != 0
+    b_s = tl.zeros([BK, BV], dtype=tl.float32)
+    if START:
+        b_s = tl.load(start + o_s, mask=m_s & fresh, other=0.0).to(tl.float32)
+    b_sum = tl.zeros([BK], dtype=tl.float32)
+    for i in range(n):
+        i_p = i_m * 0 + (i if RIGHT else (P - 1 - i))
+        m_l = m_s
+        if SEEN:
+            m_l = m_s & (tl.load(seen + i_p * M + i_m) != 0)
+        b_total = tl.load(p_total + i_p * stride_total, mask=o_k < K, other=0.0)  # [BK]
+        b_local = tl.load(local + i_p * stride_local + o_s, mask=m_l, other=0.0)  # [BK, BV]
+        b_decay = tl.exp2(b_total * LOG2E)[:, None]
+        # What is forgotten is nothing, even if it was no number.
+        b_s = tl.where(b_decay > 0, b_s * b_decay, 0.0) + b_local
+        b_sum += b_total
+    tl.store(merged + o_s, b_s, mask=m_s)
+    if not BEFORE:
+        b_sum = tl.where(fresh, ANEW, b_sum)
+        tl.store(merged + M * (K * V) + o_d, b_sum, mask=(o_k < K) if KD > 1 else (o_k == 0))
