@@ -26,6 +26,8 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
            constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:  # fmt: skip
     """Launch as an operation of JAX; the arguments are those of :func:`keraunos.frontends.torch_launch.launch`."""
     _check_names(kernel, inputs, outputs, constants)
+    if "OVERLAP" in constants:
+        constants = {**constants, "OVERLAP": 0}  # XLA orders launches
     made = {
         name: jax.ShapeDtypeStruct(*((inputs[o].shape, inputs[o].dtype) if isinstance(o, str) else o))
         for name, o in outputs.items() if o is not None

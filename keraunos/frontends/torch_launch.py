@@ -25,7 +25,9 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
         inputs: name -> tensor, number or None.
         outputs: name -> (shape, dtype name); or the name of an input to overwrite, which nothing else may use then; or
             None for one that the constants switch off.
-        constants: name -> compile-time value.
+        constants: name -> compile-time value. OVERLAP, where a kernel has it: 1 lets the next launch begin while this
+            one runs, 2 lets this one begin while the one before it runs; 0 is what the kernel gets where the GPU
+            cannot do that.
 
     Returns:
         The outputs, in order; None for those that are off.
@@ -33,7 +35,7 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     if (recording := getattr(_local, "recording", None)) is None:
         return _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)[0]
     made, run, given, kinds = _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)
-    recording.add(run, list(inputs.values()), kinds, made, given)
+    recording.add(run, list(inputs.values()), kinds, made, given, beside=bool(constants.get("OVERLAP", 0) & 2))
     return made
 
 
@@ -60,13 +62,25 @@ def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> 
     )
     if 0 in grid:
         return made, _nothing, [], kinds
-    run = functools.partial(kernel[grid], **constants, num_warps=num_warps, num_stages=num_stages)
+    options = dict(num_warps=num_warps, num_stages=num_stages)
+    if "OVERLAP" in constants:
+        # In its deterministic mode PyTorch fills what it allocates, between the launches.
+        able = _overlaps(like.device) and not torch.are_deterministic_algorithms_enabled()
+        constants = {**constants, "OVERLAP": constants["OVERLAP"] if able else 0}
+        options["launch_pdl"] = constants["OVERLAP"] & 2 != 0
+    run = functools.partial(kernel[grid], **constants, **options)
     with _on(like.device):
         built = run(*inputs.values(), *made)
     if built is None:
         # The interpreter builds nothing.
         return made, run, [], kinds
     return made, _again(built, (*grid, 1, 1)[:3]), [constants[p.name] for p in kernel.params if p.is_constexpr], kinds
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a launch can begin before the one before it has ended: from Hopper on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _nothing(*args: Any) -> None:
@@ -120,6 +134,7 @@ class _Recording:
         self.versions: Any = WeakTensorKeyDictionary()
         self.size = 0
         self.steps: list[_Step] = []
+        self.first: Any = None  # of the launches that may run side by side
         self.complete = True
         for x in tensors:
             self._take(x)
@@ -136,7 +151,7 @@ class _Recording:
             self.slots[x], self.versions[x] = self.size, _version(x)
         self.size += 1
 
-    def add(self, run, inputs, kinds, made, given):
+    def add(self, run, inputs, kinds, made, given, beside=False):
         for x in made:
             if x is not None and x not in self.slots:
                 self._take(x)
@@ -144,7 +159,14 @@ class _Recording:
         arrays = [(i, self.slots.get(x, -1)) for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         self.complete &= all(slot >= 0 for _, slot in arrays) and self._unchanged()
         args = [*(None if isinstance(x, torch.Tensor) else x for x in args), *given]
-        self.steps.append(_Step(run, args, arrays, [k for k in kinds if isinstance(k, tuple)], []))
+        outputs = [k for k in kinds if isinstance(k, tuple)]
+        if beside:
+            # What the launches before it no longer need may be in use yet: it gets its memory before the first of them.
+            self.first.outputs.extend(outputs)
+            outputs = []
+        self.steps.append(_Step(run, args, arrays, outputs, []))
+        if not beside:
+            self.first = self.steps[-1]
 
     def finish(self, results) -> _Launches | None:
         """What repeats the calls; None where something else than launches made the results."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import replace
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
 from keraunos.kernels.linear_attention import triton_chunks, triton_kernels
@@ -52,19 +52,24 @@ FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 _HALVING = (64, 4, 1)
 _STATES = (64, 4, 3)
 _GRADIENT = (64, 64, 4, 3)
+# Stages of a walk of four warps that leave room on its multiprocessor for another.
+_SHARING = 3
 # Heads that one program looks at, to find chunks with strong gates.
 _HEADS = 8
 
 
 @remember
 def _scan_plan(
-    call: Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t, width, pool
+    call: Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t, width, pool,
+    overlap,
 ) -> Plan:
     H, cfg = call.H, call.cfg
     K, V = k.shape[-1], v.shape[-1]
     BV, num_warps, num_stages = min(cfg.block_d, tile(V)), cfg.num_warps, cfg.num_stages
     if q is None:
         BV, num_warps, num_stages = min((BV, num_warps, num_stages), _STATES)
+    if overlap and num_warps == 4:
+        num_stages = min(num_stages, _SHARING)
     pieces = final == _Final.PIECE
     split = pieces or (call.L > 0 and init != _Init.SEQUENCE)
     length = call.L // call.P if pieces else call.L
@@ -95,7 +100,7 @@ def _scan_plan(
         UNIT=unit, BT=call.BT, BK=tile(K), BV=BV, BN=pow2(call.N), GATE=call.gate, TERMS=call.terms, MILD=call.mild,
         ADJOINT=adjoint, SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final),
         OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, EXPORT=False,
-        **NO_POOL, **call.flags(reverse),
+        OVERLAP=int(overlap), **NO_POOL, **call.flags(reverse),
     )  # fmt: skip
     if pool:
         # The states are not made, but put where they came from.
@@ -124,9 +129,18 @@ class _Save(IntEnum):
     NOTHING, CHUNKS, PARTS = range(3)
 
 
+class _Overlap(IntFlag):
+    """Which of two launches, neither of which reads what the other writes, may run side by side.
+
+    A walk of few programs leaves most of the GPU to another one. What the first reads must live until the second ends.
+    """
+
+    NONE, WITH_NEXT, WITH_LAST = 0, 1, 2
+
+
 def _scan(call: Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, init=_Init.ZERO, decayed=None,
           final=_Final.NONE, state="float32", output=None, into=None, save=_Save.NOTHING, part=None,
-          state_t=False, pool=None):  # fmt: skip
+          state_t=False, pool=None, overlap=_Overlap.NONE):  # fmt: skip
     """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
 
     Args:
@@ -139,6 +153,7 @@ def _scan(call: Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, i
         part: walk only this part.
         state_t: states are transposed in memory.
         pool: where the states of sequences are.
+        overlap: whether the launch before or after this one may run beside it.
 
     Returns:
         ``(output, final states, states written down, sums of the gates)``.
@@ -149,7 +164,7 @@ def _scan(call: Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, i
     plan = _scan_plan(
         call, q_spec, k_spec, v_spec, reverse=reverse, adjoint=adjoint, init=init, final=final, state=state,
         output=output, into=into is not None, save=save, part=part, state_t=state_t,
-        width=decayed.intra.shape[-1] if decayed else 0, pool=pool and pool.specs(),
+        width=decayed.intra.shape[-1] if decayed else 0, pool=pool and pool.specs(), overlap=overlap,
     )  # fmt: skip
     # Triton would build other code for absent arrays.
     return plan.launch(
@@ -268,9 +283,12 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         dq, dk, dv, dg, dgamma, dh0 = _gradients(call, args, decayed, do, begin, ends, wanted)
     else:
         dg = dgamma = None
-        dv, dh0, _, _ = _scan(call, args, k, q, do, **ends, output=call.dtype_shared, **wanted, **run)
-        dq = _scan(call, args, do, v, k, reverse=call.reverse, **begin, output=call.dtype, state_t=True)[0]
-        dk = _scan(call, args, v, do, q, **ends, output=call.dtype_shared, state_t=True, **run)[0]
+        dv, dh0, _, _ = _scan(call, args, k, q, do, **ends, output=call.dtype_shared, overlap=_Overlap.WITH_NEXT,
+                              **wanted, **run)  # fmt: skip
+        dq = _scan(call, args, do, v, k, reverse=call.reverse, **begin, output=call.dtype, state_t=True,
+                   overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)[0]  # fmt: skip
+        dk = _scan(call, args, v, do, q, **ends, output=call.dtype_shared, state_t=True, overlap=_Overlap.WITH_LAST,
+                   **run)[0]  # fmt: skip
     if call.R > 1:
         dk, dv = (_sum(x, call.B * call.T * call.G, call.R, like.shape[-1], like.shape, like.dtype)
                   for x, like in ((dk, call.specs.key), (dv, call.specs.value)))  # fmt: skip
@@ -332,11 +350,11 @@ def _gradients(call: Call, args: Args, decayed: _Decayed | None, do, begin, ends
         q, k = (decayed.q, decayed.k) if decayed else (args.query, args.key)
         dv, dh0, dhs, _ = _scan(
             call, args, k, q, do, reverse=not call.reverse, adjoint=True, **ends, decayed=decayed, into=dv, part=part,
-            output=call.dtype_shared, save=_Save.CHUNKS, **final,
+            output=call.dtype_shared, save=_Save.CHUNKS, overlap=_Overlap.WITH_NEXT, **final,
         )  # fmt: skip
-        ends = dict(h0=dh0, init=_Init.WALK)
         _, _, hs, _ = _scan(call, args, None, k, args.value, reverse=call.reverse, **begin, decayed=decayed,
-                            save=_Save.CHUNKS, part=part)  # fmt: skip
+                            save=_Save.CHUNKS, part=part, overlap=_Overlap.WITH_LAST)  # fmt: skip
+        ends = dict(h0=dh0, init=_Init.WALK)
         decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, grads, part)
     dq, dk, dg = grads
     if call.gate < 2:
@@ -431,10 +449,12 @@ def heuristic(inv, cfg):
     # Two warpgroups with half a state each read every input once. But where programs with half a state fill the GPU as
     # they are, and with a whole one only once sequences are cut, that pays in long sequences only.
     heads = inv.dims["N"] * inv.dims["H"]
-    # The assembler in the driver, which JAX takes, makes slower code of the narrow walks than Triton's own.
-    short = inv.dims["T"] <= (2048 if inv.framework == "jax" and "g" not in inv.arrays else 8192)
-    wide = min(K, V) > 64 and not (48 < heads <= 66 and short)
-    stages = 3 if "g" in inv.arrays else 4
+    gates, jax = "g" in inv.arrays, inv.framework == "jax"
+    # The assembler in the driver, which JAX takes, makes slower code of the narrow walks than Triton's own. Where gates
+    # have gradients, and launches overlap, which they do not in JAX, the narrow are the faster at any length.
+    longest = (8192 if jax else math.inf) if gates else 2048 if jax else 8192
+    wide = min(K, V) > 64 and not (48 < heads <= 66 and inv.dims["T"] <= longest)
+    stages = 3 if gates else 4
     return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)
 
 

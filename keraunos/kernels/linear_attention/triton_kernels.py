@@ -14,6 +14,7 @@ also where the front end does not tell it what numbers are multiples of, and bui
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for -inf in sums of gates: 0 * CLOSED is 0, exp of it is 0, and every 16-bit format holds it exactly.
@@ -139,6 +140,7 @@ def scan_kernel(
     INIT: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, STATE_T: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, EXPORT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Walk a sequence, or one segment of it, chunk by chunk, with a tile of the state in registers.
 
@@ -160,7 +162,12 @@ def scan_kernel(
     what is after the last sequence in ROWS of the output. MAY_START: ``has_initial`` says which sequences have a state.
     EXPORT: ``exports`` has for each chunk the slot that the state before it is copied to, or -1; so it has for the end
     of a sequence of whole chunks.
+
+    OVERLAP: 1 the next launch may begin once all programs have; 2 this one may have begun beside the one before, and
+    ends after it; 3 both.
     """
+    if OVERLAP % 2 == 1:
+        gdc_launch_dependents()
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
@@ -396,6 +403,8 @@ def scan_kernel(
             tl.store(total + i_total, b_sum1 * LOG2E)
         if GATE == 2:
             tl.store(total + i_total * K + o_k, b_sum, mask=o_k < K)
+    if OVERLAP >= 2:
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["N"])
