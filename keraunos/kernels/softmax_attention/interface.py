@@ -6,6 +6,16 @@ framework, and hands it to :func:`kernel`. For each query, with every step in at
     x_s = soft_cap * tanh(softmax_scale * q . k_s / soft_cap) + bias_s      -inf where the key is not visible
     p_s = exp(x_s) / (sum_s exp(x_s) + sum_n exp(sinks_n))                  0 where no key is visible and no sink there
     o   = sum_s keep_s / (1 - dropout) p_s v_s
+
+For sequences in shards (``keraunos.distributed``), a module also has what parts of the keys are merged with::
+
+    part(args, opts)                                -> (output, top, rest)
+    part_gradients(args, (output, top, rest), doutput, opts) -> gradients of query, key and value, as Args
+    BASE                                            of the logs
+
+``top + rest``, ``[B, H, T]``, is the log of each query's sum over the part's keys, inf where it sees none; two terms
+have more digits. ``part_gradients`` is given the output and the logs of all keys. No bias, sinks, mask or dropout
+comes; ``opts.window`` counts from the part's first key and may be negative.
 """
 
 from __future__ import annotations

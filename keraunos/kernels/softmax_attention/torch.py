@@ -9,6 +9,7 @@ Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -58,6 +59,8 @@ class _Weights(NamedTuple):
     sinks: torch.Tensor | None  # [B, G, R, T, n]
     capped: torch.Tensor  # the logits before the bias
     keep: torch.Tensor | float  # factors of the dropout
+    top: torch.Tensor  # [B, G, R, T, 1]; the log of the sum is top + log(total)
+    total: torch.Tensor
 
     @property
     def kept(self) -> torch.Tensor:
@@ -75,8 +78,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _weights(args: Args, opts: Options, t0: int, s0: int) -> _Weights:
-    """Those of queries and keys whose first places are given."""
+def _weights(args: Args, opts: Options, t0: int, s0: int, logs: tuple[torch.Tensor, ...] | None = None) -> _Weights:
+    """Those of queries and keys whose first places are given; ``logs``, if known: of the queries' sums, two terms."""
     (B, T, H, _), (S, G) = args.query.shape, args.key.shape[1:3]
     work, device = _working(args.query, opts), args.query.device
     q, k = _heads(args.query.to(work), G), args.key.to(work).transpose(1, 2)
@@ -101,19 +104,21 @@ def _weights(args: Args, opts: Options, t0: int, s0: int) -> _Weights:
         x = torch.where(seen, x, -torch.inf)
     x = x.to(getattr(torch, opts.softmax_dtype))
     sinks = x.new_zeros(1, 1, 1, 1, 0) if args.sinks is None else sinks_of(args.sinks.to(x.dtype), G)[..., None, :]
-    lowest = x.new_full((1,), -torch.inf)
-    top = torch.cat([lowest.expand(*x.shape[:-1], 1), x.detach(), sinks.detach().expand(*x.shape[:-1], -1)], -1).amax(
-        -1
-    )
-    top = torch.where(torch.isfinite(top), top, 0)[..., None]
-    p, sinks = torch.exp(x - top), torch.exp(sinks - top)
-    total = p.sum(-1, keepdim=True) + sinks.sum(-1, keepdim=True)
-    total = torch.where(total > 0, total, 1)
+    if logs is None:
+        lowest = x.new_full((*x.shape[:-1], 1), -torch.inf)
+        top = torch.cat([lowest, x.detach(), sinks.detach().expand(*x.shape[:-1], -1)], -1).amax(-1, keepdim=True)
+        top = torch.where(torch.isfinite(top), top, 0)
+        p, sinks = torch.exp(x - top), torch.exp(sinks - top)
+        total = p.sum(-1, keepdim=True) + sinks.sum(-1, keepdim=True)
+    else:
+        top = logs[0]
+        p, total = torch.exp(x - top - logs[1]), torch.ones_like(top)
+    divisor = torch.where(total > 0, total, 1)
     keep: Any = 1.0
     if opts.dropout:
         head = torch.arange(B * H, device=device).reshape(B, G, -1, 1, 1)
         keep = keeps(args.seed.long(), head, t, s, opts.dropout).to(x.dtype) / (1 - opts.dropout)
-    return _Weights(p / total, None if args.sinks is None else sinks / total, capped, keep)
+    return _Weights(p / divisor, None if args.sinks is None else sinks / divisor, capped, keep, top, total)
 
 
 def _both(a: torch.Tensor | None, b: torch.Tensor) -> torch.Tensor:
@@ -155,8 +160,11 @@ def forward(args: Args, opts: Options):
     return (output, None), ()
 
 
-def backward(args: Args, residuals, grads, opts: Options) -> Args:
-    """The gradients of ``args`` from that of the output."""
+def backward(args: Args, residuals, grads, opts: Options, logs: tuple = (), means: Any = None) -> Args:
+    """The gradients of ``args`` from that of the output.
+
+    ``logs`` and ``means``, ``[B, G, R, T, 1]``, are of all keys where these are a part of them.
+    """
     work, G, H = _working(args.query, opts), args.key.shape[2], args.query.shape[2]
 
     def zeros(x, dtype=None):
@@ -165,12 +173,12 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     dq, dk, dv, dbias = zeros(args.query), zeros(args.key, work), zeros(args.value, work), zeros(args.bias)
     dsinks = None if args.sinks is None else args.sinks.new_zeros(G, H // G, args.sinks.shape[-1], dtype=work)
     for part, t, s in _parts(args, opts):
-        w = _weights(part, opts, t.start, s.start)
+        w = _weights(part, opts, t.start, s.start, tuple(x[..., t, :] for x in logs) or None)
         p = w.p.to(work)
         q, do = _heads(part.query.to(work), G), _heads(grads[0][:, t].to(work), G)
         k, v = part.key.to(work).transpose(1, 2), part.value.to(work).transpose(1, 2)
         dp = torch.einsum("bgrtv,bgsv->bgrts", do, v) * w.keep
-        mean = (p * dp).sum(-1, keepdim=True)
+        mean = (p * dp).sum(-1, keepdim=True) if means is None else means[..., t, :]
         dx = p * (dp - mean)
         if dbias is not None:
             shape = over_groups(part.bias, G).shape
@@ -189,6 +197,32 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         dsinks = dsinks.reshape(heads, -1, args.sinks.shape[-1]).sum(1).reshape(args.sinks.shape)
     found = Args(dq, dk, dv, dbias, dsinks)
     return Args(*(None if d is None else d.to(x.dtype) for x, d in zip(args, found, strict=True)))
+
+
+# Of the logs of sums.
+BASE = math.e
+
+
+def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
+    """See ``interface.py``."""
+    B, T, H = args.query.shape[:3]
+    output = args.query.new_empty(B, T, H, args.value.shape[3])
+    top, total = (output.new_empty(B, H, T, dtype=_working(args.query, opts)) for _ in range(2))
+    for some, t, s in _parts(args, opts):
+        w = _weights(some, opts, t.start, s.start)
+        output[:, t] = _output(some, w.p)
+        top[..., t], total[..., t] = (x.reshape(B, H, -1) for x in (w.top, w.total))
+    return output, torch.where(total > 0, top, torch.inf), torch.where(total > 0, total, 1).log()
+
+
+def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
+    """See ``interface.py``."""
+    (B, T, H, _), G = args.query.shape, args.key.shape[2]
+    output, *logs = whole
+    work = _working(args.query, opts)
+    means = (output.to(work) * doutput.to(work)).sum(-1).transpose(1, 2)
+    top, rest, means = (x.reshape(B, G, H // G, T, 1) for x in (*logs, means))
+    return backward(args, (), (doutput, None), opts, (top, rest), means)
 
 
 def _shapes(args: Args, opts: Options):

@@ -375,6 +375,28 @@ def attention(args: Args, opts: Options) -> tuple[Any, None]:
     return _differentiable(frontends.framework_of(args.query), opts)(args)[0], None
 
 
+# Of the logs of sums.
+BASE = 2.0
+
+
+def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
+    """See ``interface.py``."""
+    _, (output, lse) = forward(args, opts)
+    if lse.ndim == 4:
+        return output, lse[:, :, 0], lse[:, :, 1]
+    frontend = frontends.get(frontends.framework_of(lse))
+    return output, lse, frontend.zeros(tuple(lse.shape), "float32", lse)
+
+
+def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
+    """See ``interface.py``."""
+    output, top, rest = whole
+    lse = top + rest
+    if _name(args.query) == "float32":
+        lse = frontends.get(frontends.framework_of(args.query)).stack([top, rest], 2)
+    return backward(args, (output, lse), (doutput, None), opts)
+
+
 implementation = kernel(
     __file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates, unsupported=unsupported
 )

@@ -11,6 +11,7 @@ Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B,
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -207,6 +208,11 @@ class _Blocks:
         return top, total, self.zeros((*self.q.shape[1:-1], self.V))
 
 
+def _log(top: Any, total: Any) -> Any:
+    """Of queries' sums; inf where nothing is visible, so that weights computed from it are 0."""
+    return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), jnp.inf)
+
+
 def _forward(args: Args, opts: Options):
     """``(output, what the backward needs: the output and, for each query, the log of its sum)``."""
     w = _Blocks(args, opts)
@@ -226,13 +232,13 @@ def _forward(args: Args, opts: Options):
         acc = acc * kept[..., None] + _product("bgrts,bgsv->bgrtv", p, w.v[j], w.work)
         divisor = jnp.where(total > 0, total, 1)
         outputs = outputs.at[i].set((acc / divisor[..., None]).astype(outputs.dtype))
-        logs = logs.at[i].set(finite + jnp.log(divisor))
+        logs = logs.at[i].set(_log(finite, total))
         return ((higher, total, acc), outputs, logs), None
 
     n = w.q.shape[0]
     top, total, acc = start
     finite = jnp.where(jnp.isfinite(top), top, 0)
-    logs = jnp.broadcast_to(finite + jnp.log(jnp.where(total > 0, total, 1)), (n, *total.shape))
+    logs = jnp.broadcast_to(_log(finite, total), (n, *total.shape))
     outputs = frontend.zeros((n, *acc.shape), args.query.dtype, args.query)
     if w.pairs:
         (_, outputs, logs), _ = jax.lax.scan(step, (start, outputs, logs), w.pairs)
@@ -293,6 +299,33 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
 def _summed(x: Any, shape: tuple[int, ...]) -> Any:
     """Over the first axes that are 1 in ``shape``."""
     return x.sum([i for i, n in enumerate(shape) if n == 1], keepdims=True)
+
+
+# Of the logs of sums.
+BASE = math.e
+
+
+def _small(args: Args, opts: Options) -> Options:
+    """With blocks no larger than the call."""
+    sizes = dict(block_q=min(cast(int, opts.cfg.block_q), max(args.query.shape[1], 1)),
+                 block_k=min(cast(int, opts.cfg.block_k), max(args.key.shape[1], 1)))  # fmt: skip
+    return opts._replace(cfg=replace(opts.cfg, **sizes))
+
+
+def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
+    """See ``interface.py``."""
+    (B, T, H, _), opts = args.query.shape, _small(args, opts)
+    output, (_, logs) = _forward(args, opts)
+    top = _Blocks(args, opts).joined(logs, 3, T).reshape(B, H, T)
+    return output, top, jnp.zeros_like(top)
+
+
+def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
+    """See ``interface.py``."""
+    (B, T, H, _), G, opts = args.query.shape, args.key.shape[2], _small(args, opts)
+    output, top, rest = whole
+    logs = _Blocks(args, opts).cut((top + rest).reshape(B, G, H // G, T), 3, 0)
+    return _backward(args, (output, logs), doutput, opts)
 
 
 _by_block = frontend.differentiable(_forward, _backward)

@@ -1,0 +1,249 @@
+"""Softmax attention over shards of the tokens: the public function, and what both frameworks share.
+
+Every rank keeps its queries. Keys and values come from the ranks whose shards these queries may see, one shard at a
+time, and each shard's output and log of sums are merged into those of the ones before. The backward fetches the shards
+again, computes the weights from the log of the whole sum, and returns to each rank the gradients of its keys and
+values. Memory stays that of a shard; what is not visible is neither sent (where the framework lets ranks differ) nor
+computed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from keraunos import frontends
+from keraunos.kernels.registry import Platform, UnsupportedError
+from keraunos.kernels.softmax_attention.interface import Args, Options
+from keraunos.modules import attention as module
+from keraunos.ops.executor import default_executor
+from keraunos.ops.kernel import Config
+from keraunos.types import MaskInfo, as_window, narrower
+
+# Those that give the log of the sums, best first.
+_PLATFORMS = (Platform.TRITON, Platform.XLA, Platform.TORCH)
+
+
+class Ring(NamedTuple):
+    """The compile-time part of one call; hashable."""
+
+    size: int  # the number of shards
+    axis_name: Any
+    left: int | None  # keys before a query that it sees, None: all
+    right: int | None  # and after
+    platform: str
+    opts: Options  # of a part; causal and window say nothing
+
+    @property
+    def unit(self) -> float:
+        """The natural log of the base of the platform's logs."""
+        return math.log(self.kernels.BASE)
+
+    @property
+    def kernels(self) -> Any:
+        """The platform's module."""
+        return importlib.import_module(f"keraunos.kernels.softmax_attention.{self.platform}")
+
+    def sees(self, shift: int, T: int) -> bool:
+        """Whether queries of a shard see any keys of the one ``shift`` before it; shards of T tokens."""
+        first, last = (shift - 1) * T + 1, (shift + 1) * T - 1  # how far before the query a key is
+        return (self.left is None or first <= self.left) and (self.right is None or -last <= self.right)
+
+    def part(self, shift: int | None, T: int) -> Options:
+        """The options of that part; shift None: every key is visible."""
+        if shift is None or (self.left is None and self.right is None):
+            return self.opts
+        far = 2 * T
+        left = far if self.left is None else self.left - shift * T
+        right = far if self.right is None else self.right + shift * T
+        if left >= T - 1 and right >= T - 1:
+            return self.opts
+        if left >= T - 1 and right == 0:
+            return self.opts._replace(causal=True)
+        return self.opts._replace(window=(min(left, far), min(right, far)))
+
+
+class Merged(NamedTuple):
+    """The attention of queries to the keys so far."""
+
+    output: Any  # [B, T, H, V]
+    top: Any  # [B, H, T]; the log of a query's sum is top + rest, top is -inf where it sees nothing
+    rest: Any
+
+
+def merged(xp: Any, a: Merged, b: Merged, unit: float) -> Merged:
+    """To the keys of both; ``xp`` is ``jax.numpy`` or ``torch``."""
+    top = xp.maximum(a.top, b.top)
+    finite = xp.where(xp.isfinite(top), top, xp.zeros_like(top))
+    shares = [xp.exp(unit * ((x.top - finite) + x.rest)) for x in (a, b)]
+    total = shares[0] + shares[1]
+    total = xp.where(total > 0, total, xp.ones_like(total))
+    outputs = [x.output * xp.swapaxes(s / total, 1, 2)[..., None] for x, s in zip((a, b), shares, strict=True)]
+    return Merged(outputs[0] + outputs[1], top, xp.log(total) / unit)
+
+
+def of_part(xp: Any, found: tuple) -> Merged:
+    """What a platform's ``part`` gave."""
+    output, top, rest = found
+    return Merged(xp.asarray(output, dtype=top.dtype), xp.where(top == math.inf, -top, top), rest)
+
+
+def with_sinks(xp: Any, found: Merged, sinks: Any, unit: float) -> Merged:
+    """And to the sinks, which are keys without values."""
+    if sinks is None or not sinks.shape[-1]:
+        return found
+    own = _by_head(xp, sinks, found) / unit
+    top = xp.amax(own, -1)
+    finite = xp.where(xp.isfinite(top), top, xp.zeros_like(top))
+    rest = xp.log(xp.exp(unit * (own - finite[:, None])).sum(-1)) / unit
+    zeros = xp.zeros_like(found.top)
+    return merged(xp, found, Merged(xp.zeros_like(found.output), zeros + top[:, None], zeros + rest[:, None]), unit)
+
+
+def sinks_gradient(xp: Any, sinks: Any, found: Merged, means: Any, unit: float) -> Any:
+    """The sinks' gradient, of this rank's queries; ``means``, ``[B, H, T]``, are of the products of output and its."""
+    if sinks is None:
+        return None
+    finite = xp.where(xp.isfinite(found.top), found.top, xp.zeros_like(found.top))
+    own = _by_head(xp, sinks, found)[:, None] / unit
+    weights = xp.exp(unit * ((own - finite[..., None]) - found.rest[..., None]))
+    each = -(weights * means[..., None]).sum((0, 2))
+    heads = 1 if sinks.ndim == 1 else sinks.shape[0]
+    return xp.asarray(each.reshape(heads, -1, each.shape[-1]).sum(1).reshape(sinks.shape), dtype=sinks.dtype)
+
+
+def _by_head(xp: Any, sinks: Any, like: Merged) -> Any:
+    """``[H, n]``."""
+    H, n = like.top.shape[1], sinks.shape[-1]
+    sinks = xp.asarray(sinks, dtype=like.top.dtype).reshape(-1, 1, n)
+    return xp.broadcast_to(sinks, (sinks.shape[0], H // sinks.shape[0], n)).reshape(H, n)
+
+
+def whole(xp: Any, found: Merged) -> tuple[Any, Any, Any]:
+    """What a platform's ``part_gradients`` takes: output and logs of all keys."""
+    return found.output, xp.where(xp.isfinite(found.top), found.top, math.inf), found.rest
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    dropout_rng: Any = None,
+    softmax_aux: Any = None,
+    /,
+    *,
+    axis_name: Any = None,
+    group: Any = None,
+    mask_info: MaskInfo | None = None,
+    init_bias: Callable[[], Any] | None = None,
+    deterministic: bool = True,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    dtype: Any = "bfloat16",
+    softmax_dtype: Any = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    sliding_window: int | tuple[int, int] | None = None,
+    platform: str | None = None,
+    cfg: Config | None = None,
+    return_weights: bool = False,
+) -> Any:
+    """:func:`keraunos.attention` of sequences whose tokens are shared out among ranks, in their order.
+
+    Rank i of P has tokens ``i T`` to ``(i + 1) T - 1`` of queries, keys and values, and gets the output of its own
+    queries. Causality and window count over the whole sequence.
+
+    Args:
+        query, key, value: this rank's ``[B, T, H, K]``, ``[B, S, G, K]`` and ``[B, S, G, V]``; T and S are the same on
+            all ranks, and equal with ``causal`` or a window. Pad the last shard, and hide the padding by lengths or
+            ids.
+        softmax_aux: sinks, the same on all ranks. In PyTorch their gradient is of this rank's queries, as for any
+            parameter that ranks share: sum it over the group. In JAX it is summed.
+        axis_name: JAX: the mesh axis over which the tokens are sharded; the call is inside ``jax.shard_map``.
+        group: PyTorch: the process group of the shards; None: the default one.
+        mask_info: segment ids are this rank's, ``[B, T]`` and ``[B, S]``; ``key_lengths`` count over the whole
+            sequence.
+        softmax_scale, logits_soft_cap, dtype, softmax_dtype, causal, sliding_window, platform, cfg: as there; the
+            platform runs on a shard of queries and one of keys.
+        bias, dropout_rng, init_bias, deterministic, dropout_prob, return_weights: cannot be had over shards: a bias and
+            the weights have a value for each query and key, and the dropout follows from their places.
+
+    Returns:
+        The output ``[B, T, H, V]`` of this rank's queries. There are gradients for query, key, value and softmax_aux.
+
+    Raises:
+        UnsupportedError: an option that cannot be had over shards, or no platform can run the call.
+        DisagreementError, RankFailedError: see :mod:`keraunos.distributed.agreement`.
+        ValueError, TypeError: as for :func:`keraunos.attention`.
+
+    Source: Ring Attention with Blockwise Transformers (arXiv:2310.01889).
+    """
+    limits = mask_info or MaskInfo()
+    for name, given in (("bias", bias is not None or init_bias is not None),
+                        ("dropout_prob", dropout_prob and not deterministic), ("return_weights", return_weights),
+                        ("a boolean mask", limits.attention_mask is not None)):  # fmt: skip
+        if given:
+            raise UnsupportedError(f"attention: {name} cannot be had over shards of the tokens: it has a value for each"
+                                   " query and key")  # fmt: skip
+    framework = frontends.framework_of(query)
+    if framework is None:
+        raise TypeError(f"attention: query is a {type(query).__name__}; expected a jax.Array or a torch.Tensor")
+    if framework == "jax" and (axis_name is None or group is not None):
+        raise ValueError("attention: expected axis_name, the mesh axis of the tokens, for arrays of JAX, and no group")
+    if framework == "torch" and axis_name is not None:
+        raise ValueError(f"attention: axis_name is {axis_name!r}; for tensors of PyTorch, expected a group")
+    frontend = frontends.get(framework)
+    wanted = module._name(dtype) or frontend.dtype_name(query)
+    query, key, value = (x if frontends.framework_of(x) != framework else frontend.cast(x, wanted)
+                         for x in (query, key, value))  # fmt: skip
+    window = narrower(as_window(sliding_window), limits.sliding_window)
+    options = dict(softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=bool(causal or limits.causal),
+                   window=window, softmax_dtype=module._softmax_dtype(wanted, softmax_dtype))  # fmt: skip
+    args = Args(query, key, value, None, softmax_aux, None, limits.query_segments, limits.key_segments)
+    run = importlib.import_module(f"keraunos.distributed.softmax_{framework}").attention
+    place = axis_name if framework == "jax" else group
+    return run(args, limits.key_lengths, lambda size: ring(args, size, axis_name, platform, cfg, options), place)
+
+
+def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Config | None, options: dict) -> Ring:
+    """Check the arguments of one rank and settle what depends on shapes, dtypes and options only."""
+    inv = module._OPERATION.bind(*args, **options)
+    limited = options["causal"] or options["window"] is not None
+    if size > 1 and limited and inv.dims["T"] != inv.dims["S"]:
+        raise ValueError(f"attention: shards have T = {inv.dims['T']} queries and S = {inv.dims['S']} keys; expected as"
+                         " many of both, to tell what causality or a window hides")  # fmt: skip
+    if platform in (None, Platform.AUTO):
+        platform = None if cfg is None or cfg.platform == Platform.AUTO else cfg.platform
+    reasons = []
+    for name in _PLATFORMS if platform is None else (platform,):
+        if name not in _PLATFORMS:
+            raise UnsupportedError(f"attention: platform {name!r} gives no logs of sums, which shards are merged with;"
+                                   f" expected one of {[str(p) for p in _PLATFORMS]}")  # fmt: skip
+        try:
+            chosen = default_executor().chain.choose(module._OPERATION, inv, cfg, name, measure=False)
+            break
+        except UnsupportedError as error:
+            reasons.append(str(error))
+    else:
+        raise UnsupportedError("; ".join(reasons))
+    scale = options["softmax_scale"]
+    scale = float(inv.dims["K"] ** -0.5 if scale is None else scale)
+    cap = options["soft_cap"]
+    opts = Options(scale, None if cap is None else float(cap), False, None, 0.0, options["softmax_dtype"], False,
+                   chosen.cfg)  # fmt: skip
+    left, right = options["window"] or (None, None)
+    if options["causal"]:
+        right = 0
+    return Ring(size, axis_name, left, right, str(name), opts)
+
+
+def hidden_by_length(args: Args, lengths: Any, first: Any) -> Args:
+    """With ids that hide the keys from ``lengths`` on; ``first`` is this rank's first key."""
+    if lengths is None:
+        return args
+    limits = MaskInfo(query_segments=args.query_segments, key_segments=args.key_segments, key_lengths=lengths - first)
+    own, other = module._segments(limits, args.query, args.key)
+    return args._replace(query_segments=own, key_segments=other)
