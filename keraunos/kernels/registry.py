@@ -72,6 +72,7 @@ class Implementation:
         source: its source file, if it is not the function's.
         prepare: ``(args, the operation's options, cfg) -> run``, where ``run(args)`` does what ``fn`` would, for all
             calls that are alike; None: there is nothing to settle beforehand.
+        passes: ``framework -> (forward, backward)``, of which ``fn`` is made, for those who put something in between.
     """
 
     fn: Callable[..., Any]
@@ -82,6 +83,7 @@ class Implementation:
     config: type[Config] | None = None
     source: str | None = None
     prepare: Callable[..., Callable] | None = None
+    passes: Callable[[str], tuple[Callable, Callable]] | None = None
 
     def __call__(self, *args, **kwargs):
         """Call ``fn``."""

@@ -5,9 +5,9 @@ A platform module (``xla.py``, ``torch.py``, ``triton.py``, ...) defines two fun
     forward(args: Args, opts: Options) -> ((output, final_state), residuals)
     backward(args: Args, residuals, (doutput, dfinal_state), opts: Options) -> Args of gradients
 
-and hands them to :func:`kernels`, which makes of them the registered functions ``gla`` and ``lightning_attn``. A
-final state that nobody asked for (``opts.state``) may be None, or is dropped; so may residuals that are not kept
-(``opts.kept``), as no gradient follows.
+and hands them to :func:`kernels`, which makes of them the registered functions ``gla`` and ``lightning_attn``.
+Residuals are a tuple. A final state that nobody asked for (``opts.state``) may be None, or is dropped; so may residuals
+that are not kept (``opts.kept``), as no gradient follows.
 """
 
 from __future__ import annotations
@@ -258,7 +258,11 @@ def kernels(
         has_vmap: all that it does has batching rules in JAX; without, calls under ``vmap`` are folded into one.
     """
     folding = None if has_vmap else (fold, unfold)
-    made = frontends.differentiable(*_without_state(forward, backward), (outputs, differentiated), folding)
+    both = _without_state(forward, backward)
+    made = frontends.differentiable(*both, (outputs, differentiated), folding)
+
+    def passes(framework):
+        return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both
 
     def prepare(args, softmax_scale, reverse, cfg, return_state=True):
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
@@ -288,6 +292,7 @@ def kernels(
         return run("lightning_attn", args, softmax_scale, reverse, cfg)
 
     def implementation(fn: Callable) -> Implementation:
-        return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare)
+        return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare,
+                              passes=passes)  # fmt: skip
 
     return implementation(gla), implementation(lightning_attn)

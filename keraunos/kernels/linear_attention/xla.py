@@ -354,7 +354,7 @@ def _advance(w, state, k, v, decay):
 
 
 def forward(args: Args, opts: Options):
-    """``((output, final_state), the states before the groups of chunks, [groups, B or 1, H, K, V])``."""
+    """``((output, final_state), (the states before the groups of chunks, [groups, B or 1, H, K, V],))``."""
     if not args.query.shape[1]:
         return _no_tokens(args), ()
     w = _Walker(args, opts)
@@ -378,7 +378,7 @@ def forward(args: Args, opts: Options):
     states = w.initial()
     output = w.zeros((w.B, w.T, w.H, w.V), args.query.dtype)
     (_, states, output), before = jax.lax.scan(walk, (w.carry(states), states, output), w.chunks)
-    return (output, states), before
+    return (output, states), (before,)
 
 
 def _no_tokens(args: Args):
@@ -441,7 +441,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     dstates = dfinal.astype(w.dtype)
     buffers = tuple(None if x is None else w.zeros(x.shape, x.dtype) for x in args[:4])
     carry = (w.carry(dstates), dstates, w.zeros((w.B, w.H)), buffers)
-    (_, dstates, dgamma, buffers), _ = jax.lax.scan(walk, carry, (w.chunks, residuals), reverse=True)
+    (_, dstates, dgamma, buffers), _ = jax.lax.scan(walk, carry, (w.chunks, *residuals), reverse=True)
     dgamma = None if args.g_gamma is None else (dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0))
     if opts.gamma_is_constant:
         dgamma = None

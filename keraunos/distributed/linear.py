@@ -1,0 +1,380 @@
+"""Linear attention over shards of a sequence: what devices exchange is one state per head, not keys and values.
+
+Each device computes the state that its tokens leave, all gather these with the sums of their gates, each makes of them
+the state that arrives at its own tokens, and then the call is a local one with that initial state. The gradient is the
+same with what goes the other way: the gradient of the state, left by queries and the output's gradients.
+
+Of packed sequences only the one that crosses a border between shards leaves or takes a state there. Every device calls
+with all of them; those that have no token here are empty. A sequence's final state is known where it ends, and summed
+over the devices where it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention import ends, interface
+from keraunos.kernels.linear_attention.interface import Args, Options
+from keraunos.kernels.linear_attention.operation import LinearOperation
+from keraunos.modules.gla_attention import GLAttention
+from keraunos.modules.lightning_attention import LightningAttention
+from keraunos.ops.executor import default_executor
+from keraunos.ops.kernel import Config, Invocation
+
+
+class _Where(NamedTuple):
+    """The other shards: the framework, and the group or the axis."""
+
+    framework: str
+    name: Any
+
+    @property
+    def frontend(self) -> Any:
+        return frontends.get(f"{self.framework}_shards")
+
+
+class _Borders:
+    """Which sequences lie at the borders of this shard; "right" is the way of a state, towards the last token."""
+
+    def __init__(self, args: Args, shards: Any):
+        self.shards, self.like, self.cu = shards, args.query, args.cu_seqlens
+        self.T = args.query.shape[1]
+        self.frontend = frontends.get(frontends.framework_of(args.query))
+        if self.cu is None:
+            return
+        cu = self.cu
+        self.N, self.begin = cu.shape[0] - 1, shards.first_token(self.T, cu)
+        self.end = self.begin + self.T
+        # The sequences of the shard's first and last token.
+        self.first = (cu[1:] <= self.begin).sum().clip(None, self.N - 1)
+        self.last = ((cu[:-1] < self.end).sum() - 1).clip(0, None)
+
+    def place(self, right: bool) -> Any:
+        """How many shards a state has passed before this one."""
+        return self.shards.rank if right else self.shards.size - 1 - self.shards.rank
+
+    def leaving(self, states: Any, right: bool) -> tuple[Any, Any]:
+        """``(start, plan)`` of :mod:`ends`: of the sequence that goes on at the border, the tokens that are here."""
+        place = self.place(right)
+        if self.cu is None:
+            return states, self.shards.numbers((0, self.T, place == 0, place), self.like)
+        cu, n = self.cu, self.last if right else self.first
+        low, high = (cu[n] - self.begin, self.T) if right else (0, cu[n + 1] - self.begin)
+        begins = cu[n] >= self.begin if right else cu[n + 1] <= self.end
+        plan = (n * 0 + low).clip(0, self.T), (n * 0 + high).clip(0, self.T), begins, n * 0 + place
+        plan = self.frontend.stack([self.frontend.cast(x, "int32") for x in plan], 0)
+        return None if states is None else states[n][None], plan
+
+    def _arrives(self, right: bool) -> Any:
+        """Which of the sequences ``[N, 1, 1, 1]`` takes the state that arrives."""
+        cu, n = self.cu, self.first if right else self.last
+        crosses = cu[n] < self.begin if right else cu[n + 1] > self.end
+        return ((self.frontend.numbers(self.N, self.like) == n) & crosses)[:, None, None, None]
+
+    def taking(self, states: Any, arrived: Any, right: bool) -> Any:
+        """The states to start from: what has arrived, and of sequences that begin here their own (None: zeros)."""
+        if self.cu is None:
+            return arrived
+        own = 0 if states is None else self.frontend.cast(states, self.frontend.dtype_name(arrived))
+        return self.frontend.xp.where(self._arrives(right), arrived, own)
+
+    def of_own(self, states: Any, right: bool) -> Any:
+        """Without the row that was taken from what arrived."""
+        if self.cu is None:
+            return self._only(self.place(right) == 0, states)
+        return self.frontend.xp.where(self._arrives(right), 0, states)
+
+    def ending(self, states: Any, right: bool) -> Any:
+        """Of the states those of the sequences that end here; zeros for the others."""
+        if self.cu is None:
+            return self._only(self.place(not right) == 0, states)
+        cu, begin, end = self.cu, self.begin, self.end
+        # One without tokens ends on exactly one device, too.
+        ends = (cu[1:] > begin) & (cu[1:] <= end) if right else (cu[:-1] >= begin) & (cu[:-1] < end)
+        at_edge = (cu[1:] == 0) if right else (cu[:-1] == cu[-1])
+        ends = ends | (at_edge & (self.place(right) == 0))
+        return self.frontend.xp.where(ends[:, None, None, None], states, 0)
+
+    def _only(self, here: Any, states: Any) -> Any:
+        if isinstance(here, bool):
+            return states if here else self.frontend.xp.zeros_like(states)
+        return self.frontend.xp.where(here, states, 0)
+
+    def local(self, args: Args, states: Any) -> Args:
+        """The call on the tokens that are here."""
+        cu = self.cu
+        if cu is not None:
+            cu = self.frontend.cast((cu - self.begin).clip(0, self.T), self.frontend.dtype_name(cu))
+        return args._replace(initial_state=states, cu_seqlens=cu)
+
+
+@functools.cache
+def _sharded(framework: str, passes: Any) -> Any:
+    """``call(args, opts, shards)`` of a platform's forward and backward, with a gradient."""
+    frontend = frontends.get(f"{framework}_shards")
+    remembered = frontend.remembered
+    platform_forward, platform_backward = passes(framework)
+    n = len(Args._fields)
+
+    # In PyTorch the host code of what only launches kernels runs once for calls that are alike.
+    @functools.lru_cache(maxsize=4096)
+    def leave(way):
+        return remembered(lambda flat: (ends.leave(ends.Stretch(*flat[:4]), *flat[4:], way),))
+
+    @functools.lru_cache(maxsize=4096)
+    def arrive(way, sizes):
+        return remembered(lambda flat: (ends.arrive(*flat, way, sizes),))
+
+    @functools.lru_cache(maxsize=4096)
+    def run_forward(opts):
+        def launch(flat):
+            outputs, residuals = platform_forward(Args(*flat), opts)
+            return (*outputs, *residuals)
+
+        return remembered(launch)
+
+    @functools.lru_cache(maxsize=4096)
+    def run_backward(opts):
+        return remembered(
+            lambda flat: tuple(platform_backward(Args(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
+        )
+
+    def exchange(borders, x, states, way):
+        """The state that arrives at this shard."""
+        start, plan = borders.leaving(states, way.right)
+        left = borders.shards.gather(leave(way)([*x, start, plan])[0])
+        sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
+        start = start if borders.cu is None else None
+        return arrive(way, sizes)([left, start, plan])[0]
+
+    def way(args, opts):
+        return ends.Way(args.query.shape[2], not opts.reverse, False)
+
+    def forward(args, opts, shards):
+        borders, to = _Borders(args, shards), way(args, opts)
+        arrived = exchange(borders, ends.Stretch(*args[1:5]), args.initial_state, to)
+        states = borders.taking(args.initial_state, arrived, to.right)
+        output, final, *residuals = run_forward(opts)([*borders.local(args, states)])
+        return (output, borders.ending(final, to.right) if opts.state else None), (states, *residuals)
+
+    def backward(args, residuals, grads, opts, shards):
+        borders, to = _Borders(args, shards), way(args, opts)
+        doutput, dfinal = grads
+        back = to.adjoint._replace(scale=opts.softmax_scale)
+        if dfinal is not None:
+            dfinal = borders.ending(dfinal, to.right)
+        x = ends.Stretch(args.query, doutput, args.g, args.g_gamma)
+        arrived = exchange(borders, x, dfinal, back)
+        dstates = borders.taking(dfinal, arrived, back.right)
+        states, *residuals = residuals
+        local = [*borders.local(args, states), *residuals, doutput, dstates]
+        grads = Args(*run_backward(opts)(local))
+        dinitial = args.initial_state
+        if dinitial is not None:
+            dinitial = borders.of_own(grads.initial_state, to.right)
+            dinitial = borders.frontend.cast(dinitial, borders.frontend.dtype_name(args.initial_state))
+        return grads._replace(initial_state=dinitial, cu_seqlens=None)
+
+    return frontend.differentiable(forward, backward)
+
+
+class _OverShards(LinearOperation):
+    """An operation on shards. To the tuner it is the operation itself: whom it measures, it measures alone."""
+
+    def bind(self, *args: Any, where: _Where | None = None, **options: Any) -> Invocation:
+        """See :meth:`Kernel.bind`."""
+        return super().bind(*args, **options)
+
+    def run(self, *args: Any, where: _Where | None = None, **options: Any) -> Any:
+        """See :meth:`Kernel.run`; ``prepare`` if the tokens are shards."""
+        return super().run(*args, **options) if where is None else self.prepare(*args, where=where, **options)(*args)
+
+    def prepare(self, *args: Any, cfg: Config, where: _Where | None = None, softmax_scale: float | None = None,
+                reverse: bool = False, return_state: bool = True) -> Any:  # fmt: skip
+        """A function of the arguments that gives another one, which makes the call: so all checks come first."""
+        options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=return_state)
+        if where is None:
+            return super().prepare(*args, cfg=cfg, **options)
+        shards = where.frontend.shards(self.op_id, where.name)
+        if shards.size == 1:
+            run = super().prepare(*args, cfg=cfg, **options)
+            return lambda *args: functools.partial(run, *args)
+        given = self.pack(*args)
+        scale = float(given.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+        opts = Options(scale, bool(reverse), cfg, isinstance(given.g_gamma, np.ndarray), return_state)
+        call, what = _sharded(where.framework, self.get_impl(cfg).passes), _description(self.op_id, given, opts)
+
+        def agreed(args):
+            shards.check(**what)
+            return where.frontend.run(call, args, opts, shards)
+
+        return lambda *args: functools.partial(agreed, self.pack(*args))
+
+
+def _description(op_id: str, args: Args, opts: Options) -> dict[str, Any]:
+    """What has to be the same on all ranks. The lengths of shards may differ."""
+    frontend = frontends.get(frontends.framework_of(args.query))
+    what = {"op": op_id, "softmax_scale": opts.softmax_scale, "reverse": opts.reverse, "return_state": opts.state}
+    for name, x in args._asdict().items():
+        if x is not None:
+            tokens = name in ("query", "key", "value", "g")
+            shape = tuple("T" if tokens and i == 1 else n for i, n in enumerate(x.shape))
+            dtype = x.dtype.name if isinstance(x, np.ndarray) else frontend.dtype_name(x)
+            what[name] = f"{dtype} ({', '.join(map(str, shape))})"
+    return what
+
+
+class _GLA(_OverShards, GLAttention):
+    """Gated linear attention."""
+
+
+class _Lightning(_OverShards, LightningAttention):
+    """Lightning attention."""
+
+
+_OPERATIONS = {"gla_attention": _GLA(), "lightning_attention": _Lightning()}
+
+
+def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any]) -> Any:
+    """Check the call, then make it; the arrays are the operation's."""
+    axis_name, group, mesh, spec = where
+    framework = frontends.framework_of(arrays[0])
+    if framework is None:
+        raise TypeError(f"{name}: query is {type(arrays[0]).__qualname__}; expected a jax.Array or a torch.Tensor")
+    mine, others = (group, (axis_name, mesh)) if framework == "torch" else (axis_name, (group,))
+    if any(x is not None for x in others) or (framework == "jax" and (axis_name is None) == (mesh is None)):
+        wanted = {"torch": "group=, or none for all ranks", "jax": "axis_name= inside shard_map, or mesh= and spec="}
+        raise ValueError(
+            f"{name}: axis_name is {axis_name!r}, group {group!r}, mesh {mesh!r}; expected {wanted[framework]}"
+        )
+    if mesh is not None:
+        from keraunos.distributed.mesh import over_mesh
+
+        output, state = over_mesh(name, _OPERATIONS[name], mesh, spec, arrays, options)
+    else:
+        frontend = frontends.get(f"{framework}_shards")
+        here = _Where(framework, frontend.place(mine))
+        with frontend.arguments(here.name):
+            call = default_executor()(_OPERATIONS[name], *arrays, where=here, **options)
+        output, state = call()
+    return (output, state) if options["return_state"] else output
+
+
+def gla_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    /,
+    *,
+    axis_name: Any = None,
+    group: Any = None,
+    mesh: Any = None,
+    spec: Any = None,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Any:
+    """:func:`keraunos.gla_attention` of sequences whose tokens are spread over devices, in the order of their ranks.
+
+    Devices exchange the state ``[K, V]`` per head that each leaves and the sum of its gates, once forward and once
+    backward; with ``return_state`` the final states too. Nothing that they exchange grows with T.
+
+    Args:
+        query, key, value, g: this device's tokens, ``[B, T_r, ...]``. In PyTorch shards may differ in length and be
+            empty; with ``cu_seqlens`` all but the last rank's must have the same length.
+        g_gamma: the same on all devices.
+        initial_state: ``[N, H, K, V]``, of the whole sequences; the same on all devices.
+        cu_seqlens: ``[N + 1]``, offsets into the whole row; the same on all devices.
+        axis_name: JAX, inside ``shard_map``: the mesh axis that the tokens are sharded over.
+        group: PyTorch: the process group; None: the default one.
+        mesh, spec: JAX, outside of ``shard_map``: the arrays are whole then, any T, and are sharded over the mesh as
+            ``spec``, ``P(batch, tokens, heads)``, says of the query.
+        softmax_scale, reverse, return_state, platform, cfg: see :func:`keraunos.gla_attention`.
+
+    Returns:
+        This device's tokens of the output, or ``(output, final_state)``, the state of the whole sequences, on every
+        device. What is differentiated is the sum of the losses of all devices. In PyTorch the gradients of g_gamma and
+        initial_state are this rank's part: the ranks' sum is the whole, as for any parameter that ranks share.
+
+    Raises:
+        ValueError, TypeError: see :func:`keraunos.gla_attention`; in PyTorch on all ranks.
+        DisagreementError, RankFailedError: see :mod:`keraunos.distributed.agreement`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, keraunos
+        >>> from jax.sharding import PartitionSpec as P
+        >>> q = jnp.ones((1, 100, 2, 16))
+        >>> mesh = jax.make_mesh((1,), ("sequence",))
+        >>> keraunos.distributed.gla_attention(q, q, q, mesh=mesh, spec=P(None, "sequence")).shape
+        (1, 100, 2, 16)
+    """
+    if g_gamma is not None and not frontends.framework_of(g_gamma):
+        g_gamma = np.asarray(g_gamma, np.float32)
+    arrays = query, key, value, g, g_gamma, initial_state, cu_seqlens
+    options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
+                   _cfg=cfg)  # fmt: skip
+    return run("gla_attention", arrays, (axis_name, group, mesh, spec), options)
+
+
+def lightning_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    /,
+    *,
+    axis_name: Any = None,
+    group: Any = None,
+    mesh: Any = None,
+    spec: Any = None,
+    layer_idx: Any = None,
+    num_layers: int | None = None,
+    log_decay: Any = None,
+    softmax_scale: float | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Any:
+    """:func:`keraunos.lightning_attention` of sequences whose tokens are spread over devices.
+
+    Args:
+        query, key, value, initial_state, cu_seqlens: see :func:`gla_attention`.
+        axis_name, group, mesh, spec: see there.
+        layer_idx, num_layers, log_decay, softmax_scale, reverse, return_state, platform, cfg: see
+            :func:`keraunos.lightning_attention`. Where heads are sharded too, each device passes ``log_decay`` of its
+            own; with ``mesh`` that is done here.
+
+    Returns:
+        See :func:`gla_attention`.
+
+    Raises:
+        ValueError, TypeError: see :func:`keraunos.lightning_attention`; in PyTorch on all ranks.
+        DisagreementError, RankFailedError: see :mod:`keraunos.distributed.agreement`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, keraunos
+        >>> from jax.sharding import PartitionSpec as P
+        >>> q = jnp.ones((1, 100, 2, 16))
+        >>> mesh = jax.make_mesh((1,), ("sequence",))
+        >>> shape = dict(mesh=mesh, spec=P(None, "sequence"), layer_idx=0, num_layers=4)
+        >>> keraunos.distributed.lightning_attention(q, q, q, **shape).shape
+        (1, 100, 2, 16)
+    """
+    heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 1
+    log_decay = interface.constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
+    arrays = query, key, value, log_decay, initial_state, cu_seqlens
+    options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
+                   _cfg=cfg)  # fmt: skip
+    return run("lightning_attention", arrays, (axis_name, group, mesh, spec), options)

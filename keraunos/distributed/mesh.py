@@ -1,0 +1,71 @@
+"""JAX: linear attention of whole arrays over a mesh, also where the devices do not share the tokens evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from keraunos.distributed import linear
+from keraunos.kernels.linear_attention.interface import Args
+from keraunos.kernels.linear_attention.operation import LinearOperation
+from keraunos.ops.executor import default_executor
+
+
+def over_mesh(
+    name: str, operation: LinearOperation, mesh: Any, spec: Any, arrays: tuple, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """``(output, final state)``: the tokens that the devices share evenly in a ``shard_map``, the rest on all of them.
+
+    Args:
+        spec: ``P(batch, tokens, heads)``, mesh axes of the query's.
+    """
+    axes = tuple(spec) if isinstance(spec, P) else ()
+    batch, tokens, heads, *dims = (*axes, *[None] * (4 - len(axes)))
+    if tokens is None or any(dims):
+        raise ValueError(
+            f"{name}: spec is {spec!r}; expected P(batch, tokens, heads), tokens being an axis of the mesh"
+        )
+    given = operation.pack(*arrays)
+    T, packed = given.query.shape[1], given.cu_seqlens is not None
+    size = int(np.prod([mesh.shape[axis] for axis in (tokens if isinstance(tokens, tuple) else (tokens,))]))
+    # A decay that is a constant on all devices alike stays one.
+    constant = given.g_gamma if isinstance(given.g_gamma, np.ndarray) and heads is None else None
+    explicit = AxisType.Explicit in mesh.axis_types
+
+    def put(x, spec):
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if explicit and x is not None else x
+
+    def part(begin, end, state, tokens):
+        cut = (x if x is None else x[:, begin:end] for x in given[:4])
+        cu_seqlens = (given.cu_seqlens - begin).clip(0, end - begin) if packed else None
+        gamma = None if constant is not None else given.g_gamma
+        own = Args(*cut, gamma, state, cu_seqlens)
+        per_token, per_state = P(batch, tokens, heads), P(None if packed else batch, heads)
+        per_head = P(*(batch, heads)[2 - getattr(gamma, "ndim", 1) :])
+        specs = Args(*[per_token] * 4, per_head, per_state, P())
+        specs = Args(*(None if x is None else y for x, y in zip(own, specs, strict=True)))
+
+        def local(own):
+            own = own if constant is None else own._replace(g_gamma=constant)
+            flat = tuple(getattr(own, field) for field in operation.arguments)
+            if tokens is None:
+                return default_executor()(operation, *flat, **options, return_state=True)
+            return linear.run(name, flat, (tokens, None, None, None), {**options, "return_state": True})
+
+        call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(per_token, per_state), check_vma=False)
+        output, state = call(Args(*map(put, own, specs)))
+        return put(output, P(batch, None, heads)) if T % size else output, state
+
+    options = {key: x for key, x in options.items() if key != "return_state"}
+    parts = [(0, T - T % size, tokens), (T - T % size, T, None)]
+    made, state = {}, given.initial_state
+    for begin, end, axis in reversed(parts) if options["reverse"] else parts:
+        if end > begin or not T:
+            made[begin], state = part(begin, end, state, axis)
+    outputs = [made[begin] for begin in sorted(made)]
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1), state

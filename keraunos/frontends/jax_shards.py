@@ -1,0 +1,105 @@
+"""JAX: the devices along a mesh axis, each with a shard of the tokens; inside ``shard_map``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from keraunos.distributed import agreement
+from keraunos.frontends import alone
+from keraunos.frontends.jax import vary, varying
+
+
+class Shards:
+    """The other devices.
+
+    Attributes:
+        size: how many there are.
+        rank: this one's place among them, which is that of its tokens.
+    """
+
+    def __init__(self, op: str, axis: Any):
+        self.axis, self.size = axis, agreement.axis_size(op, axis)
+
+    @property
+    def rank(self) -> Any:
+        """A tracer: the program is the same on all devices."""
+        return jax.lax.axis_index(self.axis)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shards) and (self.axis, self.size) == (other.axis, other.size)
+
+    def __hash__(self) -> int:
+        return hash((self.axis, self.size))
+
+    def numbers(self, values: tuple[Any, ...], like: jax.Array) -> jax.Array:
+        """int32."""
+        return jnp.stack([jnp.asarray(x, jnp.int32) for x in values])
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Every device's vector ``x``, ``[size, n]``."""
+        return jax.lax.all_gather(x, self.axis)
+
+    def first_token(self, tokens: int, offsets: jax.Array) -> Any:
+        """The place of a shard's first token in the row."""
+        return self.rank * tokens
+
+    def check(self, **what: Any) -> None:
+        """One program: the calls are the same."""
+
+
+def remembered(fn: Callable) -> Callable:
+    """``fn``: it is traced once."""
+    return fn
+
+
+def place(axis: Any) -> Any:
+    """The axis, or axes."""
+    return tuple(axis) if isinstance(axis, list) else axis
+
+
+def shards(op: str, axis: Any) -> Shards:
+    """The devices along an axis, or several."""
+    return Shards(op, axis)
+
+
+def arguments(where: Any) -> AbstractContextManager:
+    """Around the checks of the arguments."""
+    return contextlib.nullcontext()
+
+
+def run(call: Callable, *given: Any) -> Any:
+    """``call(*given)``."""
+    return call(*given)
+
+
+def differentiable(forward: Callable, backward: Callable) -> Callable:
+    """``call(args, opts, shards) -> (output, final state or None)``; see the function of PyTorch's front end."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+    def call(args, opts, shards):
+        return forward(args, alone(opts), shards)[0]
+
+    def save(args, opts, shards):
+        outputs, residuals = forward(args, opts, shards)
+        return outputs, (args, residuals)
+
+    def gradient(opts, shards, saved, grads):
+        return (backward(*saved, grads, opts, shards),)
+
+    call.defvjp(save, gradient)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def everywhere(args, opts, shards):
+        axes = frozenset().union(varying(shards.rank), *map(varying, jax.tree.leaves(args)))
+        output, final = call(jax.tree.map(lambda x: vary(x, axes), args), opts, shards)
+        # Each device's own part, and of each argument that they share its own part of the gradient: JAX sums those.
+        return output, None if final is None else jax.lax.psum(final, shards.axis)
+
+    return everywhere

@@ -1,0 +1,17 @@
+"""Calls of linear attention whose tokens are spread over devices; 8 devices do not share their tokens evenly."""
+
+from tests.linear_attention.cases import Case
+
+_SMALL = {"T": 83, "H": 2, "G": 1, "V": 24, "state": True}
+_PACKED = {"lengths": (0, 30, 1, 0, 20, 29, 0, 13, 0), "B": 1, "state": True}
+
+CASES = [
+    Case(**_SMALL, gamma=1),
+    Case(**_SMALL, gate="scalar", decay="infinite", reverse=True),
+    Case(**_SMALL, gate="vector", gamma=2),
+    Case(**_SMALL, gate="vector", decay="strong", reverse=True),
+    Case(T=80, gate="none", dstate=False),
+    Case(**_PACKED, gamma=1, reverse=True),
+    Case(**_PACKED, gate="scalar", decay="infinite"),
+    Case(**_PACKED, gate="vector", gamma=1),
+]

@@ -1,0 +1,85 @@
+"""Linear attention over ranks of torch.distributed, held to the tolerance rule as on one."""
+
+import functools
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from keraunos import distributed
+from tests.distributed.cases import CASES
+from tests.distributed.worlds import run_world
+from tests.linear_attention.cases import Case
+
+# Where shards begin and end, where that is not at equal distances but for a shorter last shard.
+ODD = {
+    Case(T=40, gate="scalar", state=True): (0, 0, 25, 25, 40),
+    Case(T=40, gate="scalar", state=True, reverse=True): (0, 0, 25, 25, 40),
+    Case(lengths=(3, 0, 9), B=1, gamma=1, state=True): (0, 6, 12, 12, 12),
+}
+LIGHTNING = Case(gamma=1, state=True, T=50, H=4)
+
+
+def cuts_of(case: Case, size: int) -> tuple[int, ...]:
+    T = case.arrays[0].query.shape[1]
+    return ODD.get(case) or (*(min(i * -(-T // size), T) for i in range(size)), T)
+
+
+def tensor(x, grad=False):
+    return None if x is None else torch.from_numpy(np.array(x)).requires_grad_(grad)
+
+
+def on_rank(rank: int, size: int, case: Case) -> list:
+    """This rank's tokens: its output, the final state, and its part of the six gradients."""
+    (*floats, cu), doutput, dstate = case.arrays
+    own = slice(*cuts_of(case, size)[rank : rank + 2])
+    cu, floats = tensor(cu), [tensor(x if x is None or i > 3 else x[:, own], True) for i, x in enumerate(floats)]
+    q, k, v, g, gamma, state = floats
+    options = dict(softmax_scale=case.scale, reverse=case.reverse, return_state=True, platform="torch")
+    if case == LIGHTNING:
+        output, final = distributed.lightning_attention(q, k, v, state, cu, log_decay=gamma, **options)
+    else:
+        output, final = distributed.gla_attention(q, k, v, g, gamma, state, cu, **options)
+    # The loss is the sum over ranks, of which one uses the state.
+    loss = (output * tensor(doutput[:, own])).sum()
+    if rank == size // 2:
+        loss = loss + (final * tensor(dstate)).sum()
+    loss.backward()
+    grads = [x if x is None else x.grad for x in floats]
+    return [x if x is None else x.detach().numpy() for x in (output, final, *grads)]
+
+
+def all_on_rank(rank: int, size: int, cases: list[Case]) -> list:
+    return [on_rank(rank, size, case) for case in cases]
+
+
+@functools.cache
+def ranks(size: int) -> dict[Case, list]:
+    """What the ranks of a world gave, case by case."""
+    cases = [*CASES, LIGHTNING, *(ODD if size == 4 else [])]
+    return dict(zip(cases, zip(*run_world(all_on_rank, size, cases), strict=True), strict=True))
+
+
+def over_ranks(size):
+    """``run(case, gradients)`` as :meth:`Case.check` wants it."""
+
+    def run(case, gradients):
+        output, final, *grads = zip(*ranks(size)[case], strict=True)
+        for state in final[1:]:
+            np.testing.assert_array_equal(state, final[0])
+        tokens = [None if x[0] is None else np.concatenate(x, 1) for x in grads[:4]]
+        return [np.concatenate(output, 1), final[0], *tokens, *(None if x[0] is None else sum(x) for x in grads[4:])]
+
+    return run
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", [*CASES, LIGHTNING], ids=str)
+def test_shards_give_what_the_whole_gives(case, size):
+    case.check(over_ranks(size))
+
+
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_shards_of_other_lengths(case):
+    case.check(over_ranks(4))
