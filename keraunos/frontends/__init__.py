@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 # Among the residuals of a forward: its first output.
 OUTPUT = object()
@@ -31,6 +33,28 @@ def framework_of(x: Any) -> str | None:
     return None
 
 
+def signature(args: Sequence[Any]) -> list[Any]:
+    """What arrays are told apart by: choices, checks and what is prepared for a call depend on nothing else of them.
+
+    The call runs where the first one is.
+    """
+    framework = framework_of(args[0])
+    if framework == "torch" and (key := get("torch").signature(args)):
+        return key
+    key = [framework and get(framework).device_of(args[0])]
+    for x in args:
+        if x is None:
+            key.append(x)
+        elif isinstance(x, np.ndarray):
+            # A constant, whose values are checked too.
+            key += x.shape, x.dtype, x.tobytes()
+        elif own := framework_of(x):
+            key += own, x.shape, x.dtype
+        else:
+            key.append(x)
+    return key
+
+
 @functools.cache
 def get(framework: str) -> Any:
     """The front end's module."""
@@ -44,7 +68,9 @@ def alone(opts: Any) -> Any:
 
 def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable, Callable],
                    folding: tuple[Callable, Callable] | None = None) -> Callable:  # fmt: skip
-    """``prepare(framework, opts)``: one function ``args -> outputs``, with gradients, for the arrays of a framework.
+    """``prepare(framework, opts, args)``: ``args -> outputs``, with gradients.
+
+    It serves all args that :func:`signature` does not tell from those that it is prepared for; None: any.
 
     Args:
         forward: ``(args, opts) -> (outputs, residuals)``.
@@ -62,15 +88,18 @@ def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable
             pair = get("jax").batched(*pair, *folding)
         return get("jax").differentiable(*pair)
 
-    @functools.lru_cache(maxsize=4096)
-    def prepare(framework, opts):
-        return made(framework)(opts)
+    def prepare(framework, opts, args=None):
+        if args is None:
+            return lambda args: prepare(framework, opts, args)(args)
+        return made(framework)(opts, args)
 
     return prepare
 
 
 def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
-    """``prepare(framework, opts)``: one function ``args -> (output, pool)`` without gradients, which changes the pool.
+    """``prepare(framework, opts, args)``: ``args -> (output, pool)`` without gradients, which changes the pool.
+
+    It serves all args that :func:`signature` does not tell from those that it is prepared for.
 
     Args:
         compute: ``(args, opts) -> (output or None, pool or None)``; in PyTorch it changes the pool that it is given.
@@ -84,11 +113,7 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
     def made(framework):
         return get(framework).in_place(compute, kind, pool, writes, output)
 
-    @functools.lru_cache(maxsize=4096)
-    def prepare(framework, opts):
-        return made(framework)(opts)
-
-    return prepare
+    return lambda framework, opts, args: made(framework)(opts, args)
 
 
 operations: list[Callable] = []

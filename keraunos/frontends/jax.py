@@ -35,7 +35,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         return call(jax.tree.map(lambda x: vary(x, axes), args), opts)
 
     jitted = jax.jit(same_axes, static_argnums=1)
-    return lambda opts: lambda args: jitted(args, opts)
+    return lambda opts, like=None: lambda args: jitted(args, opts)
 
 
 def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
@@ -52,7 +52,7 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
     kept = jax.jit(call, static_argnums=2)
     given_up = jax.jit(call, static_argnums=2, donate_argnums=0)
 
-    def prepare(opts):
+    def prepare(opts, like=None):
         def run(args):
             states = getattr(args, pool)
             donate = writes(opts) and not isinstance(states, jax.Ref)

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from keraunos.frontends import OUTPUT, Device, alone
-from keraunos.frontends.torch_launch import remembered
+from keraunos.frontends.torch_launch import kinds, remembered
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
@@ -25,7 +25,7 @@ _NUMBER = itertools.count()
 
 
 def differentiable(forward: Callable, backward: Callable, outputs: Callable, differentiated: Callable) -> Callable:
-    """``prepare(opts)``, which gives ``args -> outputs`` with a gradient.
+    """``prepare(opts, args)``: ``args -> outputs`` with a gradient; see :func:`keraunos.frontends.differentiable`.
 
     To whatever traces or transforms a call, such as ``torch.compile``, it is a custom operator: opaque, so that nothing
     traces into its kernels. Where nothing does, the call goes past the dispatcher. While a graph is traced, sizes may
@@ -48,6 +48,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
     # Operators may not return a tensor twice.
     residuals = {name: shape for name, shape in given_back.items() if shape is not OUTPUT}
     n, shared = len(names), len(given_back) - len(residuals)
+    fits = [torch.Tensor.is_contiguous if name in _DENSE else _has_rows for name in names]
     name = f"{forward.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
 
     @functools.lru_cache(maxsize=4096)
@@ -102,7 +103,8 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
         saved = ctx.saved_tensors
         if doutput is None:
             doutput = torch.zeros(ctx.shape, dtype=saved[0].dtype, device=saved[0].device)
-        return [*saved, _rows(doutput), dstate if dstate is None else dstate.contiguous()]
+        doutput = doutput if _has_rows(doutput) else doutput.contiguous()
+        return [*saved, doutput, dstate if dstate is None else dstate.contiguous()]
 
     def gradient(ctx, doutput, dstate, *_):
         return (*map(_absent, backward_op(*given(ctx, doutput, dstate), ctx.opts)), None)
@@ -132,23 +134,18 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
             kept = (_room(None, flat[0]) if x is None else x for x in flat[n:-2])
             return (None, None, *map(_absent, backward_op(*flat[:n], *kept, *flat[-2:], encode(ctx.opts))))
 
-    def prepare(opts):
-        launch, launch_alone = launchers(opts)[0], launchers(alone(opts))[0]
+    def prepare(opts, args):
+        if _watched(args):
+            return lambda args: tuple(map(_absent, forward_op(*_flat(args, _changes(args, fits)), encode(opts))[:2]))
+        changes = _changes(args, fits)
+        launch, launch_alone = launchers(opts)[0].alike(), launchers(alone(opts))[0].alike()
 
         def run(args):
-            flat, differentiate = [], forward_ad._current_level >= 0
-            for x, name in zip(args, names, strict=True):
-                if x is not None:
-                    if isinstance(x, np.ndarray):
-                        x = constant(x, args[0].device)
-                    else:
-                        x = x.contiguous() if name in _DENSE else _rows(x)
-                        differentiate |= x.requires_grad
-                flat.append(x)
-            if _watched(flat):
-                return tuple(map(_absent, forward_op(*flat, encode(opts))[:2]))
+            flat = _flat(args, changes)
             # Forward mode has no derivative here, and says so.
-            if differentiate and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
+            if forward_ad._current_level >= 0 or (
+                torch.is_grad_enabled() and True in [x.requires_grad for x in flat if x is not None]
+            ):
                 return Direct.apply(opts, launch, *flat)
             return launch_alone(flat)[:2]
 
@@ -158,12 +155,13 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
 
 
 def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
-    """``prepare(opts)``, which gives ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`.
+    """``prepare(opts, args)``: ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`.
 
     To whatever traces a call it is a custom operator, which writes its output where it is told to.
     """
     names = kind._fields
-    whole, place = {names.index(name) for name in (pool, "out")}, names.index("out")
+    place = names.index("out")
+    fits = [None if name in (pool, "out") else _has_rows for name in names]
     name = f"{compute.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
 
     @functools.lru_cache(maxsize=4096)
@@ -180,16 +178,13 @@ def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bo
 
     operators = {True: operator({pool: "a", "out": "b"}), False: operator({"out": "a"})}
 
-    def prepare(opts):
-        launch = launcher(opts)
+    def prepare(opts, args):
+        if not _watched(args):
+            changes, launch = _changes(args, fits), launcher(opts).alike()
+            return lambda args: launch(_flat(args, changes))
 
         def run(args):
-            flat = [
-                x if x is None or i in whole else constant(x, args[0].device) if isinstance(x, np.ndarray) else _rows(x)
-                for i, x in enumerate(args)
-            ]
-            if not _watched(flat):
-                return launch(flat)
+            flat = _flat(args, _changes(args, fits))
             if flat[place] is None and (made := output(args, opts)):
                 flat[place] = _room(made, args[0])
             operators[writes(opts)](*(x if x is None else x.detach() for x in flat), encode(opts))
@@ -202,10 +197,32 @@ def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bo
 
 # Arguments that kernels take without strides.
 _DENSE = ("g_gamma", "initial_state")
-_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, np.ndarray, type(None)}
 
 
-def _watched(tensors: list[Any]) -> bool:
+def signature(args: Sequence[Any]) -> list[Any] | None:
+    """What tells launches on tensors and constants apart; None where the call has to be an operator, or is wrong."""
+    return None if _watched(args) else kinds(args)
+
+
+def _changes(args: Sequence[Any], fits: Sequence[Callable | None]) -> list[tuple[int, torch.Tensor | None]]:
+    """Which of args like these kernels cannot take as they are: constants, with their tensors, and what is no fit."""
+    return [
+        (i, constant(x, args[0].device) if isinstance(x, np.ndarray) else None)
+        for i, (x, fit) in enumerate(zip(args, fits, strict=True))
+        if x is not None and fit and (isinstance(x, np.ndarray) or not fit(x))
+    ]
+
+
+def _flat(args: Sequence[Any], changes: list[tuple[int, torch.Tensor | None]]) -> list[Any]:
+    """The tensors that kernels take."""
+    flat = list(args)
+    for i, made in changes:
+        flat[i] = flat[i].contiguous() if made is None else made
+    return flat
+
+
+def _watched(tensors: Sequence[Any]) -> bool:
     """Whether something traces or transforms the call, or asks for shapes, so that it has to be an operator."""
     return (
         torch.compiler.is_compiling()
@@ -271,9 +288,9 @@ def _absent(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None or x.dtype == torch.uint8 else x
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _has_rows(x: torch.Tensor) -> bool:
     """Kernels take any strides but the last one's, which is 1."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x.stride(-1) == 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -298,7 +315,9 @@ def constant(x: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _constant(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy()).to(device)
+    # Kept for calls that gradients follow, too.
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy()).to(device)
 
 
 def zeros(shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Tensor:

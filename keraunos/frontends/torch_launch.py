@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -92,8 +94,14 @@ def _again(built: Any, grid: tuple[int, ...]) -> Callable:
     import triton
 
     hooks, watched = triton.knobs.runtime, built[grid]
-    start = functools.partial(built.run, *grid)
     stream, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    start, rest = built.run, [built.function, built.packed_metadata, None, None, None]
+    if not any(size for name, size in vars(start).items() if name.endswith("scratch_size")):
+        # What it compiled to launch with can do without the Python around it, half of the time that a launch takes.
+        bare, seen = copy.copy(start), []
+        bare.launch = lambda *given: seen.extend(given)
+        bare(*grid, None, *rest)
+        start, rest = start.launch, seen[4:]
 
     def run(*args):
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
@@ -101,7 +109,7 @@ def _again(built: Any, grid: tuple[int, ...]) -> Callable:
             watched(*args)
         else:
             # The same without hooks, such as a profiler's: those cost a fifth of a call even where there are none.
-            start(stream(device()), built.function, built.packed_metadata, None, None, None, *args)
+            start(*grid, stream(device()), *rest, *args)
 
     return run
 
@@ -194,7 +202,11 @@ class _Launches(NamedTuple):
 
     def repeat(self, tensors: list[Any], device: torch.device) -> tuple[Any, ...]:
         """Launch everything on other tensors of the same kind."""
-        slots, on_gpu = tensors.copy(), device.type == "cuda"
+        on_gpu = device.type == "cuda"
+        if on_gpu and device.index != torch._C._cuda_getDevice():
+            with _on(device):
+                return self.repeat(tensors, device)
+        slots = tensors.copy()
         for run, args, arrays, outputs, spent in self.steps:
             for shape, dtype in outputs:
                 slots.append(torch.empty(shape, dtype=dtype, device=device))
@@ -208,48 +220,67 @@ class _Launches(NamedTuple):
         return tuple([None if i is None else slots[i] for i in self.results])
 
 
-def remembered(fn: Callable[[list], tuple]) -> Callable[[list], tuple]:
+def kinds(arrays: Sequence[Any]) -> list[Any]:
+    """What tells launches on tensors apart, and NumPy arrays, which are constants of a call; None is an absent one."""
+    found: list[Any] = []
+    for x in arrays:
+        if x is None:
+            found.append(x)
+        elif isinstance(x, np.ndarray):
+            found += x.shape, x.dtype, x.tobytes()
+        else:
+            # Triton builds other code for arrays that are not aligned to 16 bytes.
+            found += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
+    return found
+
+
+class remembered:  # noqa: N801, to those who use it a function
     """``fn(tensors)``, whose launches are recorded, and repeated for tensors of the same kind.
 
     Args:
         fn: takes a list of tensors or None, returns a tuple of the like. What it does depends on the tensors' shapes,
             strides, dtypes and device. If it does more to tensors than launch kernels, it is run each time.
     """
-    known: dict[Any, _Launches | None] = {}
 
-    def call(tensors: list[Any]) -> tuple:
-        device = tensors[0].device
-        on_gpu = device.type == "cuda"
-        if not (on_gpu or _INTERPRETED):
-            return fn(tensors)
-        if on_gpu and device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return call(tensors)
-        key: list[Any] = []
-        for x in tensors:
-            # Triton builds other code for arrays that are not aligned to 16 bytes.
-            if x is None:
-                key.append(x)
-            else:
-                key += x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16 == 0
-        launches = known.get(found := tuple(key), _NEVER)
-        if launches is _NEVER:
-            return record(tensors, found)
-        return fn(tensors) if launches is None else launches.repeat(tensors, device)
+    def __init__(self, fn: Callable[[list], tuple]):
+        self.fn = fn
+        self.known: dict[Any, Callable[[list], tuple]] = {}
 
-    def record(tensors, key):
+    def __call__(self, tensors: list[Any]) -> tuple:
+        """Run it, or repeat what it launched."""
+        return (self._find(tensors) or self._record)(tensors)
+
+    def alike(self) -> Callable[[list], tuple]:
+        """The same for tensors that are all of one kind, at which it need not look."""
+        run: Callable[[list], tuple] | None = None
+
+        def call(tensors):
+            nonlocal run
+            known = run or self._find(tensors)
+            if known is None:
+                return self._record(tensors)
+            run = known
+            return known(tensors)
+
+        return call
+
+    def _find(self, tensors):
+        if tensors[0].device.type == "cuda" or _INTERPRETED:
+            return self.known.get(tuple(kinds(tensors)))
+        return self.fn
+
+    def _record(self, tensors):
         # One tensor given twice is two arguments, which other calls may tell apart.
-        tensors = [x if x is None else x.detach() for x in tensors]
-        with _Recording(tensors) as recording:
-            results = fn(tensors)
-        if len(known) >= _MOST:
-            known.clear()
-        known[key] = recording.finish(results)
+        own = [x if x is None else x.detach() for x in tensors]
+        with _Recording(own) as recording:
+            results = self.fn(own)
+        if len(self.known) >= _MOST:
+            self.known.clear()
+        launches = recording.finish(results)
+        repeat = functools.partial(launches.repeat, device=tensors[0].device) if launches else self.fn
+        self.known[tuple(kinds(tensors))] = repeat
         return results
-
-    return call
 
 
 _local = threading.local()
-_NEVER: Any = object()
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

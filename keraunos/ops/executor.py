@@ -9,9 +9,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
-
-from keraunos.frontends import framework_of, get
+from keraunos.frontends import signature
 from keraunos.kernels.registry import kernel_registry
 from keraunos.ops.cache import ConfigCache, PersistentCache
 from keraunos.ops.kernel import Config, Kernel
@@ -32,8 +30,8 @@ class _Explained(BaseException):
 class Executor:
     """Runs operations: checks the call, chooses platform and configuration, launches.
 
-    What a call gets is remembered by its shapes, dtypes and options, so that a warm call costs a few microseconds here,
-    and nothing at all inside a jitted function.
+    What a call gets is remembered by its options and all that its launches depend on of the arrays, so that a warm call
+    costs a few microseconds here, and nothing at all inside a jitted function.
 
     Args:
         chain: how configurations are chosen.
@@ -62,7 +60,7 @@ class Executor:
             return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
         # With the options' types: 1 and 1.0 equal True, but the checks may refuse them.
         key = (kernel, _cfg, platform, _policy.get(), self.chain.cache.generation, kernel_registry.generation,
-               *kwargs, *kwargs.values(), *map(type, kwargs.values()), *_signature(args))  # fmt: skip
+               *kwargs, *kwargs.values(), *map(type, kwargs.values()), *signature(args))  # fmt: skip
         try:
             run = self._remembered.get(key)
         except TypeError:
@@ -71,7 +69,7 @@ class Executor:
         if run is None:
             cfg = self._choose(kernel, args, kwargs, _cfg, platform).cfg
             run = kernel.prepare(*args, cfg=cfg, **kwargs)
-            if len(self._remembered) >= 65536:
+            if len(self._remembered) >= 16384:
                 self._remembered.clear()
             self._remembered[(*key[:4], self.chain.cache.generation, *key[5:])] = run
         return run(*args)
@@ -86,23 +84,6 @@ class Executor:
             self._seen.add(choice.key)
             _log.info("%s", choice)
         return choice
-
-
-def _signature(args: tuple) -> list:
-    """What of the arguments the choice may depend on. The call runs where the first one is, as for bind()."""
-    framework = framework_of(args[0])
-    key: list[Any] = [framework and get(framework).device_of(args[0])]
-    for x in args:
-        if x is None:
-            key.append(x)
-        elif isinstance(x, np.ndarray):
-            # A constant, whose values are checked too.
-            key += x.shape, x.dtype, x.tobytes()
-        elif own := framework_of(x):
-            key += own, x.shape, x.dtype
-        else:
-            key.append(x)
-    return key
 
 
 def create_default_executor() -> Executor:

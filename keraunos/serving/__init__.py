@@ -38,25 +38,27 @@ from keraunos.serving.operation import COMMIT, DECODE, PREFILL, VERIFY, PoolOper
 __all__ = ["commit", "decode", "prefill", "verify"]
 
 
-def _call(operation: PoolOperation, args: Args, log_decay, softmax_scale, platform, cfg) -> tuple[Any, Any]:
-    """``(output, pool)``: what is changed in place is what was given."""
-    gamma = args.g_gamma
+def _decay(operation: PoolOperation, log_decay: Any, g_gamma: Any) -> Any:
+    """The one of them that is given."""
     if log_decay is not None:
-        if gamma is not None:
+        if g_gamma is not None:
             raise ValueError(f"{operation.op_id}: got log_decay and g_gamma, which are the same; expected one of them")
-        gamma = log_decay
-    if gamma is not None and not frontends.framework_of(gamma):
-        gamma = np.asarray(gamma, np.float32)
-    args = args._replace(g_gamma=gamma)
-    if args.out is not None and hasattr(args.out, "stride"):
-        # Not among what calls are told apart by, so checked in each.
+        g_gamma = log_decay
+    return g_gamma if g_gamma is None or frontends.framework_of(g_gamma) else np.asarray(g_gamma, np.float32)
+
+
+def _call(operation: PoolOperation, args: Args, softmax_scale, platform, cfg) -> tuple[Any, Any]:
+    """``(output, pool)``: what is changed in place is what was given."""
+    key, states, out = args.key, args.states, args.out
+    if out is not None and hasattr(out, "stride"):
+        # Not always among what calls are told apart by, so checked in each.
         whole = operation is PREFILL
-        if not (args.out.is_contiguous() if whole else args.out.stride(-1) == 1):
+        if not (out.is_contiguous() if whole else out.stride(-1) == 1):
             wanted = "a contiguous tensor" if whole else "rows of V contiguous values"
-            raise ValueError(f"{operation.op_id}: out has strides {args.out.stride()}; expected {wanted}")
+            raise ValueError(f"{operation.op_id}: out has strides {out.stride()}; expected {wanted}")
     output, pool = default_executor()(operation, *args, softmax_scale=softmax_scale, platform=platform, _cfg=cfg)
-    output = output if args.out is None else args.out
-    return output, args.states if pool is None or frontends.framework_of(args.key) == "torch" else pool
+    output = output if out is None else out
+    return output, states if pool is None or frontends.framework_of(key) == "torch" else pool
 
 
 @frontends.operation
@@ -106,8 +108,9 @@ def decode(
         >>> output.shape, float(output[0, 0, 0]), float(output[1].sum())
         ((2, 4, 16), 4.0, 0.0)
     """
-    args = Args(key, value, query, g, g_gamma, states, slots, out=out)
-    return _call(DECODE, args, log_decay, softmax_scale, platform, cfg)
+    gamma = _decay(DECODE, log_decay, g_gamma)
+    args = Args(key, value, query, g, gamma, states, slots, out=out)
+    return _call(DECODE, args, softmax_scale, platform, cfg)
 
 
 @frontends.operation
@@ -144,8 +147,9 @@ def verify(
     Raises:
         ValueError, TypeError: as :func:`decode`.
     """
-    args = Args(key, value, query, g, g_gamma, states, slots, out=out)
-    return _call(VERIFY, args, log_decay, softmax_scale, platform, cfg)[0]
+    gamma = _decay(VERIFY, log_decay, g_gamma)
+    args = Args(key, value, query, g, gamma, states, slots, out=out)
+    return _call(VERIFY, args, softmax_scale, platform, cfg)[0]
 
 
 @frontends.operation
@@ -174,8 +178,8 @@ def commit(
     Raises:
         ValueError, TypeError: as :func:`decode`.
     """
-    args = Args(key, value, None, g, g_gamma, states, slots, counts)
-    return _call(COMMIT, args, log_decay, None, platform, cfg)[1]
+    args = Args(key, value, None, g, _decay(COMMIT, log_decay, g_gamma), states, slots, counts)
+    return _call(COMMIT, args, None, platform, cfg)[1]
 
 
 @frontends.operation
@@ -223,7 +227,6 @@ def prefill(
     if boundaries is not None and (not isinstance(boundaries, tuple | list) or len(boundaries) != 2):
         raise TypeError(f"prefill: boundaries is {boundaries!r}; expected a pair (tokens, targets)")
     tokens, targets = boundaries or (None, None)
-    args = Args(
-        key, value, query, g, g_gamma, states, slots, None, cu_seqlens, has_initial, tokens, targets, out
-    )  # fmt: skip
-    return _call(PREFILL, args, log_decay, softmax_scale, platform, cfg)
+    gamma = _decay(PREFILL, log_decay, g_gamma)
+    args = Args(key, value, query, g, gamma, states, slots, None, cu_seqlens, has_initial, tokens, targets, out)
+    return _call(PREFILL, args, softmax_scale, platform, cfg)

@@ -83,6 +83,21 @@ def test_runs_again_for_another_kind_of_call(kernel):
     assert ran == [factor for _, factor in calls]
 
 
+def test_looks_no_more_at_calls_that_are_alike(kernel):
+    ran = []
+
+    def twice(tensors):
+        ran.append(tensors)
+        return (add(kernel, add(kernel, *tensors), tensors[1]),)
+
+    calls = torch_launch.remembered(twice)
+    first, second = calls.alike(), calls.alike()
+    for x, z in torch.randn(4, 2, 8):
+        for call in (first, second, calls):
+            assert torch.equal(call([x, z])[0], x + 2 * z + 2 * z)
+    assert len(ran) == 1
+
+
 def test_one_tensor_given_twice_is_two_arguments(kernel):
     call, ran = counted(lambda tensors, factor: (add(kernel, *tensors, factor),))
     x, z = torch.randn(2, 8)

@@ -182,6 +182,9 @@ def test_functional_transformations():
     stacked = torch.stack([args[0], 2 * args[0]])
     got = torch.vmap(torch.func.grad(loss), in_dims=(0, None))(stacked, args[1])
     assert torch.equal(got[1], torch.func.grad(loss)(stacked[1], args[1]))
+    # Alike but for strides, which a transformation hides.
+    strided = stacked.mT.contiguous().mT
+    assert torch.equal(torch.vmap(torch.func.grad(loss), in_dims=(0, None))(strided, args[1]), got)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, where it loads forward mode
@@ -260,6 +263,17 @@ def test_packed_without_tokens():
     assert output.shape == (1, 0, 2, 16)
     assert torch.equal(state, args[5])
     assert torch.equal(gradients((output, state), [args[5]])[0], torch.ones_like(state))
+
+
+def test_training_after_inference():
+    """A constant's tensor that inference made first serves gradients."""
+    q = torch.randn(1, 20, 2, 16, generator=torch.Generator().manual_seed(0))
+    options = dict(log_decay=[-0.1234, -0.4321], platform=PLATFORM)
+    with torch.inference_mode():
+        expected = keraunos.lightning_attention(q, q, q, **options)
+    output = keraunos.lightning_attention(q.requires_grad_(), q, q, **options)
+    assert torch.equal(output, expected)
+    assert torch.autograd.grad(output.sum(), q)[0].isfinite().all()
 
 
 def test_meta_tensors_give_shapes():

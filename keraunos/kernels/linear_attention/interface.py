@@ -267,7 +267,7 @@ def kernels(
     def prepare(args, softmax_scale, reverse, cfg, return_state=True):
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
         opts = Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray), return_state)
-        return made(frontends.framework_of(args.query), opts)
+        return made(frontends.framework_of(args.query), opts, args)
 
     def run(op_id, args, softmax_scale, reverse, cfg):
         if cfg is None:

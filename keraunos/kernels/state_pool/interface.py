@@ -205,7 +205,7 @@ def kernels(
 
         def prepare(args, softmax_scale, cfg):
             scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-            return made(frontends.framework_of(args.key), Options(op_id, scale, cfg))
+            return made(frontends.framework_of(args.key), Options(op_id, scale, cfg), args)
 
         def run(args, softmax_scale=None, *, cfg=None):
             """``(output, pool)``, None for the one that the operation does not make; see :mod:`keraunos.serving`."""
