@@ -103,8 +103,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
         saved = ctx.saved_tensors
         if doutput is None:
             doutput = torch.zeros(ctx.shape, dtype=saved[0].dtype, device=saved[0].device)
-        doutput = doutput if _has_rows(doutput) else doutput.contiguous()
-        return [*saved, doutput, dstate if dstate is None else dstate.contiguous()]
+        return [*saved, _rows(doutput), dstate if dstate is None else dstate.contiguous()]
 
     def gradient(ctx, doutput, dstate, *_):
         return (*map(_absent, backward_op(*given(ctx, doutput, dstate), ctx.opts)), None)
@@ -291,6 +290,10 @@ def _absent(x: torch.Tensor | None) -> torch.Tensor | None:
 def _has_rows(x: torch.Tensor) -> bool:
     """Kernels take any strides but the last one's, which is 1."""
     return x.stride(-1) == 1
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if _has_rows(x) else x.contiguous()
 
 
 @functools.lru_cache(maxsize=4096)
