@@ -12,6 +12,7 @@ over the devices where it is asked for.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,11 +124,19 @@ def _sharded(framework: str, passes: Any) -> Any:
     # In PyTorch the host code of what only launches kernels runs once for calls that are alike.
     @functools.lru_cache(maxsize=4096)
     def leave(way):
-        return remembered(lambda flat: (ends.leave(ends.Stretch(*flat[:4]), *flat[4:], way),))
+        def launch(flat):
+            *x, start, plan = flat
+            return (ends.leave(ends.Stretch(*x), start, plan, way),)
+
+        return remembered(launch)
 
     @functools.lru_cache(maxsize=4096)
     def arrive(way, sizes):
-        return remembered(lambda flat: (ends.arrive(*flat, way, sizes),))
+        def launch(flat):
+            left, start, plan = flat
+            return (ends.arrive(left, start, plan, way, sizes),)
+
+        return remembered(launch)
 
     @functools.lru_cache(maxsize=4096)
     def run_forward(opts):
@@ -187,25 +196,26 @@ class _OverShards(LinearOperation):
 
     def bind(self, *args: Any, where: _Where | None = None, **options: Any) -> Invocation:
         """See :meth:`Kernel.bind`."""
-        return super().bind(*args, **options)
+        operation: Any = super()
+        return operation.bind(*args, **options)
 
     def run(self, *args: Any, where: _Where | None = None, **options: Any) -> Any:
-        """See :meth:`Kernel.run`; ``prepare`` if the tokens are shards."""
-        return super().run(*args, **options) if where is None else self.prepare(*args, where=where, **options)(*args)
+        """See :meth:`Kernel.run`; what ``prepare`` gives if the tokens are shards."""
+        operation: Any = super()
+        return operation.run(*args, **options) if where is None else self.prepare(*args, where=where, **options)(*args)
 
-    def prepare(self, *args: Any, cfg: Config, where: _Where | None = None, softmax_scale: float | None = None,
-                reverse: bool = False, return_state: bool = True) -> Any:  # fmt: skip
+    def prepare(self, *args: Any, cfg: Config, where: _Where | None = None, **options: Any) -> Callable:
         """A function of the arguments that gives another one, which makes the call: so all checks come first."""
-        options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=return_state)
+        alone = super().prepare(*args, cfg=cfg, **options)
         if where is None:
-            return super().prepare(*args, cfg=cfg, **options)
+            return alone
         shards = where.frontend.shards(self.op_id, where.name)
         if shards.size == 1:
-            run = super().prepare(*args, cfg=cfg, **options)
-            return lambda *args: functools.partial(run, *args)
-        given = self.pack(*args)
-        scale = float(given.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-        opts = Options(scale, bool(reverse), cfg, isinstance(given.g_gamma, np.ndarray), return_state)
+            return lambda *args: functools.partial(alone, *args)
+        given, scale = self.pack(*args), options["softmax_scale"]
+        scale = float(given.query.shape[-1] ** -0.5 if scale is None else scale)
+        constant = isinstance(given.g_gamma, np.ndarray)
+        opts = Options(scale, bool(options["reverse"]), cfg, constant, options["return_state"])
         call, what = _sharded(where.framework, self.get_impl(cfg).passes), _description(self.op_id, given, opts)
 
         def agreed(args):

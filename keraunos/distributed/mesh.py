@@ -24,8 +24,8 @@ def over_mesh(
     Args:
         spec: ``P(batch, tokens, heads)``, mesh axes of the query's.
     """
-    axes = tuple(spec) if isinstance(spec, P) else ()
-    batch, tokens, heads, *dims = (*axes, *[None] * (4 - len(axes)))
+    axes: list[Any] = [*spec] if isinstance(spec, P) else []
+    batch, tokens, heads, *dims = axes + [None] * (4 - len(axes))
     if tokens is None or any(dims):
         raise ValueError(
             f"{name}: spec is {spec!r}; expected P(batch, tokens, heads), tokens being an axis of the mesh"
@@ -41,13 +41,13 @@ def over_mesh(
         return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if explicit and x is not None else x
 
     def part(begin, end, state, tokens):
-        cut = (x if x is None else x[:, begin:end] for x in given[:4])
+        query, key, value, g = (x if x is None else x[:, begin:end] for x in given[:4])
         cu_seqlens = (given.cu_seqlens - begin).clip(0, end - begin) if packed else None
         gamma = None if constant is not None else given.g_gamma
-        own = Args(*cut, gamma, state, cu_seqlens)
+        own = Args(query, key, value, g, gamma, state, cu_seqlens)
         per_token, per_state = P(batch, tokens, heads), P(None if packed else batch, heads)
         per_head = P(*(batch, heads)[2 - getattr(gamma, "ndim", 1) :])
-        specs = Args(*[per_token] * 4, per_head, per_state, P())
+        specs = Args(per_token, per_token, per_token, per_token, per_head, per_state, P())
         specs = Args(*(None if x is None else y for x, y in zip(own, specs, strict=True)))
 
         def local(own):

@@ -1,12 +1,11 @@
 """Linear attention over 8 devices of JAX, held to the tolerance rule as on one."""
 
 import functools
+import re
 
+import jax
 import numpy as np
 import pytest
-
-jax = pytest.importorskip("jax")
-
 from jax.sharding import PartitionSpec as P
 
 from keraunos import distributed
@@ -58,8 +57,6 @@ def test_three_axes():
 
 def test_the_volume_does_not_grow_with_the_tokens():
     """What the compiled program exchanges."""
-    import re
-
     mesh = jax.make_mesh((len(jax.devices()),), ("tokens",))
     found = []
     for T in (64, 512):

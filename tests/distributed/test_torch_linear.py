@@ -5,7 +5,9 @@ import functools
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from keraunos import distributed
 from tests.distributed.cases import CASES
