@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention import interface, triton_call
+from keraunos.kernels.linear_attention import ends, interface, triton_call
 from keraunos.kernels.linear_attention import triton as platform
 from keraunos.kernels.softmax_attention import interface as softmax_interface
 from keraunos.kernels.softmax_attention import triton as softmax_platform
@@ -59,6 +59,14 @@ SOFTMAX = {
     "attention, bias, dropout": ("bfloat16", 128, 128, 16, 16, 1, 0, 0, False, {"dropout": 0.1}),
     "attention, float32, wide, bias": ("float32", 256, 256, 16, 16, 16, 0, 0, False, {"causal": True}),
 }  # fmt: skip
+
+# Name -> (dtype, K, V, heads of q, heads of k, gate, gamma): what devices that share a sequence tell each other.
+ENDS = {
+    "ends, lightning": ("bfloat16", 128, 128, 16, 16, None, True),
+    "ends, scalar gates, wide": ("float16", 256, 256, 16, 2, "scalar", True),
+    "ends, vector gates": ("bfloat16", 128, 128, 16, 16, "vector", False),
+    "ends, vector gates, float32": ("float32", 128, 64, 16, 16, "vector", False),
+}
 
 
 def resources(kernel, inputs, made, constants, num_warps, num_stages) -> dict[str, int]:
@@ -107,7 +115,7 @@ def measure(call: str) -> dict[str, dict[str, int]]:
         return tuple(made)
 
     with mock.patch.object(triton_call, "launch", launch), mock.patch.object(frontends, "launch", launch):
-        (serve if call in SERVING else soften if call in SOFTMAX else attend)(call)
+        (serve if call in SERVING else soften if call in SOFTMAX else leave if call in ENDS else attend)(call)
     return found
 
 
@@ -128,6 +136,21 @@ def attend(call: str) -> None:
     opts = interface.Options(K**-0.5, False, cfg, gate is None)
     _, residuals = platform.forward(args, opts)
     platform.backward(args, residuals, (empty(B, T, H, V, dtype=dtype), None), opts)
+
+
+def leave(call: str) -> None:
+    """The state that a stretch of a sequence leaves, and the one that arrives from others."""
+    dtype, K, V, H, G, gate, gamma = ENDS[call]
+    T = 32768
+    x = ends.Stretch(
+        empty(1, T, G, K, dtype=dtype), empty(1, T, G, V, dtype=dtype),
+        {None: None, "scalar": empty(1, T, H, dtype=dtype), "vector": empty(1, T, H, K, dtype=dtype)}[gate],
+        empty(H, dtype="float32") if gamma else None,
+    )  # fmt: skip
+    start, plan, way = empty(1, H, K, V, dtype="float32"), empty(4, dtype="int32"), ends.Way(H, True, False)
+    for to in (way, way.adjoint):
+        ends._leave_on_gpu(x, start, plan, to)
+        ends._arrive_on_gpu(empty(8, ends.length(x, to), dtype="float32"), start, plan, to, (1, H, K, V))
 
 
 def soften(call: str) -> None:
@@ -171,4 +194,5 @@ def serve(call: str) -> None:
 
 
 if __name__ == "__main__":
-    BUDGETS.write_text(json.dumps({call: measure(call) for call in (*CALLS, *SERVING, *SOFTMAX)}, indent=1) + "\n")
+    calls = (*CALLS, *SERVING, *SOFTMAX, *ENDS)
+    BUDGETS.write_text(json.dumps({call: measure(call) for call in calls}, indent=1) + "\n")

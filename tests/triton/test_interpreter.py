@@ -25,6 +25,7 @@ TORCH = "tests/linear_attention/test_torch.py"
 SOFTMAX = "tests/softmax_attention/test_values.py"
 BLOCKS = "tests/softmax_attention/test_blocks.py"
 SERVING = "tests/serving"
+ENDS = "tests/linear_attention/test_ends.py"
 
 
 @pytest.mark.parametrize(("file", "segment", "tests"), [
@@ -33,10 +34,10 @@ SERVING = "tests/serving"
     (VALUES, "64", "every_gate or packed or lightning"),
     (VALUES, "parts", "every_gate and reverse and not none"),
     (TORCH, "64", "promises or compile or autocast or checkpoint or functional or missing or fused"),
-    (SOFTMAX, "", "values"), (BLOCKS, "", "test"),
+    (SOFTMAX, "", "values"), (BLOCKS, "", "test"), (ENDS, "", "test"),
     (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
     (SERVING, "64", "every_gate and exported or parts and 65"),
-], ids=["vector", "others", "segments", "parts", "torch", "softmax", "blocks", "serving",
+], ids=["vector", "others", "segments", "parts", "torch", "softmax", "blocks", "ends", "serving",
         "serving segments"])  # fmt: skip
 def test_in_the_interpreter(file, segment, tests):
     parts = segment == "parts"

@@ -43,7 +43,7 @@ def leave_kernel(
     if GAMMA and GATE == 0:
         # Only the tokens of which anything is left at the row's end.
         n_after = (high - end) if RIGHT else (begin - low)
-        n_seen = tl.minimum(NOTHING / tl.minimum(b_gamma, -1e-6), 1e9).to(tl.int32) - n_after
+        n_seen = tl.minimum(NOTHING / tl.minimum(b_gamma, -1e-6), 1e9).to(tl.int32) + 1 - n_after
         size = tl.minimum(size, tl.maximum(n_seen, 0))
 
     o_t = tl.arange(0, BT)
@@ -131,7 +131,7 @@ def merge_kernel(
     if START:
         b_s = tl.load(start + o_s, mask=m_s & fresh, other=0.0).to(tl.float32)
     b_sum = tl.zeros([BK], dtype=tl.float32)
-    for i in range(n):
+    for i in tl.range(n, num_stages=8):
         i_p = i_m * 0 + (i if RIGHT else (P - 1 - i))
         m_l = m_s
         if SEEN:

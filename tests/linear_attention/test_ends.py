@@ -1,0 +1,89 @@
+"""What stretches of a sequence leave, one after the other, is the state of the whole, and so is its gradient."""
+
+import numpy as np
+import pytest
+
+from keraunos.kernels.linear_attention import ends
+from tests.linear_attention.cases import GPU, Case, platforms
+from tests.numerics import assert_within_rule
+
+FRAMEWORKS = sorted({framework for _, framework in platforms()})
+# Several pieces and chunks, an empty stretch, and one token.
+LENGTHS = (0, 1, 130, 0, 1200 if GPU else 130)
+
+
+def to(framework, x):
+    if x is None:
+        return None
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray(x)
+    import torch
+
+    x = torch.from_numpy(x.astype(np.float32)).bfloat16() if x.dtype.name == "bfloat16" else torch.from_numpy(x)
+    return x.cuda() if GPU else x
+
+
+def stack(framework, rows):
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.stack(rows)
+    import torch
+
+    return torch.stack(rows)
+
+
+def after_all(framework, key, value, args, start, way):
+    """The state after all stretches."""
+    rows, n, B = [], len(LENGTHS), key.shape[0]
+    for i, (begin, end) in enumerate(zip(np.cumsum([0, *LENGTHS]), np.cumsum(LENGTHS), strict=False)):
+        place = i if way.right else n - 1 - i
+        own = (x if x is None else np.ascontiguousarray(x[:, begin:end]) for x in (key, value, args.g))
+        stretch = ends.Stretch(*(to(framework, x) for x in (*own, args.g_gamma)))
+        plan = to(framework, np.array([0, end - begin, place == 0, place], np.int32))
+        rows.append(ends.leave(stretch, to(framework, start), plan, way))
+        assert rows[-1].shape == (ends.length(stretch, way),)
+    plan, sizes = to(framework, np.array([0, 0, 0, n], np.int32)), (B, way.heads, key.shape[-1], value.shape[-1])
+    state = ends.arrive(stack(framework, rows), None, plan, way, sizes)
+    return np.asarray(state.cpu() if hasattr(state, "cpu") else state)
+
+
+GATES = [{"gamma": 1}, {"gate": "scalar", "gamma": 2}, {"gate": "vector"}, {"gate": "vector", "gamma": 1}]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("reverse", "dtype"), [(False, "bfloat16"), (True, "float32")])
+@pytest.mark.parametrize("gates", GATES, ids=str)
+def test_a_state_and_its_gradient(framework, gates, reverse, dtype):
+    case = Case(**gates, B=2 if GPU else 1, T=sum(LENGTHS), G=1, V=40, state=True, reverse=reverse, dtype=dtype,
+                decay="infinite")  # fmt: skip
+    args, doutput, dstate = case.arrays
+    way = ends.Way(2, not reverse, False)
+    state = after_all(framework, args.key, args.value, args, args.initial_state, way)
+    back = way.adjoint._replace(scale=args.query.shape[-1] ** -0.5)
+    dinitial = after_all(framework, args.query, doutput, args, dstate, back)
+    (truth, _), (in_dtype, _) = case.reference(), case.reference(np.float32)
+    assert_within_rule(["state", "dinitial"], [state, dinitial], [truth[1], truth[7]], [in_dtype[1], in_dtype[7]],
+                       [dtype] * 2)  # fmt: skip
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_only_some_tokens_count_and_what_is_before_a_beginning_does_not(framework):
+    case = Case(gate="vector", T=90, state=True)
+    args = case.arrays[0]
+    inner = case.arrays[0]._replace(query=args.query[:, 20:70], key=args.key[:, 20:70], value=args.value[:, 20:70])
+    inner = inner._replace(g=args.g[:, 20:70])
+    part = Case(gate="vector", T=50, state=True)
+    part.__dict__["arrays"] = (inner, case.arrays[1][:, 20:70], case.arrays[2])
+    for x in (args.key, args.value):
+        x[:, :20] = x[:, 70:] = np.nan
+    way, plan = ends.Way(2, True, False), to(framework, np.array([20, 70, 1, 0], np.int32))
+    stretch = ends.Stretch(*(to(framework, x) for x in (args.key, args.value, args.g)), None)
+    left = ends.leave(stretch, to(framework, args.initial_state), plan, way)
+    before = left * 0 + float("nan")
+    plan = to(framework, np.array([0, 0, 0, 2], np.int32))
+    state = ends.arrive(stack(framework, [before, left]), None, plan, way, (2, 2, 16, 16))
+    got = np.asarray(state.cpu() if hasattr(state, "cpu") else state)
+    assert_within_rule(["state"], [got], [part.reference()[0][1]], [part.reference(np.float32)[0][1]], ["float32"])
