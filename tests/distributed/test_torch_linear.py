@@ -12,7 +12,7 @@ import torch
 from keraunos import distributed
 from tests.distributed.cases import CASES
 from tests.distributed.worlds import run_world
-from tests.linear_attention.cases import Case
+from tests.linear_attention.cases import INTERPRETED, Case
 
 # Where shards begin and end, where that is not at equal distances but for a shorter last shard.
 ODD = {
@@ -20,6 +20,7 @@ ODD = {
     Case(T=40, gate="scalar", state=True, reverse=True): (0, 0, 25, 25, 40),
     Case(lengths=(3, 0, 9), B=1, gamma=1, state=True): (0, 6, 12, 12, 12),
 }
+PLATFORM = "triton" if INTERPRETED else "torch"
 LIGHTNING = Case(gamma=1, state=True, T=50, H=4)
 
 
@@ -38,7 +39,7 @@ def on_rank(rank: int, size: int, case: Case) -> list:
     own = slice(*cuts_of(case, size)[rank : rank + 2])
     cu, floats = tensor(cu), [tensor(x if x is None or i > 3 else x[:, own], True) for i, x in enumerate(floats)]
     q, k, v, g, gamma, state = floats
-    options = dict(softmax_scale=case.scale, reverse=case.reverse, return_state=True, platform="torch")
+    options = dict(softmax_scale=case.scale, reverse=case.reverse, return_state=True, platform=PLATFORM)
     if case == LIGHTNING:
         output, final = distributed.lightning_attention(q, k, v, state, cu, log_decay=gamma, **options)
     else:
@@ -53,6 +54,8 @@ def on_rank(rank: int, size: int, case: Case) -> list:
 
 
 def all_on_rank(rank: int, size: int, cases: list[Case]) -> list:
+    if INTERPRETED:
+        import tests.triton.interpreter  # noqa: F401
     return [on_rank(rank, size, case) for case in cases]
 
 
