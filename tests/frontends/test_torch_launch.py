@@ -1,5 +1,6 @@
 """Host code runs once for all calls that are alike; a repeated call launches the same on its own tensors."""
 
+import contextvars
 import functools
 import gc
 import weakref
@@ -168,3 +169,40 @@ def test_no_programs_leave_the_outputs_as_they_are(kernel):
     for _ in range(2):
         assert call([torch.ones(2)], None)[0].shape == (0, 4)
     assert (len(ran), kernel.seen) == (1, [])
+
+
+@pytest.mark.parametrize("scratch", [0, 16])
+def test_launches_as_triton_would(monkeypatch, scratch):
+    """By Triton's own launcher, of which only what it compiles is another; and through hooks, if there are any."""
+    triton = pytest.importorskip("triton")
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams[device], raising=False)
+    launched, watched, streams, start = [], [], {3: 70}, driver.CudaLauncher.__new__(driver.CudaLauncher)
+    vars(start).update(
+        launch=lambda *args: launched.append(args), num_ctas=1, launch_cooperative_grid=False, launch_pdl=True,
+        global_scratch_size=scratch, global_scratch_align=16, profile_scratch_size=0, profile_scratch_align=1,
+    )  # fmt: skip
+
+    class Built:
+        run, function, packed_metadata = start, 500, (4, 1, 1000)
+
+        def __getitem__(self, grid):
+            return lambda *args: watched.append((grid, *args))
+
+    def launch():
+        triton.set_allocator(lambda size, align, stream: (size, align, stream))
+        again = torch_launch._again(Built(), (5, 6, 1))
+        launched.clear()
+        for streams[3] in (80, 90):
+            again(1000, None, 7)
+            start(5, 6, 1, streams[3], 500, (4, 1, 1000), None, None, None, 1000, None, 7)
+        chain, hook = triton.knobs.runtime.launch_enter_hook, lambda metadata: None
+        chain.add(hook)
+        again(2000, None, 7)
+        chain.remove(hook)
+
+    contextvars.copy_context().run(launch)
+    assert len(launched) == 4
+    assert launched[::2] == launched[1::2]
+    assert watched == [((5, 6, 1), 2000, None, 7)]
