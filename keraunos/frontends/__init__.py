@@ -67,7 +67,8 @@ def alone(opts: Any) -> Any:
 
 
 def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable, Callable],
-                   folding: tuple[Callable, Callable] | None = None) -> Callable:  # fmt: skip
+                   folding: tuple[Callable, Callable] | None = None,
+                   axes: Callable | None = None) -> Callable:  # fmt: skip
     """``prepare(framework, opts, args)``: ``args -> outputs``, with gradients.
 
     It serves all args that :func:`signature` does not tell from those that it is prepared for; None: any.
@@ -77,6 +78,7 @@ def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
         shapes: of what both return, for PyTorch's compiler; see :func:`keraunos.frontends.torch.differentiable`.
         folding: what makes of many calls one, for JAX's ``vmap``; see :func:`keraunos.frontends.jax.batched`.
+        axes: what JAX may shard over devices; see :func:`keraunos.frontends.jax_partition.partitioned`.
     """
 
     @functools.cache
@@ -85,8 +87,10 @@ def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable
         if framework == "torch":
             return get("torch").differentiable(*pair, *shapes)
         if folding:
+            if axes:
+                pair = get("jax_partition").partitioned(*pair, axes)
             pair = get("jax").batched(*pair, *folding)
-        return get("jax").differentiable(*pair)
+        return get("jax").differentiable(*pair, axes)
 
     def prepare(framework, opts, args=None):
         if args is None:

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keraunos.frontends import Device, alone
+from keraunos.frontends import Device, alone, jax_partition
 
 
-def differentiable(forward: Callable, backward: Callable) -> Callable:
-    """``prepare(opts)``, which gives ``args -> outputs`` under ``jit``, with ``backward`` as its gradient."""
+def differentiable(forward: Callable, backward: Callable, axes: Callable | None = None) -> Callable:
+    """``prepare(opts)``, which gives ``args -> outputs`` under ``jit``, with ``backward`` as its gradient.
+
+    ``axes``: what may be sharded by explicit axes of a mesh; see :func:`keraunos.frontends.jax_partition.partitioned`.
+    """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
     def call(args, opts):
@@ -34,7 +37,10 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
         return call(jax.tree.map(lambda x: vary(x, axes), args), opts)
 
-    jitted = jax.jit(same_axes, static_argnums=1)
+    def spread(args, opts):
+        return same_axes(args, opts) if axes is None else jax_partition.spread(same_axes, axes, args, opts)
+
+    jitted = jax.jit(spread, static_argnums=1)
     return lambda opts, like=None: lambda args: jitted(args, opts)
 
 

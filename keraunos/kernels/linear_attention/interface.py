@@ -188,6 +188,18 @@ def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
     return x.reshape(size, -1, *shape).sum(1)
 
 
+def axes(args: Args, opts: Options) -> tuple[Args, tuple[str, str | None], None]:
+    """What may be sharded among devices: batch and heads; of packed sequences, which lie in one row, heads.
+
+    See :func:`keraunos.frontends.jax_partition.partitioned`.
+    """
+    b = "." if args.cu_seqlens is not None else "b"
+    gamma = None if args.g_gamma is None else "bh"[-args.g_gamma.ndim :]
+    gate = None if args.g is None else f"{b}.h."[: args.g.ndim]
+    letters = Args(f"{b}.h.", f"{b}.g.", f"{b}.g.", gate, gamma, f"{b}h..", ".")
+    return letters, (f"{b}.h.", f"{b}h.." if opts.state else None), None
+
+
 def _without_state(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
     """The same two functions, which leave out the final state where it is not wanted."""
 
@@ -255,11 +267,12 @@ def kernels(
         source: the module's ``__file__``.
         forward, backward: as at the top of this page.
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
-        has_vmap: all that it does has batching rules in JAX; without, calls under ``vmap`` are folded into one.
+        has_vmap: all that it does JAX can batch and XLA can partition; without, calls under ``vmap`` are folded into
+            one, and shared out among devices as :func:`axes` says.
     """
     folding = None if has_vmap else (fold, unfold)
     both = _without_state(forward, backward)
-    made = frontends.differentiable(*both, (outputs, differentiated), folding)
+    made = frontends.differentiable(*both, (outputs, differentiated), folding, axes)
 
     def passes(framework):
         return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both

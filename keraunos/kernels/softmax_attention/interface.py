@@ -223,6 +223,25 @@ def _low(x: Any) -> Any:
     return x & 0xFFFFFFFF if x.dtype.itemsize > 4 else x
 
 
+def axes(args: Args, opts: Options) -> tuple[Args, str]:
+    """What JAX may shard over devices: batch and heads, but what a dropout leaves out follows from their numbers.
+
+    See :func:`keraunos.frontends.jax_partition.partitioned`.
+    """
+    b, h, g = "..." if opts.dropout else "bhg"
+    B, H, G = args.query.shape[0], args.query.shape[2], args.key.shape[2]
+
+    def heads(n):
+        return h if n == H else g if n == G else "."
+
+    def plane(x):
+        return None if x is None else (b if x.shape[0] == B else ".") + heads(x.shape[1]) + ".."
+
+    sinks = None if args.sinks is None else "." if args.sinks.ndim == 1 else heads(args.sinks.shape[0]) + "."
+    query, key, ids = f"{b}.{h}.", f"{b}.{g}.", f"{b}."
+    return Args(query, key, key, plane(args.bias), sinks, plane(args.mask), ids, ids, "."), query
+
+
 def blocks(T: int, S: int, block_q: int, block_k: int, causal: bool, window: tuple[int, int] | None) -> list[range]:
     """For each block of queries, the blocks of keys of which it may see any."""
     found = []

@@ -23,6 +23,7 @@ from keraunos.frontends import jax as frontend
 from keraunos.kernels.softmax_attention.interface import (
     Args,
     Options,
+    axes,
     blocks,
     is_for_libraries,
     keeps,
@@ -328,7 +329,7 @@ def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: 
     return _backward(args, (output, logs), doutput, opts)
 
 
-_by_block = frontend.differentiable(_forward, _backward)
+_by_block = frontend.differentiable(_forward, _backward, lambda args, opts: (*axes(args, opts), None))
 _jitted = jax.jit(_at_once, static_argnums=1)
 
 

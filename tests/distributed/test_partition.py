@@ -1,0 +1,137 @@
+"""Calls of sharded arrays under ``jit``: every device computes with its own shards, and nothing is moved."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import keraunos
+from keraunos import frontends
+from keraunos.kernels.linear_attention import interface
+from keraunos.kernels.linear_attention import xla as linear
+from keraunos.kernels.softmax_attention import xla as softmax
+from keraunos.kernels.softmax_attention.interface import Args, Options
+from keraunos.types import MaskInfo
+from tests.linear_attention.cases import GPU
+from tests.numerics import assert_within_rule
+
+pytestmark = pytest.mark.skipif(GPU or jax.device_count() < 8, reason="needs the 8 devices of the run without --gpu")
+
+B, T, H, G, K = 2, 40, 8, 4, 16
+TOKENS, STATE = P("batch", None, "heads"), P("batch", "heads")
+CFG = keraunos.Config(block_q=16, block_k=16, platform="xla")
+# The platform as if it were made of kernels that JAX and XLA see nothing of.
+BOXES = interface.kernels(linear.__file__, linear.forward, linear.backward, fields=linear.FIELDS,
+                          heuristic=linear.heuristic, candidates=linear.candidates)  # fmt: skip
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+Q, KEYS, VALUES = normal(0, B, T, H, K), normal(1, B, T, G, K), normal(2, B, T, G, K)
+GATES, DECAYS, STATES = -abs(normal(3, B, T, H)), -abs(normal(4, H)), normal(5, B, H, K, K)
+SINKS, IDS = normal(6, H, 2), jnp.repeat(jnp.array([[0, 1, -1]]), jnp.array([20, 15, 5]), axis=1).repeat(B, 0)
+
+
+def box_of_attention(q, k, v):
+    """Attention in such a box, whose residuals are sharded too."""
+    triton = pytest.importorskip("keraunos.kernels.softmax_attention.triton", exc_type=ImportError)
+
+    def forward(args, opts):
+        output, top, _ = softmax.part(args, opts)
+        return (output, None), (output, top)
+
+    def backward(args, residuals, grads, opts):
+        return softmax.part_gradients(args, (*residuals, 0 * residuals[1]), grads[0], opts)
+
+    opts = Options(0.25, None, True, None, 0.0, "float32", False, CFG)
+    prepare = frontends.differentiable(forward, backward, (None, None), (triton.fold, triton.unfold), triton.axes)
+    return prepare("jax", opts)(Args(q, k, v))[0]
+
+
+def masked(q, k, v, sinks, ids):
+    info = MaskInfo.from_segments(ids)
+    return keraunos.attention(q, k, v, None, None, sinks, mask_info=info, causal=True, dtype=None, cfg=CFG)
+
+
+def half(x):
+    return x.astype("bfloat16")
+
+
+CALLS = {
+    "lightning": (functools.partial(keraunos.lightning_attention, layer_idx=1, num_layers=4, return_state=True),
+                  [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (STATES, STATE)]),
+    "gla": (functools.partial(keraunos.gla_attention, return_state=True),
+            [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (GATES, TOKENS), (DECAYS, P("heads")), (STATES, STATE)]),
+    "gla in a box": (functools.partial(BOXES[0].fn, cfg=CFG),
+                     [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (GATES, TOKENS), (DECAYS, P("heads"))]),
+    "lightning in a box": (functools.partial(BOXES[1].fn, layer_idx=1, num_layers=4, cfg=CFG),
+                           [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS)]),
+    "packed in a box": (lambda *x: BOXES[0].fn(*x, cu_seqlens=jnp.array([0, 3, T]), cfg=CFG),
+                        [(x[:1], P(None, None, "heads")) for x in (Q, KEYS, VALUES, GATES)]),
+    "attention": (functools.partial(keraunos.attention, causal=True, dtype=None),
+                  [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS)]),
+    "attention by blocks": (masked, [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (SINKS, P("heads")),
+                                     (IDS, P("batch"))]),
+    "attention in a box": (box_of_attention, [(half(x), TOKENS) for x in (Q, KEYS, VALUES)]),
+}  # fmt: skip
+
+
+def results_and_gradients(f):
+    def run(*x):
+        floats = [i for i, y in enumerate(x) if jnp.issubdtype(y.dtype, jnp.floating)]
+
+        def loss(*some):
+            given = list(x)
+            for i, y in zip(floats, some, strict=True):
+                given[i] = y
+            results = f(*given)
+            return sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(results)), results
+
+        return jax.grad(loss, range(len(floats)), has_aux=True)(*(x[i] for i in floats))
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    *((name, AxisType.Auto) for name in CALLS),
+    *((name, AxisType.Explicit) for name in ("lightning", "gla in a box", "attention by blocks")),
+], ids=str)  # fmt: skip
+def test_nothing_is_resharded(name, kind):
+    f, given = CALLS[name]
+    mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(kind,) * 2)
+    put = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in given]
+    run = jax.jit(results_and_gradients(f))
+    compiled = run.lower(*put).compile()
+    moved = re.findall(r"\b(all-gather|all-to-all|collective-permute|reduce-scatter)", compiled.as_text())
+    assert not moved
+    got = compiled(*put)
+    for x, like in zip(got[0], put, strict=False):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(run(*(x for x, _ in given))), strict=True):
+        # Only the order of sums differs.
+        a, b = np.asarray(a.astype(jnp.float32)), np.asarray(b.astype(jnp.float32))
+        assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
+
+
+def test_heads_that_share_keys_stay_together():
+    """Eight shards of heads, but four heads of keys: the partitioner moves what it must, and the result is right."""
+    mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,))
+    f, given = CALLS["gla in a box"]
+    put = [jax.device_put(x, NamedSharding(mesh, P(None, None, "heads") if x.shape[2:3] == (H,) else P()))
+           for x, _ in given]  # fmt: skip
+    for a, b in zip(jax.jit(f)(*put), f(*(x for x, _ in given)), strict=True):
+        assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
+
+
+def test_shards_of_tokens_are_refused_where_they_are_known():
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(Q, NamedSharding(mesh, P(None, "tokens")))
+    with pytest.raises(ValueError, match=r"for shards of the tokens, see keraunos\.distributed"):
+        keraunos.gla_attention(x, x, x)
