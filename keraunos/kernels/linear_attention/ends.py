@@ -8,15 +8,15 @@ token, a stretch leaves and lets pass, with ``start`` the state before it and D 
 and leftwards the same in the mirror. The gradient of the state is such a state too, left the other way by queries and
 the outputs' gradients; there a token's own gate is among those it passes.
 
-No walk: all tokens of a stretch are one sum, so pieces of it are computed at once, each relative to its own end. Where
-a constant decay forgets a piece before the end it is not even read. Decays are exponentials of sums, never differences
-of sums. On NVIDIA's GPUs these are two Triton kernels, elsewhere a matrix product.
+No walk: all tokens of a stretch are one sum, so pieces of it are computed at once, each relative to its own end. What
+is forgotten before the stretch's end is not even read: with constant decays that is known beforehand, with gates once
+the pieces near the end have been summed. Decays are exponentials of sums, never differences of sums. On NVIDIA's GPUs
+these are two Triton kernels, elsewhere a matrix product.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from typing import Any, NamedTuple
 
@@ -35,8 +35,8 @@ from keraunos.kernels.linear_attention.triton_call import (
 # Stand for -inf: of a gate, and of the decay over stretches of which one begins anew. Finite, so that 0 times it is 0.
 _CLOSED = _ANEW = -1e30
 # Programs that keep the largest GPUs busy, and so many more where constant decays leave most of them nothing to do;
-# tokens that make a piece worth its while.
-_PROGRAMS, _FORGETTING, _MIN_PIECE = 264, 4, 512
+# tokens that make a piece worth its while; tokens near the end before those that gates may have forgotten.
+_PROGRAMS, _FORGETTING, _MIN_PIECE, _NEAR = 264, 4, 512, 4096
 
 
 class Stretch(NamedTuple):
@@ -160,8 +160,8 @@ def _arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) 
 
 
 @functools.lru_cache(maxsize=4096)
-def _leave_plan(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way) -> tuple[Plan, int]:
-    """The launch for the pieces of a stretch, and their number."""
+def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way) -> tuple[list[Plan], int]:
+    """The launches for the pieces of a stretch, those near its end before the others, and their number."""
     from keraunos.kernels.linear_attention import ends_kernels
 
     (B, T, _, K), V, H = k.shape, v.shape[-1], way.heads
@@ -169,15 +169,16 @@ def _leave_plan(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way) ->
     BT, BK = 32 if exact else 64, tile(K)
     BV = min(tile(V), 64 if BK > 128 or exact else 128)
     tiles = B * H * -(-V // BV)
-    most = max(_PROGRAMS * (_FORGETTING if gamma and not gate else 1) // tiles, 1)
+    most = max(_PROGRAMS * (_FORGETTING if gamma or gate else 1) // tiles, 1)
     L = max(-(-T // (min(most, max(T // _MIN_PIECE, 1)) * BT)), 1) * BT
     P = max(-(-T // L), 1)
+    near = min(-(-_NEAR // L), P) if gate else P
     unit = unit_of(k, v, g if gate == 2 else None)
     numbers = dict(
         **strides_of(k, "k", unit), **strides_of(v, "v", unit), **strides_of(g, "g", unit if gate == 2 else 1),
-        stride_gamma_b=H if gamma and len(gamma.shape) == 2 else 0, scale=way.scale, T=max(T, 1), L=L,
+        stride_gamma_b=H if gamma and len(gamma.shape) == 2 else 0, scale=way.scale, T=T, L=L, P=P, NEAR=near,
     )  # fmt: skip
-    outputs = dict(
+    outputs: dict[str, Any] = dict(
         local=((P, B, H, K, V), "float32"), total=((P, B, H, K) if gate == 2 else (P, B, H), "float32"),
         seen=((P, B, H), "int32"),
     )  # fmt: skip
@@ -187,7 +188,14 @@ def _leave_plan(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way) ->
         PRECISION="tf32" if not exact else "ieee" if INTERPRETED else "bf16x6",
     )  # fmt: skip
     warps = 8 if BK * BV > 8192 else 4
-    return Plan(ends_kernels.leave_kernel, (P * tiles,), numbers, outputs, constants, warps, 3), P
+
+    def plan(pieces, outputs, far):
+        return Plan(ends_kernels.leave_kernel, (pieces * tiles,), numbers, outputs, dict(constants, FAR=far), warps, 3)
+
+    plans = [plan(near, outputs, False)]
+    if near < P:
+        plans.append(plan(P - near, {name: f"{name}_given" for name in outputs}, True))
+    return plans, P
 
 
 @functools.lru_cache(maxsize=4096)
@@ -208,8 +216,11 @@ def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, 
 
 def _leave_on_gpu(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
     k, v, g, gamma = map(spec_of, x)
-    launch, P = _leave_plan(k, v, g, gamma, way)
-    local, total, seen = launch.launch(k=x.key, v=x.value, g=x.g, gamma=x.g_gamma, plan=plan)
+    plans, P = _leave_plans(k, v, g, gamma, way)
+    local = total = seen = None
+    for launch in plans:
+        local, total, seen = launch.launch(k=x.key, v=x.value, g=x.g, gamma=x.g_gamma, plan=plan, local_given=local,
+                                           total_given=total, seen_given=seen)  # fmt: skip
     sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
     merge = _merge_plan(sizes, _gates(x), P, 0, way, start is not None)
     return merge.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0]

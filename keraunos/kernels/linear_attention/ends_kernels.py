@@ -11,27 +11,48 @@ ANEW = tl.constexpr(-1e30)
 
 @triton.jit
 def leave_kernel(
-    k, v, g, gamma, plan,
+    k, v, g, gamma, plan, local_given, total_given, seen_given,
     stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
-    scale, T, L,
+    scale, T, L, P, NEAR,
     local, total, seen,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
-    TERMS: tl.constexpr, RIGHT: tl.constexpr, INCLUSIVE: tl.constexpr, PRECISION: tl.constexpr,
+    TERMS: tl.constexpr, RIGHT: tl.constexpr, INCLUSIVE: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``sum_t exp(gates between t and the end) k_t v_t^T`` over a piece of L tokens; the end is right or left.
+    """``sum_t exp(gates between t and the end) k_t v_t^T`` over each of P pieces of L tokens; the end is right or left.
 
     INCLUSIVE: the gate of token t counts too. GATE: 0 none, 1 per token, 2 per token and dimension. ``plan``: the first
     token that counts and one past the last. ``total`` has the sums of the pieces' gates, ``seen`` whether anything is
-    left of a piece at the row's end: if not, ``local`` is not written.
+    left of a piece at the row's end: if not, ``local`` is not written. FAR: the pieces but for the NEAR that are
+    nearest to the end, which have been done: where gates forget all that is before those, nothing is read.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
     i_o = tl.program_id(0) // (NV * H)
-    n_p = tl.cdiv(T, L)
-    i_p = i_o % n_p
+    n_p = (P - NEAR) if FAR else NEAR
+    n_b = tl.num_programs(0) // (n_p * NV * H)
+    i_d = i_o % n_p + (NEAR if FAR else 0)
+    i_p = (P - 1 - i_d) if RIGHT else i_d
     i_b = (i_o // n_p).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    i_slot = (i_p * n_b + i_b) * H + i_h  # pieces first
+    if FAR:
+        b_near = tl.zeros([BK], dtype=tl.float32)
+        for i in range(NEAR):
+            i_near = (((P - 1 - i) if RIGHT else i) * n_b + i_b) * H + i_h
+            if GATE == 2:
+                b_near += tl.load(total + i_near * K + o_k, mask=o_k < K, other=float("-inf"))
+            else:
+                b_near += tl.load(total + i_near)
+        if tl.max(b_near, 0) * LOG2E < NOTHING:
+            if i_v == 0:
+                tl.store(seen + i_slot, 0)
+                if GATE == 2:
+                    tl.store(total + i_slot * K + o_k, tl.zeros([BK], dtype=tl.float32), mask=o_k < K)
+                else:
+                    tl.store(total + i_slot, 0.0)
+            return
     low, high = tl.load(plan), tl.load(plan + 1)
     begin = tl.maximum(i_p * L, low)
     end = tl.minimum(tl.minimum(i_p * L + L, T), high)
@@ -48,7 +69,6 @@ def leave_kernel(
 
     o_t = tl.arange(0, BT)
     o_d = (BT - 1 - o_t) if RIGHT else o_t  # tokens away from the chunk's end that is nearer to the row's
-    o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     base = ((end - BT) if RIGHT else begin).to(tl.int64)
     p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh) * UNIT
@@ -85,7 +105,6 @@ def leave_kernel(
         p_k += step * (stride_kt * UNIT)
         p_v += step * (stride_vt * UNIT)
 
-    i_slot = (i_p * tl.cdiv(tl.num_programs(0), n_p * NV * H) + i_b) * H + i_h  # pieces first
     there = size > 0
     p_s = local + i_slot * (K * V) + o_v[:, None] + o_k[None, :] * V
     tl.store(p_s, b_s * scale, mask=(o_v < V)[:, None] & (o_k < K)[None, :] & there)
