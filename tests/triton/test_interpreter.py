@@ -24,6 +24,7 @@ VALUES = "tests/linear_attention/test_values.py"
 TORCH = "tests/linear_attention/test_torch.py"
 SOFTMAX = "tests/softmax_attention/test_values.py"
 BLOCKS = "tests/softmax_attention/test_blocks.py"
+PARTS = "tests/softmax_attention/test_parts.py"
 SERVING = "tests/serving"
 ENDS = "tests/linear_attention/test_ends.py"
 
@@ -34,11 +35,11 @@ ENDS = "tests/linear_attention/test_ends.py"
     (VALUES, "64", "every_gate or packed or lightning"),
     (VALUES, "parts", "every_gate and reverse and not none"),
     (TORCH, "64", "promises or compile or autocast or checkpoint or functional or missing or fused"),
-    (SOFTMAX, "", "values"), (BLOCKS, "", "test"), (ENDS, "", "test"),
+    (SOFTMAX, "", "values"), (BLOCKS, "", "test"), (PARTS, "", "test"), (ENDS, "", "test"),
     (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
     (SERVING, "64", "every_gate and exported or parts and 65"),
-], ids=["vector", "others", "segments", "parts", "torch", "softmax", "blocks", "ends", "serving",
-        "serving segments"])  # fmt: skip
+], ids=["vector", "others", "segments", "parts", "torch", "softmax", "blocks", "parts of keys", "ends",
+        "serving", "serving segments"])  # fmt: skip
 def test_in_the_interpreter(file, segment, tests):
     parts = segment == "parts"
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS="1" if parts else "",
