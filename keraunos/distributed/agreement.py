@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 import weakref
 from collections.abc import Iterator
@@ -230,3 +231,15 @@ def axis_size(op: str, axis_name: Any) -> int:
         return int(jax.lax.axis_size(axis_name))
     except NameError:
         raise ValueError(f"{op}: axis_name is {axis_name!r}, no axis of a shard_map that this call is in") from None
+
+
+def mesh_size(op: str, mesh: Any, axis: Any) -> int:
+    """The number of shards along an axis, or several, of a mesh.
+
+    Raises:
+        ValueError: the mesh has no such axis.
+    """
+    names = axis if isinstance(axis, tuple) else (axis,)
+    if missing := [name for name in names if name not in mesh.shape]:
+        raise ValueError(f"{op}: the mesh has axes {tuple(mesh.shape)}; expected {missing[0]!r} among them")
+    return math.prod(mesh.shape[name] for name in names)

@@ -9,6 +9,7 @@ computed.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -137,6 +138,8 @@ def attention(
     *,
     axis_name: Any = None,
     group: Any = None,
+    mesh: Any = None,
+    spec: Any = None,
     mask_info: MaskInfo | None = None,
     init_bias: Callable[[], Any] | None = None,
     deterministic: bool = True,
@@ -164,6 +167,8 @@ def attention(
             parameter that ranks share: sum it over the group. In JAX it is summed.
         axis_name: JAX: the mesh axis over which the tokens are sharded; the call is inside ``jax.shard_map``.
         group: PyTorch: the process group of the shards; None: the default one.
+        mesh, spec: JAX, outside of ``shard_map``: the arrays are whole then, any T and S, and are sharded over the mesh
+            as ``spec`` says, the query's ``P(batch, tokens, heads)``. Segment ids are those of all tokens.
         mask_info: segment ids are this rank's, ``[B, T]`` and ``[B, S]``; ``key_lengths`` count over the whole
             sequence.
         softmax_scale, logits_soft_cap, dtype, softmax_dtype, causal, sliding_window, platform, cfg: as there; the
@@ -172,7 +177,8 @@ def attention(
             the weights have a value for each query and key, and the dropout follows from their places.
 
     Returns:
-        The output ``[B, T, H, V]`` of this rank's queries. There are gradients for query, key, value and softmax_aux.
+        The output ``[B, T, H, V]`` of this rank's queries (with ``mesh``: of all). There are gradients for query, key,
+        value and softmax_aux.
 
     Raises:
         UnsupportedError: an option that cannot be had over shards, or no platform can run the call.
@@ -191,10 +197,11 @@ def attention(
     framework = frontends.framework_of(query)
     if framework is None:
         raise TypeError(f"attention: query is a {type(query).__name__}; expected a jax.Array or a torch.Tensor")
-    if framework == "jax" and (axis_name is None or group is not None):
-        raise ValueError("attention: expected axis_name, the mesh axis of the tokens, for arrays of JAX, and no group")
-    if framework == "torch" and axis_name is not None:
-        raise ValueError(f"attention: axis_name is {axis_name!r}; for tensors of PyTorch, expected a group")
+    mine, others = (group, (axis_name, mesh)) if framework == "torch" else (axis_name, (group,))
+    if any(x is not None for x in others) or (framework == "jax" and (axis_name is None) == (mesh is None)):
+        names = {"torch": "group=, or none for all ranks", "jax": "axis_name= inside shard_map, or mesh= and spec="}
+        raise ValueError(f"attention: axis_name is {axis_name!r}, group {group!r}, mesh {mesh!r}; expected"
+                         f" {names[framework]} with arrays of {framework}")  # fmt: skip
     frontend = frontends.get(framework)
     wanted = module._name(dtype) or frontend.dtype_name(query)
     query, key, value = (x if frontends.framework_of(x) != framework else frontend.cast(x, wanted)
@@ -203,9 +210,23 @@ def attention(
     options = dict(softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=bool(causal or limits.causal),
                    window=window, softmax_dtype=module._softmax_dtype(wanted, softmax_dtype))  # fmt: skip
     args = Args(query, key, value, None, softmax_aux, None, limits.query_segments, limits.key_segments)
-    run = importlib.import_module(f"keraunos.distributed.softmax_{framework}").attention
-    place = axis_name if framework == "jax" else group
-    return run(args, limits.key_lengths, lambda size: ring(args, size, axis_name, platform, cfg, options), place)
+    if mesh is not None:
+        mine = axis = _tokens(spec)
+    home = importlib.import_module(f"keraunos.distributed.softmax_{framework}")
+    run = functools.partial(home.attention, settle=lambda own, size: ring(own, size, mine, platform, cfg, options))
+    if mesh is not None:
+        return home.over_mesh(run, args, limits.key_lengths, mesh, spec, axis)
+    return run(args, limits.key_lengths, place=mine)
+
+
+def _tokens(spec: Any) -> Any:
+    """The mesh axis of the tokens in ``P(batch, tokens, heads)``."""
+    axes = (*(spec or ()), None, None, None, None)
+    if axes[1] is None or any(axes[3:]):
+        raise ValueError(
+            f"attention: spec is {spec!r}; expected P(batch, tokens, heads), tokens being an axis of the mesh"
+        )
+    return axes[1]
 
 
 def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Config | None, options: dict) -> Ring:

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from keraunos.distributed import agreement
 from keraunos.distributed.softmax import (
@@ -28,11 +30,36 @@ from keraunos.frontends import jax as frontend
 from keraunos.kernels.softmax_attention.interface import Args
 
 
-def attention(args: Args, lengths: Any, settle: Callable[[int], Ring], axis_name: Any) -> jax.Array:
+def attention(args: Args, lengths: Any, *, settle: Callable[[Args, int], Ring], place: Any) -> jax.Array:
     """The output of this device's queries; ``settle`` makes the options from the number of shards."""
-    ring = settle(agreement.axis_size("attention", axis_name))
-    first = jax.lax.axis_index(axis_name) * args.key.shape[1]
+    ring = settle(args, agreement.axis_size("attention", place))
+    first = jax.lax.axis_index(place) * args.key.shape[1]
     return _over_shards(ring)(hidden_by_length(args, lengths, first))
+
+
+def over_mesh(run: Callable, args: Args, lengths: Any, mesh: Any, spec: Any, axis: Any) -> jax.Array:
+    """:func:`attention` of whole arrays, outside of ``shard_map``; what devices do not share evenly is padded."""
+    batch, _, heads = (*spec, None)[:3]
+    (B, T), S, size = args.query.shape[:2], args.key.shape[1], agreement.mesh_size("attention", mesh, axis)
+    if S % size:
+        lengths = jnp.full((B,), S, jnp.int32) if lengths is None else jnp.minimum(lengths, S)
+    whole = Args(*(x if x is None or x is args.sinks else frontend.pad(x, 1, -x.shape[1] % size) for x in args))
+    per_token, sinks = P(batch, axis, heads), P(heads if args.sinks is not None and args.sinks.ndim == 2 else None)
+    ids = P(batch, axis)
+    own = Args(per_token, per_token, per_token, None, sinks, None, ids, ids)
+    given, specs = (whole, lengths), (_those(whole, own), None if lengths is None else P(batch))
+    if AxisType.Explicit in mesh.axis_types:
+        given = jax.tree.map(lambda x, own: jax.sharding.reshard(x, NamedSharding(mesh, own)), given, specs)
+
+    def local(args, lengths):
+        return run(args, lengths, place=axis)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=per_token)(*given)[:, :T]
+
+
+def _those(args: Args, specs: Args) -> Args:
+    """Without those of absent arrays."""
+    return Args(*(None if x is None else spec for x, spec in zip(args, specs, strict=True)))
 
 
 def _forward(args: Args, ring: Ring):

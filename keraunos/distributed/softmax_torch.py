@@ -27,10 +27,11 @@ from keraunos.distributed.softmax import (
 from keraunos.kernels.softmax_attention.interface import Args
 
 
-def attention(args: Args, lengths: Any, settle: Callable[[int], Ring], group: Any) -> torch.Tensor:
+def attention(args: Args, lengths: Any, *, settle: Callable[[Args, int], Ring], place: Any) -> torch.Tensor:
     """The output of this rank's queries; ``settle`` makes the options from the number of shards."""
+    group = place
     with agreement.arguments(group):
-        ring = settle(dist.get_world_size(group))
+        ring = settle(args, dist.get_world_size(group))
     shapes = {name: None if x is None else (tuple(x.shape), x.dtype) for name, x in args._asdict().items()}
     what = {name: shapes[name] for name in ("query", "key", "value", "sinks", "query_segments", "key_segments")}
     opts = ring.opts._replace(cfg=None)  # type: ignore[arg-type]

@@ -141,6 +141,29 @@ def test_jax_beside_a_sharded_batch_and_without_its_checks():
     CASES[1].check(on_jax(CASES[1], 2, check_vma=False)[0])
 
 
+@pytest.mark.skipif(GPU, reason="runs on the host's devices")
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_jax_over_a_mesh(kind):
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from keraunos.distributed import attention
+
+    case = CASES[0]
+    types = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((5, 1) if kind == "Auto" else (4, 2), ("tokens", "heads"), axis_types=types)
+    (q, k, v, sinks), ids, _, do = jax.tree.map(jnp.asarray, case.arrays)
+
+    def run(q, k, v, sinks):
+        spec = P(None, "tokens", "heads")
+        return attention(q, k, v, None, None, sinks, mesh=mesh, spec=spec, mask_info=case.mask_info(ids, None),
+                         **case.options)  # fmt: skip
+
+    output, pull = jax.vjp(jax.jit(run), q, k, v, sinks)
+    case.check([np.asarray(x) for x in (output, *pull(do))])
+
+
 def on_torch(rank, size, cases, platform=None, device="cpu"):
     """For each case the shards of what :func:`on_jax` returns, as lists of float64 arrays."""
     import ml_dtypes
@@ -212,7 +235,7 @@ def test_shards_that_do_not_fit_raise_on_all_ranks():
     (dict(return_weights=True), UnsupportedError, "return_weights"),
     (dict(dropout_prob=0.5, deterministic=False), UnsupportedError, "dropout_prob"),
     (dict(mask=True), UnsupportedError, "boolean mask"),
-    (dict(axis_name=None), ValueError, "expected axis_name"),
+    (dict(axis_name=None), ValueError, "expected axis_name="),
     (dict(axis_name="rows"), ValueError, "no axis of a shard_map"),
     (dict(S=8, causal=True), ValueError, "T = 4 queries and S = 2 keys"),
     (dict(platform="pallas"), UnsupportedError, "gives no logs of sums"),

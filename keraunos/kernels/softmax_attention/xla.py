@@ -307,10 +307,10 @@ BASE = math.e
 
 
 def _small(args: Args, opts: Options) -> Options:
-    """With blocks no larger than the call."""
-    sizes = dict(block_q=min(cast(int, opts.cfg.block_q), max(args.query.shape[1], 1)),
-                 block_k=min(cast(int, opts.cfg.block_k), max(args.key.shape[1], 1)))  # fmt: skip
-    return opts._replace(cfg=replace(opts.cfg, **sizes))
+    """With blocks no larger than the call needs."""
+    sizes = (("block_q", args.query.shape[1]), ("block_k", args.key.shape[1]))
+    least = {name: min(getattr(opts.cfg, name), 1 << max(n - 1, 0).bit_length()) for name, n in sizes}
+    return opts._replace(cfg=replace(opts.cfg, **least))
 
 
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
