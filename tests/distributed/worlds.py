@@ -1,4 +1,4 @@
-"""Worlds of processes that reach each other through gloo, for tests of ``torch.distributed``."""
+"""Worlds of processes that reach each other through gloo, or NCCL, for tests of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from datetime import timedelta
 from typing import Any
 
 
-def run_world(fn: Callable, size: int, *args: Any, timeout: float = 30) -> list[Any]:
+def run_world(fn: Callable, size: int, *args: Any, timeout: float = 30, backend: str = "gloo") -> list[Any]:
     """``fn(rank, size, *args)`` in each of ``size`` processes: what they return, None of those that died.
 
     Args:
         fn: a function of a test module; what it returns can be pickled.
         timeout: seconds, of the group.
+        backend: "gloo", or "nccl", each process with a GPU of its own.
     """
     # Forked from a process that has imported what all need, and has no threads.
     context: Any = multiprocessing.get_context("forkserver")
@@ -24,7 +25,8 @@ def run_world(fn: Callable, size: int, *args: Any, timeout: float = 30) -> list[
         pipes, processes = [], []
         for rank in range(size):
             pipe, own = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(own, fn, rank, size, folder, timeout, args), daemon=True)
+            world = rank, size, folder, timeout, backend
+            process = context.Process(target=_rank, args=(own, fn, world, args), daemon=True)
             process.start()
             own.close()
             pipes.append(pipe)
@@ -45,13 +47,16 @@ def _result(pipe: Any) -> Any:
         return None
 
 
-def _rank(pipe: Any, fn: Callable, rank: int, size: int, folder: str, timeout: float, args: tuple) -> None:
+def _rank(pipe: Any, fn: Callable, world: tuple, args: tuple) -> None:
     import torch
     import torch.distributed as dist
 
+    rank, size, folder, timeout, backend = world
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     try:
         found = fn(rank, size, *args)
     except Exception as error:

@@ -1,0 +1,94 @@
+"""Several GPUs of one host: shards over NCCL, in both frameworks, and kernels under ``jit`` with shardings."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from tests.distributed import test_softmax as softmax
+from tests.distributed.worlds import run_world
+from tests.linear_attention.cases import GPU
+from tests.numerics import assert_within_rule
+
+pytestmark = pytest.mark.skipif(not GPU, reason="needs GPUs: run with --gpu")
+CASES = softmax.CASES + softmax.MORE
+
+
+def test_attention_over_the_ranks_of_torch():
+    torch = pytest.importorskip("torch")
+    size = min(torch.cuda.device_count(), 4)
+    if size < 2:
+        pytest.skip("needs two GPUs")
+    ranks = run_world(softmax.on_torch, size, CASES, None, "cuda", timeout=60, backend="nccl")
+    wrong = []
+    for i, case in enumerate(CASES):
+        *rows, sinks = zip(*(found[i] for found in ranks), strict=True)
+        try:
+            case.check([*(np.concatenate(x, 1) for x in rows), sinks[0]])
+        except AssertionError as error:
+            wrong.append(f"{case}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def devices():
+    jax = pytest.importorskip("jax")
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return 2
+
+
+@pytest.mark.parametrize("case", CASES[:4] + softmax.MORE[3:], ids=str)
+def test_attention_over_the_devices_of_jax(case):
+    got, text = softmax.on_jax(case, devices())
+    case.check(got)
+    assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("axis", ["batch", "heads"])
+@pytest.mark.parametrize(("name", "platform"), [
+    ("lightning", "triton"), ("lightning", "pallas"), ("decays", "triton"), ("decays", "pallas"), ("gates", "triton"),
+    ("gates", "pallas"), ("attention", "triton"), ("attention", None), ("sinks", "triton"),
+])  # fmt: skip
+def test_nothing_is_resharded(name, platform, axis):
+    size = devices()
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import keraunos
+    from tests.distributed.test_partition import results_and_gradients
+
+    B, T, H, K = 2, 300, 4, 64
+    shapes = dict(q=(B, T, H, K), k=(B, T, H, K), v=(B, T, H, K))
+    more = {"decays": dict(d=(H,)), "gates": dict(g=(B, T, H, K)), "sinks": dict(s=(H, 2))}.get(name, {})
+    keys = jax.random.split(jax.random.key(0), 4)
+    given = {n: jax.random.normal(key, shape, "bfloat16")
+             for key, (n, shape) in zip(keys, (shapes | more).items(), strict=False)}  # fmt: skip
+    for n in set(given) & {"g", "d"}:
+        given[n] = -abs(given[n]).astype("float32" if n == "d" else "bfloat16") / 8
+
+    def call(*x, platform=platform):
+        q, k, v, *extra = x
+        if name == "lightning":
+            return keraunos.lightning_attention(q, k, v, layer_idx=1, num_layers=4, platform=platform)
+        if name in ("decays", "gates"):
+            g, d = (extra[0], None) if name == "gates" else (None, extra[0])
+            return keraunos.gla_attention(q, k, v, g, d, platform=platform)
+        return keraunos.attention(q, k, v, None, None, *extra, causal=True, dtype=None, platform=platform)
+
+    letters = dict(s="h.", d="h", **dict.fromkeys("qkvg", "b.h."))
+    where = {"b": "batch", "h": "heads"}
+    mesh = jax.make_mesh((size,), (axis,), axis_types=(AxisType.Auto,))
+    put = [jax.device_put(x, NamedSharding(mesh, P(*(where.get(c) if where.get(c) == axis else None
+                                                    for c in letters[n])))) for n, x in given.items()]  # fmt: skip
+    compiled = jax.jit(results_and_gradients(call)).lower(*put).compile()
+    moved = re.findall(r"\b(all-gather|all-to-all|collective-permute|reduce-scatter)", compiled.as_text())
+    got = compiled(*put)
+    assert not moved
+    wide = [x.astype("float32") for x in given.values()]
+    want = jax.jit(results_and_gradients(functools.partial(call, platform="xla")))(*wide)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+        assert_within_rule(["result"], [a], [b], [b], ["bfloat16"])
