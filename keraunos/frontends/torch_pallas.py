@@ -159,13 +159,20 @@ class _Program:
 
 def _start_jax() -> None:
     """Have JAX, unless it has started, take the GPU's memory as it needs it and not most of it for itself."""
+    if backends_are_initialized():
+        return
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
-    if not backends_are_initialized() and name not in os.environ:
-        os.environ[name] = "false"
-        try:
-            jax.devices()
-        finally:
+    given = os.environ.get(name)
+    os.environ[name] = given or "false"
+    # Of several GPUs it would leave the last one the current one.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    try:
+        jax.devices()
+    finally:
+        if given is None:
             del os.environ[name]
+        if device is not None:
+            torch.cuda.set_device(device)
 
 
 _threads = threading.local()
