@@ -30,6 +30,8 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
         constants: name -> compile-time value. OVERLAP, where a kernel has it: 1 lets the next launch begin while this
             one runs, 2 lets this one begin while the one before it runs; 0 is what the kernel gets where the GPU
             cannot do that.
+        num_warps: per program.
+        num_stages: of its loops, at most: fewer where shared memory has not the room, which only some GPUs have.
 
     Returns:
         The outputs, in order; None for those that are off.
@@ -70,13 +72,25 @@ def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> 
         able = _overlaps(like.device) and not torch.are_deterministic_algorithms_enabled()
         constants = {**constants, "OVERLAP": constants["OVERLAP"] if able else 0}
         options["launch_pdl"] = constants["OVERLAP"] & 2 != 0
-    run = functools.partial(kernel[grid], **constants, **options)
-    with _on(like.device):
-        built = run(*inputs.values(), *made)
+    run, built = _build(kernel[grid], [*inputs.values(), *made], {**constants, **options}, like.device)
     if built is None:
         # The interpreter builds nothing.
         return made, run, [], kinds
     return made, _again(built, (*grid, 1, 1)[:3]), [constants[p.name] for p in kernel.params if p.is_constexpr], kinds
+
+
+def _build(start: Callable, args: list[Any], options: dict[str, Any], device: torch.device) -> tuple[Callable, Any]:
+    """Launch, with fewer stages where the GPU has not the shared memory for all; what did it, and what was built."""
+    from triton.runtime.errors import OutOfResources
+
+    run = functools.partial(start, **options)
+    try:
+        with _on(device):
+            return run, run(*args)
+    except OutOfResources:
+        if options["num_stages"] == 1:
+            raise
+    return _build(start, args, {**options, "num_stages": options["num_stages"] - 1}, device)
 
 
 @functools.cache

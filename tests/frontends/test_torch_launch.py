@@ -206,3 +206,31 @@ def test_launches_as_triton_would(monkeypatch, scratch):
     assert len(launched) == 4
     assert launched[::2] == launched[1::2]
     assert watched == [((5, 6, 1), 2000, None, 7)]
+
+
+def test_stages_that_do_not_fit_are_left_out(kernel):
+    from triton.runtime.errors import OutOfResources
+
+    class Greedy(AddKernel):
+        room = 2
+
+        def __getitem__(self, grid):
+            run = super().__getitem__(grid)
+
+            def start(*args, num_stages, **options):
+                if num_stages > self.room:
+                    raise OutOfResources(num_stages, self.room, "shared memory")
+                return run(*args, num_stages=num_stages, **options)
+
+            return start
+
+    def launch(stages):
+        inputs, outputs = {"x": x, "z": None, "number": 7}, {"y": ((2,), "float32")}
+        return torch_launch.launch(greedy, (1,), inputs, outputs, {"FACTOR": 1}, num_warps=4, num_stages=stages)[0]
+
+    greedy, x = Greedy(), torch.arange(2.0)
+    assert torch.equal(launch(4), x)
+    assert [stages for *_, stages in greedy.seen] == [2]
+    greedy.room = 0
+    with pytest.raises(OutOfResources, match="shared memory"):
+        launch(2)
