@@ -59,10 +59,8 @@ _HEADS = 8
 
 
 @remember
-def _scan_plan(
-    call: Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t, width, pool,
-    overlap,
-) -> Plan:
+def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t, width,
+               pool, overlap) -> Plan:  # fmt: skip
     H, cfg = call.H, call.cfg
     K, V = k.shape[-1], v.shape[-1]
     BV, num_warps, num_stages = min(cfg.block_d, tile(V)), cfg.num_warps, cfg.num_stages
