@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import keraunos
+import keraunos.distributed
 
 VOCABULARY = 256
 # A learned gate keeps sigmoid(x) ** (1 / 16) of the state per token, as in the GLA paper: without the root a fresh
@@ -57,7 +58,12 @@ def init_states(config: ModelConfig, batch: int) -> States:
 
 
 def forward(
-    params: Params, tokens: jax.Array, states: States, config: ModelConfig, platform: str | None = None
+    params: Params,
+    tokens: jax.Array,
+    states: States,
+    config: ModelConfig,
+    platform: str | None = None,
+    shards: dict[str, Any] | None = None,
 ) -> tuple[jax.Array, States]:
     """Predicts every next byte of a piece of text, given the state that the text before it left.
 
@@ -67,6 +73,7 @@ def forward(
         states: The state of each attention layer before the first of these bytes.
         config: The sizes.
         platform: The platform that computes the attention; `None` lets keraunos choose.
+        shards: What says how the bytes are spread over devices: `mesh` and `spec` of `keraunos.distributed`.
 
     Returns:
         Logits of the next byte `[B, T, 256]`, and the states after the last byte.
@@ -77,7 +84,8 @@ def forward(
     # by more than a mistake does.
     with jax.default_matmul_precision("highest"):
         for i, (block, kind, state) in enumerate(zip(params["blocks"], config.blocks, states, strict=True)):
-            mixed, state = _attention(block, _rms_norm(x) * block["attention_norm"], state, i, kind, config, platform)
+            normed = _rms_norm(x) * block["attention_norm"]
+            mixed, state = _attention(block, normed, state, i, kind, config, platform, shards)
             x = x + mixed
             x = x + _mlp(block, _rms_norm(x) * block["mlp_norm"])
             after.append(state)
@@ -106,17 +114,25 @@ def _init_block(config: ModelConfig, kind: str, key: jax.Array) -> Params:
 
 
 def _attention(
-    block: Params, x: jax.Array, state: jax.Array, index: int, kind: str, config: ModelConfig, platform: str | None
+    block: Params,
+    x: jax.Array,
+    state: jax.Array,
+    index: int,
+    kind: str,
+    config: ModelConfig,
+    platform: str | None,
+    shards: dict[str, Any] | None,
 ) -> tuple[jax.Array, jax.Array]:
     heads = (*x.shape[:2], config.heads, config.head_dim)
     query, key, value = (part.reshape(heads) for part in jnp.split(jax.nn.silu(x @ block["query_key_value"]), 3, -1))
-    options: dict[str, Any] = {"return_state": True, "platform": platform}
+    options: dict[str, Any] = {"return_state": True, "platform": platform, **(shards or {})}
+    library = keraunos.distributed if shards else keraunos
     if kind == "gla":
         g = jax.nn.log_sigmoid(x @ block["forget_gate"]).reshape(heads) / GATE_TEMPERATURE
-        o, state = keraunos.gla_attention(query, key, value, g, None, state, **options)
+        o, state = library.gla_attention(query, key, value, g, None, state, **options)
     else:
         layers = len(config.blocks)
-        o, state = keraunos.lightning_attention(query, key, value, state, layer_idx=index, num_layers=layers, **options)
+        o, state = library.lightning_attention(query, key, value, state, layer_idx=index, num_layers=layers, **options)
     # A sum over the past grows with its length: the norm per head takes that out again.
     o = _rms_norm(o).reshape(x.shape)
     return (o * jax.nn.silu(x @ block["output_gate"])) @ block["output"], state
