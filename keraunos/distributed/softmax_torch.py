@@ -27,15 +27,19 @@ from keraunos.distributed.softmax import (
 from keraunos.kernels.softmax_attention.interface import Args
 
 
+@torch.compiler.disable
 def attention(args: Args, lengths: Any, *, settle: Callable[[Args, int], Ring], place: Any) -> torch.Tensor:
-    """The output of this rank's queries; ``settle`` makes the options from the number of shards."""
+    """The output of this rank's queries; ``settle`` makes the options from the number of shards.
+
+    Between the graphs of ``torch.compile``: collectives are no part of one.
+    """
     group = place
     with agreement.arguments(group):
         ring = settle(args, dist.get_world_size(group))
-    shapes = {name: None if x is None else (tuple(x.shape), x.dtype) for name, x in args._asdict().items()}
-    what = {name: shapes[name] for name in ("query", "key", "value", "sinks", "query_segments", "key_segments")}
+    given = {**args._asdict(), "key_lengths": lengths}
+    what = {name: None if x is None else (tuple(x.shape), x.dtype) for name, x in given.items()}
     opts = ring.opts._replace(cfg=None)  # type: ignore[arg-type]
-    agreement.check(group, op="attention", **what, left=ring.left, right=ring.right, options=opts, size=ring.size)
+    agreement.check(group, op="attention", **what, left=ring.left, right=ring.right, options=opts)
     args = hidden_by_length(args, lengths, dist.get_rank(group) * args.key.shape[1])
     return _OverShards.apply(ring, group, *args[:3], args.sinks, *args[6:8])
 

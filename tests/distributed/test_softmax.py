@@ -210,6 +210,7 @@ def mismatched(rank, size):
     import torch
 
     from keraunos.distributed import attention
+    from keraunos.types import MaskInfo
 
     found = []
     for last in (torch.ones(1, 6, 2, 8), torch.ones(1, 8, 2, 8).double()):
@@ -218,6 +219,11 @@ def mismatched(rank, size):
             attention(q, q, q, dtype=None)
         except ValueError as error:
             found.append(f"{type(error).__name__}: {error}")
+    q, info = torch.ones(1, 8, 2, 8), MaskInfo()
+    try:
+        attention(q, q, q, dtype=None, mask_info=info.apply_kv_lengths(torch.tensor([3])) if rank else info)
+    except ValueError as error:
+        found.append(str(error))
     return found
 
 
@@ -225,7 +231,8 @@ def mismatched(rank, size):
 def test_shards_that_do_not_fit_raise_on_all_ranks():
     ranks = run_world(mismatched, 2, timeout=5)
     assert ranks[0] == ranks[1]
-    length, dtype = ranks[0]
+    length, dtype, absent = ranks[0]
+    assert "key_lengths is None on rank 0, ((1,), torch.int64) on rank 1" in absent
     assert "key is ((1, 8, 2, 8), torch.float32) on rank 0, ((1, 6, 2, 8), torch.float32) on rank 1" in length
     assert "torch.float64" in dtype
 
