@@ -123,10 +123,11 @@ def torch_rank(rank, size, file, tokens, heads, results):
         row["efficiency"] = row["alone_ms"] / row["shards_ms"]
         sums = K if len(x) > 3 else 1
         row["exchanged_bytes"] = 2 * (size - 1) * heads * (K * K + sums) * 4
+        log(rank, f"torch x{size} {operation} {row}")
         row["naive_ms"] = timed(functools.partial(naive, operation), x, do)
         row["naive_exchanged_bytes"] = 2 * (size - 1) * sum(y.nbytes for y in x[1:])
         row["parts_us"] = parts(x, size, heads)
-        log(rank, f"torch x{size} {operation} {row}")
+        log(rank, f"torch x{size} {operation} {row['naive_ms']:.3f} ms the naive way, {row['parts_us']}")
         del x, do
     T = (1 << 20) // size
     x, do = inputs("lightning_attention", T)

@@ -73,3 +73,12 @@ def test_the_volume_does_not_grow_with_the_tokens():
     # A state and its decay per head: forward, and backward.
     assert found[0] == found[1]
     assert [re.sub(r"\{.*", "", x) for x in found[0]] == [f"f32[{len(jax.devices())},{2 * (16 * 16 + 1)}]"] * 2
+
+
+def test_the_axis_is_needed():
+    x = np.ones((1, 8, 2, 16), np.float32)
+    call = distributed.lightning_attention
+    for options, words in (({}, "expected axis_name="), ({"axis_name": "tokens"}, "no axis of a shard_map"),
+                           ({"mesh": jax.make_mesh((2,), ("tokens",))}, "spec is None")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            call(*[jax.numpy.asarray(x)] * 3, layer_idx=0, num_layers=2, **options)

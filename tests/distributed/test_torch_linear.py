@@ -1,6 +1,7 @@
 """Linear attention over ranks of torch.distributed, held to the tolerance rule as on one."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 from keraunos import distributed
+from keraunos.distributed import agreement
 from tests.distributed.cases import CASES
 from tests.distributed.worlds import run_world
 from tests.linear_attention.cases import INTERPRETED, Case
@@ -56,14 +58,25 @@ def on_rank(rank: int, size: int, case: Case) -> list:
 def all_on_rank(rank: int, size: int, cases: list[Case]) -> list:
     if INTERPRETED:
         import tests.triton.interpreter  # noqa: F401
-    return [on_rank(rank, size, case) for case in cases]
+    return [*(on_rank(rank, size, case) for case in cases), refusal(rank, V=24 + rank), refusal(rank, K=16 + rank)]
+
+
+def refusal(rank: int, K: int = 16, V: int = 24) -> str:
+    """What a rank says to shapes that are not those of the others, or that are wrong on some."""
+    q, k, v = torch.ones(1, 4, 2, 16), torch.ones(1, 4, 2, K), torch.ones(1, 4, 2, V)
+    try:
+        distributed.gla_attention(q, k, v)
+    except agreement.DisagreementError as error:
+        return str(error)
+    return ""
 
 
 @functools.cache
-def ranks(size: int) -> dict[Case, list]:
+def ranks(size: int) -> dict[Any, tuple]:
     """What the ranks of a world gave, case by case."""
     cases = [*CASES, LIGHTNING, *(ODD if size == 4 else [])]
-    return dict(zip(cases, zip(*run_world(all_on_rank, size, cases), strict=True), strict=True))
+    found = zip(*run_world(all_on_rank, size, cases), strict=True)
+    return dict(zip([*cases, "others", "wrong"], found, strict=True))
 
 
 def over_ranks(size):
@@ -88,3 +101,20 @@ def test_shards_give_what_the_whole_gives(case, size):
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_shards_of_other_lengths(case):
     case.check(over_ranks(4))
+
+
+@pytest.mark.parametrize(("what", "words"), [
+    ("others", "value is float32 (1, T, 2, 24) on rank 0, float32 (1, T, 2, 25) on rank 1"),
+    ("wrong", "rank 1: gla: key has shape (1, 4, 2, 17); expected [B, T, G, K] = (1, 4, 2, 16)"),
+])  # fmt: skip
+def test_all_ranks_say_what_is_wrong_on_some(what, words):
+    first, second = ranks(2)[what]
+    assert words in first
+    assert first == second
+
+
+def test_a_group_is_needed():
+    with pytest.raises(ValueError, match="init_process_group"):
+        distributed.gla_attention(*[torch.ones(1, 4, 2, 16)] * 3)
+    with pytest.raises(ValueError, match="expected group="):
+        distributed.gla_attention(*[torch.ones(1, 4, 2, 16)] * 3, axis_name="tokens")
