@@ -24,7 +24,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device():
     from tests.numerics import assert_within_rule
 
     example = load()
-    model = ModelConfig(width=32, heads=2, blocks=("lightning", "gla"), context=48)
+    model = ModelConfig(width=32, heads=2, blocks=("lightning",), context=16)
     mesh = example.make_mesh()
     assert dict(mesh.shape) == {"data": 2, "tokens": 2, "heads": 2}
     params, given = example.start(model), example.batch(model, 4, 0)

@@ -71,8 +71,6 @@ CALLS = {
             [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (GATES, TOKENS), (DECAYS, P("heads")), (STATES, STATE)]),
     "gla in a box": (functools.partial(BOXES[0].fn, cfg=CFG),
                      [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (GATES, TOKENS), (DECAYS, P("heads"))]),
-    "lightning in a box": (functools.partial(BOXES[1].fn, layer_idx=1, num_layers=4, cfg=CFG),
-                           [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS)]),
     "packed in a box": (lambda *x: BOXES[0].fn(*x, cu_seqlens=jnp.array([0, 3, T]), cfg=CFG),
                         [(x[:1], P(None, None, "heads")) for x in (Q, KEYS, VALUES, GATES)]),
     "attention": (functools.partial(keraunos.attention, causal=True, dtype=None),
@@ -101,7 +99,7 @@ def results_and_gradients(f):
 
 @pytest.mark.parametrize(("name", "kind"), [
     *((name, AxisType.Auto) for name in CALLS),
-    *((name, AxisType.Explicit) for name in ("lightning", "gla in a box", "attention by blocks")),
+    *((name, AxisType.Explicit) for name in ("gla in a box", "attention by blocks")),
 ], ids=str)  # fmt: skip
 def test_nothing_is_resharded(name, kind):
     f, given = CALLS[name]
