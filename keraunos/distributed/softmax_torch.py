@@ -27,12 +27,8 @@ from keraunos.distributed.softmax import (
 from keraunos.kernels.softmax_attention.interface import Args
 
 
-@torch.compiler.disable
 def attention(args: Args, lengths: Any, *, settle: Callable[[Args, int], Ring], place: Any) -> torch.Tensor:
-    """The output of this rank's queries; ``settle`` makes the options from the number of shards.
-
-    Between the graphs of ``torch.compile``: collectives are no part of one.
-    """
+    """The output of this rank's queries; ``settle`` makes the options from the number of shards."""
     group = place
     with agreement.arguments(group):
         ring = settle(args, dist.get_world_size(group))
