@@ -82,6 +82,26 @@ def test_every_rank_raises_the_same(size):
     assert [found[-1] for found in ranks] == [newer] * size
 
 
+def in_a_part_of_the_world(rank, size):
+    """The last two ranks are a group of their own."""
+    import torch.distributed as dist
+
+    from keraunos.distributed import agreement
+
+    group = dist.new_group([size - 2, size - 1])
+    return outcome(lambda: agreement.check(group, op="gla", heads=rank))
+
+
+def test_ranks_have_the_names_of_the_whole_world():
+    outside, *inside = run_world(in_a_part_of_the_world, 3, timeout=5)
+    assert (
+        inside
+        == [("DisagreementError", "keraunos.distributed: the ranks differ: heads is 1 on rank 1, 2 on rank 2")] * 2
+    )
+    assert outside[0] == "ValueError"
+    assert "that this process is in" in outside[1]
+
+
 def leaving(rank, size):
     """The last rank dies before the others exchange anything, or never comes."""
     import torch

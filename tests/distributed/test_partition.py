@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import keraunos
-from keraunos import frontends
+from keraunos import distributed, frontends
 from keraunos.kernels.linear_attention import interface
 from keraunos.kernels.linear_attention import xla as linear
 from keraunos.kernels.softmax_attention import xla as softmax
@@ -116,6 +116,34 @@ def test_nothing_is_resharded(name, kind):
         # Only the order of sums differs.
         a, b = np.asarray(a.astype(jnp.float32)), np.asarray(b.astype(jnp.float32))
         assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
+
+
+@pytest.mark.parametrize("name", ["lightning_attention", "attention"])
+def test_shards_of_tokens_beside_those_of_batch_and_heads(name):
+    """Only the operations' own exchanges, of states, or of shards of keys and values from one device to another."""
+    mesh = jax.make_mesh((2, 2, 2), ("batch", "tokens", "heads"), axis_types=(AxisType.Auto,) * 3)
+    spec = P("batch", "tokens", "heads")
+    put = [jax.device_put(normal(i, B, 256, H, K), NamedSharding(mesh, spec)) for i in range(3)]
+    options = dict(layer_idx=1, num_layers=4) if name == "lightning_attention" else dict(causal=True, dtype=None)
+    call = functools.partial(getattr(distributed, name), mesh=mesh, spec=spec, **options)
+    text = jax.jit(results_and_gradients(call)).lower(*put).compile().as_text()
+    found = re.findall(
+        r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(", text
+    )
+    moved = {kind: max(max(map(_size, re.findall(r"\[([\d,]*)\]", shape))) for shape, k in found if k == kind)
+             for _, kind in found}  # fmt: skip
+    shard = B * 256 * H * K // 8
+    if name == "attention":
+        assert set(moved) == {"collective-permute"}
+        assert moved["collective-permute"] <= 2 * shard
+    else:
+        # Of two devices, for this one's sequence and four heads: a state and the sum of its gates.
+        assert set(moved) <= {"all-gather", "all-reduce"}
+        assert moved["all-gather"] <= 2 * 4 * (K * K + 1) < shard
+
+
+def _size(dims):
+    return int(np.prod([int(n) for n in dims.split(",") if n]))
 
 
 def test_heads_that_share_keys_stay_together():
