@@ -54,6 +54,7 @@ def packed(**changes):
     ({"initial_state": jnp.zeros((B, G, K, V))}, ValueError, "one state per sequence and query head"),
     ({"cu_seqlens": jnp.array([0, T])}, ValueError, "query has B = 2; expected B = 1 with cu_seqlens"),
     ({"softmax_scale": "1"}, TypeError, "softmax_scale is '1'; expected a finite number"),
+    ({"softmax_scale": True}, TypeError, "softmax_scale is True; expected a finite number"),
     ({"softmax_scale": float("nan")}, TypeError, "softmax_scale is nan"),
     ({"reverse": 1}, TypeError, "reverse is 1; expected True or False"),
     ({"platform": "tirton"}, ValueError, "unknown platform 'tirton'; expected one of"),

@@ -114,7 +114,8 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
     if args.initial_state is not None and tuple(args.initial_state.shape) != (N, H, K, V):
         fail(ValueError, "initial_state", f"has shape {tuple(args.initial_state.shape)}",
              f"[N, H, K, V] = {(N, H, K, V)}", "one state per sequence and query head")  # fmt: skip
-    if softmax_scale is not None and not (isinstance(softmax_scale, numbers.Real) and math.isfinite(softmax_scale)):
+    real = isinstance(softmax_scale, numbers.Real) and not isinstance(softmax_scale, bool)
+    if softmax_scale is not None and not (real and math.isfinite(softmax_scale)):
         fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number", "to learn it, scale the query")
     if not isinstance(reverse, bool | np.bool_):
         fail(TypeError, "reverse", f"is {reverse!r}", "True or False", "")
