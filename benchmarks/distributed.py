@@ -13,10 +13,10 @@ import functools
 import importlib.metadata as metadata
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,7 +26,7 @@ WARM, RUNS, STEPS = 5, 7, 20
 LAYER = dict(layer_idx=16, num_layers=32)
 
 
-def torch_rank(rank, size, file, tokens, heads, results):
+def torch_rank(rank, size, port, tokens, heads, results):
     import torch
     import torch.distributed as dist
     import torch.distributed.nn.functional as differentiable
@@ -34,7 +34,7 @@ def torch_rank(rank, size, file, tokens, heads, results):
     import keraunos
 
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{file}", rank=rank, world_size=size,
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size,
                             device_id=torch.device("cuda", rank))  # fmt: skip
 
     def inputs(operation, T, seed=rank):
@@ -81,6 +81,17 @@ def torch_rank(rank, size, file, tokens, heads, results):
             found.append(begin.elapsed_time(end) / STEPS)
         return slowest(statistics.median(found))
 
+    def host(forward, x, do):
+        """Milliseconds that issuing a step takes, on an idle device."""
+        times = []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            dist.barrier()
+            begin = time.perf_counter()
+            step(forward, x, do)
+            times.append((time.perf_counter() - begin) * 1000)
+        return slowest(statistics.median(times))
+
     def slowest(x):
         every = [None] * size
         dist.all_gather_object(every, x)
@@ -120,6 +131,7 @@ def torch_rank(rank, size, file, tokens, heads, results):
                                               *x, **({} if len(x) > 3 else LAYER)).platform)  # fmt: skip
         row["error"] = check(operation)
         row |= dict(shards_ms=timed(over, x, do), shards_bytes=peak(over, x, do))
+        row |= dict(alone_host_ms=host(alone, x, do), shards_host_ms=host(over, x, do))
         row["efficiency"] = row["alone_ms"] / row["shards_ms"]
         sums = K if len(x) > 3 else 1
         row["exchanged_bytes"] = 2 * (size - 1) * heads * (K * K + sums) * 4
@@ -183,11 +195,13 @@ def torch_world(size, tokens, heads):
     """What rank 0 of a world of processes found."""
     import torch.multiprocessing as mp
 
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        results = context.SimpleQueue()
-        mp.spawn(torch_rank, (size, f"{folder}/store", tokens, heads, results), size)
-        return results.get()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    mp.spawn(torch_rank, (size, port, tokens, heads, results), size)
+    return results.get()
 
 
 def jax_devices(tokens, heads):

@@ -234,7 +234,7 @@ class _OverShards(LinearOperation):
 
         def agreed(args):
             shards.check(**what)
-            return where.frontend.run(call, args, opts, shards)
+            return call(args, opts, shards)
 
         return lambda *args: functools.partial(agreed, self.pack(*args))
 
@@ -288,6 +288,7 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any]) -> Any:
     return (output, state) if options["return_state"] else output
 
 
+@frontends.apart
 def gla_attention(
     query: Any,
     key: Any,
@@ -350,6 +351,7 @@ def gla_attention(
     return run("gla_attention", arrays, (axis_name, group, mesh, spec), options)
 
 
+@frontends.apart
 def lightning_attention(
     query: Any,
     key: Any,

@@ -139,6 +139,21 @@ def operation(fn: Callable) -> Callable:
     return call
 
 
+def apart(fn: Callable) -> Callable:
+    """Decorate a public function: ``torch.compile`` runs it as it is, between graphs."""
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.compiler.is_dynamo_compiling():
+            from keraunos.frontends.torch_compile import untraced
+
+            return untraced(fn, *args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return call
+
+
 def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
            constants: dict[str, Any], **options: Any) -> tuple[Any, ...]:  # fmt: skip
     """Launch a Triton kernel through the framework whose arrays ``inputs`` holds; see the front ends."""

@@ -74,11 +74,6 @@ def arguments(where: Any) -> AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def run(call: Callable, *given: Any) -> Any:
-    """``call(*given)``."""
-    return call(*given)
-
-
 def differentiable(forward: Callable, backward: Callable) -> Callable:
     """``call(args, opts, shards) -> (output, final state or None)``; see the function of PyTorch's front end."""
 

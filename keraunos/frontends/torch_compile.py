@@ -1,5 +1,8 @@
 """What ``torch.compile`` needs to know; imported while it traces, for it loads PyTorch's compiler."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch._dynamo import assume_constant_result
 
@@ -11,3 +14,9 @@ def keep_whole() -> None:
     """Have the operations made nodes of the graph, whose Python code is run, not translated."""
     for operation in frontends.operations:
         torch.compiler.allow_in_graph(operation)
+
+
+@torch.compiler.disable
+def untraced(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)``, no part of a graph."""
+    return fn(*args, **kwargs)

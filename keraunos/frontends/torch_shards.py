@@ -16,6 +16,9 @@ from keraunos.frontends import alone
 from keraunos.frontends.torch import _rows, constant
 from keraunos.frontends.torch_launch import remembered as remembered
 
+# Its name from PyTorch 2.13 on, and before.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Shards:
     """The other ranks.
@@ -37,7 +40,7 @@ class Shards:
         """Every rank's vector ``x``, ``[size, n]``."""
         made = x.new_empty(self.size * len(x))
         with agreement.exchange(self.group):
-            dist.all_gather_into_tensor(made, x, self.group)
+            _GATHER(made, x, self.group)
         return made.view(self.size, -1)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,12 +74,6 @@ def shards(op: str, group: Any) -> Shards:
 def arguments(where: Any) -> AbstractContextManager:
     """Around the checks of this rank's arguments."""
     return agreement.arguments(where)
-
-
-@torch.compiler.disable
-def run(call: Callable, *given: Any) -> Any:
-    """``call(*given)``, between the graphs of ``torch.compile``: collectives are no part of one."""
-    return call(*given)
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:
