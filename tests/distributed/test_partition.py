@@ -51,7 +51,7 @@ def box_of_attention(q, k, v):
         return softmax.part_gradients(args, (*residuals, 0 * residuals[1]), grads[0], opts)
 
     opts = Options(0.25, None, True, None, 0.0, "float32", False, CFG)
-    prepare = frontends.differentiable(forward, backward, (None, None), (triton.fold, triton.unfold), triton.axes)
+    prepare = frontends.differentiable(forward, backward, (None, None), (triton.fold, triton.unfold), triton._axes)
     return prepare("jax", opts)(Args(q, k, v))[0]
 
 

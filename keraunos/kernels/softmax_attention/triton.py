@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from keraunos import frontends
-from keraunos.kernels.softmax_attention import interface, triton_gradients, triton_kernels
-from keraunos.kernels.softmax_attention.interface import Args, Options, kernel
+from keraunos.kernels.softmax_attention import triton_gradients, triton_kernels
+from keraunos.kernels.softmax_attention.interface import Args, Options, axes, kernel
 
 FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
@@ -367,13 +367,13 @@ def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
     return x.reshape(size, -1, *shape).sum(1)
 
 
-def axes(args: Args, opts: Options) -> tuple[Args, tuple[str, None], tuple[str, str]]:
+def _axes(args: Args, opts: Options) -> tuple[Args, tuple[str, None], tuple[str, str]]:
     """:func:`interface.axes` with those of the residuals."""
-    letters, output = interface.axes(args, opts)
+    letters, output = axes(args, opts)
     return letters, (output, None), (output, output[0] + output[2] + "." * (len(_lse(args, opts)[0]) - 2))
 
 
-_differentiable = frontends.differentiable(forward, backward, (_shapes, _differentiated), (fold, unfold), axes)
+_differentiable = frontends.differentiable(forward, backward, (_shapes, _differentiated), (fold, unfold), _axes)
 
 
 def attention(args: Args, opts: Options) -> tuple[Any, None]:
