@@ -36,7 +36,9 @@ from keraunos.kernels.linear_attention.triton_call import (
 _CLOSED = _ANEW = -1e30
 # Programs that keep the largest GPUs busy, and so many more where constant decays leave most of them nothing to do;
 # tokens that make a piece worth its while; tokens near the end before those that gates may have forgotten.
-_PROGRAMS, _FORGETTING, _MIN_PIECE, _NEAR = 264, 4, 512, 4096
+_PROGRAMS, _FORGETTING, _MIN_PIECE, _NEAR = 264, 4, 1024, 4096
+# Pieces of a segment at most: those of all heads then take tens of megabytes, whatever the number of tokens.
+_PIECES = 8
 
 
 class Stretch(NamedTuple):
@@ -245,7 +247,7 @@ def _arrive_on_gpu(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int,
 
 def pieces(segment: int) -> int:
     """How many pieces a segment has: as many as are worth their while, of whole chunks."""
-    most = max(segment // max(_MIN_PIECE, 64), 1)
+    most = max(min(segment // max(_MIN_PIECE, 64), _PIECES), 1)
     return next(n for n in range(most, 0, -1) if segment % (n * 64) == 0 or n == 1)
 
 
