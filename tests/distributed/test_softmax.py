@@ -142,6 +142,27 @@ def test_jax_beside_a_sharded_batch_and_without_its_checks():
 
 
 @pytest.mark.skipif(GPU, reason="runs on the host's devices")
+def test_memory_and_program_do_not_grow_with_the_ring():
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from keraunos.distributed import attention
+
+    found = []
+    for size in (4, 8):
+        mesh = jax.make_mesh((size,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = P(None, "tokens")
+        call = jax.shard_map(lambda q: attention(q, q, q, axis_name="tokens", causal=True), mesh=mesh, in_specs=spec,
+                             out_specs=spec)  # fmt: skip
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        shape = jax.ShapeDtypeStruct((1, 128 * size, 2, 32), jnp.bfloat16, sharding=sharding)
+        compiled = jax.jit(jax.grad(lambda q, call=call: call(q).astype(jnp.float32).sum())).lower(shape).compile()
+        found.append((compiled.memory_analysis().temp_size_in_bytes, compiled.as_text().count("collective-permute(")))
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(GPU, reason="runs on the host's devices")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_jax_over_a_mesh(kind):
     import jax
