@@ -229,7 +229,10 @@ class _OverShards(LinearOperation):
         constant = isinstance(given.g_gamma, np.ndarray)
         opts = Options(scale, bool(options["reverse"]), cfg, constant, options["return_state"])
         impl, what = self.get_impl(cfg), _description(self.op_id, given, opts)
-        segment = impl.segment(given, opts) if impl.segment and ends.is_for_gpu(given.key) else None
+        segment = None
+        # Gates per dimension: a pass that stops where all is forgotten is shorter than one that serves segments too.
+        if impl.segment and ends.is_for_gpu(given.key) and (given.g is None or given.g.ndim == 3):
+            segment = impl.segment(given, opts)
         call = _sharded(where.framework, impl.passes, segment)
 
         def agreed(args):
