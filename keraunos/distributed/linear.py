@@ -32,6 +32,7 @@ class _Where(NamedTuple):
 
     framework: str
     name: Any
+    fixed: bool = False  # the decay per head has no gradient, even if it is an array
 
     @property
     def frontend(self) -> Any:
@@ -226,7 +227,7 @@ class _OverShards(LinearOperation):
             return lambda *args: functools.partial(alone, *args)
         given, scale = self.pack(*args), options["softmax_scale"]
         scale = float(given.query.shape[-1] ** -0.5 if scale is None else scale)
-        constant = isinstance(given.g_gamma, np.ndarray)
+        constant = where.fixed or isinstance(given.g_gamma, np.ndarray)
         opts = Options(scale, bool(options["reverse"]), cfg, constant, options["return_state"])
         impl, what = self.get_impl(cfg), _description(self.op_id, given, opts)
         segment = None
@@ -266,8 +267,13 @@ class _Lightning(_OverShards, LightningAttention):
 _OPERATIONS = {"gla_attention": _GLA(), "lightning_attention": _Lightning()}
 
 
-def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any]) -> Any:
-    """Check the call, then make it; the arrays are the operation's."""
+def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: bool = False) -> Any:
+    """Check the call, then make it; the arrays are the operation's.
+
+    Args:
+        where: the public functions' axis_name, group, mesh and spec.
+        fixed: the decay per head has no gradient.
+    """
     axis_name, group, mesh, spec = where
     framework = frontends.framework_of(arrays[0])
     if framework is None:
@@ -284,7 +290,7 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any]) -> Any:
         output, state = over_mesh(name, _OPERATIONS[name], mesh, spec, arrays, options)
     else:
         frontend = frontends.get(f"{framework}_shards")
-        here = _Where(framework, frontend.place(mine))
+        here = _Where(framework, frontend.place(mine), fixed)
         with frontend.arguments(here.name):
             call = default_executor()(_OPERATIONS[name], *arrays, where=here, **options)
         output, state = call()

@@ -33,8 +33,9 @@ def over_mesh(
     given = operation.pack(*arrays)
     T, packed = given.query.shape[1], given.cu_seqlens is not None
     size = int(np.prod([mesh.shape[axis] for axis in (tokens if isinstance(tokens, tuple) else (tokens,))]))
-    # A decay that is a constant on all devices alike stays one.
-    constant = given.g_gamma if isinstance(given.g_gamma, np.ndarray) and heads is None else None
+    # A decay that is a constant stays one; where heads are sharded, each device takes its own part of it.
+    fixed = isinstance(given.g_gamma, np.ndarray)
+    constant = given.g_gamma if fixed and heads is None else None
     explicit = AxisType.Explicit in mesh.axis_types
 
     def put(x, spec):
@@ -55,7 +56,7 @@ def over_mesh(
             flat = tuple(getattr(own, field) for field in operation.arguments)
             if tokens is None:
                 return default_executor()(operation, *flat, **options, return_state=True)
-            return linear.run(name, flat, (tokens, None, None, None), {**options, "return_state": True})
+            return linear.run(name, flat, (tokens, None, None, None), {**options, "return_state": True}, fixed)
 
         call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(per_token, per_state), check_vma=False)
         output, state = call(Args(*map(put, own, specs)))
