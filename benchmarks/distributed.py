@@ -176,7 +176,7 @@ def parts(x, size, heads):
             if i % 10 == 0:
                 dist.barrier()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(200_000)
+            torch.cuda._sleep(2_000_000)
             begin.record()
             fn()
             end.record()
