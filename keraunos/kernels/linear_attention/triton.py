@@ -11,7 +11,8 @@ with a gradient for gates: one scan gives the state before each chunk, R(k, q, d
 state after each chunk, and from both a kernel that is parallel over chunks makes dq, dk and dg; a second launch does
 the chunks with strong gates again, by halving. So that these states take little memory, they are made for one part of
 the sequence (of each segment, where it is cut) after the other, from the last to the first: the forward keeps the state
-that each part starts from.
+that each part starts from. Walks of a backward that do not read each other run side by side where the front end can
+have them so: one of few programs leaves most of the GPU idle.
 """
 
 from __future__ import annotations
