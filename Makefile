@@ -31,7 +31,7 @@ bench-gpu:
 # On a machine with a GPU, with its own python3: jax, torch, triton, pytest and hypothesis must be there. What plugins
 # and warnings its versions bring is no failure of ours.
 test-gpu:
-	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/linear_attention tests/softmax_attention tests/triton tests/pallas tests/serving tests/test_contract.py --gpu -p no:benchmark -W default -n $(GPU_JOBS) --dist worksteal
+	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/linear_attention tests/softmax_attention tests/triton tests/pallas tests/serving tests/distributed/test_gpu.py tests/test_contract.py --gpu -p no:benchmark -W default -n $(GPU_JOBS) --dist worksteal
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
