@@ -66,12 +66,13 @@ def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> 
     )
     if 0 in grid:
         return made, _nothing, [], kinds
-    options = dict(num_warps=num_warps, num_stages=num_stages)
+    options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages)
     if "OVERLAP" in constants:
         # In its deterministic mode PyTorch fills what it allocates, between the launches.
         able = _overlaps(like.device) and not torch.are_deterministic_algorithms_enabled()
         constants = {**constants, "OVERLAP": constants["OVERLAP"] if able else 0}
-        options["launch_pdl"] = constants["OVERLAP"] & 2 != 0
+        if constants["OVERLAP"] & 2:
+            options["launch_pdl"] = True  # which other makers' GPUs do not know
     run, built = _build(kernel[grid], [*inputs.values(), *made], {**constants, **options}, like.device)
     if built is None:
         # The interpreter builds nothing.
