@@ -27,6 +27,8 @@ from typing import Any
 
 # Seconds between two looks at the store: at first, and at most.
 _SHORTEST, _LONGEST = 0.0005, 0.02
+# Seconds, the timeout's at most, in which ranks say that an exchange failed there, after the backend's own timeout.
+_GRACE = 10
 
 
 class DisagreementError(ValueError):
@@ -184,7 +186,8 @@ class _Ledger:
         try:
             self.store.set(failed(self.me), "1")
             silent = set(range(self.size))
-            deadline = time.monotonic() + self.timeout.total_seconds()
+            seconds = self.timeout.total_seconds()
+            deadline = time.monotonic() + seconds + min(seconds, _GRACE)
             while not self.store.check([verdict]):
                 silent -= {rank for rank in silent if self.store.check([failed(rank)])}
                 if not silent:
