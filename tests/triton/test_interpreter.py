@@ -30,9 +30,11 @@ ENDS = "tests/linear_attention/test_ends.py"
 
 
 @pytest.mark.parametrize(("file", "segment", "tests"), [
-    # There is but one order of sums in the interpreter: it gives the same bits on every run.
-    (VALUES, "", "not any and not rerun and vector"), (VALUES, "", "not any and not rerun and not vector"),
-    (VALUES, "64", "every_gate or packed or lightning"),
+    # There is but one order of sums in the interpreter: it gives the same bits on every run. Chunks have groups on
+    # another platform.
+    (VALUES, "", "not any and not rerun and not group and vector and (gamma or not strength)"),
+    (VALUES, "", "not any and not rerun and not group and not vector"),
+    (VALUES, "64", "every_gate and reverse or packed or lightning_options"),
     (VALUES, "parts", "every_gate and reverse and not none"),
     (TORCH, "64", "promises or compile or autocast or checkpoint or functional or missing or fused"),
     (SOFTMAX, "", "values"), (BLOCKS, "", "test"), (PARTS, "", "test"), (ENDS, "", "test"),
