@@ -156,13 +156,12 @@ class _Gates:
         """How many own tokens there are up to a place."""
         return jnp.clip(place + 1 - self.lead, 0, self.n)
 
-    def start(self) -> tuple[Any, Any]:
-        """``(G [CHUNK, 64], whether no dimension's gates sum below -MILD)``. The warps meet; then G_end is known."""
-        to = self.keep(self.to())
+    def is_mild(self) -> Any:
+        """Whether no dimension's gates sum below -MILD, when G_end is known."""
         # Spread so that every warp has all of it: the least needs no exchange between warps.
         worst = jnp.min(plgpu.load(self.total.at[0], layout=_PER_COLUMN))
         # False for NaN, which -inf gives.
-        return to, worst >= -MILD
+        return worst >= -MILD
 
     def keep(self, to: Any) -> Any:
         """Leave G_end and G_mid of G, which is given back, for all threads. The warps meet."""

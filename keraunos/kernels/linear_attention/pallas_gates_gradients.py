@@ -275,16 +275,16 @@ class _Walk:
     def prepare(self, t: _Tiles) -> Any:
         """Work the gates into q and k; whether they are mild."""
         work, factors = t.work, (t.first, t.kept, t.last)
-        to, mild = work.start()
-        # Not left until it is known that gates are mild, which takes a while.
-        around = work.around(to)
-        q, k, mild_factors = _decayed(t.q, around, self.scale), _decayed(t.k, -around), work.factors(True)
+        to = work.keep(work.to())
+        mild = work.is_mild()
 
         @pl.when(mild)
         def _():
-            t.q[...], t.k[...] = q, k
-            for target, x in zip(factors, mild_factors, strict=True):
+            for target, x in zip(factors, work.factors(True), strict=True):
                 target[...] = x
+            around = work.around(to)
+            t.q[...] = _decayed(t.q, around, self.scale)
+            t.k[...] = _decayed(t.k, -around)
 
         @pl.when(jnp.logical_not(mild))
         def _():

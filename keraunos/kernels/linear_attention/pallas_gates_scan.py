@@ -27,7 +27,6 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _Gates,
     _give,
     _load,
-    _load_parts,
     _make_constants,
     _names,
     _nought,
@@ -92,7 +91,7 @@ class _Program:
         @pl.when(counts & (i_w == W + P))
         def _():
             self._set_registers(2)
-            _ring(0, self.chunks.count, self.stages, self.at.full, self.at.empty, self._load)
+            self._fill()
 
     def _set_registers(self, role: int) -> None:
         """Move registers to where they are needed: role 0 holds a state, 1 prepares chunks, 2 moves memory."""
@@ -101,13 +100,41 @@ class _Program:
             entry, wanted = 65536 // (W + P + 1) // 1024 * 8, _REGISTERS[W, P][role]
             plgpu.set_max_registers(wanted, action="increase" if wanted >= entry else "decrease")
 
-    def _load(self, i: Any, slot: Any, barrier: Any) -> None:
-        at, t = self.at, pl.ds(self.chunks.start(i), CHUNK)
-        _load_parts(at, self.gs, self.keyed, self.shared, self.row, t, self.i_h, slot, barrier)
-        head, tiles = self.i_h // self.shared[-1], getattr(at, f"{self.value}_s")
-        for w, part in enumerate(_parts(self.W * COLUMNS)):
-            source = getattr(at, self.value).at[self.row, t, head, part]
-            plgpu.copy_gmem_to_smem(source, tiles.at[slot, w], barrier)
+    def _fill(self) -> None:
+        """Fill both rings, each stage as soon as everyone is done with it: gates are a chunk ahead of the rest."""
+        at, count = self.at, self.chunks.count
+        rings = (at.gates_empty, at.gates_full, self._load_gates), (at.empty, at.full, self._load)
+
+        def fill(i, ring):
+            (empty, full, load), slot = ring, lax.rem(i, self.stages)
+            pl.when(i >= self.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            load(slot, full.at[slot], pl.ds(self.chunks.start(i), CHUNK))
+
+        pl.when(count > 0)(lambda: fill(0, rings[0]))
+
+        @pl.loop(0, count)
+        def _(i):
+            fill(i, rings[1])
+            pl.when(i + 1 < count)(lambda: fill(i + 1, rings[0]))
+
+        # Every completion of a barrier is waited for, those of the last round too.
+        @pl.loop(jnp.maximum(count - self.stages, 0), count)
+        def _(i):
+            for empty, _, _ in rings:
+                plgpu.barrier_wait(empty.at[lax.rem(i, self.stages)])
+
+    def _load_gates(self, slot: Any, barrier: Any, t: Any) -> None:
+        for part, dims in enumerate(_parts(self.P * COLUMNS)):
+            for j, g in enumerate(_names(self.gs)):
+                source = getattr(self.at, g).at[self.row, t, self.i_h, dims]
+                plgpu.copy_gmem_to_smem(source, self.at.g_s.at[slot, j, part], barrier)
+
+    def _load(self, slot: Any, barrier: Any, t: Any) -> None:
+        names, parts = (*self.keyed, self.value), [self.P] * len(self.keyed) + [self.W]
+        for name, count, shared in zip(names, parts, self.shared, strict=True):
+            for part, dims in enumerate(_parts(count * COLUMNS)):
+                source = getattr(self.at, name).at[self.row, t, self.i_h // shared, dims]
+                plgpu.copy_gmem_to_smem(source, getattr(self.at, f"{name}_s").at[slot, part], barrier)
 
     def hold(self, i_w: Any, state: Any, products: Any) -> Any:
         """Walk with 64 columns of the state, in parts of 64 rows; ``products(i, slot, v, state) -> state`` of a chunk.
@@ -128,36 +155,47 @@ class _Program:
 
         return lax.fori_loop(0, chunks.count, step, state)
 
-    def prepare(self, own: Any, decayed: Any, mild: Any, strong: Any, dtype: Any) -> None:
+    def prepare(self, own: Any, mild: Any, strong: Any, dtype: Any) -> None:
         """Prepare 64 dimensions of all chunks.
 
-        ``decayed(work, slot, around)`` gives tiles and what to put there where gates are mild; then comes ``mild(work,
-        slot)``. Where they are not, ``strong(work, slot, to)`` does all.
+        Where gates are mild ``mild(work, slot, around)`` does it, else ``strong(work, slot, to)``.
         """
-        at = self.at
+        at, chunks, gs = self.at, self.chunks, range(len(self.gs))
         gamma = _gamma(at.gamma, self.row, self.i_h)
         _make_constants(at, self.walk, own)
 
-        @pl.loop(0, self.chunks.count)
-        def _(i):
+        def work_on(i):
             slot, zero = lax.rem(i, self.stages), _nought(at, self.walk)
             part = own + zero
-            gates = [at.g_s.at[slot, j, part] for j in range(len(self.gs))]
-            factors = [at.factors_s.at[slot, j, part] for j in range(3)]
-            work = _Gates(at, part, zero, gates, gamma, self.walk, self.chunks.rows(i), dtype)
+            gates = [at.g_s.at[slot, j, part] for j in gs]
+            return slot, _Gates(at, part, zero, gates, gamma, self.walk, chunks.rows(i), dtype)
+
+        def sums(i):
+            """G of a chunk. After the last one, of what is there: nobody reads it."""
+            slot, work = work_on(i)
+
+            @pl.when(i < chunks.count)
+            def _():
+                plgpu.barrier_wait(at.gates_full.at[slot])
+                if self.packed:
+                    work.clear(*work.gates)
+
+            return work.to()
+
+        def step(i, to):
+            slot, work = work_on(i)
+            factors = [at.factors_s.at[slot, j, work.part] for j in range(3)]
+            work.keep(to)
+            is_mild = work.is_mild()
             plgpu.barrier_wait(at.full.at[slot])
             if self.packed:
-                work.clear(*(getattr(at, f"{name}_s").at[slot, part] for name in self.keyed), *gates)
-            to, is_mild = work.start()
-            # Not left until it is known that gates are mild, which takes a while.
-            values = decayed(work, slot, work.around(to))
-            mild_factors = work.factors(self.walk.adjoint)
+                work.clear(*(getattr(at, f"{name}_s").at[slot, work.part] for name in self.keyed))
 
             @pl.when(is_mild)
             def _():
-                for target, x in (*values, *zip(factors, mild_factors, strict=True)):
+                for target, x in zip(factors, work.factors(self.walk.adjoint), strict=True):
                     target[...] = x
-                mild(work, slot)
+                mild(work, slot, work.around(to))
 
             @pl.when(jnp.logical_not(is_mild))
             def _():
@@ -168,7 +206,13 @@ class _Program:
                 strong(work, slot, to)
 
             plgpu.commit_smem()
+            plgpu.barrier_arrive(at.gates_empty.at[slot])
+            # Before those that hold the state begin with this chunk, and keep the tensor cores busy.
+            following = sums(i + 1)
             plgpu.barrier_arrive(at.ready.at[slot])
+            return following
+
+        lax.fori_loop(0, chunks.count, step, sums(0))
 
 
 def _start(ref: Any, index: tuple[Any, ...], K: int, columns: Any) -> tuple[Any, ...]:
@@ -188,9 +232,9 @@ def _keep(ref: Any, index: tuple[Any, ...], state: tuple[Any, ...], columns: Any
         ref[*index, part, columns] = x
 
 
-def _barriers(copies: int, W: int, P: int, stages: int) -> dict[str, Any]:
-    """full: one arrival per copy; ready: those that prepare; empty: those that hold the state."""
-    arrivals = dict(full=copies, ready=P, empty=W)
+def _barriers(keyed: int, W: int, P: int, gs: Any, stages: int) -> dict[str, Any]:
+    """full: one arrival per copy; ready: those that prepare; empty: those that hold the state, or prepare."""
+    arrivals = dict(full=P * keyed + W, gates_full=P * len(gs), gates_empty=P, ready=P, empty=W)
     return {name: plgpu.Barrier(num_arrivals=n, num_barriers=stages) for name, n in arrivals.items()}
 
 
@@ -217,7 +261,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
         g_s=_tiles(jnp.bfloat16, stages, len(gs), P), pairs_s=_tiles(dtype, stages, P), state_s=_tiles(dtype, W, P),
         o_s=_tiles(dtype, W), factors_s=plgpu.SMEM((stages, 3, P, COLUMNS), _F32),
         total_s=plgpu.SMEM((P, 2, COLUMNS), _F32), **_constants_s(),
-        **_barriers(P * (2 + len(gs)) + W, W, P, stages),
+        **_barriers(2, W, P, gs, stages),
     )  # fmt: skip
 
     def body(indices, i_w, *refs):
@@ -265,12 +309,10 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
             def tiles(work, slot):
                 return [x.at[slot, work.part] for x in (at.q_s, at.k_s, at.pairs_s)]
 
-            def decayed(work, slot, around):
-                q, k, _ = tiles(work, slot)
-                return (q, _decayed(q, around, scale)), (k, _decayed(k, -around))
-
-            def mild(work, slot):
+            def mild(work, slot, around):
                 q, k, pairs = tiles(work, slot)
+                q[...] = _decayed(q, around, scale)
+                k[...] = _decayed(k, -around)
                 plgpu.commit_smem()
                 pairs[...] = jnp.where(work.col <= work.row, _product(q, k.T), 0.0).astype(dtype)
 
@@ -280,7 +322,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
                 q[...] = _decayed(q, work.to(), scale)
                 k[...] = _decayed(k, work.left())
 
-            program.prepare(part, decayed, mild, strong, dtype)
+            program.prepare(part, mild, strong, dtype)
 
         program.run(i_w, hold, prepare, True)
 
@@ -321,7 +363,7 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
         x_s=_tiles(dtype, stages, P), y_s=_tiles(dtype, stages, W), g_s=_tiles(jnp.bfloat16, stages, len(gs), P),
         state_s=_tiles(dtype, 2, W, P) if every else None, factors_s=plgpu.SMEM((stages, 3, P, COLUMNS), _F32),
         total_s=plgpu.SMEM((P, 2, COLUMNS), _F32), sums_s=plgpu.SMEM((P, COLUMNS), _F32), **_constants_s(),
-        **_barriers(P * (1 + len(gs)) + W, W, P, stages),
+        **_barriers(1, W, P, gs, stages),
     )  # fmt: skip
 
     def body(indices, i_w, *refs):
@@ -361,19 +403,20 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
             passed[...] = plgpu.layout_cast(jnp.zeros((COLUMNS,), _F32), _PER_ROW)
             factor = scale if walk.adjoint else 1
 
-            def add(work, slot):
+            def add(work):
                 passed[...] = plgpu.load(passed, layout=_PER_ROW) + work.ends()[0]
 
-            def decayed(work, slot, around):
+            def mild(work, slot, around):
+                add(work)
                 x = at.x_s.at[slot, work.part]
-                return ((x, _decayed(x, around if walk.adjoint else -around, factor)),)
+                x[...] = _decayed(x, around if walk.adjoint else -around, factor)
 
             def strong(work, slot, to):
-                add(work, slot)
+                add(work)
                 x = at.x_s.at[slot, work.part]
                 x[...] = _decayed(x, to if walk.adjoint else work.left(), factor)
 
-            program.prepare(part, decayed, add, strong, dtype)
+            program.prepare(part, mild, strong, dtype)
             if not every:
                 at.sums[i_s, i_f, i_h, pl.ds(part * COLUMNS, COLUMNS)] = plgpu.load(passed, layout=_PER_ROW)
 
