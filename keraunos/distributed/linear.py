@@ -115,8 +115,12 @@ class _Borders:
 
 
 @functools.cache
-def _sharded(framework: str, passes: Any) -> Any:
-    """``call(args, opts, shards)`` of a platform's forward and backward, with a gradient."""
+def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> Any:
+    """``call(args, opts, shards)`` of a platform's forward and backward, with a gradient.
+
+    Where the platform cuts sequences into segments, the pass over their pieces that it would make serves the exchange
+    too: it makes the state that the shard leaves, and with what arrives those that the segments start from.
+    """
     frontend = frontends.get(f"{framework}_shards")
     remembered = frontend.remembered
     platform_forward, platform_backward = passes(framework)
@@ -127,6 +131,8 @@ def _sharded(framework: str, passes: Any) -> Any:
     def leave(way):
         def launch(flat):
             *x, start, plan = flat
+            if segment:
+                return ends.leave_pieces(ends.Stretch(*x), start, plan, way, segment[0])
             return (ends.leave(ends.Stretch(*x), start, plan, way),)
 
         return remembered(launch)
@@ -134,7 +140,10 @@ def _sharded(framework: str, passes: Any) -> Any:
     @functools.lru_cache(maxsize=4096)
     def arrive(way, sizes):
         def launch(flat):
-            left, start, plan = flat
+            left, start, plan, *pieces = flat
+            if segment:
+                local, total, seen = pieces
+                return (ends.starts(left, local, total, seen, start, plan, way, *segment),)
             return (ends.arrive(left, start, plan, way, sizes),)
 
         return remembered(launch)
@@ -154,12 +163,13 @@ def _sharded(framework: str, passes: Any) -> Any:
         )
 
     def exchange(borders, x, states, way):
-        """The state that arrives at this shard."""
+        """The state that arrives at this shard; those that its segments start from, if it is cut."""
         start, plan = borders.leaving(states, way.right)
-        left = borders.shards.gather(leave(way)([*x, start, plan])[0])
+        left, *pieces = leave(way)([*x, start, plan])
+        left = borders.shards.gather(left)
         sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
         start = start if borders.cu is None else None
-        return arrive(way, sizes)([left, start, plan])[0]
+        return arrive(way, sizes)([left, start, plan, *pieces])[0]
 
     def way(args, opts):
         return ends.Way(args.query.shape[2], not opts.reverse, False)
@@ -168,7 +178,9 @@ def _sharded(framework: str, passes: Any) -> Any:
         borders, to = _Borders(args, shards), way(args, opts)
         arrived = exchange(borders, ends.Stretch(*args[1:5]), args.initial_state, to)
         states = borders.taking(args.initial_state, arrived, to.right)
-        output, final, *residuals = run_forward(opts)([*borders.local(args, states)])
+        output, final, *residuals = run_forward(opts._replace(started=segment is not None))(
+            [*borders.local(args, states)]
+        )
         return (output, borders.ending(final, to.right) if opts.state else None), (states, *residuals)
 
     def backward(args, residuals, grads, opts, shards):
@@ -182,7 +194,7 @@ def _sharded(framework: str, passes: Any) -> Any:
         dstates = borders.taking(dfinal, arrived, back.right)
         states, *residuals = residuals
         local = [*borders.local(args, states), *residuals, doutput, dstates]
-        grads = Args(*run_backward(opts)(local))
+        grads = Args(*run_backward(opts._replace(started=segment is not None))(local))
         dinitial = args.initial_state
         if dinitial is not None:
             dinitial = borders.of_own(grads.initial_state, to.right)
@@ -217,7 +229,12 @@ class _OverShards(LinearOperation):
         scale = float(given.query.shape[-1] ** -0.5 if scale is None else scale)
         constant = where.fixed or isinstance(given.g_gamma, np.ndarray)
         opts = Options(scale, bool(options["reverse"]), cfg, constant, options["return_state"])
-        call, what = _sharded(where.framework, self.get_impl(cfg).passes), _description(self.op_id, given, opts)
+        impl, what = self.get_impl(cfg), _description(self.op_id, given, opts)
+        segment = None
+        # Gates per dimension: a pass that stops where all is forgotten is shorter than one that serves segments too.
+        if impl.segment and ends.is_for_gpu(given.key) and (given.g is None or given.g.ndim == 3):
+            segment = impl.segment(given, opts)
+        call = _sharded(where.framework, impl.passes, segment)
 
         def agreed(args):
             shards.check(**what)

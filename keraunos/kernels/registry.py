@@ -73,6 +73,8 @@ class Implementation:
         prepare: ``(args, the operation's options, cfg) -> run``, where ``run(args)`` does what ``fn`` would, for all
             calls that are alike; None: there is nothing to settle beforehand.
         passes: ``framework -> (forward, backward)``, of which ``fn`` is made, for those who put something in between.
+        segment: ``(args, options) -> (tokens, walked)`` of the segments that it cuts sequences into, which lie in the
+            order in which they are walked, or in that of their tokens; None: into none.
     """
 
     fn: Callable[..., Any]
@@ -84,6 +86,7 @@ class Implementation:
     source: str | None = None
     prepare: Callable[..., Callable] | None = None
     passes: Callable[[str], tuple[Callable, Callable]] | None = None
+    segment: Callable[..., tuple[int, bool] | None] | None = None
 
     def __call__(self, *args, **kwargs):
         """Call ``fn``."""

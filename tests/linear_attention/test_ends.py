@@ -1,10 +1,12 @@
 """What stretches of a sequence leave, one after the other, is the state of the whole, and so is its gradient."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from keraunos.kernels.linear_attention import ends
-from tests.linear_attention.cases import GPU, Case, platforms
+from tests.linear_attention.cases import GPU, INTERPRETED, Case, platforms
 from tests.numerics import assert_within_rule
 
 FRAMEWORKS = sorted({framework for _, framework in platforms()})
@@ -97,3 +99,34 @@ def test_only_some_tokens_count_and_what_is_before_a_beginning_does_not(framewor
     state = ends.arrive(stack(framework, [before, left]), None, plan, way, (2, 2, 16, 16))
     got = np.asarray(state.cpu() if hasattr(state, "cpu") else state)
     assert_within_rule(["state"], [got], [part.reference()[0][1]], [part.reference(np.float32)[0][1]], ["float32"])
+
+
+@pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs the Triton kernels")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("walked", [False, True])
+@pytest.mark.parametrize(("gates", "right"), [({"gamma": 1}, True), ({"gamma": 1}, False), ({"gate": "vector"}, False)])
+def test_segments_start_from_what_all_before_them_leave(framework, gates, right, walked):
+    case, segment = Case(**gates, B=2, T=600, G=1, V=40, state=True, reverse=not right, decay="weak"), 128
+    args, way, made = case.arrays[0], ends.Way(2, right, False), []
+    for begin in (0, 300):
+        own = (x if x is None else np.ascontiguousarray(x[:, begin : begin + 300]) for x in (*args[1:3], args.g))
+        place = begin // 300 if right else 1 - begin // 300
+        plan = to(framework, np.array([0, 300, place == 0, place], np.int32))
+        stretch = ends.Stretch(*(to(framework, x) for x in (*own, args.g_gamma)))
+        start = to(framework, args.initial_state)
+        made.append((ends.leave_pieces(stretch, start, plan, way, segment), start, plan))
+    left = stack(framework, [pieces[0] for pieces, _, _ in made])
+    for shard, ((_, *pieces), start, plan) in enumerate(made):
+        state = ends.starts(left, *pieces, start, plan, way, segment, walked)
+        got = np.asarray(state.cpu() if hasattr(state, "cpu") else state).reshape(2, 3, 2, 16, 40)
+        for i in range(3):
+            begin, end = 300 * shard + segment * i, 300 * shard + min(segment * (i + 1), 300)
+            before = slice(0, begin) if right else slice(end, 600)
+            if before.start < before.stop:
+                cut = args._replace(**{name: getattr(args, name)[:, before] for name in ("query", "key", "value")})
+                part = dataclasses.replace(case, T=before.stop - before.start)
+                cut = cut._replace(g=None if args.g is None else args.g[:, before])
+                part.__dict__["arrays"] = (cut, case.arrays[1][:, before], case.arrays[2])
+                slot = 2 - i if walked and not right else i
+                assert_within_rule(["start"], [got[:, slot]], [part.reference()[0][1]],
+                                   [part.reference(np.float32)[0][1]], ["float32"])  # fmt: skip

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import keraunos
+from keraunos.kernels.linear_attention.reference import linear_attention
+from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
 from keraunos.kernels.registry import UnsupportedError, kernel_registry
 from tests.linear_attention.cases import GPU, run_torch
-from tests.pallas.cases import NEEDS_JAX, case, jax
+from tests.pallas.cases import NEEDS_JAX, case, check, jax
 
 torch = pytest.importorskip("torch")
 
@@ -112,6 +114,44 @@ def test_values_and_gradients(case, segmentation, monkeypatch):
     else:
         expected = {"scan", "local_states", "combine"} if segmentation else {"scan"}
     assert {name for name, _ in launched} == expected
+
+
+@NEEDS_JAX
+@pytest.mark.parametrize("reverse", [False, True])
+def test_segments_start_from_what_they_are_given(reverse, monkeypatch):
+    from keraunos.kernels.linear_attention import pallas as platform
+    from keraunos.kernels.linear_attention.interface import Options
+    from keraunos.ops import Config
+
+    monkeypatch.setattr(platform, "segmentation", lambda *_: (2, 1))
+    some = case(T=256, H=1, state=True, reverse=reverse)
+    (query, key, value, _, gamma, state, _), doutput, dstate = some.arrays
+    first, last = (slice(128, 256), slice(128)) if reverse else (slice(128), slice(128, 256))
+    q, k, v, do = ({part: x[:, part] for part in (first, last)} for x in (query, key, value, doutput))
+    middle = linear_attention(q[first], k[first], v[first], None, gamma, state, reverse=reverse)[1]
+    dmiddle = linear_attention_vjp(
+        q[last], k[last], v[last], None, gamma, middle, None, do[last], dstate, reverse=reverse
+    )[5]
+
+    def tensor(x):
+        x = np.array(x)
+        return to_torch(x.astype(np.float32) if x.dtype == np.float64 else x)
+
+    def call(args, doutput, dfinal):
+        opts = Options(64**-0.5, reverse, Config(num_stages=2), True, started=True)
+        forward, backward = platform.gla.passes("torch")
+        own = args._replace(**{name: tensor(getattr(args, name)) for name in ("query", "key", "value", "g_gamma")})
+        assert platform.segment(own._replace(initial_state=None), opts) == (128, True)
+        own = own._replace(initial_state=tensor(np.concatenate([state, middle])))
+        results, residuals = forward(own, opts)
+        ends = tensor(np.concatenate([dstate, dmiddle]))
+        grads = backward(own, residuals, (tensor(doutput), ends), opts)
+        return [x if x is None else x.float().numpy() for x in (*results, *grads[:6])]
+
+    launched = []
+    with interpreted(launched):
+        check(some, call)
+    assert {name for name, _ in launched} == {"scan"}
 
 
 @NEEDS_JAX

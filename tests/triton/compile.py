@@ -150,7 +150,10 @@ def leave(call: str) -> None:
     start, plan, way = empty(1, H, K, V, dtype="float32"), empty(4, dtype="int32"), ends.Way(H, True, False)
     for to in (way, way.adjoint):
         ends._leave_on_gpu(x, start, plan, to)
-        ends._arrive_on_gpu(empty(8, ends.length(x, to), dtype="float32"), start, plan, to, (1, H, K, V))
+        left = empty(8, ends.length(x, to), dtype="float32")
+        ends._arrive_on_gpu(left, start, plan, to, (1, H, K, V))
+        _, *pieces = ends.leave_pieces(x, start, plan, to, 4096)
+        ends.starts(left, *pieces, start, plan, to, 4096, False)
 
 
 def soften(call: str) -> None:

@@ -162,7 +162,7 @@ def test_calls_over_shards_lower(triton, monkeypatch):
     from keraunos.kernels.linear_attention import ends, interface
     from keraunos.kernels.linear_attention import triton as platform
 
-    monkeypatch.setattr(ends, "_is_for_gpu", lambda x: True)
+    monkeypatch.setattr(ends, "is_for_gpu", lambda x: True)
     q = jax.ShapeDtypeStruct((1, 4096, 4, 64), jnp.bfloat16)
     opts = interface.Options(0.125, False, CFG, True)
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -170,13 +170,17 @@ def test_calls_over_shards_lower(triton, monkeypatch):
     @jax.shard_map(mesh=mesh, in_specs=P(None, "tokens"), out_specs=(P(None, "tokens"), P()))
     def call(q, k, v):
         args = interface.Args(q, k, v, None, jnp.full(4, -0.1))
-        return linear._sharded("jax", platform.gla.passes)(args, opts, jax_shards.shards("gla", "tokens"))
+        segment = platform.segment(args, opts)
+        assert segment
+        assert segment[0] < q.shape[1]
+        run = linear._sharded("jax", platform.gla.passes, segment)
+        return run(args, opts, jax_shards.shards("gla", "tokens"))
 
     def loss(*x):
         output, state = call(*x)
         return output.astype(jnp.float32).sum() + state.sum()
 
     text = jax.jit(jax.grad(loss, range(3))).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
-    # The states that are left and that arrive, forward and backward; and the walks.
+    # The states that are left, and those that segments start from, forward and backward; and the walks.
     assert text.count("triton_kernel_call") >= 8
     assert text.count('"stablehlo.all_gather"') == 2

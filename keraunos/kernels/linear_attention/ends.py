@@ -37,6 +37,8 @@ _CLOSED = _ANEW = -1e30
 # Programs that keep the largest GPUs busy, and so many more where constant decays leave most of them nothing to do;
 # tokens that make a piece worth its while; tokens near the end before those that gates may have forgotten.
 _PROGRAMS, _FORGETTING, _MIN_PIECE, _NEAR = 264, 4, 1024, 4096
+# Pieces of a segment at most: those of all heads then take tens of megabytes, whatever the number of tokens.
+_PIECES = 8
 
 
 class Stretch(NamedTuple):
@@ -72,7 +74,7 @@ def leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
     Args:
         x: the stretch. start: ``[B, H, K, V]`` or None, zeros. plan: as above; way: where to.
     """
-    return (_leave_on_gpu if _is_for_gpu(x.key) else _leave)(x, start, plan, way)
+    return (_leave_on_gpu if is_for_gpu(x.key) else _leave)(x, start, plan, way)
 
 
 def arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
@@ -82,7 +84,7 @@ def arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -
         left: ``[stretches, n]``, what :func:`leave` made of each, from left to right.
         start, plan, way: as there; sizes: B, H, K, V.
     """
-    return (_arrive_on_gpu if _is_for_gpu(left) else _arrive)(left, start, plan, way, sizes)
+    return (_arrive_on_gpu if is_for_gpu(left) else _arrive)(left, start, plan, way, sizes)
 
 
 def length(x: Stretch, way: Way) -> int:
@@ -96,7 +98,8 @@ def _gates(x: Stretch) -> int:
     return x.key.shape[-1] if x.g is not None and x.g.ndim == 4 else 1
 
 
-def _is_for_gpu(x: Any) -> bool:
+def is_for_gpu(x: Any) -> bool:
+    """Whether the Triton kernels make the state that arrays like the key ``x`` leave."""
     framework = frontends.framework_of(x)
     frontend = frontends.get(framework)
     if frontend.dtype_name(x) == "float64" or (x.ndim == 4 and x.shape[-1] > 256):
@@ -160,7 +163,9 @@ def _arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) 
 
 
 @functools.lru_cache(maxsize=4096)
-def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way) -> tuple[list[Plan], int]:
+def _leave_plans(
+    k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, segment: int = 0
+) -> tuple[list[Plan], int]:
     """The launches for the pieces of a stretch, those near its end before the others, and their number."""
     from keraunos.kernels.linear_attention import ends_kernels
 
@@ -171,12 +176,15 @@ def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way) -
     tiles = B * H * -(-V // BV)
     most = max(_PROGRAMS * (_FORGETTING if gamma or gate else 1) // tiles, 1)
     L = max(-(-T // (min(most, max(T // _MIN_PIECE, 1)) * BT)), 1) * BT
+    if segment:
+        L = segment // pieces(segment)
     P = max(-(-T // L), 1)
-    near = min(-(-_NEAR // L), P) if gate else P
+    near = min(-(-_NEAR // L), P) if gate and not segment else P
     unit = unit_of(k, v, g if gate == 2 else None)
     numbers = dict(
         **strides_of(k, "k", unit), **strides_of(v, "v", unit), **strides_of(g, "g", unit if gate == 2 else 1),
         stride_gamma_b=H if gamma and len(gamma.shape) == 2 else 0, scale=way.scale, T=T, L=L, P=P, NEAR=near,
+        SEGMENT=segment or P * L,
     )  # fmt: skip
     outputs: dict[str, Any] = dict(
         local=((P, B, H, K, V), "float32"), total=((P, B, H, K) if gate == 2 else (P, B, H), "float32"),
@@ -189,8 +197,8 @@ def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way) -
     )  # fmt: skip
     warps = 8 if BK * BV > 8192 else 4
 
-    def plan(pieces, outputs, far):
-        return Plan(ends_kernels.leave_kernel, (pieces * tiles,), numbers, outputs, dict(constants, FAR=far), warps, 3)
+    def plan(count, outputs, far):
+        return Plan(ends_kernels.leave_kernel, (count * tiles,), numbers, outputs, dict(constants, FAR=far), warps, 3)
 
     plans = [plan(near, outputs, False)]
     if near < P:
@@ -215,18 +223,57 @@ def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, 
 
 
 def _leave_on_gpu(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
+    return leave_pieces(x, start, plan, way, 0)[0]
+
+
+def leave_pieces(x: Stretch, start: Any, plan: Any, way: Way, segment: int) -> tuple[Any, ...]:
+    """On a GPU: what :func:`leave` gives, and what :func:`starts` needs for segments of so many tokens."""
     k, v, g, gamma = map(spec_of, x)
-    plans, P = _leave_plans(k, v, g, gamma, way)
+    plans, P = _leave_plans(k, v, g, gamma, way, segment)
     local = total = seen = None
     for launch in plans:
         local, total, seen = launch.launch(k=x.key, v=x.value, g=x.g, gamma=x.g_gamma, plan=plan, local_given=local,
                                            total_given=total, seen_given=seen)  # fmt: skip
     sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
     merge = _merge_plan(sizes, _gates(x), P, 0, way, start is not None)
-    return merge.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0]
+    return merge.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0], local, total, seen
 
 
 def _arrive_on_gpu(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
     (R, row), (B, H, K, V) = left.shape, sizes
     merge = _merge_plan(sizes, row // (B * H) - K * V, R, row, way, start is not None)
     return merge.launch(local=left, total=left, seen=None, start=start, plan=plan)[0]
+
+
+def pieces(segment: int) -> int:
+    """How many pieces a segment has: as many as are worth their while, of whole chunks."""
+    most = max(min(segment // max(_MIN_PIECE, 64), _PIECES), 1)
+    return next(n for n in range(most, 0, -1) if segment % (n * 64) == 0 or n == 1)
+
+
+def starts(left: Any, local: Any, total: Any, seen: Any, start: Any, plan: Any, way: Way, segment: int,
+           walked: bool) -> Any:  # fmt: skip
+    """What each segment of this stretch starts from ``[B * segments, H, K, V]``, after the stretches before it.
+
+    Args:
+        left, start, plan, way: as for :func:`arrive`; local, total, seen: what :func:`leave_pieces` gave.
+        segment: its tokens. walked: segments lie in the order in which they are walked, not in that of their tokens.
+    """
+    P, B, H, K, V = local.shape
+    launch = _starts_plan((B, H, K, V), total.shape[-1] if total.ndim == 4 else 1, P, pieces(segment), left.shape[0],
+                          left.shape[1], way, start is not None, walked)  # fmt: skip
+    return launch.launch(left=left, local=local, total=total, seen=seen, start=start, plan=plan)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _starts_plan(
+    sizes: tuple[int, ...], gates: int, P: int, N: int, R: int, row: int, way: Way, start: bool, walked: bool
+) -> Plan:
+    """The launch; P pieces, N to a segment; R stretches, row: values of each."""
+    from keraunos.kernels.linear_attention import ends_kernels
+
+    B, H, K, V = sizes
+    M, BK, S = B * H, 8, -(-P // N)
+    constants = dict(H=H, K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, WALKED=walked)
+    return Plan(ends_kernels.starts_kernel, (M * -(-K // BK),), dict(stride_left=row, R=R, P=P, N=N, S=S, M=M),
+                dict(starts=((B * S, H, K, V), "float32")), constants, 4, 2)  # fmt: skip

@@ -13,7 +13,7 @@ ANEW = tl.constexpr(-1e30)
 def leave_kernel(
     k, v, g, gamma, plan, local_given, total_given, seen_given,
     stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
-    scale, T, L, P, NEAR,
+    scale, T, L, P, NEAR, SEGMENT,
     local, total, seen,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
@@ -23,8 +23,9 @@ def leave_kernel(
 
     INCLUSIVE: the gate of token t counts too. GATE: 0 none, 1 per token, 2 per token and dimension. ``plan``: the first
     token that counts and one past the last. ``total`` has the sums of the pieces' gates, ``seen`` whether anything is
-    left of a piece at the row's end: if not, ``local`` is not written. FAR: the pieces but for the NEAR that are
-    nearest to the end, which have been done: where gates forget all that is before those, nothing is read.
+    left of a piece at the end of its segment, SEGMENT tokens of the row: if not, ``local`` is not written. FAR: the
+    pieces but for the NEAR that are nearest to the end, which have been done: where gates forget all that is before
+    those, nothing is read.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -62,8 +63,9 @@ def leave_kernel(
     if GAMMA:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
     if GAMMA and GATE == 0:
-        # Only the tokens of which anything is left at the row's end.
-        n_after = (high - end) if RIGHT else (begin - low)
+        # Only the tokens of which anything is left at the segment's end.
+        i_first = i_p * L // SEGMENT * SEGMENT
+        n_after = (tl.minimum(i_first + SEGMENT, high) - end) if RIGHT else (begin - tl.maximum(i_first, low))
         n_seen = tl.minimum(NOTHING / tl.minimum(b_gamma, -1e-6), 1e9).to(tl.int32) + 1 - n_after
         size = tl.minimum(size, tl.maximum(n_seen, 0))
 
@@ -165,3 +167,48 @@ def merge_kernel(
     if not BEFORE:
         b_sum = tl.where(fresh, ANEW, b_sum)
         tl.store(merged + M * (K * V) + o_d, b_sum, mask=(o_k < K) if KD > 1 else (o_k == 0))
+
+
+@triton.jit
+def starts_kernel(
+    left, local, total, seen, start, plan, stride_left, R, P, N, S, M,
+    starts,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    RIGHT: tl.constexpr, START: tl.constexpr, WALKED: tl.constexpr,
+):  # fmt: skip
+    """The state that each of S segments of a stretch starts from ``[B * S, H, K, V]``.
+
+    ``left`` is of all R stretches, as for ``merge_kernel``; ``local``, ``total`` and ``seen`` are of this one's P
+    pieces, N to a segment. WALKED: segments lie in the order in which they are walked, not in that of their tokens.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_m = (tl.program_id(0) // NK).to(tl.int64)
+    o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+    o_s = o_k[:, None] * V + o_v[None, :]
+    o_d = i_m * KD + (o_k if KD > 1 else o_k * 0)
+    n = tl.load(plan + 3)
+    b_s = tl.zeros([BK, BV], dtype=tl.float32)
+    if START:
+        b_s = tl.load(start + i_m * (K * V) + o_s, mask=m_s & (n == 0), other=0.0).to(tl.float32)
+    for i in tl.range(n, num_stages=4):
+        p_left = left + (i_m * 0 + (i if RIGHT else (R - 1 - i))) * stride_left
+        b_total = tl.load(p_left + M * (K * V) + o_d, mask=o_k < K, other=0.0)  # [BK]
+        b_local = tl.load(p_left + i_m * (K * V) + o_s, mask=m_s, other=0.0)  # [BK, BV]
+        b_decay = tl.exp2(b_total * LOG2E)[:, None]
+        b_s = tl.where(b_decay > 0, b_s * b_decay, 0.0) + b_local
+    p_starts = starts + ((i_m // H) * S * H + i_m % H) * (K * V) + o_s
+    # Nobody needs the pieces of the segment that is walked last.
+    for i in tl.range((S - 1) * N if RIGHT else P - N, num_stages=8):
+        i_p = i_m * 0 + (i if RIGHT else (P - 1 - i))
+        i_s = i_p // N
+        enters = (i_p % N == 0) if RIGHT else ((i == 0) | (i_p % N == N - 1))
+        i_slot = i_s if RIGHT or not WALKED else (S - 1 - i_s)
+        tl.store(p_starts + i_slot * (H * K * V), b_s, mask=m_s & enters)
+        m_l = m_s & (tl.load(seen + i_p * M + i_m) != 0)
+        b_total = tl.load(total + i_p * (M * KD) + o_d, mask=o_k < K, other=0.0)
+        b_local = tl.load(local + (i_p * M + i_m) * (K * V) + o_s, mask=m_l, other=0.0)
+        b_s = b_s * tl.exp2(b_total * LOG2E)[:, None] + b_local
+    i_last = S - 1 if RIGHT or WALKED else 0
+    tl.store(p_starts + i_last * (H * K * V), b_s, mask=m_s)

@@ -48,6 +48,7 @@ class Options(NamedTuple):
     gamma_is_constant: bool = False  # g_gamma is no input of the user's: no gradient for it
     state: bool = True  # the final state is wanted
     kept: bool = True  # the residuals are
+    started: bool = False  # in place of the initial state, and of the final one's gradient, those of every segment
 
 
 def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False) -> Invocation:
@@ -261,6 +262,7 @@ def kernels(
     candidates: Callable,
     unsupported: Callable = lambda inv: None,
     has_vmap: bool = False,
+    segment: Callable = lambda args, opts: None,
 ) -> tuple[Implementation, Implementation]:
     """The implementations ``(gla, lightning_attn)`` that a platform module registers.
 
@@ -268,6 +270,7 @@ def kernels(
         source: the module's ``__file__``.
         forward, backward: as at the top of this page.
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
+        segment: see :class:`Implementation`; who cuts sequences also takes ``opts.started``.
         has_vmap: all that it does JAX can batch and XLA can partition; without, calls under ``vmap`` are folded into
             one, and shared out among devices as :func:`axes` says.
     """
@@ -307,6 +310,6 @@ def kernels(
 
     def implementation(fn: Callable) -> Implementation:
         return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare,
-                              passes=passes)  # fmt: skip
+                              passes=passes, segment=segment)  # fmt: skip
 
     return implementation(gla), implementation(lightning_attn)

@@ -205,7 +205,7 @@ class _Call:
 
     def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale_in: float = 1.0) -> Any:
         """The state that each segment starts from; where sequences are not cut, the initial ones."""
-        if walk.segments == 1:
+        if walk.segments == 1 or self.opts.started:
             return initial
         given = dict(b=b, c=c, decay=self.decay, plan=self.plan)
         local, total = self.run(kernels.local_states, given, H=self.H, walk=walk, scale_in=scale_in, stages=3)
@@ -373,6 +373,16 @@ def _no_gradients(args: Args, dfinal: Any, opts: Options) -> Args:
     return given
 
 
+def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
+    """The tokens of a segment, if rows of one length are cut into several."""
+    if opts.gamma_is_constant:
+        args = args._replace(g_gamma=None)
+    call = _call(args, opts) if args.query.shape[1] else None
+    if call is None or call.vector or call.cu_seqlens is not None or call.forward.segments == 1:
+        return None
+    return call.forward.segment * kernels.CHUNK, True
+
+
 def unsupported(inv) -> str | None:
     """Why these kernels cannot run the call, or None."""
     K, V, dtype = inv.dims["K"], inv.dims["V"], inv.arrays["query"][0]
@@ -422,6 +432,13 @@ def candidates(inv, cfg):
 
 
 gla, lightning_attn = implementations(
-    __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, unsupported=unsupported
+    __file__,
+    forward,
+    backward,
+    fields=FIELDS,
+    heuristic=heuristic,
+    candidates=candidates,
+    unsupported=unsupported,
+    segment=segment,
 )
 preferred = replace(lightning_attn, unsupported=loses)

@@ -189,6 +189,8 @@ def _starts(call: Call, args: Args, k, v, h0, *, reverse, adjoint=False, decayed
         return dict(h0=None, init=_Init.SEQUENCE)
     if not call.L:
         return dict(h0=h0, init=_Init.ZERO if h0 is None else _Init.SEQUENCE)
+    if call.opts.started:
+        return dict(h0=h0, init=_Init.WALK)
     _, local, _, total = _scan(call, args, None, k, v, reverse=reverse, adjoint=adjoint, final=_Final.PIECE,
                                decayed=decayed)  # fmt: skip
     plan = _combine_plan(call, k.shape[-1], v.shape[-1], reverse, h0 is not None, pool and pool.specs())
@@ -425,6 +427,12 @@ def _sum(x, M: int, R: int, D: int, shape, dtype: str):
     return _sum_plan(M, R, D, shape, dtype).launch(x=x)[0]
 
 
+def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
+    """The tokens of a segment, if rows of one length are cut into several."""
+    call = call_of(Args(*map(spec_of, args)), opts)
+    return (call.L, False) if call.L and not call.packed else None
+
+
 def unsupported(inv) -> str | None:
     """Why Triton cannot run the call, or None."""
     if inv.backend != "gpu" and not (INTERPRETED and inv.framework == "torch"):
@@ -476,5 +484,12 @@ def candidates(inv, cfg):
 
 
 gla, lightning_attn = implementations(
-    __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, unsupported=unsupported
+    __file__,
+    forward,
+    backward,
+    fields=FIELDS,
+    heuristic=heuristic,
+    candidates=candidates,
+    unsupported=unsupported,
+    segment=segment,
 )
