@@ -38,6 +38,7 @@ CALLS = {
     "lightning, float32, wide": ("float32", 256, 64, 4, 4, None, True, 1, 4096, False),
     "scalar gates": ("bfloat16", 128, 128, 64, 64, "scalar", False, 2, 16384, False),
     "vector gates": ("bfloat16", 128, 128, 64, 64, "vector", False, 2, 16384, False),
+    "vector gates, few heads": ("bfloat16", 128, 128, 8, 8, "vector", False, 1, 32768, False),
     "vector gates, float16, wide": ("float16", 256, 96, 32, 32, "vector", True, 1, 4096, False),
 }
 # Name -> (function, dtype, dtype of the pool, K, V, heads of q, heads of k, gate, requests, tokens or drafts, exports)

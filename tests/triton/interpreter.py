@@ -47,3 +47,4 @@ if os.environ.get("KERAUNOS_TEST_SEGMENT"):
     triton_call._MIN_PIECE = triton_call._MIN_SEGMENT // 2
 if os.environ.get("KERAUNOS_TEST_PARTS"):
     triton_call._PARTS, triton_call._MIN_PART, triton_call._PROGRAMS = 3, 1, 4
+    triton_call._SEGMENT_PARTS, triton_call._MIN_SEGMENT_PART = 3, 1

@@ -77,7 +77,8 @@ def run(call, cfg: Config) -> set[str]:
 
     args, opts = arguments(*call), interface.Options(0.1, False, cfg)
     # Gradients in parts, which longer calls have.
-    with mock.patch.object(triton_call, "launch", launch), mock.patch.object(triton_call, "_MIN_PART", 1):
+    least = dict(_MIN_PART=1, _MIN_SEGMENT_PART=1)
+    with mock.patch.object(triton_call, "launch", launch), mock.patch.multiple(triton_call, **least):
         outputs, residuals = platform.forward(args, opts)
         platform.backward(args, residuals, outputs, opts)
     return launched

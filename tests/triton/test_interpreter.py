@@ -27,6 +27,7 @@ BLOCKS = "tests/softmax_attention/test_blocks.py"
 PARTS = "tests/softmax_attention/test_parts.py"
 SERVING = "tests/serving"
 ENDS = "tests/linear_attention/test_ends.py"
+SHARDS = "tests/distributed/test_torch_linear.py"
 
 
 @pytest.mark.parametrize(("file", "segment", "tests"), [
@@ -39,9 +40,9 @@ ENDS = "tests/linear_attention/test_ends.py"
     (TORCH, "64", "promises or compile or autocast or checkpoint or functional or missing or fused"),
     (SOFTMAX, "", "values"), (BLOCKS, "", "test"), (PARTS, "", "test"), (ENDS, "", "test"),
     (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
-    (SERVING, "64", "every_gate and exported or parts and 65"),
+    (SERVING, "64", "every_gate and exported or parts and 65"), (SHARDS, "64", "alike"),
 ], ids=["vector", "others", "segments", "parts", "torch", "softmax", "blocks", "parts of keys", "ends",
-        "serving", "serving segments"])  # fmt: skip
+        "serving", "serving segments", "shards"])  # fmt: skip
 def test_in_the_interpreter(file, segment, tests):
     parts = segment == "parts"
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS="1" if parts else "",

@@ -173,8 +173,8 @@ def test_calls_over_shards_lower(triton, monkeypatch):
         segment = platform.segment(args, opts)
         assert segment
         assert segment[0] < q.shape[1]
-        run = linear._sharded("jax", platform.gla.passes, segment)
-        return run(args, opts, jax_shards.shards("gla", "tokens"))
+        prepare = linear._sharded("jax", platform.gla.passes, segment)
+        return prepare(opts, jax_shards.shards("gla", "tokens"), args)(args)
 
     def loss(*x):
         output, state = call(*x)

@@ -55,6 +55,8 @@ _STATES = (64, 4, 3)
 _GRADIENT = (64, 64, 4, 3)
 # Stages of a walk of four warps that leave room on its multiprocessor for another.
 _SHARING = 3
+# Heads of all sequences that leave segments short.
+_FEW_HEADS = 24
 # Heads that one program looks at, to find chunks with strong gates.
 _HEADS = 8
 
@@ -459,8 +461,12 @@ def heuristic(inv, cfg):
     gates, jax = "g" in inv.arrays, inv.framework == "jax"
     # The assembler in the driver, which JAX takes, makes slower code of the narrow walks than Triton's own. Where gates
     # have gradients, and launches overlap, which they do not in JAX, the narrow are the faster at any length.
-    longest = (8192 if jax else math.inf) if gates else 2048 if jax else 8192
-    wide = min(K, V) > 64 and not (48 < heads <= 66 and inv.dims["T"] <= longest)
+    overlaps = gates and not jax
+    narrow = 48 < heads <= 66 and (overlaps or inv.dims["T"] <= (8192 if gates or not jax else 2048))
+    # They are cut into half as many segments. With few heads the states from which each part of these starts are much
+    # of what gradients of gates need memory for.
+    narrow |= overlaps and heads <= _FEW_HEADS and "cu_seqlens" not in inv.arrays
+    wide = min(K, V) > 64 and not narrow
     stages = 3 if gates else 4
     return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)
 

@@ -19,8 +19,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _PROGRAMS = 128
 _MIN_SEGMENT, _MIN_PIECE = 512, 1024
 _PIECES, _PIECES_FORGETTING = 198, 2048
-# Parts of a walk, one after the other, in which gradients of gates are made; and the chunks of the shortest.
+# Parts of a walk, one after the other, in which gradients of gates are made; and the chunks of the shortest. With many
+# segments the states that parts start from count too.
 _PARTS, _MIN_PART = 5, 16
+_SEGMENT_PARTS, _MIN_SEGMENT_PART = 6, 10
 
 # What follows from shapes, dtypes and options is worked out once.
 remember = functools.lru_cache(maxsize=4096)
@@ -176,9 +178,10 @@ class Call:
 
     def _part(self, programs: int) -> None:
         """Choose the parts in which gradients of gates are made: of the sequences, if those are many, and of each."""
-        groups = max(min(programs // _PROGRAMS, _PARTS, self.N), 1)
+        most, least = (_SEGMENT_PARTS, _MIN_SEGMENT_PART) if self.L else (_PARTS, _MIN_PART)
+        groups = max(min(programs // _PROGRAMS, most, self.N), 1)
         count = self.walk // self.BT
-        parts = max(min(count // _MIN_PART, -(-_PARTS // groups)), 1)
+        parts = max(min(count // least, -(-most // groups)), 1)
         if not self.L and groups * parts == 1:
             return
         self.M, most = -(-count // parts) * self.BT, -(-self.N // groups)
@@ -249,5 +252,5 @@ def room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     (_, _, H, K), V, N = args.query.shape, args.value.shape[-1], _sequences(args)
     most, packed = _most_segments(_programs(args, opts)), args.cu_seqlens is not None
     if not packed and (args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)):
-        return (N * max(most, 1) * _PARTS, H, K, V), _name(args.query.dtype)
+        return (N * max(most, 1) * (_SEGMENT_PARTS if most > 1 else _PARTS), H, K, V), _name(args.query.dtype)
     return ((N + most if packed else N * most, H, K, V), "float32") if most > 1 else None
