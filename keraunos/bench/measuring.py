@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -178,8 +179,8 @@ def measure(
 def _time_in_turns(entries: dict[str, _Entry], reports: dict[str, dict], effort: Effort) -> None:
     end = time.monotonic() + effort.seconds
     for n in range(effort.rounds):
-        # Every other round runs backwards: no contestant always follows the same one.
-        for name, entry in list(entries.items())[:: -1 if n % 2 else 1]:
+        # In another order every time: one that draws much power slows down whoever follows it.
+        for name, entry in random.Random(n).sample(list(entries.items()), len(entries)):
             try:
                 took = entry.clock(entry.rotating) / entry.sets
             except Exception as error:
