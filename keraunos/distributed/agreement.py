@@ -17,11 +17,12 @@ In JAX one program runs everywhere, and only the mesh can be wrong: :func:`axis_
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -51,9 +52,13 @@ def check(group: Any, **what: Any) -> None:
         RankFailedError: some ranks do not come within the group's timeout.
         ValueError: there is no such group, or this process is not in it.
     """
-    ledger = _ledger(group)
-    if ledger.size > 1:
-        ledger.check(what)
+    checker(group, **what)()
+
+
+def checker(group: Any, **what: Any) -> Callable[[], None]:
+    """:func:`check`, for calls that are alike."""
+    ledger, signature = _ledger(group), tuple(what.items())
+    return functools.partial(ledger.check, signature) if ledger.size > 1 else lambda: None
 
 
 @contextlib.contextmanager
@@ -97,14 +102,13 @@ class _Ledger:
         self.texts: list[dict[str, str]] = []
         self.last = ""  # the key of this rank's last description
 
-    def check(self, what: dict[str, Any]) -> None:
+    def check(self, signature: tuple[tuple[str, Any], ...]) -> None:
         """See :func:`check`."""
         self.calls += 1
-        signature = tuple(what.items())
         number = self.agreed.get(signature)
         if number is None:
-            number = self.agree({name: str(x) for name, x in what.items()})
-            if "refused" in what:
+            number = self.agree({name: str(x) for name, x in signature})
+            if signature[0][0] == "refused":
                 return
             self.agreed[signature] = number
         self.store.set(f"at/{self.me}", f"{self.calls} {number}")

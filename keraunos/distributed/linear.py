@@ -116,7 +116,7 @@ class _Borders:
 
 @functools.cache
 def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> Any:
-    """``call(args, opts, shards)`` of a platform's forward and backward, with a gradient.
+    """``prepare(opts, shards, args)`` of a platform's forward and backward: ``args -> outputs``, with a gradient.
 
     Where the platform cuts sequences into segments, the pass over their pieces that it would make serves the exchange
     too: it makes the state that the shard leaves, and with what arrives those that the segments start from.
@@ -126,7 +126,8 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
     platform_forward, platform_backward = passes(framework)
     n = len(Args._fields)
 
-    # In PyTorch the host code of what only launches kernels runs once for calls that are alike.
+    # In PyTorch the host code of what only launches kernels runs once for calls that are alike. If that is not all that
+    # a call does, which the front end looks at, it still is of these parts.
     @functools.lru_cache(maxsize=4096)
     def leave(way):
         def launch(flat):
@@ -234,13 +235,13 @@ class _OverShards(LinearOperation):
         # Gates per dimension: a pass that stops where all is forgotten is shorter than one that serves segments too.
         if impl.segment and ends.is_for_gpu(given.key) and (given.g is None or given.g.ndim == 3):
             segment = impl.segment(given, opts)
-        call = _sharded(where.framework, impl.passes, segment)
+        call, check = _sharded(where.framework, impl.passes, segment)(opts, shards, given), shards.checker(**what)
 
         def agreed(args):
-            shards.check(**what)
-            return call(args, opts, shards)
+            check()
+            return call(self.pack(*args))
 
-        return lambda *args: functools.partial(agreed, self.pack(*args))
+        return lambda *args: functools.partial(agreed, args)
 
 
 def _description(op_id: str, args: Args, opts: Options) -> dict[str, Any]:

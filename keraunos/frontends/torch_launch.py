@@ -43,18 +43,27 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     return made
 
 
-def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple:
+def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tuple[int, ...], torch.dtype]],
+             addresses: bool = True) -> tuple:  # fmt: skip
     """Allocate outputs of these shapes and dtypes, ``run(*inputs, *outputs)``, return them.
 
-    ``run`` must do the same when it is given addresses on the device.
+    Args:
+        addresses: ``run`` does the same when it is given addresses on the device.
     """
     device, recording = inputs[0].device, getattr(_local, "recording", None)
     made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs)
     with _on(device):
         run(*inputs, *made)
     if recording is not None:
-        recording.add(run, inputs, outputs, made, [])
+        recording.add(run, inputs, outputs, made, [], addresses=addresses)
     return made
+
+
+def fixed(x: torch.Tensor) -> torch.Tensor:
+    """``x``, a constant of the calls that are alike: what is launched with it is launched with it again."""
+    if (recording := getattr(_local, "recording", None)) is not None:
+        recording.fixed[x] = True
+    return x
 
 
 def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> tuple[tuple, Callable, list, list]:
@@ -142,6 +151,7 @@ class _Step(NamedTuple):
     arrays: list[tuple[int, int]]  # argument, slot
     outputs: list[tuple[tuple[int, ...], torch.dtype]]
     spent: list[int]  # slots that nothing reads afterwards
+    addresses: bool  # take the place of arrays on a GPU
 
 
 class _Recording:
@@ -155,6 +165,7 @@ class _Recording:
         # By identity, and weakly: what the host code lets go of is free for what comes next.
         self.slots: Any = WeakTensorKeyDictionary()
         self.versions: Any = WeakTensorKeyDictionary()
+        self.fixed: Any = WeakTensorKeyDictionary()
         self.size = 0
         self.steps: list[_Step] = []
         self.first: Any = None  # of the launches that may run side by side
@@ -174,20 +185,23 @@ class _Recording:
             self.slots[x], self.versions[x] = self.size, _version(x)
         self.size += 1
 
-    def add(self, run, inputs, kinds, made, given, beside=False):
+    def add(self, run, inputs, kinds, made, given, beside=False, addresses=True):
         for x in made:
             if x is not None and x not in self.slots:
                 self._take(x)
         args = [*inputs, *made]
-        arrays = [(i, self.slots.get(x, -1)) for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        free = [(i, x) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x not in self.fixed]
+        arrays = [(i, self.slots.get(x, -1)) for i, x in free]
         self.complete &= all(slot >= 0 for _, slot in arrays) and self._unchanged()
-        args = [*(None if isinstance(x, torch.Tensor) else x for x in args), *given]
+        for i, _ in arrays:
+            args[i] = None
+        args += given
         outputs = [k for k in kinds if isinstance(k, tuple)]
         if beside:
             # What the launches before it no longer need may be in use yet: it gets its memory before the first of them.
             self.first.outputs.extend(outputs)
             outputs = []
-        self.steps.append(_Step(run, args, arrays, outputs, []))
+        self.steps.append(_Step(run, args, arrays, outputs, [], addresses))
         if not beside:
             self.first = self.steps[-1]
 
@@ -222,13 +236,13 @@ class _Launches(NamedTuple):
             with _on(device):
                 return self.repeat(tensors, device)
         slots = tensors.copy()
-        for run, args, arrays, outputs, spent in self.steps:
+        for run, args, arrays, outputs, spent, addresses in self.steps:
             for shape, dtype in outputs:
                 slots.append(torch.empty(shape, dtype=dtype, device=device))
-            args = args.copy()
+            args, addresses = args.copy(), addresses and on_gpu
             for i, slot in arrays:
                 # Triton takes addresses too, and need not ask the driver whether they are on the device: they were.
-                args[i] = slots[slot].data_ptr() if on_gpu else slots[slot]
+                args[i] = slots[slot].data_ptr() if addresses else slots[slot]
             run(*args)
             for slot in spent:
                 slots[slot] = None
@@ -251,6 +265,8 @@ def kinds(arrays: Sequence[Any]) -> list[Any]:
 
 class remembered:  # noqa: N801, to those who use it a function
     """``fn(tensors)``, whose launches are recorded, and repeated for tensors of the same kind.
+
+    Within another one that is recorded it is a part of that.
 
     Args:
         fn: takes a list of tensors or None, returns a tuple of the like. What it does depends on the tensors' shapes,
@@ -280,6 +296,8 @@ class remembered:  # noqa: N801, to those who use it a function
         return call
 
     def _find(self, tensors):
+        if getattr(_local, "recording", None) is not None:
+            return self.fn
         if tensors[0].device.type == "cuda" or _INTERPRETED:
             return self.known.get(tuple(kinds(tensors)))
         return self.fn

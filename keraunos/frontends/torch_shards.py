@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from keraunos.distributed import agreement
 from keraunos.frontends import alone
-from keraunos.frontends.torch import _rows, constant
+from keraunos.frontends.torch import _changes, _flat, _has_rows, _rows, _watched, constant
+from keraunos.frontends.torch_launch import fixed, recorded
 from keraunos.frontends.torch_launch import remembered as remembered
 
 # Its name from PyTorch 2.13 on, and before.
@@ -34,14 +36,15 @@ class Shards:
 
     def numbers(self, values: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """int32, on the device."""
-        return constant(np.array(values, np.int32), like.device)
+        return fixed(constant(np.array(values, np.int32), like.device))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's vector ``x``, ``[size, n]``."""
-        made = x.new_empty(self.size * len(x))
+        return recorded(self._gather, [x], [((self.size, len(x)), x.dtype)], addresses=False)[0]
+
+    def _gather(self, x, made):
         with agreement.exchange(self.group):
-            _GATHER(made, x, self.group)
-        return made.view(self.size, -1)
+            _GATHER(made.view(-1), x, self.group)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks; overwrites ``x``."""
@@ -53,9 +56,9 @@ class Shards:
         """The place of a shard's first token in the row: all but the last rank's have the same length."""
         return self.rank * tokens if self.rank < self.size - 1 else offsets[-1] - tokens
 
-    def check(self, **what: Any) -> None:
-        """All ranks mean the same call."""
-        agreement.check(self.group, **what)
+    def checker(self, **what: Any) -> Callable[[], None]:
+        """Makes sure that all ranks mean the same call."""
+        return agreement.checker(self.group, **what)
 
 
 def place(group: Any) -> Any:
@@ -77,19 +80,36 @@ def arguments(where: Any) -> AbstractContextManager:
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:
-    """``call(args, opts, shards) -> (output, final state or None)`` with a gradient, that of the sum of ranks' losses.
+    """``prepare(opts, shards, args)``: ``args -> (output, final state or None)``, for args that are alike.
+
+    The gradient is that of the sum of the ranks' losses. Where a call's host code does nothing but launch kernels and
+    gather, it runs once, the exchange in the middle of it.
 
     Args:
         forward: ``(args, opts, shards) -> ((output, this rank's part of the final state or None), residuals)``.
         backward: ``(args, residuals, (doutput, dfinal), opts, shards) -> gradients of args``.
     """
 
+    @functools.lru_cache(maxsize=4096)
+    def launchers(kind, opts, shards):
+        """``forward`` and ``backward`` of flat lists of tensors."""
+        n = len(kind._fields)
+
+        def launch_forward(flat):
+            outputs, residuals = forward(kind(*flat), opts, shards)
+            return (*outputs, *residuals)
+
+        def launch_backward(flat):
+            return tuple(backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts, shards))
+
+        return remembered(launch_forward), remembered(launch_backward)
+
     class Sharded(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, kind, opts, shards, *flat):
-            (output, final), residuals = forward(kind(*flat), opts, shards)
+        def forward(ctx, shards, launch, launch_backward, *flat):
+            output, final, *residuals = launch(list(flat))
             ctx.save_for_backward(*flat, *residuals)
-            ctx.call, ctx.shape, ctx.state = (kind, opts, shards), output.shape, None
+            ctx.call, ctx.shape, ctx.state = (shards, launch_backward), output.shape, None
             ctx.set_materialize_grads(False)
             if final is not None:
                 final = shards.total(final)
@@ -97,24 +117,45 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
             return output, final
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx, doutput, dfinal):
-            (kind, opts, shards), saved = ctx.call, ctx.saved_tensors
-            n = len(kind._fields)
-            args = kind(*saved[:n])
-            if doutput is None:
-                doutput = args.query.new_zeros(ctx.shape)
-            if ctx.state:
-                # Some ranks may use the state in their losses, others not.
-                shape, dtype = ctx.state
-                dfinal = args.query.new_zeros(shape, dtype=dtype) if dfinal is None else dfinal.clone().contiguous()
-                dfinal = shards.total(dfinal)
-            return None, None, None, *backward(args, saved[n:], (_rows(doutput), dfinal), opts, shards)
+            # What refuses a second gradient costs as much as a launch.
+            return (refusing if torch.is_grad_enabled() else gradient)(ctx, doutput, dfinal)
 
-    def call(args, opts, shards):
-        flat = [constant(x, args[0].device) if isinstance(x, np.ndarray) else x for x in args]
-        if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat)):
-            opts = alone(opts)
-        return Sharded.apply(type(args), opts, shards, *(x if x is None else _rows(x) for x in flat))
+    def gradient(ctx, doutput, dfinal):
+        (shards, launch), saved = ctx.call, ctx.saved_tensors
+        like = saved[0]
+        doutput = like.new_zeros(ctx.shape) if doutput is None else _rows(doutput)
+        if ctx.state:
+            # Some ranks may use the state in their losses, others not.
+            shape, dtype = ctx.state
+            dfinal = like.new_zeros(shape, dtype=dtype) if dfinal is None else dfinal.clone().contiguous()
+            dfinal = shards.total(dfinal)
+        return None, None, None, *launch([*saved, doutput, dfinal])
 
-    return call
+    refusing = torch.autograd.function.once_differentiable(gradient)
+
+    def prepare(opts, shards, args):
+        kind: Any = type(args)
+        fits = [_has_rows] * len(args)
+        changes = _changes(args, fits)
+        launch, launch_backward = launchers(kind, opts, shards)
+        launch_alone, _ = launchers(kind, alone(opts), shards)
+        watched = _watched(args)
+        if watched:
+            launch, launch_backward, launch_alone = launch.fn, launch_backward.fn, launch_alone.fn
+        else:
+            launch, launch_alone = launch.alike(), launch_alone.alike()
+
+        def run(args):
+            flat = _flat(args, _changes(args, fits) if watched else changes)
+            # Forward mode has no derivative here, and says so.
+            if forward_ad._current_level >= 0 or (
+                torch.is_grad_enabled() and True in [x.requires_grad for x in flat if x is not None]
+            ):
+                return Sharded.apply(shards, launch, launch_backward, *flat)
+            output, final, *_ = launch_alone(flat)
+            return output, final if final is None else shards.total(final)
+
+        return run
+
+    return prepare

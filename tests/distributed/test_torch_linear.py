@@ -98,6 +98,41 @@ def test_shards_give_what_the_whole_gives(case, size):
     case.check(over_ranks(size))
 
 
+def alike(rank: int, size: int) -> tuple[list, int]:
+    """Output and gradients of calls with 1, 2 and 4 times the values; and how often host code made them."""
+    if INTERPRETED:
+        import tests.triton.interpreter  # noqa: F401
+    from keraunos.distributed import linear
+
+    made = []
+
+    class Counted(linear._Borders):
+        def __init__(self, *args):
+            made.append(args)
+            super().__init__(*args)
+
+    linear._Borders = Counted
+    draw = torch.Generator().manual_seed(rank)
+    q, k, v, do = (torch.randn(1, 130, 2, 16, generator=draw) for _ in range(4))
+    found = []
+    for factor in (1, 2, 4):
+        x = [y.clone().requires_grad_() for y in (q, k, factor * v)]
+        out = distributed.lightning_attention(*x, layer_idx=1, num_layers=4, platform=PLATFORM)
+        out.backward(do)
+        found.append([y.detach().numpy() for y in (out, *(y.grad for y in x))])
+    return found, len(made)
+
+
+def test_calls_that_are_alike():
+    for found, made in run_world(alike, 2):
+        for factor, got in zip((2, 4), found[1:], strict=True):
+            # Powers of two: the same bits but for the exponent. The values' own gradient knows nothing of them.
+            for x, y, f in zip(found[0], got, (factor, factor, factor, 1), strict=True):
+                np.testing.assert_array_equal(f * x, y)
+        # Of what only launches kernels and gathers, forward and backward, host code runs once.
+        assert made == (2 if INTERPRETED else 6)
+
+
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_shards_of_other_lengths(case):
     case.check(over_ranks(4))

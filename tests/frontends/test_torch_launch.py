@@ -234,3 +234,29 @@ def test_stages_that_do_not_fit_are_left_out(kernel):
     greedy.room = 0
     with pytest.raises(OutOfResources, match="shared memory"):
         launch(2)
+
+
+def test_what_takes_tensors_and_constants_is_repeated_too(kernel):
+    constant, seen = torch.ones(8), []
+
+    def double(x, y):
+        seen.append(x)
+        y.copy_(2 * x)
+
+    def inner(tensors):
+        return (add(kernel, tensors[0], torch_launch.fixed(constant)),)
+
+    part = torch_launch.remembered(inner)
+
+    def outer(tensors, opts):
+        (between,) = part(tensors)
+        return torch_launch.recorded(double, [between], [((8,), torch.float32)], addresses=False)
+
+    call, ran = counted(outer)
+    for x in torch.randn(3, 8):
+        assert torch.equal(call([x], 2)[0], 2 * (x + 2))
+        # A part that stands alone is remembered on its own.
+        assert torch.equal(part([x])[0], x + 2)
+    assert len(ran) == 1
+    assert len(part.known) == 1
+    assert all(isinstance(x, torch.Tensor) for x in seen)
