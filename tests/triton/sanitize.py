@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from keraunos import frontends, serving
-from keraunos.kernels.linear_attention import interface, triton_call, triton_chunks, triton_kernels
+from keraunos.kernels.linear_attention import ends, ends_kernels, interface, triton_call, triton_chunks, triton_kernels
 from keraunos.kernels.linear_attention import triton as platform
 from keraunos.kernels.state_pool import triton_steps
 from keraunos.ops import Config
@@ -42,8 +42,10 @@ SERVING = [
         ("float32", "float32", 64, 32, "scalar"),
     )
 ]  # fmt: skip
+# Of what devices that share a sequence tell each other: dtype, K, V, gate.
+ENDS = [("bfloat16", 128, 128, None), ("float16", 256, 256, "scalar"), ("float32", 128, 64, "vector")]
 H, DEVICE = 2, "cuda"
-FILES = triton_chunks, triton_kernels, triton_steps
+FILES = ends_kernels, triton_chunks, triton_kernels, triton_steps
 KERNELS = {name for file in FILES for name in vars(file) if name.endswith("_kernel")}
 
 
@@ -116,6 +118,25 @@ def serve(op, dtype, pool, K, V, gate) -> set[str]:
     return launched
 
 
+def leave(dtype, K, V, gate) -> set[str]:
+    """The states that a stretch leaves, either way, and those that its segments start from; the kernels."""
+    launched = set()
+
+    def launch(kernel, *args, **options):
+        launched.add(kernel.__name__)
+        return frontends.launch(kernel, *args, **options)
+
+    args = arguments(dtype, 300, K, V, gate, False, False)
+    x, plan = ends.Stretch(args.key, args.value, args.g, args.g_gamma), torch.tensor([0, 300, 1, 1], dtype=torch.int32)
+    way, plan = ends.Way(H, True, False), plan.to(DEVICE)
+    with mock.patch.object(triton_call, "launch", launch), mock.patch.multiple(ends, _MIN_PIECE=64, _NEAR=64):
+        for to in (way, way.adjoint):
+            ends.leave(x, args.initial_state, plan, to)
+            left, *pieces = ends.leave_pieces(x, args.initial_state, plan, to, 128)
+            ends.starts(torch.stack([left, left]), *pieces, args.initial_state, plan, to, 128, False)
+    return launched
+
+
 @triton.jit
 def planted_kernel(x, n: tl.constexpr):
     """Writes past the end of x, and lets two warps write different values to one place in shared memory."""
@@ -135,12 +156,13 @@ def main(what: str) -> None:
     pairs = [(call, cfg) for call in CALLS for cfg in configurations(call)]
     if what == "build":
         with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
-            served = pool.map(serve, *zip(*SERVING, strict=True))
-            launched = set().union(*pool.map(run, *zip(*pairs, strict=True)), *served)
+            others = [*pool.map(serve, *zip(*SERVING, strict=True)), *pool.map(leave, *zip(*ENDS, strict=True))]
+            launched = set().union(*pool.map(run, *zip(*pairs, strict=True)), *others)
     else:
-        launched = set().union(*(run(*pair) for pair in pairs), *(serve(*call) for call in SERVING))
+        others = [*(serve(*call) for call in SERVING), *(leave(*call) for call in ENDS)]
+        launched = set().union(*(run(*pair) for pair in pairs), *others)
         torch.cuda.synchronize()
-    print(f"{len(pairs) + len(SERVING)} configurations of {sorted(launched)}")
+    print(f"{len(pairs) + len(SERVING) + len(ENDS)} configurations of {sorted(launched)}")
     if launched != KERNELS:
         raise SystemExit(f"launched {sorted(launched)}; there are {sorted(KERNELS)}")
 
