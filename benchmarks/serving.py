@@ -11,10 +11,12 @@ tokens' arrays too. Bandwidth is measured in the same run.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -29,6 +31,7 @@ from keraunos.ops.cache import file_name
 from keraunos.ops.kernel import Config
 
 RESULTS = Path(__file__).parent / "results" / "serving"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "continuous_batching.py"
 K = V = 128
 # Bytes of a pool: more than the device's cache holds, several times.
 POOL = 1 << 31
@@ -263,6 +266,30 @@ def prefills(report: Callable, bandwidth: float, left: Callable[[], float]) -> N
         report(f"prefill, {name}, host", heads=64, microseconds=host_seconds(call) * 1e6, bar="60 µs")
 
 
+def batching(report: Callable, left: Callable[[], float], heads: int = 32, dim: int = K, longest: int = 2048) -> None:
+    """The engine of examples/continuous_batching.py, host and all: 64 requests that come and go.
+
+    Raises:
+        AssertionError: replayed from a graph, its steps give other outputs.
+    """
+    found = importlib.util.spec_from_file_location("continuous_batching", EXAMPLE)
+    example = sys.modules["continuous_batching"] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(example)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    requests = example.random_requests(64, longest, heads, dim, device, dtype)
+    log_decay, outputs = torch.from_numpy(decay.minimax(heads, 5, 32)), []
+    for graph in (False, True) if device == "cuda" else (False,):
+        if left() < 0:
+            return
+        engine = example.Engine(32, longest, 8, log_decay, dim, device, dtype, graph)
+        tokens, steps, seconds = example.measure(engine, requests)
+        outputs.append([torch.cat(request.outputs) for request in requests])
+        assert all(map(torch.equal, outputs[0], outputs[-1])), "a graph's steps give other outputs"
+        figures = dict(tokens_per_second=tokens / seconds, milliseconds_per_step=seconds / steps * 1e3)
+        name = "continuous batching" + (", graph" if graph else "")
+        report(name, heads=heads, requests=len(requests), tokens=tokens, steps=steps, **figures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after that long")
@@ -293,6 +320,7 @@ def main() -> None:
 
     steps(report, bandwidth, left)
     prefills(report, bandwidth, left)
+    batching(report, left)
 
 
 if __name__ == "__main__":

@@ -141,6 +141,20 @@ def random_requests(count: int, longest: int, heads: int, dim: int, device: str,
     return made
 
 
+def measure(engine: Engine, requests: list[Request]) -> tuple[int, int, float]:
+    """Serve requests, after a few of them for warmth; tokens, steps, and the seconds they took."""
+    for few in (requests[:4], requests):
+        for request in few:
+            request.done, request.slot = 0, -1
+            request.outputs.clear()
+        start = time.perf_counter()
+        steps = list(engine.serve(few))
+        if engine.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return sum(steps), len(steps), seconds
+
+
 def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -156,17 +170,9 @@ def main() -> None:
     log_decay = torch.from_numpy(decay.minimax(args.heads, 5, 32))
     engine = Engine(args.slots, args.budget, 8, log_decay, args.dim, device, dtype, args.graph)
     requests = random_requests(args.requests, args.longest, args.heads, args.dim, device, dtype)
-    steps = list(engine.serve(requests[:4]))
-    for request in requests[:4]:
-        request.done, request.slot = 0, -1
-        request.outputs.clear()
-    start = time.perf_counter()
-    steps = list(engine.serve(requests))
-    if gpu:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    print(f"{len(requests)} requests, {sum(steps)} tokens in {len(steps)} steps: {sum(steps) / seconds:.0f} tokens/s, "
-          f"{seconds / len(steps) * 1e3:.2f} ms a step")  # fmt: skip
+    tokens, steps, seconds = measure(engine, requests)
+    print(f"{len(requests)} requests, {tokens} tokens in {steps} steps: {tokens / seconds:.0f} tokens/s, "
+          f"{seconds / steps * 1e3:.2f} ms a step")  # fmt: skip
 
 
 if __name__ == "__main__":
