@@ -1,10 +1,12 @@
 """Linear attention over the GPUs of a host: weak scaling, what is exchanged, memory; beside gathering keys and values.
 
-python benchmarks/distributed.py [--tokens 32768] [--heads 16] [--frameworks torch,jax] [--out FOLDER]
+python benchmarks/distributed.py [--tokens 32768] [--heads 16] [--frameworks torch,jax] [--operations ...]
+    [--quick] [--out FOLDER]
 
 Each GPU has as many tokens as the one that the plain public call runs on; a perfect machine takes the same time for
 both. Times are of forward plus backward: medians of runs of many steps, by the device's events in PyTorch, by the clock
-in JAX, of the slowest rank. Writes ``<gpu>-x<n>.json``.
+in JAX, of the slowest rank. Writes ``<gpu>-x<n>.json``; with ``--quick``, which leaves out all but those times, the
+host's and PyTorch's errors, ``<gpu>-x<n>-quick.json``.
 """
 
 import argparse
@@ -26,7 +28,7 @@ WARM, RUNS, STEPS = 5, 7, 20
 LAYER = dict(layer_idx=16, num_layers=32)
 
 
-def torch_rank(rank, size, port, tokens, heads, results):
+def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
     import torch
     import torch.distributed as dist
     import torch.distributed.nn.functional as differentiable
@@ -82,14 +84,16 @@ def torch_rank(rank, size, port, tokens, heads, results):
         return slowest(statistics.median(found))
 
     def host(forward, x, do):
-        """Milliseconds that issuing a step takes, on an idle device."""
+        """Milliseconds that issuing a step takes, one after the other, on a device that is busy with something else."""
         times = []
         for _ in range(10):
             torch.cuda.synchronize()
             dist.barrier()
+            torch.cuda._sleep(100_000_000)
             begin = time.perf_counter()
-            step(forward, x, do)
-            times.append((time.perf_counter() - begin) * 1000)
+            for _ in range(10):
+                step(forward, x, do)
+            times.append((time.perf_counter() - begin) * 100)
         return slowest(statistics.median(times))
 
     def slowest(x):
@@ -110,9 +114,8 @@ def torch_rank(rank, size, port, tokens, heads, results):
 
     def check(operation):
         """The largest relative error of output and gradients against the plain call on the whole."""
-        T = 2048
-        x, do = inputs(operation, T * size, seed=99)
-        own = slice(rank * T, rank * T + T)
+        x, do = inputs(operation, tokens * size, seed=99)
+        own = slice(rank * tokens, rank * tokens + tokens)
         step(functools.partial(call, operation, keraunos), x, do)
         whole = call(operation, keraunos, x)[:, own], *(y.grad[:, own] for y in x)
         mine = [y.detach()[:, own].contiguous().requires_grad_() for y in x]
@@ -122,17 +125,23 @@ def torch_rank(rank, size, port, tokens, heads, results):
         return slowest(max(((a - b).float().norm() / a.float().norm()).item() for a, b in pairs))
 
     found = {}
-    for operation in ("lightning_attention", "gla_attention"):
+    for operation in operations:
         over = functools.partial(call, operation, keraunos.distributed)
         alone = functools.partial(call, operation, keraunos)
         x, do = inputs(operation, tokens)
-        row = found[operation] = dict(alone_ms=timed(alone, x, do), alone_bytes=peak(alone, x, do))
+        row = found[operation] = dict(alone_ms=timed(alone, x, do), alone_host_ms=host(alone, x, do))
+        log(rank, f"torch x{size} {operation} {row}")
+        row |= dict(shards_ms=timed(over, x, do), shards_host_ms=host(over, x, do))
+        row["efficiency"] = row["alone_ms"] / row["shards_ms"]
+        log(rank, f"torch x{size} {operation} {row}")
+        # After those calls, so that it is launches that are repeated.
+        row["error"] = check(operation)
+        log(rank, f"torch x{size} {operation} error {row['error']:.2e}")
+        if quick:
+            continue
         row |= dict(platform=keraunos.explain(keraunos.gla_attention if len(x) > 3 else keraunos.lightning_attention,
                                               *x, **({} if len(x) > 3 else LAYER)).platform)  # fmt: skip
-        row["error"] = check(operation)
-        row |= dict(shards_ms=timed(over, x, do), shards_bytes=peak(over, x, do))
-        row |= dict(alone_host_ms=host(alone, x, do), shards_host_ms=host(over, x, do))
-        row["efficiency"] = row["alone_ms"] / row["shards_ms"]
+        row |= dict(alone_bytes=peak(alone, x, do), shards_bytes=peak(over, x, do))
         sums = K if len(x) > 3 else 1
         row["exchanged_bytes"] = 2 * (size - 1) * heads * (K * K + sums) * 4
         log(rank, f"torch x{size} {operation} {row}")
@@ -141,13 +150,14 @@ def torch_rank(rank, size, port, tokens, heads, results):
         row["parts_us"] = parts(x, size, heads)
         log(rank, f"torch x{size} {operation} {row['naive_ms']:.3f} ms the naive way, {row['parts_us']}")
         del x, do
-    T = (1 << 20) // size
-    x, do = inputs("lightning_attention", T)
-    over = functools.partial(call, "lightning_attention", keraunos.distributed)
-    steps = timed(over, x, do)
-    found["million tokens"] = dict(tokens_each=T, ms=steps, peak_bytes=peak(over, x, do),
-                                   arithmetic_bytes=8 * T * heads * K * 2)  # fmt: skip
-    log(rank, f"torch x{size} a million tokens {found['million tokens']}")
+    if not quick:
+        T = (1 << 20) // size
+        x, do = inputs("lightning_attention", T)
+        over = functools.partial(call, "lightning_attention", keraunos.distributed)
+        steps = timed(over, x, do)
+        found["million tokens"] = dict(tokens_each=T, ms=steps, peak_bytes=peak(over, x, do),
+                                       arithmetic_bytes=8 * T * heads * K * 2)  # fmt: skip
+        log(rank, f"torch x{size} a million tokens {found['million tokens']}")
     if rank == 0:
         results.put(found)
     dist.barrier()
@@ -191,7 +201,7 @@ def parts(x, size, heads):
     )
 
 
-def torch_world(size, tokens, heads):
+def torch_world(size, tokens, heads, operations, quick):
     """What rank 0 of a world of processes found."""
     import torch.multiprocessing as mp
 
@@ -200,11 +210,11 @@ def torch_world(size, tokens, heads):
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    mp.spawn(torch_rank, (size, port, tokens, heads, results), size)
+    mp.spawn(torch_rank, (size, port, tokens, heads, operations, quick, results), size)
     return results.get()
 
 
-def jax_devices(tokens, heads):
+def jax_devices(tokens, heads, operations, quick):
     """The same in JAX: one process, its devices in a mesh; number of devices -> what was found."""
     import jax
     import jax.numpy as jnp
@@ -251,10 +261,11 @@ def jax_devices(tokens, heads):
 
     found = {}
     sizes = [n for n in (2, 4, 8) if n <= len(jax.devices())]
-    for operation in ("lightning_attention", "gla_attention"):
+    for operation in operations:
         alone = jax.jit(functools.partial(step, operation, keraunos))
         x = jax.jit(inputs(operation, tokens))()
         alone_ms = timed(alone, x)
+        log(0, f"jax {operation} alone {alone_ms:.3f} ms")
         for size in sizes:
             mesh = jax.make_mesh((size,), ("tokens",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
             kind = P(None, "tokens")
@@ -267,9 +278,10 @@ def jax_devices(tokens, heads):
             fn = jax.jit(over)
             row = dict(alone_ms=alone_ms, shards_ms=timed(fn, x))
             row["efficiency"] = alone_ms / row["shards_ms"]
-            small = jax.jit(inputs(operation, 2048 * size))()
-            spread = [jax.device_put(y, NamedSharding(mesh, kind)) for y in small]
-            row["error"] = one_by_one(alone(*small), [jax.device_get(y) for y in fn(*spread)])
+            if not quick:
+                small = jax.jit(inputs(operation, 2048 * size))()
+                spread = [jax.device_put(y, NamedSharding(mesh, kind)) for y in small]
+                row["error"] = one_by_one(alone(*small), [jax.device_get(y) for y in fn(*spread)])
             found.setdefault(str(size), {})[operation] = row
             log(0, f"jax x{size} {operation} {row}")
     return found
@@ -294,14 +306,17 @@ def main():
     options.add_argument("--tokens", type=int, default=32768, help="of each GPU")
     options.add_argument("--heads", type=int, default=16)
     options.add_argument("--frameworks", default="torch,jax")
+    options.add_argument("--operations", default="lightning_attention,gla_attention")
+    options.add_argument("--quick", action="store_true", help="times of calls alone and over shards, nothing else")
     options.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "distributed")
     options.add_argument("--in-process", choices=["jax"], help=argparse.SUPPRESS)
     given = options.parse_args()
+    operations = given.operations.split(",")
     # Ranks that tuned on their own could choose differently, and would disturb each other's clocks.
     os.environ.setdefault("KERAUNOS_AUTOTUNE_POLICY", "heuristics")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if given.in_process:
-        print(json.dumps(jax_devices(given.tokens, given.heads)))
+        print(json.dumps(jax_devices(given.tokens, given.heads, operations, given.quick)))
         return
     import torch
 
@@ -309,15 +324,17 @@ def main():
     found = dict(gpu=gpu, gpus=n, tokens=given.tokens, heads=given.heads, head_dim=K, dtype="bfloat16", layer=LAYER,
                  versions=versions(), date=time.strftime("%Y-%m-%d"))  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / f"{gpu}-x{n}.json"
+    path = given.out / f"{gpu}-x{n}{'-quick' * given.quick}.json"
     if "torch" in given.frameworks:
         for size in [size for size in (2, 4, 8) if size <= n]:
-            found.setdefault("torch", {})[str(size)] = torch_world(size, given.tokens, given.heads)
+            found.setdefault("torch", {})[str(size)] = torch_world(
+                size, given.tokens, given.heads, operations, given.quick
+            )
             path.write_text(json.dumps(found, indent=1) + "\n")
     if "jax" in given.frameworks:
         # A process of its own: each framework takes memory for itself.
         command = [sys.executable, __file__, "--in-process", "jax", "--tokens", str(given.tokens)]
-        command += ["--heads", str(given.heads)]
+        command += ["--heads", str(given.heads), "--operations", given.operations, *["--quick"] * given.quick]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             lines = []
             for line in process.stdout:
