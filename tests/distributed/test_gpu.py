@@ -1,12 +1,16 @@
 """Several GPUs of one host: shards over NCCL, in both frameworks, and kernels under ``jit`` with shardings."""
 
 import functools
+import os
 import re
+import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
 
 from tests.distributed import test_softmax as softmax
+from tests.distributed.test_agreement import outcome
 from tests.distributed.worlds import run_world
 from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
@@ -29,6 +33,47 @@ def test_attention_over_the_ranks_of_torch():
         except AssertionError as error:
             wrong.append(f"{case}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def faults(rank, size, device, timeout):
+    """What a rank says where the last one brings another shape; and where that one dies within a step, and how soon."""
+    import torch
+    import torch.distributed as dist
+
+    from keraunos import distributed
+
+    # Of a group that is made from now on: exchanges that fail raise where they are waited for.
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+
+    def step(V, dies=False):
+        q, v = (torch.ones(1, 64, 2, n, dtype=torch.bfloat16, device=device, requires_grad=True) for n in (64, V))
+        output = distributed.lightning_attention(q, q, v, layer_idx=0, num_layers=2, group=group)
+        if dies and rank == size - 1:
+            os._exit(0)
+        output.sum().backward()
+
+    step(64)
+    other = outcome(lambda: step(32 + 16 * rank))
+    start = time.monotonic()
+    return other, outcome(lambda: step(64, dies=True)), time.monotonic() - start
+
+
+def test_faults_under_nccl():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check_faults("cuda", backend="nccl")
+
+
+def check_faults(device, timeout=8, **world):
+    (other, died, seconds), gone = run_world(faults, 2, device, timeout, timeout=timeout, **world)
+    assert gone is None
+    assert other[0] == "DisagreementError"
+    assert "value is bfloat16 (1, T, 2, 32) on rank 0, bfloat16 (1, T, 2, 48) on rank 1" in other[1]
+    assert died[0] == "RankFailedError"
+    assert "rank 1 left the exchange" in died[1]
+    assert seconds < 4 * timeout
 
 
 def devices():
