@@ -62,7 +62,7 @@ def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tupl
 def fixed(x: torch.Tensor) -> torch.Tensor:
     """``x``, a constant of the calls that are alike: what is launched with it is launched with it again."""
     if (recording := getattr(_local, "recording", None)) is not None:
-        recording.fixed[x] = True
+        recording.fixed[x] = x
     return x
 
 
@@ -190,11 +190,15 @@ class _Recording:
             if x is not None and x not in self.slots:
                 self._take(x)
         args = [*inputs, *made]
-        free = [(i, x) for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x not in self.fixed]
-        arrays = [(i, self.slots.get(x, -1)) for i, x in free]
+        arrays = []
+        for i, x in enumerate(args):
+            if isinstance(x, torch.Tensor):
+                if x in self.fixed:
+                    args[i] = x.data_ptr() if addresses and x.is_cuda else x
+                else:
+                    arrays.append((i, self.slots.get(x, -1)))
+                    args[i] = None
         self.complete &= all(slot >= 0 for _, slot in arrays) and self._unchanged()
-        for i, _ in arrays:
-            args[i] = None
         args += given
         outputs = [k for k in kinds if isinstance(k, tuple)]
         if beside:
@@ -214,7 +218,7 @@ class _Recording:
         for slot, step in last.items():
             if slot not in made:
                 step.spent.append(slot)
-        return _Launches(self.steps, made)
+        return _Launches(self.steps, made, list(self.fixed.values()))
 
     def _unchanged(self) -> bool:
         return all(_version(x) == version for x, version in self.versions.items())
@@ -228,6 +232,7 @@ def _version(x: torch.Tensor) -> int:
 class _Launches(NamedTuple):
     steps: list[_Step]
     results: list[int | None]
+    constants: list[torch.Tensor]  # whose addresses the steps have
 
     def repeat(self, tensors: list[Any], device: torch.device) -> tuple[Any, ...]:
         """Launch everything on other tensors of the same kind."""
