@@ -28,8 +28,8 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
         outputs: name -> (shape, dtype name); or the name of an input to overwrite, which nothing else may use then; or
             None for one that the constants switch off.
         constants: name -> compile-time value. OVERLAP, where a kernel has it: 1 lets the next launch begin while this
-            one runs, 2 lets this one begin while the one before it runs; 0 is what the kernel gets where the GPU
-            cannot do that.
+            one runs, 2 lets this one begin while the one before it runs, 4 when that one's programs end, and waits for
+            them before it touches memory; 0 is what the kernel gets where the GPU cannot do that.
         num_warps: per program.
         num_stages: of its loops, at most: fewer where shared memory has not the room, which only some GPUs have.
 
@@ -80,7 +80,7 @@ def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> 
         # In its deterministic mode PyTorch fills what it allocates, between the launches.
         able = _overlaps(like.device) and not torch.are_deterministic_algorithms_enabled()
         constants = {**constants, "OVERLAP": constants["OVERLAP"] if able else 0}
-        if constants["OVERLAP"] & 2:
+        if constants["OVERLAP"] & 6:
             options["launch_pdl"] = True  # which other makers' GPUs do not know
     run, built = _build(kernel[grid], [*inputs.values(), *made], {**constants, **options}, like.device)
     if built is None:

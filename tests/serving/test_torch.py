@@ -277,6 +277,35 @@ def test_a_captured_call_serves_other_requests(platform, op):
     assert not torch.equal(start.nan_to_num(), given["states"].nan_to_num())
 
 
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_steps_that_follow_at_once_wait_for_one_another(platform):
+    """A launch may begin before the one before it has ended: the bits are those of one launch for all tokens."""
+    if platform != "triton":
+        pytest.skip("graphs are Triton's")
+    T, N, H, K = 16, 64, 8, 128
+    q, k, v = tokens = [torch.randn(N, T, H, K, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+    states = torch.randn(N + 6, H, K, K, device=DEVICE)
+    slots = torch.randperm(N + 6, device=DEVICE)[:N].int()
+    options = dict(log_decay=-torch.rand(H, device=DEVICE), platform=platform)
+
+    def decode():
+        return [serving.decode(*(x[:, t] for x in tokens), states, slots, **options)[0] for t in range(T)]
+
+    start, last = states.clone(), states.clone()
+    want = serving.verify(q, k, v, states, slots, **options)
+    serving.commit(k, v, last, slots, torch.full_like(slots, T), **options)
+    decode()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = decode()
+    for _ in range(5):
+        states.copy_(start)
+        graph.replay()
+        assert torch.equal(torch.stack(made, 1), want)
+        assert torch.equal(states, last)
+
+
 def test_requests_do_not_depend_on_their_batch(platform):
     """A request's bits are the same alone and among others."""
     case = Case(slots=(3, 1, 6, 0, 2), K=40, dtype="bfloat16")

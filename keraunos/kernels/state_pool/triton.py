@@ -63,7 +63,7 @@ def _step_plan(specs: Args, opts: Options) -> Plan:
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[-2], UNIT=unit, **_strides(states), BK=tile(K), BV=BV, GATE=gate,
         GAMMA=specs.g_gamma is not None, MANY=many, COUNTED=specs.counts is not None, OUTPUT=opts.reads,
-        STORE=opts.writes,
+        STORE=opts.writes, OVERLAP=4,
     )  # fmt: skip
     outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),
                    pool="states" if opts.writes else None)  # fmt: skip

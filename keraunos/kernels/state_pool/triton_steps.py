@@ -9,6 +9,7 @@ Helpers and conventions are those of ``linear_attention/triton_kernels.py``.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from keraunos.kernels.linear_attention.triton_kernels import LOG2E, locate
 
@@ -54,13 +55,16 @@ def step_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
-    MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr,
+    MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Tokens of one request, for a tile of BV of the V dimensions.
 
     OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back. MANY: T tokens, not one. COUNTED:
-    only the first counts[n] of them.
+    only the first counts[n] of them. OVERLAP: the launch begins beside the end of the one before it.
     """
+    if OVERLAP > 0:
+        # A step is short: that its programs are there already when the launch before it ends is a good part of it.
+        gdc_wait()
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
