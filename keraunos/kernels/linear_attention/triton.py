@@ -462,7 +462,8 @@ def heuristic(inv, cfg):
     # The assembler in the driver, which JAX takes, makes slower code of the narrow walks than Triton's own. Where gates
     # have gradients, and launches overlap, which they do not in JAX, the narrow are the faster at any length.
     overlaps = gates and not jax
-    narrow = 48 < heads <= 66 and (overlaps or inv.dims["T"] <= (8192 if gates or not jax else 2048))
+    longest = 16384 if not jax else 8192 if gates else 2048
+    narrow = 48 < heads <= 66 and (overlaps or inv.dims["T"] <= longest)
     # They are cut into half as many segments. With few heads the states from which each part of these starts are much
     # of what gradients of gates need memory for.
     narrow |= overlaps and heads <= _FEW_HEADS and "cu_seqlens" not in inv.arrays
