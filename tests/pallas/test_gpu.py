@@ -167,6 +167,24 @@ def test_the_same_bits_on_every_run(case):
             assert jax.numpy.array_equal(a, b)
 
 
+# So many segments that those who join their states use every slot of a ring again.
+MANY = [
+    case(T=5120, K=128, V=128, state=True, decay="weak"),
+    case(T=5120, K=128, V=128, **GATES, decay="weak"),
+    case(T=5120, K=128, V=128, **VECTOR, decay="weak"),
+]
+
+
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_many_segments(case, monkeypatch):
+    from keraunos.kernels.linear_attention import pallas as platform
+
+    monkeypatch.setattr(platform, "segmentation", lambda *_: (2, 1))
+    learns = case.gate != "none"
+    check(case, learned(case) if learns else gradients(case), learned=learns)
+    test_the_same_bits_on_every_run(case)
+
+
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_what_memory_held_before_does_not_matter(case):
     # Freed arrays full of NaN are what outputs, states and padding are made in next.

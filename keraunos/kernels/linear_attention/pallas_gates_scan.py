@@ -42,9 +42,11 @@ from keraunos.kernels.linear_attention.pallas_kernels import (
     CHUNK,
     COLUMNS,
     _clear,
+    _give_back,
     _launch,
     _Names,
     _ring,
+    _rows,
     _smem,
     _zeros,
 )
@@ -52,6 +54,9 @@ from keraunos.kernels.linear_attention.pallas_kernels import (
 # Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
 # prepare. Where there is one of each, all have what they can use.
 _REGISTERS = {(2, 2): (128, 96, 24), (2, 1): (144, 184, 40), (1, 2): (152, 160, 40)}
+
+# Columns of a state that a program of ``combine`` has: few heads have few states, and each is walked through in order.
+_COMBINED = 16
 
 
 class _Program:
@@ -435,14 +440,14 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
     """The state that each segment starts from, ``[slots, H, K, V]`` float32.
 
     ``local`` ``[slots, pieces, H, K, V]`` are the pieces' own, ``sums`` ``[slots, pieces, H, K]`` those of their gates,
-    base 2. One program per head and 64 x 64 of the state.
+    base 2. One program per head and ``64 x _COMBINED`` of the state: parallel over the state, in order over the pieces.
     """
     slots, pieces, H, K, V = local.shape
-    stages = 8
+    stages = min((walk.segments - 1) * pieces, 16)
     inputs = dict(local=local, sums=sums, initial=initial, cu_seqlens=cu_seqlens)
     outputs = dict(starts=jax.ShapeDtypeStruct((slots, H, K, V), _F32))
     scratch = dict(
-        tiles=_smem(_F32, stages, COLUMNS, COLUMNS), sums_s=plgpu.SMEM((stages, COLUMNS), _F32),
+        tiles=_smem(_F32, stages, COLUMNS, _COMBINED), sums_s=plgpu.SMEM((stages, COLUMNS), _F32),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages), empty=plgpu.Barrier(num_barriers=stages),
     )  # fmt: skip
 
@@ -451,7 +456,7 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
         at: Any = _Names(refs, inputs, outputs, scratch)
         sequence = walk.of(i_n, at.cu_seqlens)
         slot0, n = sequence.place(walk.segment), sequence.segments - 1
-        part = pl.ds(i_r * COLUMNS, COLUMNS), pl.ds(i_c * COLUMNS, COLUMNS)
+        part = pl.ds(i_r * COLUMNS, COLUMNS), pl.ds(i_c * _COMBINED, _COMBINED)
 
         @pl.when(i_w == 0)
         def _compute():
@@ -463,15 +468,16 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
                     at.starts[slot0 + i // pieces, i_h, *part] = state
 
                 plgpu.barrier_wait(at.full.at[slot])
-                state = state * jnp.exp2(_factor(at.sums_s.at[slot])) + _load(at.tiles.at[slot])
-                plgpu.barrier_arrive(at.empty.at[slot])
-                return state
+                _give_back(at.empty, i - 1, stages)
+                decay = jnp.exp2(plgpu.load(at.sums_s.at[slot], layout=_PER_ROW))
+                return state * _rows(decay, _COMBINED) + _load(at.tiles.at[slot])
 
             if initial is None:
-                state = _zeros(COLUMNS, COLUMNS)
+                state = _zeros(COLUMNS, _COMBINED)
             else:
                 state = plgpu.load(at.initial.at[i_n, i_h, *part], layout=_LAYOUT, optimized=False)
             at.starts[slot0 + n, i_h, *part] = lax.fori_loop(0, n * pieces, piece, state)
+            _give_back(at.empty, n * pieces - 1, stages)
 
         @pl.when(i_w == 1)
         def _move():
@@ -485,6 +491,6 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
     return _launch(
         body, inputs.values(), lanes=True, between_warps=False,
         name="gates_combine", warpgroups=2, out_type=list(outputs.values()),
-        grid=(B if walk.packed is None else walk.packed, H, K // COLUMNS, V // COLUMNS),
+        grid=(B if walk.packed is None else walk.packed, H, K // COLUMNS, V // _COMBINED),
         scratch_types=list(scratch.values()),
     )[0]  # fmt: skip

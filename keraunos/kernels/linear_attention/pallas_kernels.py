@@ -45,9 +45,6 @@ _SHARED = 232448 - 256
 _LAYOUT = plgpu.Layout.WGMMA
 # One value per row, and one per column, of an array of that layout.
 _PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
-# What the tensor cores and the bulk copies agree on: rows of 128 bytes, swizzled, in tiles of 8.
-_TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_TILES_FLOAT32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 class Decay(NamedTuple):
@@ -148,7 +145,10 @@ def _columns(x, rows):
 
 
 def _smem(dtype, *shape):
-    return plgpu.SMEM(shape, dtype, transforms=_TILES if jnp.dtype(dtype).itemsize == 2 else _TILES_FLOAT32)
+    """Room laid out as the tensor cores and the bulk copies agree on: rows of 128 bytes, swizzled, in tiles of 8."""
+    row = min(shape[-1] * jnp.dtype(dtype).itemsize, 128)
+    tiles = plgpu.TilingTransform((8, row // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row)
+    return plgpu.SMEM(shape, dtype, transforms=tiles)
 
 
 def _zeros(*shape):
@@ -226,6 +226,14 @@ def _ring(first, last, stages, full, empty, load):
     @pl.loop(jnp.maximum(last - stages, first), last)
     def _(i):
         plgpu.barrier_wait(empty.at[lax.rem(i - first, stages)])
+
+
+def _give_back(empty, i, stages):
+    """Say that what step i (-1: none) has loaded from its slot has been used.
+
+    Not in step i itself: arriving there would not wait for the loads, and the copy of a later step could overtake them.
+    """
+    pl.when(i >= 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(i, stages)]))
 
 
 def _registers(warpgroups, n, action):
@@ -752,13 +760,13 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
                     i = i_p * count + n
                     slot = lax.rem(i, stages)
                     plgpu.barrier_wait(at.full.at[slot])
+                    _give_back(at.empty, i - 1, stages)
                     tile = plgpu.load(at.tiles.at[slot], layout=layout)
                     if total is None:
                         later = (count - 1 - n) * (walk.segment // walk.pieces * CHUNK)
                         state = state + tile * jnp.exp2(g * later.astype(jnp.float32))
                     else:
                         state = state * jnp.exp2(at.total[slot0 + i_p, first + n, i_h]) + tile
-                    plgpu.barrier_arrive(at.empty.at[slot])
                     return state
 
                 return lax.fori_loop(0, count, piece, state)
@@ -768,6 +776,7 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
             else:
                 state = plgpu.load(at.initial.at[i_n, i_h, part], layout=layout, optimized=False)
             store(sequence.segments - 1, lax.fori_loop(0, sequence.segments - 1, segment, state))
+            _give_back(at.empty, (sequence.segments - 1) * count - 1, stages)
 
         @pl.when(i_w == 1)
         def _memory():
