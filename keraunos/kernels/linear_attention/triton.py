@@ -89,6 +89,7 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
     saved = 0
     if save:
         saved = call.chunk_slots(part) if save == _Save.CHUNKS else slots * -(-call.walk // call.M)
+    save = save if saved else _Save.NOTHING
     outputs = dict(
         o=None if q is None else "into" if into else ((call.B, call.T, H, V), output),
         ht="h0" if final == _Final.WALK else ((*ends, V, K) if state_t else (*ends, K, V), state) if final else None,
