@@ -55,6 +55,13 @@ def backends() -> dict[str, str]:
             found[framework] = frontends.get(framework).default_device().backend
         except ImportError:
             continue
+        if framework == "torch" and found["torch"] == "gpu":
+            import torch
+
+            device = torch.cuda.current_device()
+    if found.get("torch") == "gpu":
+        # JAX leaves the last of several GPUs current, PyTorch's events would be there, and its arrays elsewhere.
+        torch.cuda.set_device(device)
     return found
 
 
