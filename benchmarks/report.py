@@ -88,7 +88,7 @@ def _table(found: list[dict], stage: str) -> str:
         own = min(
             (t for label, t in zip(labels, times, strict=True) if t and not label.startswith("fla ")), default=None
         )
-        cells = ["" if t is None else f"{1e3 * t:.3f}" for t in times]
+        cells = [_milliseconds(t) for t in times]
         cells += ["" if t is None else f"{t / case['floor_s']:.2f}" for t in times]
         cells.append(f"{fla / own:.2f}" if fla and own else "")
         lines.append(_row(report.shape_of(case), f"{1e3 * case['floor_s']:.3f}", *cells))
@@ -100,10 +100,11 @@ def _table(found: list[dict], stage: str) -> str:
         for label in labels:
             c = case["contestants"].get(label, {})
             if "median_s" in c:
+                # Some entries were saved from a log, which has not all of them.
                 lines.append(_row(
-                    report.shape_of(case), label, f"{1e6 * c['host_s']:.0f}", f"{1e3 * c['latency_s']:.3f}",
-                    f"{1e3 * c['in_a_row_s']:.3f}", "" if c["peak_ratio"] is None else f"{c['peak_ratio']:.3f}",
-                    f"{max(c['errors'].values()):.1e}",
+                    report.shape_of(case), label, f"{1e6 * c['host_s']:.0f}", _milliseconds(c.get("latency_s")),
+                    _milliseconds(c.get("in_a_row_s")), "" if c["peak_ratio"] is None else f"{c['peak_ratio']:.3f}",
+                    f"{max(c['errors'].values()):.1e}" if "errors" in c else "",
                 ))  # fmt: skip
     skipped: dict[str, list[str]] = {}
     for case in found:
@@ -113,6 +114,10 @@ def _table(found: list[dict], stage: str) -> str:
                     skipped.setdefault(f"{label}: {reason}", []).append(str(report.shape_of(case)))
     lines += ["", *(f"- {reason} (at {' · '.join(shapes)})" for reason, shapes in skipped.items()), ""]
     return "\n".join(lines)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.3f}"
 
 
 def _rest(section: dict) -> str:
