@@ -14,18 +14,18 @@ import json
 import os
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # JAX would take most of the memory for itself, and PyTorch is measured beside it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import numpy as np
+from compile_fla import compile_all
 from rich.console import Console
 
 from keraunos import frontends
 from keraunos.bench import measuring, report
-from keraunos.bench.contestants import PEERS, Absent, Contestant, find
+from keraunos.bench.contestants import Absent, Contestant, find
 from keraunos.bench.first import first_call
 from keraunos.bench.workloads import Shape, Workload
 from keraunos.ops.cache import file_name
@@ -81,34 +81,6 @@ def first_calls(operation: str) -> list[dict]:
                 took = first_call(workload, "triton", framework, {"TRITON_CACHE_DIR": empty}, seconds=60)
             found.append({"contestant": f"triton ({framework})", "pass": workload.stage,
                           **({"skipped": took} if isinstance(took, str) else {"seconds": took})})  # fmt: skip
-    return found
-
-
-def compile_fla(operations: list[str], seconds: float) -> dict[str, dict[int, str]]:
-    """Compile what fla will try, for all numbers of heads at once; operation -> heads -> why it is not ready.
-
-    The choice among what was compiled is left to the run that times it, which has the GPU for itself.
-    """
-    fla = PEERS["fla"]
-    reason = fla.unsupported(Workload(operations[0], Shape.parse(SAMPLE)))
-    heads = list(dict.fromkeys(Shape.parse(text).H for text in SHAPES))
-    asked = [(operation, H) for operation in operations for H in heads]
-
-    def ask(question):
-        operation, H = question
-        workload = Workload(operation, Shape(1, 1024, H), backward=True)
-        return first_call(workload, fla.name, fla.framework, {"FLA_CACHE_RESULTS": "0"}, seconds)
-
-    if reason is None:
-        with ThreadPoolExecutor(len(asked)) as threads:
-            answers = list(threads.map(ask, asked))
-    else:
-        answers = [reason] * len(asked)
-    found: dict[str, dict[int, str]] = {operation: {} for operation in operations}
-    for (operation, H), answer in zip(asked, answers, strict=True):
-        console.print(f"fla, {operation}, {H} heads, compiled beside others: {answer}")
-        if isinstance(answer, str):
-            found[operation][H] = answer
     return found
 
 
@@ -173,10 +145,10 @@ def main() -> None:
     known = RESULTS / path.name
     results = json.loads(known.read_text()) if known.exists() else {}
     start = time.monotonic()
-    left_out = dict.fromkeys({Shape.parse(text).H for text in SHAPES}, "not asked for")
-    fla = dict.fromkeys(operations, left_out)
+    heads = list(dict.fromkeys(Shape.parse(text).H for text in SHAPES))
+    fla = dict.fromkeys(operations, dict.fromkeys(heads, "not asked for"))
     if arguments.fla_seconds:
-        fla = compile_fla(operations, arguments.fla_seconds)
+        fla = compile_all(operations, heads, arguments.fla_seconds, console.print)
     for operation in operations:
 
         def save(section, operation=operation):
