@@ -1,7 +1,8 @@
 """Run every Pallas kernel in every shape of its program, on small arrays, for compute-sanitizer to watch.
 
 ``compute-sanitizer --tool memcheck python -m tests.pallas.sanitize``; ``--tool racecheck`` watches shared memory. With
-two numbers, such as ``1 4``, only a part: the second of four.
+two numbers, such as ``1 4``, only a part: the second of four. ``planted`` runs a kernel with faults of both kinds,
+which the tools must find. ``test_gpu.py`` says what the tools need in the environment.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention import pallas as platform
 from keraunos.kernels.linear_attention import pallas_gates_gradients, pallas_gates_scan, pallas_kernels
@@ -35,6 +39,25 @@ CALLS = [
     (case(lengths=(5, 0, 333, 70), K=128, gate="vector", gate_dtype="bfloat16", decay="strong"), (2, 1)),
 ]
 KERNELS = {"scan", "states", "combine", "gates_scan", "gates_states", "gates_combine", "gates_gradients"}
+
+
+def planted():
+    """Two warpgroups write different values to one place in shared memory; the second program, past the array's end."""
+
+    N = 512
+
+    def body(out, tile):
+        me, program = lax.axis_index("warpgroup"), lax.axis_index("program")
+        tile[...] = jax.numpy.full(N, me, "int32")
+        rows = plgpu.load(tile, (), layout=plgpu.Layout.WG_STRIDED((N,), 4))
+        out.at[pl.ds(program * 64 * N, N)][...] = rows
+
+    kernel = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct((N,), "int32"), scratch_types=[plgpu.SMEM((N,), "int32")], grid=(2,),
+        grid_names=("program",), num_threads=2, thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )  # fmt: skip
+    jax.block_until_ready(jax.jit(kernel)())
 
 
 def main(part: int = 0, parts: int = 1) -> None:
@@ -63,10 +86,12 @@ def main(part: int = 0, parts: int = 1) -> None:
         ):
             results = jax.tree.leaves(jax.jit(both)(*some.arrays))
         finite = all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in results)
-        print(some, "finite" if finite else "NOT FINITE", flush=True)
+        print(some, flush=True)
+        if not finite:
+            raise SystemExit("not finite")
     if parts == 1 and launched != KERNELS:
         raise SystemExit(f"launched {sorted(launched)}; there are {sorted(KERNELS)}")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    planted() if sys.argv[1:] == ["planted"] else main(*map(int, sys.argv[1:]))

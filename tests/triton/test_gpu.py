@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import os
-import shutil
 import subprocess
 import sys
 
@@ -13,6 +11,7 @@ import pytest
 
 import keraunos
 from tests.linear_attention.cases import GPU, Case, run_jax, run_torch
+from tests.sanitizer import CHECKS, watched
 
 pytestmark = pytest.mark.skipif(not GPU, reason="needs a GPU: run with --gpu")
 torch = pytest.importorskip("torch")
@@ -125,22 +124,11 @@ def test_an_exported_function_runs():
 
 
 def test_compute_sanitizer_finds_nothing():
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        pytest.skip("compute-sanitizer is not installed")
-
-    def watched(check, what):
-        # Blocks from PyTorch's own cache hide accesses past the end of an array.
-        env = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-m", "tests.triton.sanitize", what]
-        run = subprocess.run(command, env=env, capture_output=True, text=True)
-        if "Device not supported" in run.stdout:
-            pytest.skip("compute-sanitizer does not support this machine's GPU")
-        return run
-
+    # Blocks from PyTorch's own cache hide accesses past the end of an array.
+    watch = functools.partial(watched, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     subprocess.run([sys.executable, "-m", "tests.triton.sanitize", "build"], check=True)
-    for check in ("memcheck", "racecheck"):
-        planted = watched(check, "planted")
+    for check in CHECKS:
+        planted = watch(check, "tests.triton.sanitize", "planted")
         assert planted.returncode == 9, f"{check} finds no planted fault: {planted.stdout[-2000:]}"
-        run = watched(check, "run")
+        run = watch(check, "tests.triton.sanitize", "run")
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]

@@ -1,0 +1,22 @@
+"""compute-sanitizer over a module of the tests that runs kernels."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+CHECKS = ("memcheck", "racecheck")
+
+
+def watched(check: str, module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run ``python -m module arguments``; the return code is 9 if the check finds a fault."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("compute-sanitizer is not installed")
+    command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-m", module, *arguments]
+    run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    if "Device not supported" in run.stdout:
+        pytest.skip("compute-sanitizer does not support this machine's GPU")
+    return run
