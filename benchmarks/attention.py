@@ -38,7 +38,10 @@ CASES = (
     ("special", "1,32768,16", BOTH, TRITON),
     ("causal", "1,32768,16", BOTH, (*VENDORS, *ROUTED, *TRITON)),
     ("window", "1,32768,16", BOTH, TRITON),
-    ("shared", "1,8192,64", BOTH, TRITON),
+    ("shared", "1,8192,64", BOTH, (*ROUTED, *TRITON)),
+    ("shared", "1,32768,16", BOTH, (*ROUTED, *TRITON)),
+    ("shared-special", "1,8192,64", BOTH, TRITON),
+    ("shared-window", "1,32768,16", BOTH, TRITON),
     ("special", "1,131072,8", BOTH[1:], TRITON),
     ("special", "1,8192,64", BOTH, ("triton (jax)",)),
 )

@@ -140,9 +140,10 @@ ATTENTION = """\
 function, of our platforms `xla` and `torch`, which send such calls there, and of the Triton platform, also with what
 those kernels do not take: *special* is a soft cap with a sink for each head and segment ids (one segment, so that no
 block is left out), *window* sees 1,024 keys, and in *shared* 8 query heads share each key head. The floor is the time
-of the visible products at the rate of a large product. The last column compares with cuDNN's plain causal call of the
-same shape in the same pass; backward alone is forward+backward less forward. The same kernel's times differ by some
-percent within a run: `cudnn` and `xla`, or `sdpa` and `torch`, launch the same.
+of the visible products at the rate of a large product. The last columns compare with cuDNN's plain causal call of the
+same shape in the same pass, and *shared* with the same implementation's call where every head has keys of its own;
+backward alone is forward+backward less forward. The same kernel's times differ by some percent within a run: `cudnn`
+and `xla`, or `sdpa` and `torch`, launch the same.
 """
 
 
@@ -159,28 +160,39 @@ def _attention_run(section: dict) -> list[str]:
     known = ", ".join(f"{name} {about[name]}" for name in versions if about[name])
     lines = [
         f"{about['date']}; multiplies {about['product_rate'] / 1e12:.0f} TFLOP/s; {known}.\n",
-        _row("calls", "B, T, H", "pass", "implementation", "ms", "/ floor", "peak memory / arrays", "cuDNN / it"),
-        _row("---", "---", "---", "---", *["---:"] * 4),
+        _row("calls", "B, T, H", "pass", "implementation", "ms", "/ floor", "peak memory / arrays", "cuDNN / it",
+             "own keys / it"),
+        _row("---", "---", "---", "---", *["---:"] * 5),
     ]  # fmt: skip
     times = {
         (case["variant"], str(report.shape_of(case)), case["pass"], label): c["median_s"]
         for case in found for label, c in case["contestants"].items() if "median_s" in c
     }  # fmt: skip
+
+    def seconds(variant, shape, stage, label):
+        """Those of a pass, or None where they were not measured; of backward, what it adds to forward."""
+        if stage != "backward":
+            return times.get((variant, shape, stage, label))
+        both, forward = (times.get((variant, shape, name, label)) for name in ("forward+backward", "forward"))
+        return both and forward and both - forward
+
     for case in found:
-        shape, stage = str(report.shape_of(case)), case["pass"]
+        variant, shape = case["variant"], str(report.shape_of(case))
+        own_keys = (variant.removeprefix("shared").removeprefix("-") or "causal") if "shared" in variant else None
         for label, c in case["contestants"].items():
             if "median_s" not in c:
-                lines.append(_row(case["variant"], shape, stage, label, c["skipped"], "", "", ""))
+                lines.append(_row(variant, shape, case["pass"], label, c["skipped"], "", "", "", ""))
                 continue
-            own = times[case["variant"], shape, stage, label]
-            vendor = times.get(("causal", shape, stage, "cudnn (jax)"))
-            lines.append(_row(case["variant"], shape, stage, label, f"{1e3 * own:.2f}", f"{own / case['floor_s']:.2f}",
-                              f"{c['peak_ratio']:.3f}", f"{vendor / own:.2f}" if vendor else ""))  # fmt: skip
-            before = times.get((case["variant"], shape, "forward", label))
-            if stage != "forward" and before:
-                vendor = vendor and vendor - times["causal", shape, "forward", "cudnn (jax)"]
-                lines.append(_row(case["variant"], shape, "backward", label, f"{1e3 * (own - before):.2f}", "", "",
-                                  f"{vendor / (own - before):.2f}" if vendor else ""))  # fmt: skip
+            for stage in dict.fromkeys((case["pass"], case["pass"].removeprefix("forward+"))):
+                own = seconds(variant, shape, stage, label)
+                if own is None:
+                    continue
+                others = (seconds("causal", shape, stage, "cudnn (jax)"), seconds(own_keys, shape, stage, label))
+                whole = stage == case["pass"]
+                lines.append(_row(variant, shape, stage, label, f"{1e3 * own:.2f}",
+                                  f"{own / case['floor_s']:.2f}" if whole else "",
+                                  f"{c['peak_ratio']:.3f}" if whole else "",
+                                  *(f"{other / own:.2f}" if other else "" for other in others)))  # fmt: skip
     rest = [f"- {note}" for note in section.get("notes", ())]
     rest += [f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"]]
     return [*lines, "", *rest] if rest else lines

@@ -18,13 +18,18 @@ OPERATIONS = {
     "gla_attention": "keraunos.modules.gla_attention:GLAttention",
     "attention": "keraunos.modules.attention:Attention",
 }
-# What calls of softmax attention have: arguments of its operation's ``invocation``.
+# What calls of softmax attention have: arguments of its operation's ``invocation``. In those that are named "shared", 8
+# query heads share each key head.
+_WINDOW = {"causal": True, "window": (1023, 0)}
+_SPECIAL = {"causal": True, "soft_cap": True, "sinks": 1, "segments": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "plain": {},
-    "window": {"causal": True, "window": (1023, 0)},
+    "window": _WINDOW,
+    "special": _SPECIAL,
     "shared": {"causal": True},
-    "special": {"causal": True, "soft_cap": True, "sinks": 1, "segments": True},
+    "shared-window": _WINDOW,
+    "shared-special": _SPECIAL,
 }
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # What the models of these operations have.
@@ -95,7 +100,7 @@ class Workload:
     @property
     def _sharing(self) -> int:
         """Query heads for each key head."""
-        return 8 if self.variant == "shared" else 1
+        return 8 if self.variant.startswith("shared") else 1
 
     @property
     def stage(self) -> str:

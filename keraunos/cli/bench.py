@@ -19,7 +19,11 @@ def bench(
     backward: Annotated[bool, typer.Option("--backward", help="Only forward plus backward (likewise).")] = False,
     dtype: Annotated[str, typer.Option(help="Of all arrays: bfloat16, float16 or float32.")] = "bfloat16",
     variant: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Of attention: causal, plain, window, shared, special.")
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Of attention: causal, plain, window, special, shared, shared-window, shared-special.",
+        ),
     ] = "",
     against: Annotated[
         str,
@@ -39,8 +43,9 @@ def bench(
 
     Each platform is called through each framework that it takes. One that is wrong is not timed. The floor is the time
     in which the device copies as many bytes as the operation must move, or does as many products as softmax attention
-    must, measured in the same run. Variants of attention: a window of 1,024, keys that 8 heads share, and, special, a
-    soft cap with sinks and segment ids; all but plain are causal. Exits with 1 if an implementation was wrong.
+    must, measured in the same run. Variants of attention: a window of 1,024, special, which is a soft cap with sinks
+    and segment ids, and shared, where 8 heads share their keys; all but plain are causal. Exits with 1 if an
+    implementation was wrong.
     """
     # JAX would take most of a GPU's memory for itself, and PyTorch is measured beside it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -58,13 +58,13 @@ def test_table_json_and_plot(run, tmp_path):
 
 
 def test_variants_of_attention(run, tmp_path):
-    run("attention", "--shapes", "1,24,8,16", "--variant", "special,shared", "--backward", "--against", "cudnn", *TINY,
-        "--platform", "xla,torch", "--json", str(tmp_path / "b.json"))  # fmt: skip
+    run("attention", "--shapes", "1,24,8,16", "--variant", "shared-special,shared", "--backward", *TINY,
+        "--against", "cudnn", "--platform", "xla,torch", "--json", str(tmp_path / "b.json"))  # fmt: skip
     cases = json.loads((tmp_path / "b.json").read_text())["cases"]
-    assert [case["variant"] for case in cases] == ["special", "shared"]
+    assert [case["variant"] for case in cases] == ["shared-special", "shared"]
     for case in cases:
         assert case["floor_s"] >= case["bytes_moved"] / 1e13
-        assert case["contestants"]["cudnn (jax)"]["skipped"] in ("is not measured with special", "needs a GPU")
+        assert case["contestants"]["cudnn (jax)"]["skipped"] in ("is not measured with shared-special", "needs a GPU")
         for label in ("xla (jax)", "torch (torch)"):
             assert case["contestants"][label]["errors"].keys() == {"output", "dquery", "dkey", "dvalue"}
             assert case["contestants"][label]["median_s"] > 0
