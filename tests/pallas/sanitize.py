@@ -49,8 +49,8 @@ def planted():
     def body(out, tile):
         me, program = lax.axis_index("warpgroup"), lax.axis_index("program")
         tile[...] = jax.numpy.full(N, me, "int32")
-        rows = plgpu.load(tile, (), layout=plgpu.Layout.WG_STRIDED((N,), 4))
-        out.at[pl.ds(program * 64 * N, N)][...] = rows
+        rows = plgpu.load(tile, layout=plgpu.Layout.WG_STRIDED((N,), 4))
+        out.at[pl.ds(program * (1 << 26) * 8, N)][...] = rows
 
     kernel = plgpu.kernel(
         body, out_type=jax.ShapeDtypeStruct((N,), "int32"), scratch_types=[plgpu.SMEM((N,), "int32")], grid=(2,),
