@@ -132,8 +132,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("operations", nargs="*", metavar="OP", help=f"{' or '.join(OPERATIONS)}; both if none is named")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for <gpu>.json")
-    parser.add_argument("--seconds", type=float, default=160.0, help="for each operation; no workload begins later")
-    parser.add_argument("--fla-seconds", type=float, default=120.0, help="for compiling fla; 0 leaves it out")
+    parser.add_argument("--seconds", type=float, default=400.0, help="for each operation; no workload begins later")
+    parser.add_argument("--fla-seconds", type=float, default=240.0, help="for compiling fla; 0 leaves it out")
     arguments = parser.parse_args()
     operations = arguments.operations or list(OPERATIONS)
     if unknown := set(operations) - set(OPERATIONS):
