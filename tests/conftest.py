@@ -1,6 +1,8 @@
 """Where the tests run: on the CPU, with 8 host devices for JAX, unless --gpu is given."""
 
 import os
+import shutil
+import subprocess
 import tempfile
 
 
@@ -16,11 +18,25 @@ def pytest_configure(config):
     if config.getoption("gpu"):
         os.environ["KERAUNOS_TEST_GPU"] = "1"
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        _begin_with_another_gpu()
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         # Most of the time would go into compiling for speed what runs once.
         flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+
+
+def _begin_with_another_gpu():
+    """Each of the processes that share the tests sees all GPUs, in another order: most tests take the first."""
+    given, worker = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or (given is None and shutil.which("nvidia-smi") is None):
+        return
+    if given is None:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        given = ",".join(str(i) for i in range(listed.count("UUID: GPU")))
+    gpus = given.split(",")
+    first = int(worker.removeprefix("gw")) % len(gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
 def pytest_collection_modifyitems(items):
