@@ -93,7 +93,8 @@ def test_every_length(run_gla, gates, T):
 
 @pytest.mark.parametrize("case", [
     Case(gate="vector", gamma=1, T=300, B=1, reverse=True), Case(gamma=1, T=544, B=1, state=True),
-    Case(gate="scalar", T=544, B=1, H=1), Case(gate="vector", T=650, B=1, H=1, decay="strong", state=True),
+    Case(gate="scalar", K=32, V=32, T=650, H=1),
+    Case(gate="vector", K=32, V=32, T=544, B=1, H=1, decay="strong", state=True),
 ], ids=str)  # fmt: skip
 def test_more_chunks_than_a_group_has(run_gla, case):
     case.check(run_gla)

@@ -4,7 +4,8 @@ And make it three times as fast, by leaving out what it does again with every op
 
 A pytest plugin. KERAUNOS_TEST_SEGMENT cuts sequences into segments of that many tokens (or of two pieces of a chunk,
 if that is longer), which the choice by size would not do for sequences as short as the interpreter can take. Nor would
-it make the gradients of gates in parts, of as little as a chunk each or of some of the sequences: KERAUNOS_TEST_PARTS.
+it make the gradients of gates in parts, of as little as a chunk each or of some of the sequences: KERAUNOS_TEST_PARTS,
+and where that cuts into segments, too, of pairs of them.
 """
 
 import dataclasses
@@ -79,3 +80,5 @@ if os.environ.get("KERAUNOS_TEST_SEGMENT"):
 if os.environ.get("KERAUNOS_TEST_PARTS"):
     triton_call._PARTS, triton_call._MIN_PART, triton_call._PROGRAMS = 3, 1, 4
     triton_call._SEGMENT_PARTS, triton_call._MIN_SEGMENT_PART = 3, 1
+    if os.environ.get("KERAUNOS_TEST_SEGMENT"):
+        triton_call._PROGRAMS, triton_call._SEGMENT_PARTS, triton_call._HALF_TILE = 128, 6, 16

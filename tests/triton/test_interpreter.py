@@ -36,17 +36,16 @@ SHARDS = "tests/distributed/test_torch_linear.py"
     (VALUES, "", "not any and not rerun and not group and vector"),
     (VALUES, "", "not any and not rerun and not group and not vector"),
     (VALUES, "64", "every_gate or packed or lightning_options"),
-    (VALUES, "parts", "every_gate and reverse and not none"),
+    (VALUES, "parts", "every_gate and reverse and not none"), (VALUES, "pairs", "group and (scalar or strong)"),
     (TORCH, "64", "not gradcheck"),
     (SOFTMAX, "", "values"), (BLOCKS, "", "test"), (PARTS, "", "test"), (ENDS, "", "test"),
     (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
     (SERVING, "64", "every_gate and exported or parts and 65"), (SHARDS, "64", "alike"),
-], ids=["vector", "others", "segments", "parts", "torch", "softmax", "blocks", "parts of keys", "ends",
-        "serving", "serving segments", "shards"])  # fmt: skip
+], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax", "blocks", "parts of keys",
+        "ends", "serving", "serving segments", "shards"])  # fmt: skip
 def test_in_the_interpreter(file, segment, tests):
-    parts = segment == "parts"
-    env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS="1" if parts else "",
-               KERAUNOS_TEST_SEGMENT="" if parts else segment)  # fmt: skip
+    parts, segment = ("1", {"pairs": "64"}.get(segment, "")) if segment in ("parts", "pairs") else ("", segment)
+    env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton.interpreter", "-p", "no:cacheprovider", "-x"]
     command += ["-W", IGNORED, "-k", tests, file]
     run = subprocess.run(command, env=env, capture_output=True, text=True)

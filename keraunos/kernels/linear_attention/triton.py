@@ -11,8 +11,8 @@ with a gradient for gates: one scan gives the state before each chunk, R(k, q, d
 state after each chunk, and from both a kernel that is parallel over chunks makes dq, dk and dg; a second launch does
 the chunks with strong gates again, by halving. So that these states take little memory, they are made for one part of
 the sequence (of each segment, where it is cut) after the other, from the last to the first: the forward keeps the state
-that each part starts from. Walks of a backward that do not read each other run side by side where the front end can
-have them so: one of few programs leaves most of the GPU idle.
+that each part starts from. Segments too short for many parts are walked in pairs then. Walks of a backward that do not
+read each other run side by side where the front end can have them so: one of few programs leaves most of the GPU idle.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ _STATES = (64, 4, 3)
 _GRADIENT = (64, 64, 4, 3)
 # Stages of a walk of four warps that leave room on its multiprocessor for another.
 _SHARING = 3
-# Heads of all sequences that leave segments short.
-_FEW_HEADS = 24
 # Heads that one program looks at, to find chunks with strong gates.
 _HEADS = 8
 
@@ -88,7 +86,8 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
     ends = (call.N if final == _Final.SEQUENCE else slots, H)
     saved = 0
     if save:
-        saved = call.chunk_slots(part) if save == _Save.CHUNKS else slots * -(-call.walk // call.M)
+        whole = slots + slots % 2 if call.in_pairs else slots
+        saved = call.chunk_slots(part) if save == _Save.CHUNKS else whole * (-(-call.walk // call.M))
     save = save if saved else _Save.NOTHING
     outputs = dict(
         o=None if q is None else "into" if into else ((call.B, call.T, H, V), output),
@@ -272,7 +271,7 @@ forward.residuals = dict(starts=room)  # type: ignore[attr-defined]
 
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
-    call = call_of(Args(*map(spec_of, args)), opts)
+    call = call_of(Args(*map(spec_of, args)), opts).of_gradients
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
     do, dfinal = grads
     decayed = _decay(call, args, call.K if call.shares_pairs else call.BT)
@@ -465,9 +464,6 @@ def heuristic(inv, cfg):
     overlaps = gates and not jax
     longest = 16384 if not jax else 8192 if gates else 2048
     narrow = 48 < heads <= 66 and (overlaps or inv.dims["T"] <= longest)
-    # They are cut into half as many segments. With few heads the states from which each part of these starts are much
-    # of what gradients of gates need memory for.
-    narrow |= overlaps and heads <= _FEW_HEADS and "cu_seqlens" not in inv.arrays
     wide = min(K, V) > 64 and not narrow
     stages = 3 if gates else 4
     return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)

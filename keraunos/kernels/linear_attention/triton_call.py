@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from keraunos.frontends import launch
@@ -23,6 +25,9 @@ _PIECES, _PIECES_FORGETTING = 198, 2048
 # segments the states that parts start from count too.
 _PARTS, _MIN_PART = 5, 16
 _SEGMENT_PARTS, _MIN_SEGMENT_PART = 6, 10
+# Heads of all sequences that leave segments too short for so many parts: gradients walk them in pairs then, and each
+# program has but this many of V's dimensions, half of what it has elsewhere.
+_FEW_HEADS, _HALF_TILE = 24, 64
 
 # What follows from shapes, dtypes and options is worked out once.
 remember = functools.lru_cache(maxsize=4096)
@@ -169,9 +174,9 @@ class Call:
         forgets = self.has_gamma and not self.gate
         self.L, self.P = segmentation(self.T, self.N * self.H, _programs(specs, opts), self.BT, forgets)
         self.chunks = self.slots(self.BT)
-        # Tokens per walk, and per part of it (0: walks are not parted).
+        # Tokens per walk, and per part of it (0: walks are not parted); whether gradients walk segments in pairs.
         self.walk = self.L or max(-(-self.T // self.BT), 1) * self.BT
-        self.M = 0
+        self.M, self.in_pairs = 0, False
         self.parts: list[Part] = []
         if self.need_gate and not self.packed:
             self._part(_programs(specs, opts))
@@ -184,13 +189,47 @@ class Call:
         parts = max(min(count // least, -(-most // groups)), 1)
         if not self.L and groups * parts == 1:
             return
-        self.M, most = -(-count // parts) * self.BT, -(-self.N // groups)
-        tokens = range(0, self.walk, self.M)
+        if self.L and self.N * self.H <= _FEW_HEADS and least <= count < least * most:
+            self._pair(max(min(2 * count // least, most) // 2, 1))
+        if not self.in_pairs:
+            self.M = -(-count // parts) * self.BT
+        self._list_parts(-(-self.N // groups))
+
+    def _pair(self, parts: int) -> None:
+        """Let gradients walk segments in pairs if tiles can be halved; parts: of a segment, all of one length.
+
+        A pair has the parts of its segments, in their order.
+        """
+        unit = parts * self.P * self.BT
+        L = -(-self.L // unit) * unit
+        alike = self.N == 1 or -(-self.T // L) % 2 == 0
+        self.in_pairs = alike and min(self.cfg.block_d, tile(min(self.K, self.V))) == 2 * _HALF_TILE
+        if self.in_pairs:
+            self.L = self.walk = L
+            self.M = L // parts
+
+    def _list_parts(self, most: int) -> None:
+        """From the last that a walk comes to, to the first; most: sequences at once."""
+        tokens, walks = range(0, self.walk, self.M), -(-self.T // self.walk)
         for n in range(0, self.N, most):
             for token in tokens if self.reverse else reversed(tokens):
                 last = token == tokens[-1 if self.reverse else 0]
-                walks = -(-self.T // self.walk)
                 self.parts.append(Part(token, n * walks, min(most, self.N - n) * walks, last))
+
+    @functools.cached_property
+    def of_gradients(self) -> Call:
+        """The call as gradients of gates walk it: pairs of segments, by as many programs, each with half a tile.
+
+        What is kept of the states before chunks is that of a part of all walks: half of what it is for segments. Where
+        others have made the states that segments start from, they are walked one by one.
+        """
+        if not self.in_pairs or self.opts.started:
+            return self
+        call = copy.copy(self)
+        call.cfg = replace(self.cfg, block_d=_HALF_TILE, num_warps=self.cfg.num_warps // 2)
+        call.L, call.P, call.walk, call.parts = 2 * self.L, 2 * self.P, 2 * self.walk, []
+        call._list_parts(self.N)
+        return call
 
     def slots(self, length: int) -> int:
         """How many parts of a length sequences have at most; a packed one may end in a shorter part anywhere."""
