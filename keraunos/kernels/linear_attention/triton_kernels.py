@@ -172,6 +172,12 @@ def scan_kernel(
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
     i_o = tl.program_id(0) // (NV * H)
+    if FINAL == 2 and GAMMA and GATE == 0:
+        # Heads that forget have little to read: side by side are the pieces of one head, so that all multiprocessors
+        # get as much of each.
+        n_o = tl.num_programs(0) // (NV * H)
+        i_h = tl.program_id(0) // (NV * n_o)
+        i_o = (tl.program_id(0) // NV) % n_o
     i_s = (i_o + W) if PART else i_o
     i_n, begin, length, i_g = locate(cu_seqlens, i_s, T, N, L, PACKED, SPLIT, BN)
     if SPLIT:
@@ -449,7 +455,8 @@ def combine_kernel(
     # All pieces but those of the segment that is walked last: the segment, and the piece's place in it.
     i_s = (n_s - 1) if REVERSE else 0
     i_p = (n_g - 1 - i_s * P) if REVERSE else 0
-    for i in tl.range((n_g - P) if REVERSE else (n_s - 1) * P, num_stages=8):
+    # A step is short: what it waits for costs more than what it does.
+    for i in tl.range((n_g - P) if REVERSE else (n_s - 1) * P, num_stages=4, loop_unroll_factor=4):
         i_g = (n_g - 1 - i) if REVERSE else i
         enters = (i == 0) | (i_p == (P - 1 if REVERSE else 0))
         tl.store(starts + ((segment0 + i_s) * H + i_h) * K * V + o_s, b_s, mask=m_s & enters)
