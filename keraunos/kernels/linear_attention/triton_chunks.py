@@ -254,6 +254,15 @@ def scalar_gradients(
     return b_dq, b_dk, b_dg
 
 
+@triton.jit
+def opaque(x):
+    """16-bit x as something new, so that what is made of it is made after this: shared memory's copy of it, above all.
+
+    Triton makes that where x is loaded, and so waits for x before it asks for anything else.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, True, 2)
+
+
 @triton.jit(do_not_specialize=["W"])
 def gradient_kernel(
     q, k, v, g, gamma, sums, do, hs, dhs, halved, dq_given, dk_given, dg_given, cu_seqlens,
@@ -343,6 +352,9 @@ def gradient_kernel(
                 b_dq = tl.dot(b_do, tl.trans(b_h), b_dq, input_precision=PRECISION)
                 b_dk = tl.dot(b_v, tl.trans(b_dh), b_dk, input_precision=PRECISION)
                 b_across += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+            if MILD and OVERLAP > 0:
+                b_q = opaque(b_q)
+                b_k = opaque(b_k)
             if not MILD:
                 b_da *= scale
 
