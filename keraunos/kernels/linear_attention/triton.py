@@ -57,6 +57,9 @@ _GRADIENT = (64, 64, 4, 3)
 _SHARING = 3
 # Heads that one program looks at, to find chunks with strong gates.
 _HEADS = 8
+# Programs are there when the launch before theirs ends, and wait for that; so may those of the next. Not so where it
+# matters that programs spread over all multiprocessors: those that come early go where there is room first.
+_IN_TURN = 5
 
 
 @remember
@@ -101,7 +104,7 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
         UNIT=unit, BT=call.BT, BK=tile(K), BV=BV, BN=pow2(call.N), GATE=call.gate, TERMS=call.terms, MILD=call.mild,
         ADJOINT=adjoint, SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final),
         OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, EXPORT=False,
-        OVERLAP=int(overlap), **NO_POOL, **call.flags(reverse),
+        OVERLAP=int(overlap) | (0 if overlap & _Overlap.WITH_LAST else 4), **NO_POOL, **call.flags(reverse),
     )  # fmt: skip
     if pool:
         # The states are not made, but put where they came from.
@@ -131,9 +134,10 @@ class _Save(IntEnum):
 
 
 class _Overlap(IntFlag):
-    """Which of two launches, neither of which reads what the other writes, may run side by side.
+    """Which of two launches may run side by side.
 
-    A walk of few programs leaves most of the GPU to another one. What the first reads must live until the second ends.
+    A walk of few programs leaves most of the GPU to another one. WITH_LAST: neither reads what the other writes, and
+    what the first reads must live until the second ends. WITH_NEXT: the next one is such a launch, or waits itself.
     """
 
     NONE, WITH_NEXT, WITH_LAST = 0, 1, 2
@@ -179,8 +183,8 @@ def _scan(call: Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, i
 def _combine_plan(call: Call, K: int, V: int, reverse: bool, init: bool, pool: Pool | None = None) -> Plan:
     BK, flags = 8, pool.flags() if pool else NO_POOL
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L // call.P, P=call.P)
-    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=tile(V), GATE=call.gate, INIT=init, **flags,
-                     **call.flags(reverse))  # fmt: skip
+    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=tile(V), GATE=call.gate, INIT=init, OVERLAP=_IN_TURN,
+                     **flags, **call.flags(reverse))  # fmt: skip
     outputs = dict(starts=((call.slots(call.L), call.H, K, V), "float32"))
     return Plan(triton_kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
@@ -221,7 +225,7 @@ def _decay_plans(call: Call, width: int) -> tuple[Plan, Plan]:
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N,
     )  # fmt: skip
     common = dict(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BN=pow2(call.N), MILD=call.mild,
-                  **call.flags(call.reverse))  # fmt: skip
+                  OVERLAP=_IN_TURN, **call.flags(call.reverse))  # fmt: skip
     tokens, chunks = (call.B, call.T, call.H), (call.chunks, call.H)
     mild, decayed, sums = call.mild > 0, ((*tokens, call.K), call.dtype), ((*chunks, call.K), "float32")
     outputs: dict[str, Any] = dict(qd=decayed, kd=decayed, sums=sums, halved=(chunks, "int32") if mild else None)
@@ -316,7 +320,7 @@ def _gradient_plan(
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[2], RV=call.R, UNIT=unit, BT=call.BT, BK=BK, BV=BV, BH=BH, BN=pow2(call.N),
         GATE=call.gate, TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), MILD=mild,
-        HALVED=halved, PRECISION=call.precision, **call.flags(call.reverse),
+        HALVED=halved, PRECISION=call.precision, OVERLAP=_IN_TURN, **call.flags(call.reverse),
     )  # fmt: skip
     grid = (call.chunk_slots(part) * -(-H // BH) * -(-K // BK),)
     return Plan(triton_chunks.gradient_kernel, grid, numbers, dict(zip(_GRADIENTS, outputs, strict=True)), constants,
@@ -356,7 +360,7 @@ def _gradients(call: Call, args: Args, decayed: _Decayed | None, do, begin, ends
             output=call.dtype_shared, save=_Save.CHUNKS, overlap=_Overlap.WITH_NEXT, **final,
         )  # fmt: skip
         _, _, hs, _ = _scan(call, args, None, k, args.value, reverse=call.reverse, **begin, decayed=decayed,
-                            save=_Save.CHUNKS, part=part, overlap=_Overlap.WITH_LAST)  # fmt: skip
+                            save=_Save.CHUNKS, part=part, overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)  # fmt: skip
         ends = dict(h0=dh0, init=_Init.WALK)
         decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, grads, part)
     dq, dk, dg = grads
@@ -419,9 +423,9 @@ def _gamma_gradient(call: Call, dg):
 
 @remember
 def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str) -> Plan:
-    BD, BR, unit = min(tile(D), 256), min(pow2(R), 16), math.gcd(16, D)
+    BD, BR, unit = min(tile(D), 256 if R > 1 else 4096), min(pow2(R), 16), math.gcd(16, D)
     return Plan(triton_chunks.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
-                 dict(UNIT=unit, BR=BR, BD=BD), 4, 2)  # fmt: skip
+                 dict(UNIT=unit, BR=BR, BD=BD, OVERLAP=_IN_TURN), 4, 2)  # fmt: skip
 
 
 def _sum(x, M: int, R: int, D: int, shape, dtype: str):

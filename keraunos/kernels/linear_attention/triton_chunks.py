@@ -9,6 +9,7 @@ import triton.language as tl
 from keraunos.kernels.linear_attention.triton_kernels import (
     CLOSED,
     LOG2E,
+    in_turn,
     load_gamma,
     load_gate,
     locate,
@@ -39,6 +40,7 @@ def decay_kernel(
     qd, kd, sums, halved,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, GAMMA: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What vector gates do inside a chunk, worked into q and k, so that a scan over chunks need not know them.
 
@@ -47,6 +49,7 @@ def decay_kernel(
     for the dtype: then the chunk is ``halved``, and ``kd = k exp(gates after the token to the chunk's end)``. Walks
     token by token, two at a time.
     """
+    in_turn(OVERLAP)
     i_h = tl.program_id(0) % H
     i_s = tl.program_id(0) // H
     i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, BT, PACKED, True, BN)
@@ -102,7 +105,7 @@ def halving_kernel(
     intra,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr,
-    REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Pairs j <= i of chunks that are ``halved``: ``intra_ij = scale * sum_k q_ik k_jk exp(gates between j and i)``.
 
@@ -111,6 +114,7 @@ def halving_kernel(
     earlier halves) * factor`` and one product ``y y^T``; the diagonal has no decay. MILD of 0: all chunks. ``intra``
     is ``[B, T, H, WIDTH]``, of which the query's row of a pair has the pairs with its chunk.
     """
+    in_turn(OVERLAP)
     NB: tl.constexpr = (H + BH - 1) // BH
     i_s = tl.program_id(0) // NB
     i_h0 = (tl.program_id(0) % NB) * BH
@@ -273,6 +277,7 @@ def gradient_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, MILD: tl.constexpr,
     HALVED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of one chunk, for a tile of BK of the K dimensions.
 
@@ -284,17 +289,22 @@ def gradient_kernel(
     L, M, F, W: as in ``locate_chunk``. ``dq_given``, ``dk_given`` and ``dg_given`` have no values that
     are read: dq, dk and dg may overwrite them.
     """
+    if not HALVED:
+        in_turn(OVERLAP)
     NK: tl.constexpr = (K + BK - 1) // BK
     NB: tl.constexpr = (H + BH - 1) // BH
     i_k = tl.program_id(0) % NK
     i_h0 = (tl.program_id(0) // NK) % NB * BH
     i_o = tl.program_id(0) // (NK * NB)
     i_n, begin, length, i_c, i_s = locate_chunk(cu_seqlens, i_o, T, N, L, M, F, W, BT, PACKED, BN)
+    if HALVED:
+        # What is halved was known before the launch before this one, which is the one for all chunks.
+        o_h = tl.arange(0, BH)
+        m_h = tl.load(halved + i_s * H + i_h0 + o_h, mask=(i_h0 + o_h < H) & (i_c * BT < length), other=0)
+        in_turn(OVERLAP)
     if i_c * BT >= length:
         return
-    if HALVED:
-        o_h = tl.arange(0, BH)
-        m_h = tl.load(halved + i_s * H + i_h0 + o_h, mask=i_h0 + o_h < H, other=0)
+    if HALVED:  # noqa: SIM102
         if tl.max(m_h, 0) == 0:
             return
     for i in range(BH):
@@ -387,8 +397,9 @@ def gradient_kernel(
 
 
 @triton.jit
-def sum_kernel(x, R, D, y, UNIT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def sum_kernel(x, R, D, y, UNIT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr):
     """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order; D in units like strides."""
+    in_turn(OVERLAP)
     D *= UNIT
     n_d = tl.cdiv(D, BD)
     i_m = (tl.program_id(0) // n_d).to(tl.int64)

@@ -126,6 +126,20 @@ def clear_rows(o, begin, end, i_h, o_v, H: tl.constexpr, V: tl.constexpr, BT: tl
         tl.store(o + o_o, tl.zeros([BT, BV], dtype=o.dtype.element_ty), mask=m_o)
 
 
+@triton.jit
+def in_turn(OVERLAP: tl.constexpr):
+    """Where a program begins that may share the GPU with other launches.
+
+    OVERLAP, a sum: 1 the next launch may begin once all programs have come here; 2 this one may have begun beside the
+    one before, and ends after it; 4 it may have begun, and waits here for the end of the one before.
+    """
+    if OVERLAP // 4 % 2 == 1:
+        gdc_wait()
+    # Not before the wait: what begins then may rely on all that came before this launch.
+    if OVERLAP % 2 == 1:
+        gdc_launch_dependents()
+
+
 @triton.jit(do_not_specialize=["N", "W", "ROWS"])
 def scan_kernel(
     q, k, v, g, gamma, sums, halved, intra, h0, into, cu_seqlens, pool, slots, has_initial, exports,
@@ -163,11 +177,9 @@ def scan_kernel(
     EXPORT: ``exports`` has for each chunk the slot that the state before it is copied to, or -1; so it has for the end
     of a sequence of whole chunks.
 
-    OVERLAP: 1 the next launch may begin once all programs have; 2 this one may have begun beside the one before, and
-    ends after it; 3 both.
+    OVERLAP: see ``in_turn``.
     """
-    if OVERLAP % 2 == 1:
-        gdc_launch_dependents()
+    in_turn(OVERLAP)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
@@ -409,7 +421,7 @@ def scan_kernel(
             tl.store(total + i_total, b_sum1 * LOG2E)
         if GATE == 2:
             tl.store(total + i_total * K + o_k, b_sum, mask=o_k < K)
-    if OVERLAP >= 2:
+    if OVERLAP // 2 % 2 == 1:
         gdc_wait()
 
 
@@ -421,8 +433,10 @@ def combine_kernel(
     GATE: tl.constexpr, GAMMA: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, INIT: tl.constexpr,
     POOL: tl.constexpr, MAY_START: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Each segment's incoming state ``[slots, H, K, V]``, walking a sequence's pieces, from their own states."""
+    in_turn(OVERLAP)
     NK: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % NK
     i_h = (tl.program_id(0) // NK) % H
