@@ -19,6 +19,7 @@ from keraunos.kernels.linear_attention import (
     pallas_gates,
     pallas_gates_gradients,
     pallas_gates_scan,
+    pallas_gates_starts,
     pallas_gates_strong,
     pallas_kernels,
 )
@@ -104,7 +105,8 @@ def interpreted():
         _meet=plgpu.commit_smem,
     )
     with contextlib.ExitStack() as stack:
-        for module in (pallas_kernels, pallas_gates, pallas_gates_scan, pallas_gates_gradients, pallas_gates_strong):
+        gates = pallas_gates, pallas_gates_scan, pallas_gates_starts, pallas_gates_gradients, pallas_gates_strong
+        for module in (pallas_kernels, *gates):
             known = {name: x for name, x in names.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **known))
         stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))

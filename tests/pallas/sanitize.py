@@ -17,7 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention import pallas as platform
-from keraunos.kernels.linear_attention import pallas_gates_gradients, pallas_gates_scan, pallas_kernels
+from keraunos.kernels.linear_attention import (
+    pallas_gates_gradients,
+    pallas_gates_scan,
+    pallas_gates_starts,
+    pallas_kernels,
+)
 from keraunos.kernels.linear_attention.interface import Options
 from keraunos.ops import Config
 from tests.pallas.cases import case
@@ -82,6 +87,7 @@ def main(part: int = 0, parts: int = 1) -> None:
             mock.patch.object(platform, "segmentation", cut),
             mock.patch.object(pallas_kernels, "_launch", noted),
             mock.patch.object(pallas_gates_scan, "_launch", noted),
+            mock.patch.object(pallas_gates_starts, "_launch", noted),
             mock.patch.object(pallas_gates_gradients, "_launch", noted),
         ):
             results = jax.tree.leaves(jax.jit(both)(*some.arrays))

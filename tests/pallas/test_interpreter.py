@@ -77,7 +77,8 @@ def test_values(case, segmentation, monkeypatch):
         (case(lengths=(*PACKED, 600), **{**GATES, "gamma": 1}, reverse=True), (8, 2)),
         (case(lengths=(30, 40), **GATES, K=64, V=256), None),
         (case(T=70, **{**GATES, "H": 2}, G=1, K=256, V=128), None),
-        (case(T=130, **VECTOR, gamma=0), None),
+        # Two segments: whoever starts from the second makes its state.
+        (case(T=130, **VECTOR, gamma=0), (2, 1)),
         (case(T=70, **VECTOR, reverse=True, decay="strong", scale=-0.3), None),
         (case(T=70, **VECTOR, K=128, V=128, decay="infinite"), None),
         # The state's gradient times the state is far larger at the chunk's end than at its start.

@@ -27,7 +27,12 @@ from keraunos.kernels.registry import HOPPER
 if jax.__version_info__ < (0, 11):
     raise ImportError(f"needs jax 0.11 or later (and so Python 3.12); this is jax {jax.__version__}", name="jax")
 
-from keraunos.kernels.linear_attention import pallas_gates, pallas_gates_gradients, pallas_gates_scan
+from keraunos.kernels.linear_attention import (
+    pallas_gates,
+    pallas_gates_gradients,
+    pallas_gates_scan,
+    pallas_gates_starts,
+)
 from keraunos.kernels.linear_attention import pallas_kernels as kernels
 
 FIELDS = ("num_stages",)
@@ -294,8 +299,10 @@ class _VectorCall(_Call):
         if walk.segments == 1:
             return initial
         local, sums = self.walked(pallas_gates_scan.states, walk, dict(x=b, y=c, starts=None), every=False)
+        if walk.segments == 2:
+            return pallas_gates_starts.Pieces(local, sums, initial)
         given = dict(local=local, sums=sums, initial=initial, cu_seqlens=self.cu_seqlens)
-        return self.run(pallas_gates_scan.combine, given, B=self.B, walk=walk)
+        return self.run(pallas_gates_starts.combine, given, B=self.B, walk=walk)
 
     def outputs(self, starts: Any) -> tuple[Any, Any]:
         """The output and the final state."""

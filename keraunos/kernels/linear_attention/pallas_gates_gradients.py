@@ -40,6 +40,7 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _stages,
     _tiles,
 )
+from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
 from keraunos.kernels.linear_attention.pallas_gates_strong import halve
 from keraunos.kernels.linear_attention.pallas_kernels import (
     _LAYOUT,
@@ -378,8 +379,8 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
     def shape(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, do=do, before=before, ends=ends,
-                  last=None if ends is None else last, plan=plan)  # fmt: skip
+    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, do=do, before=before,
+                  **named_starts(ends), last=None if ends is None else last, plan=plan)  # fmt: skip
     outputs = dict(
         dq=shape(B, rows, H, K), dk=shape(B, rows, H, K), dv=shape(B, rows, H, V), start=shape(N, H, K, V, dtype=_F32),
         # Which chunks have strong gates.
@@ -419,8 +420,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
                 state, border = (_zeros(COLUMNS, COLUMNS),) * W, plgpu.layout_cast(jnp.zeros(COLUMNS, _F32), _PER_ROW)
             else:
                 sequence = of.sequence
-                index = i_s if walk.segments > 1 else sequence.index
-                state = _columns_of(at.ends.at[index, i_h, of.dims], of.columns)
+                state = start(at, walk, sequence, i_s, i_h, [(of.dims, columns) for columns in of.columns])
                 # The recurrence counts segments the other way.
                 index = jnp.maximum(i_s + sequence.segments - 1 - 2 * sequence.i_p, 0)
                 border = _sum_of_rows(_columns_of(at.last.at[index, 0, i_h, of.dims], of.columns), state)

@@ -1,7 +1,7 @@
 """The walk with gates per token and dimension of the key, for Hopper: outputs, and states.
 
-Three kernels: ``scan`` (outputs), ``states`` (the state before every chunk, or at the end of every piece, or the
-gradient of it) and ``combine`` (from those of pieces, the state that each segment starts from).
+Two kernels: ``scan`` (outputs) and ``states`` (the state before every chunk, or at the end of every piece, or the
+gradient of it). ``pallas_gates_starts.py`` makes of those of pieces the states that segments start from.
 
 Beside the warpgroups that hold the state, 64 columns of V each, stand others that prepare chunks, one per 64 dimensions
 of the key: see ``pallas_gates.py``.
@@ -26,7 +26,6 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _gamma,
     _Gates,
     _give,
-    _load,
     _make_constants,
     _names,
     _nought,
@@ -36,27 +35,19 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _stages,
     _tiles,
 )
+from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
 from keraunos.kernels.linear_attention.pallas_kernels import (
-    _LAYOUT,
     _PER_ROW,
     CHUNK,
     COLUMNS,
     _clear,
-    _give_back,
     _launch,
     _Names,
-    _ring,
-    _rows,
-    _smem,
-    _zeros,
 )
 
 # Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
 # prepare. Where there is one of each, all have what they can use.
 _REGISTERS = {(2, 2): (128, 96, 24), (2, 1): (144, 184, 40), (1, 2): (152, 160, 40)}
-
-# Columns of a state that a program of ``combine`` has: few heads have few states, and each is walked through in order.
-_COMBINED = 16
 
 
 class _Program:
@@ -220,13 +211,6 @@ class _Program:
         lax.fori_loop(0, chunks.count, step, sums(0))
 
 
-def _start(ref: Any, index: tuple[Any, ...], K: int, columns: Any) -> tuple[Any, ...]:
-    """A state's columns, in parts of 64 rows; zeros where there is no state."""
-    if ref is None:
-        return (_zeros(COLUMNS, COLUMNS),) * (K // COLUMNS)
-    return tuple(plgpu.load(ref.at[*index, part, columns], layout=_LAYOUT, optimized=False) for part in _parts(K))
-
-
 def _scaled(state: tuple[Any, ...], factors: Any, i: int) -> tuple[Any, ...]:
     """A state, each of its rows times one of its three factors."""
     return tuple(x * _factor(factors.at[i, p]) for p, x in enumerate(state))
@@ -249,7 +233,8 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
     Args:
         q, k, v: ``[B, T, heads, K]``, ``[B, T, heads, K]``, ``[B, T, heads, V]``; heads divide H; rows past T are zero.
         decay: the decay.
-        starts: ``[N, H, K, V]`` float32, or ``[slots, H, K, V]`` where sequences are cut; None: zeros.
+        starts: ``[N, H, K, V]`` float32, or ``[slots, H, K, V]`` where sequences are cut, or :class:`Pieces`; None:
+            zeros.
         H: heads.
         walk, plan: how sequences are walked; of packed ones the plan.
         scale: the softmax scale.
@@ -259,7 +244,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
     N, packed = B if walk.packed is None else walk.packed, plan is not None
     stages = _stages(stages, _TILE * (P * (3 + len(gs)) + W), _TILE * W * (P + 1))
-    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, starts=starts, plan=plan)
+    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
     outputs = dict(o=jax.ShapeDtypeStruct((B, rows, H, V), dtype), final=jax.ShapeDtypeStruct((N, H, K, V), _F32))
     scratch = dict(
         q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, stages, P), v_s=_tiles(dtype, stages, W),
@@ -305,7 +290,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
 
                 return _run(products, _scaled(state, factors, 1))
 
-            state = _start(at.starts, (i_s if walk.segments > 1 else sequence.index, i_h), K, columns)
+            state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)])
             state = program.hold(i_w, state, step)
             pl.when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
             plgpu.wait_smem_to_gmem(0)
@@ -358,7 +343,7 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // a.shape[2] for a in (x, y)]
     slots, pieces = walk.slots(B), 1 if every else walk.pieces
     stages = _stages(stages, _TILE * (P * (1 + len(gs)) + W), _TILE * W * P * 2 * every)
-    inputs = dict(x=x, y=y, **_names(gs), gamma=decay.gamma, starts=starts, plan=plan)
+    inputs = dict(x=x, y=y, **_names(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
     outputs = dict(
         out=jax.ShapeDtypeStruct((walk.places(B, 1), H, K, V), dtype) if every else None,
         end=jax.ShapeDtypeStruct((slots, pieces, H, K, V), _F32),
@@ -399,7 +384,7 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
 
                 return _run(product, _scaled(state, factors, 1))
 
-            state = _start(at.starts, (i_s if walk.segments > 1 else sequence.index, i_h), K, columns)
+            state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)])
             _keep(at.end, (i_s, i_f, i_h), program.hold(i_w, state, step), columns)
             plgpu.wait_smem_to_gmem(0)
 
@@ -434,63 +419,3 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
         scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
     return results
-
-
-def combine(local, sums, initial, *, B, walk, cu_seqlens):
-    """The state that each segment starts from, ``[slots, H, K, V]`` float32.
-
-    ``local`` ``[slots, pieces, H, K, V]`` are the pieces' own, ``sums`` ``[slots, pieces, H, K]`` those of their gates,
-    base 2. One program per head and ``64 x _COMBINED`` of the state: parallel over the state, in order over the pieces.
-    """
-    slots, pieces, H, K, V = local.shape
-    stages = min((walk.segments - 1) * pieces, 16)
-    inputs = dict(local=local, sums=sums, initial=initial, cu_seqlens=cu_seqlens)
-    outputs = dict(starts=jax.ShapeDtypeStruct((slots, H, K, V), _F32))
-    scratch = dict(
-        tiles=_smem(_F32, stages, COLUMNS, _COMBINED), sums_s=plgpu.SMEM((stages, COLUMNS), _F32),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages), empty=plgpu.Barrier(num_barriers=stages),
-    )  # fmt: skip
-
-    def body(indices, i_w, *refs):
-        i_n, i_h, i_r, i_c = indices
-        at: Any = _Names(refs, inputs, outputs, scratch)
-        sequence = walk.of(i_n, at.cu_seqlens)
-        slot0, n = sequence.place(walk.segment), sequence.segments - 1
-        part = pl.ds(i_r * COLUMNS, COLUMNS), pl.ds(i_c * _COMBINED, _COMBINED)
-
-        @pl.when(i_w == 0)
-        def _compute():
-            def piece(i, state):
-                slot = lax.rem(i, stages)
-
-                @pl.when(lax.rem(i, pieces) == 0)
-                def _():
-                    at.starts[slot0 + i // pieces, i_h, *part] = state
-
-                plgpu.barrier_wait(at.full.at[slot])
-                _give_back(at.empty, i - 1, stages)
-                decay = jnp.exp2(plgpu.load(at.sums_s.at[slot], layout=_PER_ROW))
-                return state * _rows(decay, _COMBINED) + _load(at.tiles.at[slot])
-
-            if initial is None:
-                state = _zeros(COLUMNS, _COMBINED)
-            else:
-                state = plgpu.load(at.initial.at[i_n, i_h, *part], layout=_LAYOUT, optimized=False)
-            at.starts[slot0 + n, i_h, *part] = lax.fori_loop(0, n * pieces, piece, state)
-            _give_back(at.empty, n * pieces - 1, stages)
-
-        @pl.when(i_w == 1)
-        def _move():
-            def load(i, slot, barrier):
-                at_piece = slot0 + i // pieces, lax.rem(i, pieces), i_h
-                plgpu.copy_gmem_to_smem(at.local.at[*at_piece, *part], at.tiles.at[slot], barrier)
-                plgpu.copy_gmem_to_smem(at.sums.at[*at_piece, part[0]], at.sums_s.at[slot], barrier)
-
-            _ring(0, n * pieces, stages, at.full, at.empty, load)
-
-    return _launch(
-        body, inputs.values(), lanes=True, between_warps=False,
-        name="gates_combine", warpgroups=2, out_type=list(outputs.values()),
-        grid=(B if walk.packed is None else walk.packed, H, K // COLUMNS, V // _COMBINED),
-        scratch_types=list(scratch.values()),
-    )[0]  # fmt: skip
