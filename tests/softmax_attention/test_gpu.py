@@ -24,6 +24,8 @@ CASES = [
     dataclasses.replace(HALF, mask=1, G=1, sinks=-1),
     dataclasses.replace(HALF, bias=4, closed=True),
     dataclasses.replace(HALF, window=40, causal=True, sinks=2, G=2),
+    dataclasses.replace(HALF, H=8, G=1, causal=True, soft_cap=5.0, segments=True),
+    dataclasses.replace(HALF, H=12, G=1, window=(30, 50)),
     Case(T=200, H=2, G=1, K=256, dtype="bfloat16", causal=True, soft_cap=5.0, sinks=2),
     Case(T=200, H=2, K=96, V=40, dtype="float16", causal=True, soft_cap=5.0, segments=True),
     Case(B=1, T=200, H=2, K=256, causal=True, soft_cap=5.0, sinks=2, segments=True),

@@ -52,6 +52,10 @@ CASES = [
     Case(dropout=0.5, causal=True, G=2, sinks=-1, soft_cap=4.0, bias=1, window=(20, 3)),
     Case(dtype="bfloat16", causal=True, K=64),
     Case(dtype="float16", sinks=4, soft_cap=5.0, segments=True),
+    # Heads that share keys: one at a time; two in a tile and more to come; more groups than walk at once.
+    Case(H=6, G=2, dtype="bfloat16", causal=True),
+    Case(B=1, H=6, G=1, dtype="bfloat16", causal=True, soft_cap=5.0, segments=True),
+    Case(B=1, T=16, S=2752, H=8, G=4, dtype="bfloat16", window=4),
 ]
 
 

@@ -57,6 +57,8 @@ SERVING = {
 SOFTMAX = {
     "attention, causal, soft cap, sinks, segments": (
         "bfloat16", 128, 128, 16, 16, 0, 0, 4, True, {"causal": True, "soft_cap": 30.0}),
+    "attention, causal, shared keys": ("bfloat16", 128, 128, 64, 8, 0, 0, 0, False, {"causal": True}),
+    "attention, soft cap, shared keys, segments": ("bfloat16", 128, 128, 64, 8, 0, 0, 0, True, {"soft_cap": 30.0}),
     "attention, wide, shared keys, mask, window": ("float16", 256, 192, 16, 2, 0, 1, 0, False, {"window": (1023, 0)}),
     "attention, bias, dropout": ("bfloat16", 128, 128, 16, 16, 1, 0, 0, False, {"dropout": 0.1}),
     "attention, float32, wide, bias": ("float32", 256, 256, 16, 16, 16, 0, 0, False, {"causal": True}),

@@ -138,6 +138,21 @@ class _Call:
         ids = dict(query=self.args.query_segments, key=self.args.key_segments)
         return {f"stride_{name}b": 0 if x is None else _strides(x)[0] for name, x in ids.items()}
 
+    def together(self, do: Any, block: int) -> dict[str, int]:
+        """How the kernel of keys takes the heads that share them: its N, and strides between the N heads of a tile.
+
+        With a soft cap as many as a tile of ``block`` rows can have, 8 queries each, which needs the fewest registers;
+        without, the loads of one head are faster. 0, which compiles to less, for all that has parts of its own for each
+        head. Strides that grow with T are no constants: the kernel would be built for every length.
+        """
+        args, opts, R = self.args, self.opts, self.H // self.G
+        if R == 1 or self.exact or max(self.K, self.V) > 128 or args.bias is not args.mask or opts.dropout:
+            return dict(N=0, stride_qn=0, stride_don=0)
+        strides = [_strides(x) for x in (args.query, do)]
+        if opts.soft_cap is None or R % 2 or not all(h < t for _, t, h, _ in strides):
+            return dict(N=1, stride_qn=0, stride_don=0)
+        return dict(N=min(R & -R, block // 8), stride_qn=strides[0][2], stride_don=strides[1][2])
+
     def spreads(self, ids: Any, block: int) -> Any:
         """What segments are in blocks of queries or keys; None without any."""
         if ids is None:
@@ -222,8 +237,9 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         return frontends.launch(kernel, grid, inputs, outputs, constants, **options)
 
     made = dict(dk=(tuple(args.key.shape), w.dtype), dv=(tuple(args.value.shape), w.dtype))
-    grid, own = (w.B * w.G * -(-w.S // rows),), dict(constants, BT=columns, BS=rows)
-    hidden = w.mask_flags(args.mask, columns, rows), w.spreads(args.query_segments, columns)
+    heads = w.together(do, columns)
+    grid, own = (w.B * w.G * -(-w.S // rows),), dict(constants, BT=columns, BS=rows, **heads)
+    hidden = w.mask_flags(args.mask, columns, rows), w.spreads(args.query_segments, columns // max(heads["N"], 1))
     if max(w.K, w.V) > (64 if w.dtype == "float32" else 128):
         # The two sums do not fit the registers at once.
         dk = launch(triton_gradients.key_kernel, grid, *hidden, {**made, "dv": None}, dict(own, DK=True, DV=False))[0]

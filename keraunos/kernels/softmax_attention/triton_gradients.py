@@ -167,25 +167,29 @@ def query_kernel(
 def to_keys(
     dk, dv, b_k, b_v, b_other, o_s, i_t, i_bh, q, do, lse, mean, query_ids, bias, mask, seed, stride_biast,
     stride_maskt, inner, unit, keep, threshold, left, right, T, S,
-    K: tl.constexpr, V: tl.constexpr, stride_qt: tl.constexpr, stride_dot: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, stride_qt: tl.constexpr, stride_dot: tl.constexpr,
+    stride_qn: tl.constexpr, stride_don: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What one block of queries adds to the gradients of keys and values; tiles are keys by queries."""
-    t0 = tl.full([], 0, tl.int64) + i_t * BT
-    o_r = i_t * BT + tl.arange(0, BT)
+    """What one block of queries, of N heads, adds to the gradients of keys and values; tiles are keys by queries."""
+    BQ: tl.constexpr = BT // N if N else BT
+    t0 = tl.full([], 0, tl.int64) + i_t * BQ
+    o_n, o_r = tl.arange(0, BT) // BQ, i_t * BQ + tl.arange(0, BT) % BQ
     o_t = o_r[None, :]
     b_own = tl.load(query_ids + o_t, mask=o_t < T, other=-1) if SEGMENTS and MASKED else o_t
-    b_q = load_rows(q + t0 * stride_qt, stride_qt, T - i_t * BT, BT, K, BK, MASKED)
-    b_do = load_rows(do + t0 * stride_dot, stride_dot, T - i_t * BT, BT, V, BV, MASKED)
-    b_top, b_rest = load_log(lse + o_r, o_r, T, 0, MASKED, b_q.dtype == tl.float32)
-    b_mean = tl.load(mean + o_r, mask=o_r < T, other=0.0) if MASKED else tl.load(mean + o_r)
+    b_q = load_rows(q + t0 * stride_qt, stride_qt, T - i_t * BQ, BT, K, BK, MASKED, N, stride_qn)
+    b_do = load_rows(do + t0 * stride_dot, stride_dot, T - i_t * BQ, BT, V, BV, MASKED, N, stride_don)
+    EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
+    b_top, b_rest = load_log(lse + (o_n * ((2 if EXACT else 1) * T) + o_r), o_r, T, 0, MASKED, EXACT)
+    mean += o_n * T + o_r
+    b_mean = tl.load(mean, mask=o_r < T, other=0.0) if MASKED else tl.load(mean)
     b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
     b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
                          right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
     b_p = tl.exp2(b_x * (1.0 if BIAS else unit) - b_top - b_rest)
-    m_keep = kept(seed, i_bh, o_t, o_s, threshold) if DROPOUT else o_t
+    m_keep = kept(seed, i_bh + o_n[None, :], o_t, o_s, threshold) if DROPOUT else o_t
     if DV:
         b_w = tl.where(m_keep, b_p * keep, 0.0) if DROPOUT else b_p
         dv = tl.dot(b_w.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
@@ -210,19 +214,33 @@ def key_kernel(
     scale, inner, unit, keep, threshold, left, right, T, S,
     dk, dv,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
-    stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_dot: tl.constexpr,
-    UNIT: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    N: tl.constexpr, stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr,
+    stride_dot: tl.constexpr, stride_qn: tl.constexpr, stride_don: tl.constexpr, UNIT: tl.constexpr,
+    BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BS keys and their values (DK, DV: which), which walk over the queries of the R heads in turn."""
+    """The gradients of BS keys and their values (DK, DV: which), which walk over the queries of the R heads in turn.
+
+    N: a block of BT rows is of the same queries of that many heads, and the partly visible blocks of all heads come
+    before the others: two loops in each head's turn need more registers than one. 0: head by head, each in two loops.
+    """
     NS = tl.cdiv(S, BS)
     G: tl.constexpr = H // R
+    EACH: tl.constexpr = N if N else 1
+    BQ: tl.constexpr = BT // EACH
     # Of a causal call, the first keys are seen by the most queries, so their long walks begin first. The programs of a
-    # head run together, unless each has many heads' walks to do and few of them fill the GPU.
+    # head run together, unless each has many heads' walks to do and few of them fill the GPU: then those of all groups
+    # do, or (N) of as few groups as fill it, so that the queries that they walk over stay in the cache.
     i_s, i_bg = tl.program_id(0) % NS, tl.program_id(0) // NS
-    if R > 1:
+    if N:
+        BG = tl.num_programs(0) // NS
+        C = tl.cdiv(256, NS)
+        first = tl.program_id(0) // (C * NS) * C
+        C = tl.minimum(C, BG - first)
+        i_s, i_bg = (tl.program_id(0) - first * NS) // C, first + (tl.program_id(0) - first * NS) % C
+    elif R > 1:
         BG = tl.num_programs(0) // NS
         i_s, i_bg = tl.program_id(0) // BG, tl.program_id(0) % BG
     i_b, i_g = (i_bg // G).to(tl.int64), i_bg % G
@@ -231,12 +249,12 @@ def key_kernel(
     o_s = o_r[:, None]
     k += (i_b * stride_kb + i_g.to(tl.int64) * stride_kh) * UNIT + s0.to(tl.int64) * stride_kt
     v += (i_b * stride_vb + i_g.to(tl.int64) * stride_vh) * UNIT + s0.to(tl.int64) * stride_vt
-    b_k = load_rows(k, stride_kt, S - s0, BS, K, BK, True)
+    b_k = load_rows(k, stride_kt, S - s0, BS, K, BK, True, 1 if N else 0)
     if NEGATIVE:
         b_k = (-b_k.to(tl.float32)).to(b_k.dtype)
-    b_v = load_rows(v, stride_vt, S - s0, BS, V, BV, True) if DK else b_k
-    lo, hi, whole_lo, whole_hi = bounds(s0, tl.minimum(s0 + BS, S) - 1, T, right, left, RIGHT, LEFT, BT)
-    b_id, b_other, NT = o_r, o_s, tl.cdiv(T, BT)
+    b_v = load_rows(v, stride_vt, S - s0, BS, V, BV, True, 1 if N else 0) if DK else b_k
+    lo, hi, whole_lo, whole_hi = bounds(s0, tl.minimum(s0 + BS, S) - 1, T, right, left, RIGHT, LEFT, BQ)
+    b_id, b_other, NT = o_r, o_s, tl.cdiv(T, BQ)
     if SEGMENTS:
         query_ids += i_b * stride_queryb
         spreads += i_b * 3 * NT
@@ -248,37 +266,40 @@ def key_kernel(
             )
     b_dk = tl.zeros([BS, BK], tl.float32) if DK else 0.0
     b_dv = tl.zeros([BS, BV], tl.float32) if DV else 0.0
-    for i_r in range(R):
-        i_h = i_g * R + i_r
-        i_bh = i_b * H + i_h
-        p_q = q + (i_b * stride_qb + i_h.to(tl.int64) * stride_qh) * UNIT
-        p_do = do + (i_b * stride_dob + i_h.to(tl.int64) * stride_doh) * UNIT
-        p_lse = lse + i_bh * T * (2 if q.dtype.element_ty == tl.float32 else 1)
-        p_bias, p_mask = bias, mask
-        if BIAS:
-            p_bias = bias + i_b * stride_biasb + (i_h // RB).to(tl.int64) * stride_biash
-        first, end, whole_first, whole_end = lo, hi, whole_lo, whole_hi
-        if MASK:
-            p_mask = mask + i_b * stride_maskb + (i_h // RM).to(tl.int64) * stride_maskh
-            p_flags = flags + (i_b * stride_flagsb + i_h // RM) * NT * NS + i_s
-            first, end, whole_first, whole_end = narrowed(
-                lo, hi, whole_lo, whole_hi, b_id, o_r < S, spreads, NT, p_flags, NS, SEGMENTS, True, 128
-            )
-        n_whole = whole_end - whole_first
-        for i in range(first, end - n_whole):
-            b_dk, b_dv = to_keys(
-                b_dk, b_dv, b_k, b_v, b_other, o_s, tl.where(i < whole_first, i, i + n_whole), i_bh, p_q, p_do,
-                p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
-                unit, keep, threshold, left, right, T, S, K, V, stride_qt, stride_dot, BT, BK, BV, CAP, LEFT, RIGHT,
-                SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, True,
-            )  # fmt: skip
-        for i in range(whole_first, whole_end):
-            b_dk, b_dv = to_keys(
-                b_dk, b_dv, b_k, b_v, b_other, o_s, i, i_bh, p_q, p_do,
-                p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
-                unit, keep, threshold, left, right, T, S, K, V, stride_qt, stride_dot, BT, BK, BV, CAP, LEFT, RIGHT,
-                SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, False,
-            )  # fmt: skip
+    for part in tl.static_range(2 if N else 1):
+        for i_r in range(R // EACH):
+            i_h = i_g * R + i_r * EACH
+            i_bh = i_b * H + i_h
+            p_q = q + (i_b * stride_qb + i_h.to(tl.int64) * stride_qh) * UNIT
+            p_do = do + (i_b * stride_dob + i_h.to(tl.int64) * stride_doh) * UNIT
+            p_lse = lse + i_bh * T * (2 if q.dtype.element_ty == tl.float32 else 1)
+            p_bias, p_mask = bias, mask
+            if BIAS:
+                p_bias = bias + i_b * stride_biasb + (i_h // RB).to(tl.int64) * stride_biash
+            first, end, whole_first, whole_end = lo, hi, whole_lo, whole_hi
+            if MASK:
+                p_mask = mask + i_b * stride_maskb + (i_h // RM).to(tl.int64) * stride_maskh
+                p_flags = flags + (i_b * stride_flagsb + i_h // RM) * NT * NS + i_s
+                first, end, whole_first, whole_end = narrowed(
+                    lo, hi, whole_lo, whole_hi, b_id, o_r < S, spreads, NT, p_flags, NS, SEGMENTS, True, 128
+                )
+            n_whole = whole_end - whole_first
+            if part == 0:
+                for i in range(first, end - n_whole):
+                    b_dk, b_dv = to_keys(
+                        b_dk, b_dv, b_k, b_v, b_other, o_s, tl.where(i < whole_first, i, i + n_whole), i_bh, p_q, p_do,
+                        p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
+                        unit, keep, threshold, left, right, T, S, K, V, N, stride_qt, stride_dot, stride_qn, stride_don,
+                        BT, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, True,
+                    )  # fmt: skip
+            if part == 1 or not N:
+                for i in range(whole_first, whole_end):
+                    b_dk, b_dv = to_keys(
+                        b_dk, b_dv, b_k, b_v, b_other, o_s, i, i_bh, p_q, p_do,
+                        p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
+                        unit, keep, threshold, left, right, T, S, K, V, N, stride_qt, stride_dot, stride_qn, stride_don,
+                        BT, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, False,
+                    )  # fmt: skip
     if DK:
         store_rows(dk + ((i_b * S + s0) * G + i_g) * K, b_dk * scale, G * K, S - s0, BS, K, BK)
     if DV:

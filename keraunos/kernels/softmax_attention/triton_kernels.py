@@ -22,10 +22,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_rows(p, stride: tl.constexpr, left, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-              MASKED: tl.constexpr):  # fmt: skip
-    """``[ROWS, BD]`` from p on; zeros past ``left`` rows (where MASKED) and past D dimensions."""
+              MASKED: tl.constexpr, N: tl.constexpr = 0, stride_n: tl.constexpr = 0):  # fmt: skip
+    """``[ROWS, BD]`` from p on; zeros past ``left`` rows (where MASKED) and past D dimensions.
+
+    N: of that many heads in turn, by offsets of 64 bits.
+    """
     o_r, o_d = tl.arange(0, ROWS)[:, None], tl.arange(0, BD)[None, :]
-    p_x = p + o_r * stride + o_d
+    if N:
+        o_n, o_r = o_r // (ROWS // N), o_r % (ROWS // N)
+        p_x = p + (o_n.to(tl.int64) * stride_n + o_r.to(tl.int64) * stride) + o_d
+    else:
+        p_x = p + o_r * stride + o_d
     if MASKED:
         if D < BD:
             b_x = tl.load(p_x, mask=(o_r < left) & (o_d < D), other=0.0)
