@@ -27,6 +27,7 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _Gates,
     _give,
     _make_constants,
+    _meet,
     _names,
     _nought,
     _parts,
@@ -394,7 +395,10 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
             factor = scale if walk.adjoint else 1
 
             def add(work):
-                passed[...] = plgpu.load(passed, layout=_PER_ROW) + work.ends()[0]
+                before = plgpu.load(passed, layout=_PER_ROW)
+                # Four threads have each row: all of them have read before one writes.
+                _meet()
+                passed[...] = before + work.ends()[0]
 
             def mild(work, slot, around):
                 add(work)
