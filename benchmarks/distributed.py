@@ -6,7 +6,7 @@ python benchmarks/distributed.py [--tokens 32768] [--heads 16] [--frameworks tor
 Each GPU has as many tokens as the one that the plain public call runs on; a perfect machine takes the same time for
 both. Times are of forward plus backward: medians of runs of many steps, by the device's events in PyTorch, by the clock
 in JAX, of the slowest rank. Writes ``<gpu>-x<n>.json``; with ``--quick``, which leaves out all but those times, the
-host's and PyTorch's errors, ``<gpu>-x<n>-quick.json``.
+host's and PyTorch's errors, ``<gpu>-x<n>-quick.json``. In PyTorch steps are timed as they are and as CUDA graphs.
 """
 
 import argparse
@@ -68,16 +68,30 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
             y.grad = None
         forward(x).backward(do)
 
-    def timed(forward, x, do):
-        for _ in range(WARM):
+    def captured(forward, x, do):
+        """The same step, in a CUDA graph: a function of no arguments, which keeps what the graph writes to."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM):
+                step(forward, x, do)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog, a thread of its own, may do what a capture forbids.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             step(forward, x, do)
+        return graph.replay
+
+    def timed(run, *given):
+        for _ in range(WARM):
+            run(*given)
         found = []
         for _ in range(RUNS):
             dist.barrier()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(STEPS):
-                step(forward, x, do)
+                run(*given)
             end.record()
             end.synchronize()
             found.append(begin.elapsed_time(end) / STEPS)
@@ -129,10 +143,12 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
         over = functools.partial(call, operation, keraunos.distributed)
         alone = functools.partial(call, operation, keraunos)
         x, do = inputs(operation, tokens)
-        row = found[operation] = dict(alone_ms=timed(alone, x, do), alone_host_ms=host(alone, x, do))
+        row = found[operation] = dict(alone_ms=timed(step, alone, x, do), alone_host_ms=host(alone, x, do))
         log(rank, f"torch x{size} {operation} {row}")
-        row |= dict(shards_ms=timed(over, x, do), shards_host_ms=host(over, x, do))
+        row |= dict(shards_ms=timed(step, over, x, do), shards_host_ms=host(over, x, do))
         row["efficiency"] = row["alone_ms"] / row["shards_ms"]
+        row |= dict(alone_graph_ms=timed(captured(alone, x, do)), shards_graph_ms=timed(captured(over, x, do)))
+        row["graph_efficiency"] = row["alone_graph_ms"] / row["shards_graph_ms"]
         log(rank, f"torch x{size} {operation} {row}")
         # After those calls, so that it is launches that are repeated.
         row["error"] = check(operation)
@@ -145,7 +161,7 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
         sums = K if len(x) > 3 else 1
         row["exchanged_bytes"] = 2 * (size - 1) * heads * (K * K + sums) * 4
         log(rank, f"torch x{size} {operation} {row}")
-        row["naive_ms"] = timed(functools.partial(naive, operation), x, do)
+        row["naive_ms"] = timed(step, functools.partial(naive, operation), x, do)
         row["naive_exchanged_bytes"] = 2 * (size - 1) * sum(y.nbytes for y in x[1:])
         row["parts_us"] = parts(x, size, heads)
         log(rank, f"torch x{size} {operation} {row['naive_ms']:.3f} ms the naive way, {row['parts_us']}")
@@ -154,7 +170,7 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
         T = (1 << 20) // size
         x, do = inputs("lightning_attention", T)
         over = functools.partial(call, "lightning_attention", keraunos.distributed)
-        steps = timed(over, x, do)
+        steps = timed(step, over, x, do)
         found["million tokens"] = dict(tokens_each=T, ms=steps, peak_bytes=peak(over, x, do),
                                        arithmetic_bytes=8 * T * heads * K * 2)  # fmt: skip
         log(rank, f"torch x{size} a million tokens {found['million tokens']}")

@@ -76,6 +76,46 @@ def check_faults(device, timeout=8, **world):
     assert seconds < 4 * timeout
 
 
+def in_a_graph(rank, size):
+    """Whether a step that a CUDA graph has captured gives the bits of a step, with inputs that it has not seen."""
+    import torch
+
+    from keraunos import distributed
+
+    made = torch.Generator("cuda").manual_seed(rank)
+    *x, do = (torch.randn(1, 4096, 4, 64, generator=made, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    x = [y.requires_grad_() for y in x]
+
+    def step():
+        for y in x:
+            y.grad = None
+        output = distributed.lightning_attention(*x, layer_idx=1, num_layers=4)
+        output.backward(do)
+        return [output.detach(), *(y.grad for y in x)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step()
+    with torch.no_grad():
+        for y in x:
+            y.mul_(-0.5)
+    graph.replay()
+    return all(map(torch.equal, captured, step()))
+
+
+def test_a_step_over_nccl_in_a_cuda_graph():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    assert run_world(in_a_graph, 2, timeout=60, backend="nccl") == [True, True]
+
+
 def devices():
     jax = pytest.importorskip("jax")
     if jax.device_count() < 2:
