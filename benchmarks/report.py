@@ -102,7 +102,8 @@ def _table(found: list[dict], stage: str) -> str:
             if "median_s" in c:
                 # Some entries were saved from a log, which has not all of them.
                 lines.append(_row(
-                    report.shape_of(case), label, f"{1e6 * c['host_s']:.0f}", _milliseconds(c.get("latency_s")),
+                    report.shape_of(case), label, f"{1e6 * c['host_s']:.0f}" if "host_s" in c else "",
+                    _milliseconds(c.get("latency_s")),
                     _milliseconds(c.get("in_a_row_s")), "" if c["peak_ratio"] is None else f"{c['peak_ratio']:.3f}",
                     f"{max(c['errors'].values()):.1e}" if "errors" in c else "",
                 ))  # fmt: skip
