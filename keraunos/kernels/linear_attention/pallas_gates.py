@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf, vector
 
-from keraunos.kernels.linear_attention.pallas_kernels import (
+from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
     _PER_COLUMN,
     _PER_ROW,

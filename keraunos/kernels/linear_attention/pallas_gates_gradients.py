@@ -42,7 +42,7 @@ from keraunos.kernels.linear_attention.pallas_gates import (
 )
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
 from keraunos.kernels.linear_attention.pallas_gates_strong import halve
-from keraunos.kernels.linear_attention.pallas_kernels import (
+from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
     _PER_ROW,
     CHUNK,

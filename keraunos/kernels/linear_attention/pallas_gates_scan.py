@@ -37,7 +37,7 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _tiles,
 )
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
-from keraunos.kernels.linear_attention.pallas_kernels import (
+from keraunos.kernels.linear_attention.pallas_program import (
     _PER_ROW,
     CHUNK,
     COLUMNS,

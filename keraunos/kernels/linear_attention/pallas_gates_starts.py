@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention.pallas_gates import _F32, _load
-from keraunos.kernels.linear_attention.pallas_kernels import (
+from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
     _PER_ROW,
     COLUMNS,

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention.pallas_gates import _F32, _exact, _load, _names, _product, _split
-from keraunos.kernels.linear_attention.pallas_kernels import _LAYOUT, CHUNK, COLUMNS, _rows, _zeros
+from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, CHUNK, COLUMNS, _rows, _zeros
 
 
 def halve(of: Any, i: Any) -> None:

@@ -17,34 +17,39 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.core import jaxpr_as_fun
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, scf, vector
 
-from keraunos.frontends.jax import vary, varying
+from keraunos.kernels.linear_attention.pallas_program import (
+    _LAYOUT,
+    _PER_COLUMN,
+    _PER_ROW,
+    _REGISTERS,
+    _REGISTERS_MEMORY,
+    _SHARED,
+    COLUMNS,
+    _clear,
+    _clear_shared,
+    _columns,
+    _give_back,
+    _launch,
+    _Names,
+    _registers,
+    _ring,
+    _rows,
+    _smem,
+    _store_rows,
+    _zeros,
+)
 from keraunos.kernels.linear_attention.pallas_walk import CHUNK, TILE, Walk, horizon
 
 __all__ = ["CHUNK", "TILE", "Decay", "Gradient", "Walk", "combine", "local_states", "scan"]
 
-# Columns of V per compute warpgroup: its state [K, 64] in float32 is half of a thread's registers where K is 128.
-COLUMNS = 64
 # The arrays with rows of tokens, by the names of parameters.
 PER_TOKEN = ("a", "b", "c", "factor")
 # Chunks from one state that the gradient of gates starts from to the next.
 GROUP = 8
-# Registers per thread, of 65,536 per multiprocessor: the memory warpgroup only issues copies.
-_REGISTERS, _REGISTERS_MEMORY = 232, 40
-
-# Bytes of shared memory of a block, less what barriers and alignment take.
-_SHARED = 232448 - 256
-
-_LAYOUT = plgpu.Layout.WGMMA
-# One value per row, and one per column, of an array of that layout.
-_PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 
 
 class Decay(NamedTuple):
@@ -132,165 +137,6 @@ def _gates(ref, rows):
         return gates
     at = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_COLUMN)
     return jnp.where((at >= rows[0]) & (at < rows[1]), gates, 0.0)
-
-
-def _rows(x, columns):
-    """A factor per row, for all columns."""
-    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
-
-
-def _columns(x, rows):
-    """A factor per column, for all rows."""
-    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
-
-
-def _smem(dtype, *shape):
-    """Room laid out as the tensor cores and the bulk copies agree on: rows of 128 bytes, swizzled, in tiles of 8."""
-    row = min(shape[-1] * jnp.dtype(dtype).itemsize, 128)
-    tiles = plgpu.TilingTransform((8, row // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row)
-    return plgpu.SMEM(shape, dtype, transforms=tiles)
-
-
-def _zeros(*shape):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
-
-
-def _by_row(value):
-    """The indices and registers of a thread's values, in either layout, by the rows that they lie in: two."""
-    indices = [tuple(index) for index in value.layout.thread_idxs(value.shape)]
-    registers = list(zip(indices, value.registers.flat, strict=True))
-    axis = [i for i, n in enumerate(value.registers.shape) if n == 2][-1]
-    halves = [i[axis] for i in np.ndindex(value.registers.shape)]
-    return [[x for x, at in zip(registers, halves, strict=True) if at == half] for half in range(2)]
-
-
-def _store_rows(ref, value, first, end):
-    """Store rows of a value ``[rows, columns]`` or ``[rows]`` to memory, from the first to before the end."""
-    layout = _LAYOUT if value.ndim == 2 else _PER_ROW
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT))
-    def store(_, ref, value, *limits):
-        first, end = (arith.index_cast(ir.IndexType.get(), x.registers.item()) for x in limits)
-        for mine in _by_row(value):
-            row_index = mine[0][0][0]
-            after = arith.cmpi(arith.CmpIPredicate.sge, row_index, first)
-            before = arith.cmpi(arith.CmpIPredicate.slt, row_index, end)
-            inside: Any = scf.IfOp(arith.andi(after, before))  # type: ignore
-            with ir.InsertionPoint(inside.then_block):
-                for index, register in mine:
-                    vector.store(register, ref, [row_index, *index[1:]])
-                scf.yield_([])
-
-    store(ref, value, jnp.int32(first), jnp.int32(end))
-
-
-def _clear(tiles, first, end):
-    """Zero the rows of tiles ``[CHUNK, 64]`` in shared memory that are not from the first to before the end."""
-    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=_LAYOUT)
-    for tile in tiles:
-        x = plgpu.load(tile, layout=_LAYOUT)
-        tile[...] = jnp.where((row >= first) & (row < end), x, jnp.zeros_like(x))
-    plgpu.commit_smem()
-
-
-def _clear_shared(tile, i_w, warpgroups, met, first, end):
-    """The same for a tile ``[CHUNK, K]`` that all compute warpgroups read: each does its part, then they meet."""
-    for i in range(tile.shape[1] // 64):
-
-        @pl.when(i_w == i % warpgroups)
-        def _(i=i):
-            _clear([tile.at[:, pl.ds(i * 64, 64)]], first, end)
-
-    plgpu.barrier_arrive(met)
-    plgpu.barrier_wait(met)
-
-
-def _ring(first, last, stages, full, empty, load):
-    """The memory warpgroup's loop: fill the stages in turn, each as soon as everyone is done with it.
-
-    ``load(i, slot, barrier)`` issues the copies of step i. They arrive at ``full[slot]`` by themselves when their bytes
-    are there; each compute warpgroup arrives at ``empty[slot]`` when it needs them no more. Every completion of a
-    barrier is waited for, those of the last round too.
-    """
-
-    @pl.loop(first, last)
-    def _(i):
-        slot = lax.rem(i - first, stages)
-
-        @pl.when(i - first >= stages)
-        def _():
-            plgpu.barrier_wait(empty.at[slot])
-
-        load(i, slot, full.at[slot])
-
-    @pl.loop(jnp.maximum(last - stages, first), last)
-    def _(i):
-        plgpu.barrier_wait(empty.at[lax.rem(i - first, stages)])
-
-
-def _give_back(empty, i, stages):
-    """Say that what step i (-1: none) has loaded from its slot has been used.
-
-    Not in step i itself: arriving there would not wait for the loads, and the copy of a later step could overtake them.
-    """
-    pl.when(i >= 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(i, stages)]))
-
-
-def _registers(warpgroups, n, action):
-    """Move registers from the memory warpgroup to the compute warpgroups; a single one has all it can use anyway."""
-    if warpgroups > 1:
-        plgpu.set_max_registers(n, action=action)
-
-
-def _axis(name):
-    """A name for an axis of the grid that no axis of a user's mesh has: that would be taken for it."""
-    return f"keraunos.{name}"
-
-
-def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types, between_warps=True,
-            lanes=False):  # fmt: skip
-    """Run a kernel on arrays (None: left out).
-
-    ``grid``: its sizes; programs side by side differ in the last index. ``body(indices, warpgroup, *references)``.
-    ``between_warps``: there are sums over values of several warps, which go through shared memory.
-    ``lanes``: all layouts are said: no search for them, which takes minutes where kernels are large.
-    """
-    arrays = [x for x in arrays if x is not None]
-
-    def program(*refs):
-        # One axis of CUDA's: the others end at 65,535.
-        rest, indices = lax.axis_index(_axis("program")), list[Any]()
-        for size in reversed(grid):
-            indices.insert(0, lax.rem(rest, size))
-            rest = lax.div(rest, size)
-        body(indices, lax.axis_index(_axis("warpgroup")), *refs)
-
-    kernel = plgpu.kernel(
-        program, out_type=out_type, scratch_types=scratch_types, kernel_name=f"linear_attention_{name}",
-        grid=(math.prod(grid),), grid_names=(_axis("program"),), num_threads=warpgroups, thread_name=_axis("warpgroup"),
-        # No barriers of the compiler's own: each place below where one warp may not overtake another says so.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True,
-            **({} if between_warps else dict(reduction_scratch_bytes=0)),
-            **(dict(lowering_semantics=plgpu.LoweringSemantics.Lane) if lanes else {}),
-        ),
-    )  # fmt: skip
-    # Inside shard_map, types say over which axes of the mesh a value varies. Accumulators lose that, and then the
-    # loops' types do not match: the kernel is traced for plain arrays.
-    plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    results = jaxpr_as_fun(jax.make_jaxpr(kernel)(*plain))(*arrays)
-    axes = frozenset().union(*map(varying, arrays))
-    return [vary(x, axes) for x in results]
-
-
-class _Names:
-    """References by name: those of a kernel's arrays, outputs and scratch space, in that order; None: left out."""
-
-    def __init__(self, refs, *groups):
-        rest = iter(refs)
-        for group in groups:
-            for name, value in group.items():
-                setattr(self, name, None if value is None else next(rest))
 
 
 class Room(NamedTuple):
