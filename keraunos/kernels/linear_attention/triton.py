@@ -57,9 +57,6 @@ _GRADIENT = (64, 64, 4, 3)
 _SHARING = 3
 # Heads that one program looks at, to find chunks with strong gates.
 _HEADS = 8
-# Programs are there when the launch before theirs ends, and wait for that; so may those of the next. Not so where it
-# matters that programs spread over all multiprocessors: those that come early go where there is room first.
-_IN_TURN = 5
 
 
 @remember
@@ -86,6 +83,8 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P,
         **call.place(part), ROWS=pool.T if pool else 0,
     )  # fmt: skip
+    if not overlap & _Overlap.WITH_LAST:
+        overlap |= _Overlap.AFTER_LAST
     ends = (call.N if final == _Final.SEQUENCE else slots, H)
     saved = 0
     if save:
@@ -104,7 +103,7 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
         UNIT=unit, BT=call.BT, BK=tile(K), BV=BV, BN=pow2(call.N), GATE=call.gate, TERMS=call.terms, MILD=call.mild,
         ADJOINT=adjoint, SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final),
         OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, EXPORT=False,
-        OVERLAP=int(overlap) | (0 if overlap & _Overlap.WITH_LAST else 4), **NO_POOL, **call.flags(reverse),
+        OVERLAP=int(overlap), **NO_POOL, **call.flags(reverse),
     )  # fmt: skip
     if pool:
         # The states are not made, but put where they came from.
@@ -134,13 +133,19 @@ class _Save(IntEnum):
 
 
 class _Overlap(IntFlag):
-    """Which of two launches may run side by side.
+    """Which of two launches may run side by side: see ``triton_kernels.in_turn``.
 
     A walk of few programs leaves most of the GPU to another one. WITH_LAST: neither reads what the other writes, and
-    what the first reads must live until the second ends. WITH_NEXT: the next one is such a launch, or waits itself.
+    what the first reads must live until the second ends. WITH_NEXT: the next one is such a launch, or waits itself:
+    AFTER_LAST, as all do that are not WITH_LAST.
     """
 
-    NONE, WITH_NEXT, WITH_LAST = 0, 1, 2
+    NONE, WITH_NEXT, WITH_LAST, AFTER_LAST = 0, 1, 2, 4
+
+
+# Programs are there when the launch before theirs ends, and wait for that; so may those of the next. Not so where it
+# matters that programs spread over all multiprocessors: those that come early go where there is room first.
+_IN_TURN = int(_Overlap.WITH_NEXT | _Overlap.AFTER_LAST)
 
 
 def _scan(call: Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, init=_Init.ZERO, decayed=None,
