@@ -56,10 +56,11 @@ def contestants(workload: Workload, fla: dict[int, str]) -> list[Contestant]:
     """Triton and Pallas, XLA on some shapes, and fla unless its first call took too long."""
     chosen: list[Contestant] = []
     for c in find(workload.operation, [], ["fla"]):
-        first_only = workload.operation == "gla_attention" and workload.backward
-        if (c.name == "xla" or (c.name, c.framework) == ("pallas", "torch")) and str(workload.shape) not in SOME_SHAPES:
+        through_torch = (c.name, c.framework) == ("pallas", "torch")
+        slow = through_torch and workload.operation == "gla_attention" and workload.backward
+        if (c.name == "xla" or through_torch) and str(workload.shape) not in SOME_SHAPES:
             chosen.append(Absent(c.name, c.framework, f"left out: measured at {' and '.join(SOME_SHAPES)} only"))
-        elif c.name == "pallas" and first_only and str(workload.shape) != SOME_SHAPES[0]:
+        elif slow and str(workload.shape) != SOME_SHAPES[0]:
             reason = f"left out: compiling takes longer than timing; measured at {SOME_SHAPES[0]} only"
             chosen.append(Absent(c.name, c.framework, reason))
         elif c.name == "torch":
