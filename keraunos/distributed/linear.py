@@ -28,10 +28,11 @@ from keraunos.ops.kernel import Config, Invocation
 
 
 class _Where(NamedTuple):
-    """The other shards: the framework, and the group or the axis."""
+    """The other shards: the framework, the group or the axis, and how many there are: axes may share their name."""
 
     framework: str
     name: Any
+    size: int
     fixed: bool = False  # the decay per head has no gradient, even if it is an array
 
     @property
@@ -291,8 +292,9 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: 
         output, state = over_mesh(name, _OPERATIONS[name], mesh, spec, arrays, options)
     else:
         frontend = frontends.get(f"{framework}_shards")
-        here = _Where(framework, frontend.place(mine), fixed)
-        with frontend.arguments(here.name):
+        place = frontend.place(mine)
+        with frontend.arguments(place):
+            here = _Where(framework, place, frontend.shards(name, place).size, fixed)
             call = default_executor()(_OPERATIONS[name], *arrays, where=here, **options)
         output, state = call()
     return (output, state) if options["return_state"] else output

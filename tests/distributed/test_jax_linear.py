@@ -34,6 +34,18 @@ def test_shards_give_what_the_whole_gives(case):
     case.check(functools.partial(run_jax, PLATFORM, over_mesh))
 
 
+def test_axes_of_one_name():
+    """Of two meshes, one after the other, with shards of one shape."""
+    for size in (1, 2):
+        mesh = jax.make_mesh((size,), ("axis",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:size])
+
+        @functools.partial(jax.jit, static_argnums=(1, 2))
+        def call(args, case, platform, mesh=mesh):
+            return distributed.gla_attention(*args, mesh=mesh, spec=P(None, "axis"), **options(case))
+
+        Case(gamma=1, T=16 * size, state=True).check(functools.partial(run_jax, PLATFORM, call), gradients=False)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def over_three_axes(args, case, platform):
     """Lightning attention, its batch and heads sharded, too; with the types that say what varies over which axis."""
