@@ -31,6 +31,12 @@ def load_rows(p, stride: tl.constexpr, left, ROWS: tl.constexpr, D: tl.constexpr
     if N:
         o_n, o_r = o_r // (ROWS // N), o_r % (ROWS // N)
         p_x = p + (o_n.to(tl.int64) * stride_n + o_r.to(tl.int64) * stride) + o_d
+    elif BD <= 128:
+        # PASS rows are what 128 threads load at once: between a thread's rows offsets are constants, so that a loop has
+        # one address of each array. From one product it has one for each row, unless another array has the stride.
+        # Wide heads were no faster so.
+        PASS: tl.constexpr = 16384 // (BD * p.dtype.element_ty.primitive_bitwidth)
+        p_x = p + (o_r % PASS * stride + o_d) + o_r // PASS * (PASS * stride)
     else:
         p_x = p + o_r * stride + o_d
     if MASKED:
