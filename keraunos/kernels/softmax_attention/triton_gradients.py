@@ -111,8 +111,8 @@ def query_kernel(
 ):  # fmt: skip
     """The gradient of BT queries, which walk over the keys as in the forward."""
     NT = tl.cdiv(T, BT)
-    i_t = NT - 1 - tl.program_id(0) % NT
-    i_bh = tl.program_id(0) // NT
+    i_t = NT - 1 - tl.program_id(0) // R % NT
+    i_bh = tl.program_id(0) // (R * NT) * R + tl.program_id(0) % R
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     t0 = i_t * BT
     o_r = t0 + tl.arange(0, BT)

@@ -278,9 +278,10 @@ def forward_kernel(
     RN of the sinks. NEGATIVE: the scale is, and ``unit`` its magnitude.
     """
     NT = tl.cdiv(T, BT)
-    # Of a causal call, the longest walks come first; a head's programs run together and share its keys.
-    i_t = NT - 1 - tl.program_id(0) % NT
-    i_bh = tl.program_id(0) // NT
+    # Of a causal call, the longest walks come first: those of all heads that share keys, which then read the same keys
+    # at once, and of which, if there are few other heads, none begins late.
+    i_t = NT - 1 - tl.program_id(0) // R % NT
+    i_bh = tl.program_id(0) // (R * NT) * R + tl.program_id(0) % R
     i_b, i_h = (i_bh // H).to(tl.int64), i_bh % H
     t0 = i_t * BT
     o_r = t0 + tl.arange(0, BT)
