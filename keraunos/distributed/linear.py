@@ -168,7 +168,7 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         """The state that arrives at this shard; those that its segments start from, if it is cut."""
         start, plan = borders.leaving(states, way.right)
         left, *pieces = leave(way)([*x, start, plan])
-        left = borders.shards.gather(left)
+        left = borders.shards.gather(left, way.right)
         sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
         start = start if borders.cu is None else None
         return arrive(way, sizes)([left, start, plan, *pieces])[0]

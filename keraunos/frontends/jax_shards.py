@@ -42,7 +42,7 @@ class Shards:
         """int32."""
         return jnp.stack([jnp.asarray(x, jnp.int32) for x in values])
 
-    def gather(self, x: jax.Array) -> jax.Array:
+    def gather(self, x: jax.Array, right: bool) -> jax.Array:
         """Every device's vector ``x``, ``[size, n]``."""
         return jax.lax.all_gather(x, self.axis)
 

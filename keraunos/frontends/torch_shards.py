@@ -21,6 +21,10 @@ from keraunos.frontends.torch_launch import remembered as remembered
 # Its name from PyTorch 2.13 on, and before.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# So many ranks at most each send their own at once to all that want it. An all-gather, which hands it from one to the
+# next, takes longer on the device, but less of the host: the others are for CUDA graphs.
+_DIRECT = 8
+
 
 class Shards:
     """The other ranks.
@@ -33,18 +37,26 @@ class Shards:
     def __init__(self, op: str, group: Any):
         self.op, self.group = op, group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.direct = self.size <= _DIRECT and "cuda:nccl" in dist.get_backend_config(group)
 
     def numbers(self, values: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """int32, on the device."""
         return fixed(constant(np.array(values, np.int32), like.device))
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's vector ``x``, ``[size, n]``."""
-        return recorded(self._gather, [x], [((self.size, len(x)), x.dtype)], addresses=False)[0]
+    def gather(self, x: torch.Tensor, right: bool) -> torch.Tensor:
+        """The ranks' vectors ``x``, ``[size, n]``: of those before this one at least, or after it if not ``right``."""
+        run = functools.partial(self._gather, right)
+        return recorded(run, [x], [((self.size, len(x)), x.dtype)], addresses=False)[0]
 
-    def _gather(self, x, made):
+    def _gather(self, right, x, made):
         with agreement.exchange(self.group):
-            _GATHER(made.view(-1), x, self.group)
+            if not (self.direct and x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                _GATHER(made.view(-1), x, self.group)
+                return
+            none, before = x[:0], range(self.rank) if right else range(self.rank + 1, self.size)
+            come = [row if r in before else none for r, row in enumerate(made)]
+            go = [none if r in before or r == self.rank else x for r in range(self.size)]
+            dist.all_to_all(come, go, self.group)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks; overwrites ``x``."""

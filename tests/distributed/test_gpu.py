@@ -111,9 +111,10 @@ def in_a_graph(rank, size):
 
 def test_a_step_over_nccl_in_a_cuda_graph():
     torch = pytest.importorskip("torch")
-    if torch.cuda.device_count() < 2:
+    size = min(torch.cuda.device_count(), 4)
+    if size < 2:
         pytest.skip("needs two GPUs")
-    assert run_world(in_a_graph, 2, timeout=60, backend="nccl") == [True, True]
+    assert run_world(in_a_graph, size, timeout=60, backend="nccl") == [True] * size
 
 
 def devices():
