@@ -37,6 +37,10 @@ def interpret(case, segmentation, learned, monkeypatch):
 
     if segmentation:
         monkeypatch.setattr(platform, "segmentation", lambda *_: segmentation)
+        # So few programs that each takes several pieces, so few asked for at once that they are asked for again.
+        monkeypatch.setattr(platform.kernels, "PROGRAMS", 3)
+        for ahead in ("AHEAD_TWO", "AHEAD_MORE"):
+            monkeypatch.setattr(platform.kernels, ahead, 2)
     check(case, runner(case, learned), learned=learned)
 
 

@@ -63,7 +63,8 @@ def test_it_says_what_it_cannot_do(change, reason):
 
 @NEEDS_JAX
 @pytest.mark.parametrize(
-    ("heads", "chunks", "segments"), [(128, 256, 1), (256, 64, 1), (64, 128, 2), (4, 1024, 32), (1, 1, 1), (1, 4, 1)]
+    ("heads", "chunks", "segments"),
+    [(128, 256, 1), (256, 64, 1), (64, 128, 2), (64, 100, 2), (4, 1024, 32), (1, 1, 1), (1, 4, 1)],
 )
 def test_sequences_are_cut_where_heads_do_not_fill_the_gpu(heads, chunks, segments):
     from keraunos.kernels.linear_attention.pallas import segmentation
@@ -71,6 +72,8 @@ def test_sequences_are_cut_where_heads_do_not_fill_the_gpu(heads, chunks, segmen
     size, pieces = segmentation(heads, chunks)
     assert -(-chunks // size) == segments
     assert size % pieces == 0
+    # Pieces make no segment much longer than the others.
+    assert size * 16 <= -(-chunks // segments) * 17
 
 
 @NEEDS_JAX

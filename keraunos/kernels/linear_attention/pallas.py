@@ -52,8 +52,8 @@ _PROCESSORS, _ALONE, _START, _LAUNCHES, _STATE = 132, 0.91, 4, 4, 4
 _ENOUGH = 3
 # Chunks, of all heads, of a call of PyTorch's that ``"auto"`` has kernels compiled for.
 _WORTH_COMPILING = 8192
-# Chunks of a segment at least; of a piece, where few programs would make states, and where many do.
-_MIN_SEGMENT, _PIECE_FEW, _PIECE_MANY = 8, 8, 16
+# Chunks of a segment at least; of a piece, where there are two segments, and where more must be joined in turn.
+_MIN_SEGMENT, _PIECE_TWO, _PIECE_MORE = 8, 4, 8
 
 
 def _time(programs: int, chunks: float) -> float:
@@ -84,9 +84,10 @@ def segmentation(heads: int, chunks: int, sequences: int = 1, packed: bool = Fal
     segment = min([chunks, *sorted(cuts, reverse=True)], key=cost)
     if segment >= chunks:
         return max(chunks, 1), 1
-    # Most heads forget within a piece. For the few that do not, pieces are more programs to share the work.
-    few = heads * (-(-chunks // segment) - 1) < 0.75 * _PROCESSORS
-    pieces = max(1, min(16, segment // (_PIECE_FEW if few else _PIECE_MANY)))
+    # Most heads forget within a piece. For the few that do not, pieces are more programs to share the work; but no
+    # segment grows by more than a sixteenth for them.
+    most = segment // (_PIECE_TWO if 2 * segment >= chunks else _PIECE_MORE)
+    pieces = next(n for n in range(min(16, most), 0, -1) if -(-segment // n) * n * 16 <= segment * 17)
     return -(-segment // pieces) * pieces, pieces
 
 
@@ -130,15 +131,15 @@ class _Call:
         self.decay = self.decays()
         packed = None if self.cu_seqlens is None else self.N
         segment, pieces = segmentation(self.H, -(-length // kernels.CHUNK), self.N, packed is not None)
-        if self.vector:
-            # Every state is needed, whatever is forgotten: pieces only share the work, where that is for few programs.
-            programs = self.N * self.H * (-(-length // (segment * kernels.CHUNK)) - 1)
-            fit = [n for n in range(2, pieces + 1) if segment % n == 0 and programs * n <= _PROCESSORS]
-            pieces = max(fit, default=1)
-        elif self.learned and segment * kernels.CHUNK < length:
+        if not self.vector and self.learned and segment * kernels.CHUNK < length:
             # Whole groups of chunks.
             unit = math.lcm(pieces, kernels.GROUP)
             segment = -(-segment // unit) * unit
+        if self.vector or args.g is not None or args.g_gamma is None:
+            # Every piece is needed, whatever is forgotten: they only share the work, where that is for few programs.
+            programs = self.N * self.H * (-(-length // (segment * kernels.CHUNK)) - 1)
+            fit = [n for n in range(2, pieces + 1) if segment % n == 0 and programs * n <= kernels.PROGRAMS]
+            pieces = max(fit, default=1)
         self.forward = kernels.Walk(length, opts.reverse, False, segment, pieces, packed)
         self.adjoint = kernels.Walk(length, not opts.reverse, True, segment, pieces, packed)
         self.plan = None

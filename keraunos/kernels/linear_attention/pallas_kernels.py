@@ -1,8 +1,8 @@
 """The recurrence with a scalar decay, for Hopper: warp-specialised kernels in Pallas Mosaic GPU.
 
 Three kernels: ``scan`` (queries, keys and values give outputs), ``local_states`` (the states that pieces of a sequence
-would end in if they started from zero) and ``combine`` (from those, the state that each segment starts from). All three
-have the same shape: one memory warpgroup issues bulk copies into a ring of stages, compute warpgroups use them up.
+would end in if they started from zero) and ``combine`` (from those, the state that each segment starts from). The first
+two have the same shape: one memory warpgroup issues bulk copies into a ring of stages, compute warpgroups use them up.
 docs/hopper.md draws who waits for whom; ``pallas_walk.py`` says which program does which tokens.
 
 Gradients of gates and of learned decays are for bfloat16 only: where decays are strong, what a token gives to later
@@ -32,7 +32,8 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _clear,
     _clear_shared,
     _columns,
-    _give_back,
+    _drain,
+    _fill,
     _launch,
     _Names,
     _registers,
@@ -50,6 +51,12 @@ __all__ = ["CHUNK", "TILE", "Decay", "Gradient", "Walk", "combine", "local_state
 PER_TOKEN = ("a", "b", "c", "factor")
 # Chunks from one state that the gradient of gates starts from to the next.
 GROUP = 8
+# Programs of ``local_states`` at most, one per multiprocessor: a prime, so that the pieces of one head, which lie some
+# stride apart and are all that counts where the others forget, are spread evenly.
+PROGRAMS = 131
+# Pieces that ``combine`` asks for at once, of two segments and of more. Most heads of two segments have one piece or
+# two, and what is asked for in vain takes its time.
+AHEAD_TWO, AHEAD_MORE = 4, 8
 
 
 class Decay(NamedTuple):
@@ -137,6 +144,27 @@ def _gates(ref, rows):
         return gates
     at = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_COLUMN)
     return jnp.where((at >= rows[0]) & (at < rows[1]), gates, 0.0)
+
+
+class Piece(NamedTuple):
+    """A piece of a segment, as ``local_states`` walks through it.
+
+    Attributes:
+        slot, piece, head, block: whose state it leaves: of the segment, the piece, the head, the columns.
+        chunks: its chunks.
+        first: the first of them of which something is left.
+        decay: log, base 2, of a constant decay.
+        done: chunks that the program has walked through before.
+    """
+
+    slot: Any
+    piece: Any
+    head: Any
+    block: Any
+    chunks: Any
+    first: Any
+    decay: Any
+    done: Any
 
 
 class Room(NamedTuple):
@@ -472,6 +500,10 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
     split = [H // x.shape[2] for x in (b, c)]
     gated, packed = decay.gates is not None, plan is not None
     slots = walk.slots(B)
+    # The last segment of a row has no successor; of packed sequences, the kernel knows which it is.
+    ahead = slots if packed else B * (walk.segments - 1)
+    heads = ahead * H * blocks
+    programs = min(walk.pieces * heads, PROGRAMS)
     inputs = dict(b=b, c=c, gamma=decay.gamma, gates=decay.gates, plan=plan)
     outputs = dict(
         local=jax.ShapeDtypeStruct((slots, walk.pieces, H, K, V), jnp.float32),
@@ -488,27 +520,42 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
     )  # fmt: skip
 
     def body(indices, i_w, *refs):
-        i_s, i_f, i_h, i_v = indices
         at: Any = _Names(refs, inputs, outputs, scratch)
-        sequence = walk.at(i_s, at.plan)
-        chunks = sequence.of_piece(i_f)
-        g: Any = 0.0
-        first: Any = 0
-        counts = sequence.i_p < sequence.segments - 1
-        if not gated:
-            g = _log2_decay(at.gamma, sequence.row, i_h)
-            counts &= i_f >= walk.first_piece(g)
-            # From this chunk on, something is left at the end of the segment.
-            after = (walk.pieces - 1 - i_f) * (walk.segment // walk.pieces)
-            first = jnp.clip(chunks.count - 1 + after - horizon(g) // CHUNK, 0, chunks.count)
 
-        @pl.when(counts & (i_w < W))
-        def _compute():
-            _registers(W, _REGISTERS, "increase")
+        def pieces(walk_through):
+            """Call a function with each :class:`Piece` of this program that counts; return how many chunks that is."""
+
+            def piece(n, done):
+                rest, i_f = (f(indices[0] + n * programs, heads) for f in (lax.rem, lax.div))
+                i_v, i_h, i_s = lax.rem(rest, blocks), lax.rem(rest // blocks, H), rest // (blocks * H)
+                if not packed:
+                    i_s += i_s // (walk.segments - 1)
+                # All heads need the last pieces: these come first.
+                i_f = walk.pieces - 1 - i_f
+                sequence = walk.at(i_s, at.plan)
+                chunks = sequence.of_piece(i_f)
+                g: Any = 0.0
+                first: Any = 0
+                counts = sequence.i_p < sequence.segments - 1
+                if not gated:
+                    g = _log2_decay(at.gamma, sequence.row, i_h)
+                    counts &= i_f >= walk.first_piece(g)
+                    # From this chunk on, something is left at the end of the segment.
+                    after = (walk.pieces - 1 - i_f) * (walk.segment // walk.pieces)
+                    first = jnp.clip(chunks.count - 1 + after - horizon(g) // CHUNK, 0, chunks.count)
+                pl.when(counts)(lambda: walk_through(Piece(i_s, i_f, i_h, i_v, chunks, first, g, done)))
+                return done + jnp.where(counts, chunks.count - first, 0)
+
+            mine = (walk.pieces * heads - indices[0] + programs - 1) // programs
+            return lax.fori_loop(0, mine, piece, jnp.int32(0))
+
+        def compute(my):
+            chunks, first, g = my.chunks, my.first, my.decay
 
             def step(i, carry):
                 state, total = carry
-                slot, n = lax.rem(i - first, stages), chunks.length(i)
+                n_th = my.done + i - first
+                slot, n = lax.rem(n_th, stages), chunks.length(i)
                 limits: Any = chunks.rows(i) if packed else None
                 plgpu.barrier_wait(at.full.at[slot])
                 if packed:
@@ -520,7 +567,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
 
                 # Two buffers, of values and of sums: when one is written again, every warp has passed the meeting point
                 # of the chunk between, and so is done with the product that read it.
-                half = lax.rem(i, 2)
+                half = lax.rem(n_th, 2)
                 if gated:
                     to = at.to_s.at[half, i_w]
                     _, leave, across, _ = _gate_weights(walk, _gates(at.gates_s.at[slot], limits), to)
@@ -541,28 +588,36 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
                 return state, total
 
             state, total = lax.fori_loop(first, chunks.count, step, (_zeros(K, COLUMNS), jnp.float32(0)))
-            at.local[i_s, i_f, i_h, :, pl.ds((i_v * W + i_w) * COLUMNS, COLUMNS)] = state
+            at.local[my.slot, my.piece, my.head, :, pl.ds((my.block * W + i_w) * COLUMNS, COLUMNS)] = state
             if gated:
-                at.total[i_s, i_f, i_h] = total
+                at.total[my.slot, my.piece, my.head] = total
 
-        @pl.when(counts & (i_w == W))
-        def _memory():
-            _registers(W, _REGISTERS_MEMORY, "decrease")
+        def copy(my):
+            row = my.chunks.sequence.row
 
             def load(i, slot, barrier):
-                t, row = pl.ds(chunks.start(i), CHUNK), sequence.row
-                plgpu.copy_gmem_to_smem(at.b.at[row, t, i_h // split[0]], at.b_s.at[slot], barrier)
+                t = pl.ds(my.chunks.start(i), CHUNK)
+                plgpu.copy_gmem_to_smem(at.b.at[row, t, my.head // split[0]], at.b_s.at[slot], barrier)
                 for w in range(W):
-                    source = at.c.at[row, t, i_h // split[1], pl.ds((i_v * W + w) * COLUMNS, COLUMNS)]
+                    source = at.c.at[row, t, my.head // split[1], pl.ds((my.block * W + w) * COLUMNS, COLUMNS)]
                     plgpu.copy_gmem_to_smem(source, at.c_s.at[slot, w], barrier)
                 if gated:
-                    plgpu.copy_gmem_to_smem(at.gates.at[row, i_h, t], at.gates_s.at[slot], barrier)
+                    plgpu.copy_gmem_to_smem(at.gates.at[row, my.head, t], at.gates_s.at[slot], barrier)
 
-            _ring(first, chunks.count, stages, at.full, at.empty, load)
+            _fill(my.first, my.chunks.count, my.done, stages, at.full, at.empty, load)
+
+        @pl.when(i_w < W)
+        def _compute():
+            _registers(W, _REGISTERS, "increase")
+            pieces(compute)
+
+        @pl.when(i_w == W)
+        def _memory():
+            _registers(W, _REGISTERS_MEMORY, "decrease")
+            _drain(pieces(copy), stages, at.empty)
 
     results = _launch(
-        body, inputs.values(), name="states", grid=(slots, walk.pieces, H, blocks), warpgroups=W + 1,
-        between_warps=False,
+        body, inputs.values(), name="states", grid=(programs,), warpgroups=W + 1, between_warps=False,
         out_type=[x for x in outputs.values() if x is not None],
         scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
@@ -573,16 +628,16 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
 def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
     """The state that each segment starts from, ``[slots, H, K, V]``, from the pieces' own and the initial one.
 
-    One program per head and 16 rows of the state: parallel over the state, in order over the pieces.
+    Parallel over the state, four values to a thread, in order over the pieces, whose values are asked for long before.
     """
     slots, _, H, K, V = local.shape
-    rows, stages = 16, 8
+    rows, ahead = 512 // V, AHEAD_TWO if walk.segments == 2 else AHEAD_MORE
     layout = plgpu.Layout.WG_STRIDED((rows, V), vec_size=4)
     inputs = dict(local=local, total=total, gamma=decay.gamma, initial=initial, cu_seqlens=cu_seqlens)
 
-    def body(indices, i_w, *refs):
+    def body(indices, _, *refs):
         i_n, i_h, i_r = indices
-        at: Any = _Names(refs, inputs, dict(starts=1, tiles=1, full=1, empty=1))
+        at: Any = _Names(refs, inputs, dict(starts=1))
         sequence = walk.of(i_n, at.cu_seqlens)
         slot0 = sequence.place(walk.segment)
         g, first = 0.0, 0
@@ -590,54 +645,63 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
             g = _log2_decay(at.gamma, sequence.row, i_h)
             first = walk.first_piece(g)
         count = walk.pieces - first
+        last = sequence.segments - 1
         part = pl.ds(i_r * rows, rows)
 
-        @pl.when(i_w == 0)
-        def _compute():
-            def store(i_p, state):
+        def load(ref):
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        def ask(place):
+            """The values of a piece, and of its decay; past the last piece, of that."""
+            i_p, i_f = place
+            i_p = jnp.clip(i_p, 0, jnp.maximum(last - 1, 0))
+            tile = load(at.local.at[slot0 + i_p, first + i_f, i_h, part])
+            return tile, None if total is None else at.total[slot0 + i_p, first + i_f, i_h]
+
+        def after(place):
+            i_p, i_f = place
+            ends = i_f == count - 1
+            return i_p + jnp.where(ends, 1, 0), jnp.where(ends, 0, i_f + 1)
+
+        def step(state, place, tile, passed):
+            i_p, i_f = place
+
+            @pl.when((i_f == 0) & (i_p < last))
+            def _():
                 at.starts[slot0 + i_p, i_h, part] = state
 
-            def segment(i_p, state):
-                store(i_p, state)
-                if total is None:
-                    state = state * jnp.exp2(g * sequence.tokens(i_p).astype(jnp.float32))
-
-                def piece(n, state):
-                    i = i_p * count + n
-                    slot = lax.rem(i, stages)
-                    plgpu.barrier_wait(at.full.at[slot])
-                    _give_back(at.empty, i - 1, stages)
-                    tile = plgpu.load(at.tiles.at[slot], layout=layout)
-                    if total is None:
-                        later = (count - 1 - n) * (walk.segment // walk.pieces * CHUNK)
-                        state = state + tile * jnp.exp2(g * later.astype(jnp.float32))
-                    else:
-                        state = state * jnp.exp2(at.total[slot0 + i_p, first + n, i_h]) + tile
-                    return state
-
-                return lax.fori_loop(0, count, piece, state)
-
-            if initial is None:
-                state = plgpu.layout_cast(jnp.zeros((rows, V), jnp.float32), layout)
+            if total is None:
+                kept = jnp.exp2(g * jnp.where(i_f == 0, sequence.tokens(i_p), 0).astype(jnp.float32))
+                later = (count - 1 - i_f) * (walk.segment // walk.pieces * CHUNK)
+                new = state * kept + tile * jnp.exp2(g * later.astype(jnp.float32))
             else:
-                state = plgpu.load(at.initial.at[i_n, i_h, part], layout=layout, optimized=False)
-            store(sequence.segments - 1, lax.fori_loop(0, sequence.segments - 1, segment, state))
-            _give_back(at.empty, (sequence.segments - 1) * count - 1, stages)
+                new = state * jnp.exp2(passed) + tile
+            return jnp.where(lax.broadcast_in_dim(i_p < last, (rows, V), []), new, state)
 
-        @pl.when(i_w == 1)
-        def _memory():
-            def load(i, slot, barrier):
-                i_p, i_f = i // count, first + lax.rem(i, count)
-                plgpu.copy_gmem_to_smem(at.local.at[slot0 + i_p, i_f, i_h, part], at.tiles.at[slot], barrier)
+        def steps(_, carry):
+            state, now, asked, tiles = carry
+            tiles = list(tiles)
+            for i in range(ahead):
+                state = step(state, now, *tiles[i])
+                tiles[i] = ask(asked)
+                now, asked = after(now), after(asked)
+            return state, now, asked, tuple(tiles)
 
-            _ring(0, (sequence.segments - 1) * count, stages, at.full, at.empty, load)
+        if initial is None:
+            state = plgpu.layout_cast(jnp.zeros((rows, V), jnp.float32), layout)
+        else:
+            state = load(at.initial.at[i_n, i_h, part])
+        begin = jnp.int32(0), jnp.int32(0)
+        asked, tiles = begin, []
+        for _ in range(ahead):
+            tiles.append(ask(asked))
+            asked = after(asked)
+        rounds = (last * count + ahead - 1) // ahead
+        state, *_ = lax.fori_loop(0, rounds, steps, (state, begin, asked, tuple(tiles)))
+        at.starts[slot0 + last, i_h, part] = state
 
     return _launch(
-        body, inputs.values(), name="combine", warpgroups=2,
-        out_type=[jax.ShapeDtypeStruct((slots, H, K, V), jnp.float32)],
+        body, inputs.values(), name="combine", warpgroups=1, scratch_types=[],
         grid=(B if walk.packed is None else walk.packed, H, K // rows),
-        scratch_types=[
-            plgpu.SMEM((stages, rows, V), jnp.float32), plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-        ],
+        out_type=[jax.ShapeDtypeStruct((slots, H, K, V), jnp.float32)],
     )[0]  # fmt: skip

@@ -113,20 +113,31 @@ def _ring(first, last, stages, full, empty, load):
     are there; each compute warpgroup arrives at ``empty[slot]`` when it needs them no more. Every completion of a
     barrier is waited for, those of the last round too.
     """
+    _fill(first, last, 0, stages, full, empty, load)
+    _drain(last - first, stages, empty)
+
+
+def _fill(first, last, before, stages, full, empty, load):
+    """The same without the last round, after so many steps of other loops."""
 
     @pl.loop(first, last)
     def _(i):
-        slot = lax.rem(i - first, stages)
+        n = before + i - first
+        slot = lax.rem(n, stages)
 
-        @pl.when(i - first >= stages)
+        @pl.when(n >= stages)
         def _():
             plgpu.barrier_wait(empty.at[slot])
 
         load(i, slot, full.at[slot])
 
-    @pl.loop(jnp.maximum(last - stages, first), last)
-    def _(i):
-        plgpu.barrier_wait(empty.at[lax.rem(i - first, stages)])
+
+def _drain(count, stages, empty):
+    """Wait for the last round of so many steps."""
+
+    @pl.loop(jnp.maximum(count - stages, 0), jnp.maximum(count, 0))
+    def _(n):
+        plgpu.barrier_wait(empty.at[lax.rem(n, stages)])
 
 
 def _give_back(empty, i, stages):

@@ -1,7 +1,7 @@
 """How sequences are cut for the Pallas kernels: which program walks through which chunks of which tokens.
 
 A *chunk* is ``CHUNK`` tokens, the unit of the loops. A *segment* is what one program of ``scan`` walks through, a
-*piece* what one program of ``local_states`` does. A *slot* is a place for a segment: those of a sequence lie side by
+*piece* what one of ``local_states`` does at a time. A *slot* is a place for a segment: those of a sequence lie side by
 side, and packed sequences have some to spare. Chunks, pieces and segments are counted in the order in which they are
 walked; ``Walk`` turns that into token positions.
 
