@@ -47,6 +47,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _PER_ROW,
     CHUNK,
     COLUMNS,
+    _axis,
     _clear,
     _launch,
     _Names,
@@ -87,7 +88,6 @@ class _Walk:
         # With 128 columns of V each warpgroup gives the other its part of 64 of dv, the last here, and keeps the first;
         # with 64 the second, if there is one, gives to the first.
         alike = self.P == 1 or self.W > 1
-        self.dv_of = [part, 1 - part] if (self.P, self.W) == (2, 2) else list(range(self.W))
         self.sends: Any = alike or part == 1
         self.keeps: Any = alike or part == 0
 
@@ -101,7 +101,8 @@ class _Walk:
         at, count = self.at, self.chunks.count
         # Nobody reads it, but without it the compiler runs the products of the loop one after the other (C7514).
         at.border_s[self.part, 0] = border
-        state, strong = lax.fori_loop(0, count, self.step, (state, jnp.int32(0)))
+        at.strong_s[self.part] = jnp.int32(0)
+        state = lax.fori_loop(0, count, self.step, state)
         if self.stages > 1:
             # The walk frees a stage in the chunk after.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -113,7 +114,6 @@ class _Walk:
                 at.start[self.sequence.index, self.i_h, self.dims, x] = value
 
         plgpu.wait_smem_to_gmem(0)
-        at.strong_s[self.part] = strong
         plgpu.commit_smem()
         self.meet()
         pl.when(sum(at.strong_s[p] for p in range(self.P)) > 0)(lambda: pl.loop(0, count)(lambda i: halve(self, i)))
@@ -124,17 +124,16 @@ class _Walk:
             plgpu.barrier_arrive(self.at.sent)
             plgpu.barrier_wait(self.at.sent)
 
-    def step(self, i: Any, carry: Any) -> Any:
+    def step(self, i: Any, state: Any) -> Any:
         """One chunk, but for pairs within it if its gates are strong."""
         at = self.at
-        state, strong = carry
         t = self.tiles(i)
         plgpu.barrier_wait(at.full.at[t.slot])
         if self.packed:
             t.work.clear(t.q, t.k, *t.gates)
         mild = self.prepare(t)
         t = self.tiles(i)
-        at.strong[self.i_s, self.i_h, self.part, t.i] = 1 - mild.astype(jnp.int32)
+        at.strong[self.i_s, self.i_h, t.part, t.i] = 1 - mild.astype(jnp.int32)
         plgpu.barrier_wait(at.full_v)
         if self.packed:
             pl.when(t.work.n < CHUNK)(t.clear_values)
@@ -146,6 +145,7 @@ class _Walk:
         @pl.when(jnp.logical_not(mild))
         def _():
             t.passing[...] = _sum_of_rows(map(_load, t.before), state)
+            at.strong_s[t.part] = jnp.int32(1)
 
         plgpu.commit_smem()
         state, dk, dv = self.through_after(self.tiles(i), state, to_key)
@@ -163,12 +163,12 @@ class _Walk:
         dg = self.finish(t, mild, dq, dk, sums)
 
         def give_dv():
-            for w in self.dv_of[: 1 if self.P > 1 else None]:
-                self.give(at.after_s.at[t.part, w], at.dv, t.i, pl.ds(w * COLUMNS, COLUMNS))
+            for w in t.dv_of[: 1 if self.P > 1 else None]:
+                self.give(at.after_s.at[t.part, w], at.dv, t, pl.ds(w * COLUMNS, COLUMNS))
 
         _when(self.keeps, give_dv)
-        self.give(t.q, at.dq, t.i)
-        self.give(t.k, at.dk, t.i)
+        self.give(t.q, at.dq, t)
+        self.give(t.k, at.dk, t)
         # All products with the terms are done.
         plgpu.commit_smem()
         t = self.tiles(i)
@@ -176,11 +176,11 @@ class _Walk:
             gate[...] = x
         plgpu.commit_smem()
         for gate, target in zip(t.gates, self.dgs, strict=True):
-            self.give(gate, target, t.i)
+            self.give(gate, target, t)
         if self.stages == 1:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(at.empty.at[t.slot])
-        return state, strong + jnp.where(mild, 0, 1)
+        return state
 
     def from_later(self, t: _Tiles, state: Any, far: Any, second: Any) -> Any:
         """``[keys, queries]`` the gradients of pairs; beside that, pairs and the state's gradient to shared memory.
@@ -206,7 +206,7 @@ class _Walk:
         return pl.run_scoped(products, plgpu.ACC((CHUNK, CHUNK), _F32), plgpu.ACC((CHUNK, CHUNK), _F32))
 
     def through_after(self, t: _Tiles, state: Any, to_key: Any) -> tuple[Any, Any, Any]:
-        """``(state, dk, dv)``; dv, in the order of ``dv_of``, is the part that goes through these dimensions."""
+        """``(state, dk, dv)``; dv, in the order of ``t.dv_of``, is the part that goes through these dimensions."""
         at, W = self.at, self.W
 
         def products(refs):
@@ -215,16 +215,16 @@ class _Walk:
             plgpu.wgmma(refs[W], to_key, t.q)
             for w in range(W):
                 plgpu.wgmma(refs[w], t.q.T, t.do[w])
-            for w, dv in zip(self.dv_of, refs[W + 1 :], strict=True):
+            for w, dv in zip(t.dv_of, refs[W + 1 :], strict=True):
                 plgpu.wgmma(dv, t.pairs.T, at.do_s.at[w + t.zero])
                 plgpu.wgmma(dv, t.k, at.after_s.at[t.part, w])
 
-        found = _run(products, (*state, *(_zeros(CHUNK, COLUMNS),) * (1 + len(self.dv_of))))
+        found = _run(products, (*state, *(_zeros(CHUNK, COLUMNS),) * (1 + len(t.dv_of))))
         return found[:W], found[W], found[W + 1 :]
 
     def share(self, t: _Tiles, dv: Any) -> None:
         """Give the other warpgroup its part of dv, take one's own from it, and leave the sum in ``after``."""
-        at, keeps = self.at, list(zip(self.dv_of, dv, strict=True))
+        at, keeps = self.at, list(zip(t.dv_of, dv, strict=True))
         if self.P > 1:
             (w, theirs), keeps = keeps[-1], keeps[:1]
 
@@ -269,9 +269,9 @@ class _Walk:
         dq, sums = _run(products, (dq, _zeros(CHUNK, COLUMNS)))
         return dq, sums
 
-    def give(self, tile: Any, ref: Any, i: Any, columns: Any = None) -> None:
+    def give(self, tile: Any, ref: Any, t: _Tiles, columns: Any = None) -> None:
         """Start copying a tile to memory."""
-        _give(tile, ref, self.place, self.chunks, i, self.dims if columns is None else columns, self.packed)
+        _give(tile, ref, self.place, self.chunks, t.i, t.dims if columns is None else columns, self.packed)
 
     def prepare(self, t: _Tiles) -> Any:
         """Work the gates into q and k; whether they are mild."""
@@ -323,7 +323,10 @@ class _Tiles:
     def __init__(self, of: _Walk, i: Any, slot: Any):
         at, self.of, self.slot = of.at, of, slot
         self.zero, self.i = _nought(at, of.walk), i
-        self.part = part = of.part + self.zero
+        # Asked for anew: kept, it takes a register from the products of all chunks, and so does what is made of it.
+        self.part = part = lax.axis_index(_axis("warpgroup")) + self.zero
+        self.dims = pl.ds(part * COLUMNS, COLUMNS)
+        self.dv_of = [part, 1 - part] if (of.P, of.W) == (2, 2) else list(range(of.W))
         self.q, self.k, self.pairs = at.q_s.at[slot, part], at.k_s.at[slot, part], at.pairs_s.at[part]
         self.gates = [at.g_s.at[slot, j, part] for j in range(len(of.gs))]
         self.v, self.do = ([x.at[w + self.zero] for w in range(of.W)] for x in (at.v_s, at.do_s))

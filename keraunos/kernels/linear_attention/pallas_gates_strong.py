@@ -40,7 +40,7 @@ def halve(of: Any, i: Any) -> None:
             plgpu.commit_smem()
 
         of.meet()
-        _add_values(of, i)
+        _add_values(of, t, i)
         plgpu.wait_smem_to_gmem(0)
         of.meet()
 
@@ -53,7 +53,7 @@ def _load_values(of: Any, t: Any, i: Any) -> None:
     """Have v and do in shared memory, without what neighbours hold."""
     at, tokens = of.at, _tokens(of, i)
 
-    @pl.when(of.part == 0)
+    @pl.when(t.part == 0)
     def _():
         for w, columns in enumerate(of.columns):
             source = at.v.at[*tokens, of.i_h // of.shared[2], columns]
@@ -71,8 +71,8 @@ def _add(of: Any, t: Any, i: Any) -> None:
 
     def load(barrier, *copies):
         for source, tile, n in copies:
-            plgpu.copy_gmem_to_smem(source.at[*tokens, of.i_h // n, of.dims], tile, barrier.at[of.part])
-        plgpu.barrier_wait(barrier.at[of.part])
+            plgpu.copy_gmem_to_smem(source.at[*tokens, of.i_h // n, t.dims], tile, barrier.at[t.part])
+        plgpu.barrier_wait(barrier.at[t.part])
 
     def clear(*tiles):
         if of.packed:
@@ -88,8 +88,12 @@ def _add(of: Any, t: Any, i: Any) -> None:
     clear(t.q, t.k)
     # To before the chunk and to after it; nothing cancels.
     before, after = _load(t.q), _load(t.k) * jnp.exp2(t.work.left())
-    dg = dg + _sum_of(of, t, t.work.upto_s.T, q.astype(_F32) * before)
-    dg = dg + _sum_of(of, t, _exact(t.work.col < t.work.row), k.astype(_F32) * after)
+    # All warps are done with what was there.
+    plgpu.commit_smem()
+    t.pairs[...] = (q.astype(_F32) * before).astype(of.dtype)
+    t.before[0][...] = (k.astype(_F32) * after).astype(of.dtype)
+    plgpu.commit_smem()
+    dg = dg + _product(t.work.upto_s.T, t.pairs, _exact(t.work.col < t.work.row), t.before[0])
     t.q[...], t.k[...] = (dq + before).astype(of.dtype), (dk + after).astype(of.dtype)
     plgpu.commit_smem()
     load(at.again_g, *((x, gate, 1) for x, gate in zip(of.dgs, t.gates, strict=True)))
@@ -97,32 +101,23 @@ def _add(of: Any, t: Any, i: Any) -> None:
         gate[...] = x
     plgpu.commit_smem()
     for tile, target in ((t.q, at.dq), (t.k, at.dk), *zip(t.gates, of.dgs, strict=True)):
-        of.give(tile, target, i)
+        of.give(tile, target, t)
 
 
-def _add_values(of: Any, i: Any) -> None:
-    """Add to dv: each warpgroup to 64 columns, through the pairs of both."""
-    at, tokens = of.at, _tokens(of, i)
-    for w, columns in enumerate(of.columns):
+def _add_values(of: Any, t: Any, i: Any) -> None:
+    """Add to dv, 64 columns at a time, through the pairs of all: each warpgroup to its own part of them."""
+    at, tokens, barrier = of.at, _tokens(of, i), of.at.again_dv.at[t.part]
 
-        @pl.when(of.part == w % of.P)
-        def _(w=w, columns=columns):
-            barrier = at.again_dv.at[of.part]
-            plgpu.copy_gmem_to_smem(at.dv.at[*tokens, of.i_h, columns], at.v_s.at[w], barrier)
-            dv = _product(*(x for p in range(of.P) for x in (at.after_s.at[p, 0].T, at.do_s.at[w])))
-            plgpu.barrier_wait(barrier)
-            at.v_s[w] = (_load(at.v_s.at[w]) + dv).astype(of.dtype)
-            plgpu.commit_smem()
-            of.give(at.v_s.at[w], at.dv, i, columns)
+    def add(w):
+        columns = pl.ds(w * COLUMNS, COLUMNS)
+        plgpu.copy_gmem_to_smem(at.dv.at[*tokens, of.i_h, columns], at.v_s.at[w], barrier)
+        dv = _product(*(x for p in range(of.P) for x in (at.after_s.at[p, 0].T, at.do_s.at[w])))
+        plgpu.barrier_wait(barrier)
+        at.v_s[w] = (_load(at.v_s.at[w]) + dv).astype(of.dtype)
+        plgpu.commit_smem()
+        of.give(at.v_s.at[w], at.dv, t, columns)
 
-
-def _sum_of(of: Any, t: Any, weights: Any, x: Any) -> Any:
-    """``weights @ x`` of zeros and ones; the warps meet."""
-    # All warps are done with what was there.
-    plgpu.commit_smem()
-    t.pairs[...] = x.astype(of.dtype)
-    plgpu.commit_smem()
-    return _product(weights, t.pairs)
+    pl.loop(t.part, of.W, step=of.P)(add)
 
 
 def _by_halving(of: Any, t: Any) -> tuple[Any, Any, Any]:
@@ -150,7 +145,12 @@ def _by_halving(of: Any, t: Any) -> tuple[Any, Any, Any]:
         found = jnp.where(work.pairs(m) & work.later(m), _product(t.pairs, t.pairs.T) * of.scale, _load(kept))
         kept[...] = found.astype(dtype)
         z = _product(jnp.where(work.pairs(m), _load(dpairs), 0.0).astype(dtype), t.pairs)
-        dg = dg + _sum_of(of, t, _exact(work.spanned(m)), _load(t.pairs) * z)
+        x = _load(t.pairs) * z
+        # All warps are done with what was there.
+        plgpu.commit_smem()
+        t.pairs[...] = x.astype(dtype)
+        plgpu.commit_smem()
+        dg = dg + _product(_exact(work.spanned(m)), t.pairs)
         z, later = z * work.level(m), work.later(m)
         return dq + jnp.where(later, z, 0.0), dk + jnp.where(later, 0.0, z), dg
 
