@@ -91,7 +91,7 @@ def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Calla
             folded = fold(_stacked(args, mapped, size), size)
             if folded is None:
                 return _in_turn(lambda args: run_forward(args, opts), mapped, args)
-            outputs, _ = run_forward(folded, opts)
+            outputs, _ = run_forward(folded, alone(opts))
             # A larger batch may be cut in other pieces, or in none: run_backward makes its residuals itself.
             residuals = jax.tree.map(lambda x: zeros(x.shape, x.dtype, args[0]), one[1])
             return (_unfolded(unfold, outputs, size, one[0]), residuals), (_all(one[0], True), _all(one[1], False))

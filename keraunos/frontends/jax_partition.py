@@ -53,7 +53,7 @@ def partitioned(forward: Callable, backward: Callable, axes: Callable) -> tuple[
     """
 
     def run_forward(args, opts):
-        if _is_settled():
+        if is_settled():
             return forward(args, opts)
         own, outputs, residuals = axes(args, opts)
 
@@ -66,7 +66,7 @@ def partitioned(forward: Callable, backward: Callable, axes: Callable) -> tuple[
         return _shared_out(lambda args: forward(args, opts), local, (own,), (outputs, residuals))(args)
 
     def run_backward(args, residuals, grads, opts):
-        if _is_settled():
+        if is_settled():
             return backward(args, residuals, grads, opts)
         own, outputs, kept = axes(args, opts)
 
@@ -84,7 +84,7 @@ def partitioned(forward: Callable, backward: Callable, axes: Callable) -> tuple[
     return run_forward, run_backward
 
 
-def _is_settled() -> bool:
+def is_settled() -> bool:
     """Whether the partitioner has nothing to do: there is one device, or ``shard_map`` has said who does what."""
     return jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
 

@@ -27,6 +27,7 @@ CALLS = {
     "gates": dict(H=64, T=16384, gate="scalar", gamma="constant"),
     "few heads, gates, packed, shared keys": dict(H=4, G=1, T=65601, packed=3, gate="scalar", gamma=None, state=True),
     "vector gates": dict(H=64, T=16384, gate="vector", gamma=None),
+    "vector gates, nothing kept": dict(H=64, T=16384, gate="vector", gamma=None, kept=False),
     "few heads, vector gates, packed, K < V": dict(
         K=64, H=4, G=1, T=65601, packed=3, gate="vector", gamma="learned", state=True
     ),
@@ -60,11 +61,12 @@ def environment(dump: str) -> dict[str, str]:
     }
 
 
-def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, packed=None, gate=None,
+def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, packed=None, gate=None, kept=True,
             gamma="constant", state=False, reverse=False, in_mesh=False) -> dict[str, dict[str, int]]:  # fmt: skip
     """The most that any of a call's launches of a kernel needs, forward and backward.
 
-    ``packed``: sequences; ``gate``: "scalar", "vector" or None; ``gamma``: "constant", "learned" or None.
+    ``packed``: sequences; ``gate``: "scalar", "vector" or None; ``gamma``: "constant", "learned" or None; ``kept``: the
+    backward is given states.
     """
     import jax
     import jax.numpy as jnp
@@ -95,7 +97,7 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
         array(H, dtype="float32") if gamma else None, final if state else None,
         array(packed + 1, dtype="int32") if packed else None,
     )  # fmt: skip
-    opts = Options(K**-0.5, reverse, Config(num_stages=2), gamma == "constant")
+    opts = Options(K**-0.5, reverse, Config(num_stages=2), gamma == "constant", kept=kept)
 
     def both(args, doutput, dfinal):
         outputs, residuals = platform.forward(args, opts)

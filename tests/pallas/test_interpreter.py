@@ -1,5 +1,7 @@
 """The kernels' values in JAX's interpreter: indices, barriers, decays and partial chunks, but for the tensor cores."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,9 @@ from tests.pallas.cases import NEEDS_JAX, case, check, jax
 pytestmark = [NEEDS_JAX, pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")]
 
 
-def runner(case, learned):
-    """``(args, doutput, dfinal) -> results`` as :func:`check` wants them."""
+def runner(case, learned, settled=True):
+    """``(args, doutput, dfinal) -> results`` as :func:`check` wants them; ``settled``: as if there were one device."""
+    from keraunos.frontends import jax_partition
     from keraunos.kernels.linear_attention import pallas as platform
     from keraunos.kernels.linear_attention.interface import Options
     from keraunos.ops import Config
@@ -26,7 +29,7 @@ def runner(case, learned):
         return *outputs, *grads
 
     def run(*arrays):
-        with interpreted():
+        with interpreted(), mock.patch.object(jax_partition, "is_settled", return_value=settled):
             return [None if x is None else np.asarray(x) for x in both(*arrays)]
 
     return run
@@ -95,6 +98,18 @@ def test_values(case, segmentation, monkeypatch):
 )
 def test_gradients_of_gates(case, segmentation, monkeypatch):
     interpret(case, segmentation, True, monkeypatch)
+
+
+def test_states_that_the_forward_kept_are_those_that_the_backward_makes():
+    from keraunos.kernels.linear_attention import pallas_gates_scan
+
+    some, results = case(T=70, **VECTOR, gate_dtype="bfloat16"), []
+    for settled, made in ((True, 0), (False, 1)):
+        with mock.patch.object(pallas_gates_scan, "states", wraps=pallas_gates_scan.states) as states:
+            results.append(runner(some, True, settled)(*some.arrays))
+        assert states.call_count == made
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_what_neighbours_hold_does_not_matter():

@@ -9,7 +9,7 @@ of the key: see ``pallas_gates.py``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,18 @@ from keraunos.kernels.linear_attention.pallas_program import (
 # Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
 # prepare. Where there is one of each, all have what they can use.
 _REGISTERS = {(2, 2): (128, 96, 24), (2, 1): (144, 184, 40), (1, 2): (152, 160, 40)}
+
+
+class Every(NamedTuple):
+    """States that the gradients need.
+
+    Attributes:
+        before: ``[places of chunks, H, K, V]`` in the dtype of keys, ``before * S`` of every chunk.
+        end: ``[slots, 1, H, K, V]`` float32, the state at the end of every segment.
+    """
+
+    before: Any
+    end: Any
 
 
 class _Program:
@@ -228,8 +240,8 @@ def _barriers(keyed: int, W: int, P: int, gs: Any, stages: int) -> dict[str, Any
     return {name: plgpu.Barrier(num_arrivals=n, num_barriers=stages) for name, n in arrivals.items()}
 
 
-def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
-    """One walk: ``(output [B, T, H, V], final state [N, H, K, V])``.
+def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
+    """One walk: output ``[B, T, H, V]``, final state ``[N, H, K, V]``, and if it is wanted what :class:`Every` has.
 
     Args:
         q, k, v: ``[B, T, heads, K]``, ``[B, T, heads, K]``, ``[B, T, heads, V]``; heads divide H; rows past T are zero.
@@ -239,6 +251,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
         H: heads.
         walk, plan: how sequences are walked; of packed ones the plan.
         scale: the softmax scale.
+        every: whether it is.
         stages: stages of the ring, at most.
     """
     (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
@@ -246,7 +259,10 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
     N, packed = B if walk.packed is None else walk.packed, plan is not None
     stages = _stages(stages, _TILE * (P * (3 + len(gs)) + W), _TILE * W * (P + 1))
     inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
-    outputs = dict(o=jax.ShapeDtypeStruct((B, rows, H, V), dtype), final=jax.ShapeDtypeStruct((N, H, K, V), _F32))
+    outputs = dict(
+        o=jax.ShapeDtypeStruct((B, rows, H, V), dtype), final=jax.ShapeDtypeStruct((N, H, K, V), _F32),
+        **(_every(B, H, K, V, walk, dtype) if every else {}),
+    )  # fmt: skip
     scratch = dict(
         q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, stages, P), v_s=_tiles(dtype, stages, W),
         g_s=_tiles(jnp.bfloat16, stages, len(gs), P), pairs_s=_tiles(dtype, stages, P), state_s=_tiles(dtype, W, P),
@@ -271,6 +287,11 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
                 for p, x in enumerate(_scaled(state, factors, 0)):
                     at.state_s[i_w, p] = x.astype(dtype)
                 plgpu.commit_smem()
+                if every:
+                    # Has left its tiles before the output takes its own, below.
+                    for p, part in enumerate(_parts(K)):
+                        target = at.before.at[chunks.place(i, 1), i_h, part, columns]
+                        plgpu.copy_smem_to_gmem(at.state_s.at[i_w, p], target)
 
                 def products(state):
                     def output(o):
@@ -294,6 +315,8 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
             state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)])
             state = program.hold(i_w, state, step)
             pl.when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
+            if every:
+                _keep(at.end, (i_s, 0, i_h), state, columns)
             plgpu.wait_smem_to_gmem(0)
 
         def prepare(part):
@@ -324,6 +347,12 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, stages):
     )  # fmt: skip
 
 
+def _every(B: int, H: int, K: int, V: int, walk: Any, dtype: Any) -> dict[str, Any]:
+    """The shapes of :class:`Every`."""
+    before, end = (walk.places(B, 1), H, K, V), (walk.slots(B), 1, H, K, V)
+    return Every(jax.ShapeDtypeStruct(before, dtype), jax.ShapeDtypeStruct(end, _F32))._asdict()
+
+
 def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
     """The state, or with an adjoint walk its gradient, and how it got there.
 
@@ -331,24 +360,21 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
         x, y: keys and values; in an adjoint walk queries and gradients of the output.
         decay, starts, H, walk, plan: as for :func:`scan`.
         scale: the softmax scale, of queries.
-        every: ``before * S`` of every chunk is wanted, and the state at the end of every segment; else the state at the
-            end of every piece, from zero. Those of the last segment of a sequence, which has no successor, are then not
-            written.
+        every: :class:`Every` is wanted; else the state at the end of every piece, from zero. Those of the last segment
+            of a sequence, which has no successor, are then not written.
         stages: stages of the ring, at most.
 
     Returns:
-        ``[places of chunks, H, K, V]`` in the dtype of x, and ``[slots, 1, H, K, V]`` float32; else float32 ``[slots,
-        pieces, H, K, V]`` and ``[slots, pieces, H, K]``, the second the sums of the gates, base 2.
+        What :class:`Every` has; else float32 ``[slots, pieces, H, K, V]`` and ``[slots, pieces, H, K]``, the second
+        the sums of the gates, base 2.
     """
     (B, _, _, K), V, dtype, gs = x.shape, y.shape[-1], x.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // a.shape[2] for a in (x, y)]
     slots, pieces = walk.slots(B), 1 if every else walk.pieces
     stages = _stages(stages, _TILE * (P * (1 + len(gs)) + W), _TILE * W * P * 2 * every)
     inputs = dict(x=x, y=y, **_names(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
-    outputs = dict(
-        out=jax.ShapeDtypeStruct((walk.places(B, 1), H, K, V), dtype) if every else None,
-        end=jax.ShapeDtypeStruct((slots, pieces, H, K, V), _F32),
-        sums=None if every else jax.ShapeDtypeStruct((slots, pieces, H, K), _F32),
+    outputs = _every(B, H, K, V, walk, dtype) if every else dict(
+        end=jax.ShapeDtypeStruct((slots, pieces, H, K, V), _F32), sums=jax.ShapeDtypeStruct((slots, pieces, H, K), _F32)
     )  # fmt: skip
     scratch = dict(
         x_s=_tiles(dtype, stages, P), y_s=_tiles(dtype, stages, W), g_s=_tiles(jnp.bfloat16, stages, len(gs), P),
@@ -377,7 +403,7 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
                         out[p] = x.astype(dtype)
                     plgpu.commit_smem()
                     for p, part in enumerate(_parts(K)):
-                        plgpu.copy_smem_to_gmem(out.at[p], at.out.at[chunks.place(i, 1), i_h, part, columns])
+                        plgpu.copy_smem_to_gmem(out.at[p], at.before.at[chunks.place(i, 1), i_h, part, columns])
 
                 def product(state):
                     for p in range(P):
@@ -419,7 +445,7 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
     results = _launch(
         body, inputs.values(), lanes=True, between_warps=False,
         name="gates_states", warpgroups=W + P + 1, grid=(slots, pieces, H),
-        out_type=[x for x in outputs.values() if x is not None],
+        out_type=list(outputs.values()),
         scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
     return results
