@@ -307,11 +307,11 @@ for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
     )
 HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
 # Where it is the fastest, and everything that it can run.
-for _algorithm, _name, _priority in (("lightning_attn", "preferred", 40), ("lightning_attn", "lightning_attn", 20),
-                                     ("gla", "gla", 20)):  # fmt: skip
-    kernel_registry.register(_algorithm, Platform.PALLAS, Backend.GPU, _priority, devices=HOPPER)(
-        f"keraunos.kernels.linear_attention.pallas:{_name}"
-    )
+for _algorithm in ("gla", "lightning_attn"):
+    for _name, _priority in ((f"preferred_{_algorithm}", 40), (_algorithm, 20)):
+        kernel_registry.register(_algorithm, Platform.PALLAS, Backend.GPU, _priority, devices=HOPPER)(
+            f"keraunos.kernels.linear_attention.pallas:{_name}"
+        )
 
 
 def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str:

@@ -85,9 +85,15 @@ def test_sequences_are_cut_where_heads_do_not_fill_the_gpu(heads, chunks, segmen
 def test_auto_prefers_what_was_measured_to_be_faster(B, T, H, first):
     from keraunos.kernels.linear_attention.pallas import loses
 
-    inv = keraunos.LightningAttention().invocation("jax", "bfloat16", B=B, T=T or 1, H=H, K=128)
-    inv = dataclasses.replace(inv, backend="gpu", device="NVIDIA H200", dims={**inv.dims, "T": T})
-    assert (loses(inv) is None) == (first == "pallas")
+    def preferred(operation, framework="jax"):
+        inv = operation.invocation(framework, "bfloat16", B=B, T=T or 1, H=H, K=128)
+        inv = dataclasses.replace(inv, backend="gpu", device="NVIDIA H200", dims={**inv.dims, "T": T})
+        return "pallas" if loses(inv) is None else "triton"
+
+    assert preferred(keraunos.LightningAttention()) == first
+    assert preferred(keraunos.GLAttention()) == "pallas"
+    # Gates are compiled for every length there.
+    assert preferred(keraunos.GLAttention(), "torch") == "triton"
 
 
 def spans(ranges):
@@ -163,5 +169,8 @@ def test_every_token_of_packed_sequences_is_walked_once_by_its_own(lengths, segm
 def test_auto_takes_it_on_hopper():
     q = jax.numpy.ones((2, 4096, 64, 128), "bfloat16")
     capability = jax.devices()[0].compute_capability
-    choice = keraunos.explain(keraunos.lightning_attention, q, q, q, layer_idx=0, num_layers=2)
-    assert (choice.platform == "pallas") == (capability == "9.0")
+    for choice in (
+        keraunos.explain(keraunos.lightning_attention, q, q, q, layer_idx=0, num_layers=2),
+        keraunos.explain(keraunos.gla_attention, q, q, q, -q),
+    ):
+        assert (choice.platform == "pallas") == (capability == "9.0")

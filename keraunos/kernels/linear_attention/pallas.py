@@ -429,8 +429,8 @@ def loses(inv) -> str | None:
             return "is at its best in PyTorch where sequences are not packed and have a length that it compiles for"
         if not isinstance(inv.arguments.get("g_gamma"), np.ndarray):
             return "makes the gradient of a decay that is a tensor, wanted or not; is at its best where it is constant"
-    # Triton then has two programs per head, which fill the GPU.
-    if 32 < heads < 96 and 0 < chunks < 64 and segmentation(heads, chunks)[0] >= chunks:
+    # Triton then has two programs per head, which fill the GPU. With gates it was slower all the same.
+    if "g" not in inv.arrays and 32 < heads < 96 and 0 < chunks < 64 and segmentation(heads, chunks)[0] >= chunks:
         return "is slower than Triton where half the GPU's programs would do and sequences are too short to be cut"
     return unsupported(inv)
 
@@ -456,4 +456,4 @@ gla, lightning_attn = implementations(
     unsupported=unsupported,
     segment=segment,
 )
-preferred = replace(lightning_attn, unsupported=loses)
+preferred_gla, preferred_lightning_attn = (replace(x, unsupported=loses) for x in (gla, lightning_attn))
