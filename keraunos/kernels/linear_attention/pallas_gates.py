@@ -63,10 +63,13 @@ def _constants_s() -> dict[str, Any]:
     return dict(upto_s=_tiles(jnp.bfloat16, 1), places_s=plgpu.SMEM((CHUNK,), jnp.int32), once=plgpu.Barrier())
 
 
-def _make_constants(at: Any, walk: Any, part: Any) -> None:
-    """Weights that sum up to each token, and their places in the order of the recurrence: the first part does."""
+def _make_constants(at: Any, walk: Any, i: Any) -> None:
+    """Weights that sum up to each token, and their places in the order of the recurrence: made where i is 0.
 
-    @pl.when(part == 0)
+    Whoever needs them waits for ``once``.
+    """
+
+    @pl.when(i == 0)
     def _():
         row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), i, layout=_LAYOUT) for i in range(2))
         place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_ROW)
@@ -74,8 +77,6 @@ def _make_constants(at: Any, walk: Any, part: Any) -> None:
         at.places_s[...] = CHUNK - 1 - place if walk.backward_in_time else place
         plgpu.commit_smem()
         plgpu.barrier_arrive(at.once)
-
-    plgpu.barrier_wait(at.once)
 
 
 def _nought(at: Any, walk: Any) -> Any:
@@ -236,8 +237,17 @@ class _Gates:
         apart = self.col ^ self.row
         return (apart >= m) & (apart < 2 * m)
 
-    def halve(self, q: Any, k: Any, scratch: Any, scale: float) -> Any:
-        """``[CHUNK, CHUNK]`` the pairs of queries q and keys k ``[CHUNK, 64]`` in shared memory, with any gates."""
+    def halve(self, q: Any, k: Any, scratch: Any, scale: float, rounded: bool) -> Any:
+        """``[CHUNK, CHUNK]`` the pairs of queries q and keys k ``[CHUNK, 64]`` in shared memory, with any gates.
+
+        ``rounded``: from level to level those that are known are kept in 16 bits, which takes fewer registers.
+        """
+
+        def given(scores):
+            return (scores * scale).astype(self.dtype)
+
+        def kept(scores):
+            return given(scores) if rounded else scores
 
         def level(i, scores):
             m = lax.shift_left(jnp.int32(1), i)
@@ -248,10 +258,11 @@ class _Gates:
             found = _product(scratch, scratch.T)
             # All warps are done with the scratch.
             plgpu.commit_smem()
-            return jnp.where(self.pairs(m) & self.later(m), found, scores)
+            return jnp.where(self.pairs(m) & self.later(m), kept(found), scores)
 
-        scores = jnp.where(self.row == self.col, _product(q, k.T), 0.0)
-        return lax.fori_loop(0, CHUNK.bit_length() - 1, level, scores) * scale
+        scores = kept(jnp.where(self.row == self.col, _product(q, k.T), 0.0))
+        scores = lax.fori_loop(0, CHUNK.bit_length() - 1, level, scores)
+        return scores if rounded else given(scores)
 
 
 def _exact(weights: Any) -> Any:

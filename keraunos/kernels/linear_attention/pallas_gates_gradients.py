@@ -419,6 +419,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
             given = dict(walk=walk, K=K, V=V, gs=gs, dtype=dtype, shared=shared, scale=scale, stages=stages)
             of = _Walk(at, i_w, i_s, i_h, **given)
             _make_constants(at, walk, i_w)
+            plgpu.barrier_wait(at.once)
             if ends is None:
                 state, border = (_zeros(COLUMNS, COLUMNS),) * W, plgpu.layout_cast(jnp.zeros(COLUMNS, _F32), _PER_ROW)
             else:

@@ -36,7 +36,7 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _stages,
     _tiles,
 )
-from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
+from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start, through
 from keraunos.kernels.linear_attention.pallas_program import (
     _PER_ROW,
     CHUNK,
@@ -44,6 +44,8 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _clear,
     _launch,
     _Names,
+    _smem,
+    _zeros,
 )
 
 # Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
@@ -74,12 +76,13 @@ class _Program:
         shared: how many query heads share a head of each.
         sizes: ``W`` and ``P``, how many warpgroups hold and prepare, and the terms of the gates.
         stages: of the ring.
+        early: the factors of a chunk are handed on before the chunk is there.
     """
 
     def __init__(self, at: Any, walk: Any, chunks: Any, row: Any, i_h: Any, keyed: tuple[str, ...], value: str,
-                 shared: list[int], sizes: tuple[int, int, Any], stages: int):  # fmt: skip
+                 shared: list[int], sizes: tuple[int, int, Any], stages: int, early: bool):  # fmt: skip
         self.at, self.walk, self.chunks, self.row, self.i_h = at, walk, chunks, row, i_h
-        self.keyed, self.value, self.shared, self.stages = keyed, value, shared, stages
+        self.keyed, self.value, self.shared, self.stages, self.early = keyed, value, shared, stages, early
         self.W, self.P, self.gs = sizes
         self.packed = at.plan is not None
 
@@ -90,6 +93,9 @@ class _Program:
         @pl.when(counts & (i_w < W))
         def _():
             self._set_registers(0)
+            if self.early:
+                # Those that prepare are the ones with the most to do, and too few registers.
+                _make_constants(self.at, self.walk, i_w)
             hold(i_w)
 
         @pl.when(counts & (i_w >= W) & (i_w < W + P))
@@ -145,21 +151,34 @@ class _Program:
                 source = getattr(self.at, name).at[self.row, t, self.i_h // shared, dims]
                 plgpu.copy_gmem_to_smem(source, getattr(self.at, f"{name}_s").at[slot, part], barrier)
 
-    def hold(self, i_w: Any, state: Any, products: Any) -> Any:
-        """Walk with 64 columns of the state, in parts of 64 rows; ``products(i, slot, v, state) -> state`` of a chunk.
+    def _place(self, i: Any) -> Any:
+        """Where the factors of a chunk are: if early, those of the chunk that had its stage may still be in use."""
+        return lax.rem(i, self.stages + self.early)
 
-        ``products`` is given the state as it is before, and what it gives lacks the last factor only.
+    def hold(self, i_w: Any, state: Any, before: Any, products: Any, after: Any = None) -> Any:
+        """Walk with 64 columns of the state, in parts of 64 rows: what is done with each chunk.
+
+        ``before(i, state)`` is given the state that queries read, ``products(i, slot, v, state) -> state, ...`` the one
+        that keys are added to, and ``after(i, ...)`` the rest of what that gives, when the chunk's stage is free.
         """
         at, chunks = self.at, self.chunks
 
         def step(i, state):
-            slot = lax.rem(i, self.stages)
-            v = getattr(at, f"{self.value}_s").at[slot, i_w]
+            slot, place = lax.rem(i, self.stages), self._place(i)
+            v, factors = getattr(at, f"{self.value}_s").at[slot, i_w], at.factors_s.at[place]
+            if self.early:
+                plgpu.barrier_wait(at.known.at[place])
+                before(i, _scaled(state, factors, 0))
             plgpu.barrier_wait(at.ready.at[slot])
             if self.packed:
                 pl.when(chunks.length(i) < CHUNK)(lambda: _clear([v], *chunks.rows(i)))
-            state = _scaled(products(i, slot, v, state), at.factors_s.at[slot], 2)
+            if not self.early:
+                before(i, _scaled(state, factors, 0))
+            state, *rest = products(i, slot, v, _scaled(state, factors, 1))
+            state = _scaled(state, factors, 2)
             plgpu.barrier_arrive(at.empty.at[slot])
+            if rest:
+                after(i, *rest)
             return state
 
         return lax.fori_loop(0, chunks.count, step, state)
@@ -171,7 +190,9 @@ class _Program:
         """
         at, chunks, gs = self.at, self.chunks, range(len(self.gs))
         gamma = _gamma(at.gamma, self.row, self.i_h)
-        _make_constants(at, self.walk, own)
+        if not self.early:
+            _make_constants(at, self.walk, own)
+        plgpu.barrier_wait(at.once)
 
         def work_on(i):
             slot, zero = lax.rem(i, self.stages), _nought(at, self.walk)
@@ -193,25 +214,35 @@ class _Program:
 
         def step(i, to):
             slot, work = work_on(i)
-            factors = [at.factors_s.at[slot, j, work.part] for j in range(3)]
+            place = self._place(i)
             work.keep(to)
+
+            def wait():
+                plgpu.barrier_wait(at.full.at[slot])
+                if self.packed:
+                    work.clear(*(getattr(at, f"{name}_s").at[slot, work.part] for name in self.keyed))
+
+            def hand_on(values):
+                for j, x in enumerate(values):
+                    at.factors_s[place, j, work.part] = x
+                if self.early:
+                    plgpu.barrier_arrive(at.known.at[place])
+                    wait()
+
             is_mild = work.is_mild()
-            plgpu.barrier_wait(at.full.at[slot])
-            if self.packed:
-                work.clear(*(getattr(at, f"{name}_s").at[slot, work.part] for name in self.keyed))
+            if not self.early:
+                wait()
 
             @pl.when(is_mild)
             def _():
-                for target, x in zip(factors, work.factors(self.walk.adjoint), strict=True):
-                    target[...] = x
+                hand_on(work.factors(self.walk.adjoint))
                 mild(work, slot, work.around(to))
 
             @pl.when(jnp.logical_not(is_mild))
             def _():
                 work.close()
                 to = work.keep(work.to())
-                for target, x in zip(factors, work.strong_factors(), strict=True):
-                    target[...] = x
+                hand_on(work.strong_factors())
                 strong(work, slot, to)
 
             plgpu.commit_smem()
@@ -253,11 +284,20 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
         scale: the softmax scale.
         every: whether it is.
         stages: stages of the ring, at most.
+
+    Where sequences are not packed and states not wanted this is the ``early`` order: factors are handed on before the
+    chunk is there, stages given back before the output leaves, states to start from read through shared memory, and
+    what strong gates need takes fewer registers. Packed, that takes longer.
     """
     (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
     N, packed = B if walk.packed is None else walk.packed, plan is not None
-    stages = _stages(stages, _TILE * (P * (3 + len(gs)) + W), _TILE * W * (P + 1))
+    early = not (packed or every)
+    stages = _stages(stages, _TILE * (P * (3 + len(gs)) + W), _TILE * W * (2 if early else P) + _TILE * W)
+    state_s = _tiles(dtype, W, P)
+    if early:
+        # Blocks of the state to start from pass through the place of those that queries read, which have half the size.
+        state_s = plgpu.RefUnion(_tiles(dtype, W, 2), _smem(_F32, W, CHUNK, COLUMNS))
     inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
     outputs = dict(
         o=jax.ShapeDtypeStruct((B, rows, H, V), dtype), final=jax.ShapeDtypeStruct((N, H, K, V), _F32),
@@ -265,26 +305,29 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
     )  # fmt: skip
     scratch = dict(
         q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, stages, P), v_s=_tiles(dtype, stages, W),
-        g_s=_tiles(jnp.bfloat16, stages, len(gs), P), pairs_s=_tiles(dtype, stages, P), state_s=_tiles(dtype, W, P),
-        o_s=_tiles(dtype, W), factors_s=plgpu.SMEM((stages, 3, P, COLUMNS), _F32),
+        g_s=_tiles(jnp.bfloat16, stages, len(gs), P), pairs_s=_tiles(dtype, stages, P), state_s=state_s,
+        o_s=_tiles(dtype, W), factors_s=plgpu.SMEM((stages + early, 3, P, COLUMNS), _F32),
         total_s=plgpu.SMEM((P, 2, COLUMNS), _F32), **_constants_s(),
         **_barriers(2, W, P, gs, stages),
+        known=plgpu.Barrier(num_arrivals=P, num_barriers=stages + 1) if early else None,
+        started=plgpu.Barrier(num_barriers=W) if early else None,
     )  # fmt: skip
 
     def body(indices, i_w, *refs):
         i_s, i_h = indices
         at: Any = _Names(refs, inputs, outputs, scratch)
+        if early:
+            at.state_s, at.start_s = at.state_s
         sequence = walk.at(i_s, at.plan)
         chunks = sequence.of_segment()
-        program = _Program(at, walk, chunks, sequence.row, i_h, ("q", "k"), "v", shared, (W, P, gs), stages)
+        program = _Program(at, walk, chunks, sequence.row, i_h, ("q", "k"), "v", shared, (W, P, gs), stages, early)
 
         def hold(i_w):
             out, columns = at.o_s.at[i_w], pl.ds(i_w * COLUMNS, COLUMNS)
 
-            def step(i, slot, v, state):
-                factors = at.factors_s.at[slot]
+            def before(i, state):
                 # Every warp has read what was there: they met after the products of the last chunk.
-                for p, x in enumerate(_scaled(state, factors, 0)):
+                for p, x in enumerate(state):
                     at.state_s[i_w, p] = x.astype(dtype)
                 plgpu.commit_smem()
                 if every:
@@ -293,27 +336,41 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
                         target = at.before.at[chunks.place(i, 1), i_h, part, columns]
                         plgpu.copy_smem_to_gmem(at.state_s.at[i_w, p], target)
 
-                def products(state):
+            def products(i, slot, v, state):
+                def run(refs):
+                    *state, o = refs
+                    for p in range(P):
+                        plgpu.wgmma(o, at.q_s.at[slot, p], at.state_s.at[i_w, p])
+                    for p in range(P):
+                        plgpu.wgmma(o, at.pairs_s.at[slot, p], v)
+                    for p in range(P):
+                        plgpu.wgmma(state[p], at.k_s.at[slot, p].T, v)
+
+                if early:
+                    *state, o = _run(run, (*state, _zeros(CHUNK, COLUMNS)))
+                    return tuple(state), o
+
+                def beside(state):
+                    """The output leaves while the state is still worked on."""
+
                     def output(o):
-                        for p in range(P):
-                            plgpu.wgmma(o, at.q_s.at[slot, p], at.state_s.at[i_w, p])
-                        for p in range(P):
-                            plgpu.wgmma(o, at.pairs_s.at[slot, p], v)
-                        for p in range(P):
-                            plgpu.wgmma(state[p], at.k_s.at[slot, p].T, v)
+                        run((*state, o))
                         return plgpu.wgmma_accumulator_load(o, wait_n=P)
 
-                    o = pl.run_scoped(output, plgpu.ACC((CHUNK, COLUMNS), _F32))
-                    # Waits until the last chunk's output has left the buffer; here the warps meet.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    out[...] = o.astype(dtype)
-                    plgpu.commit_smem()
-                    _give(out, at.o, (sequence.row, i_h), chunks, i, columns, packed)
+                    leave(i, pl.run_scoped(output, plgpu.ACC((CHUNK, COLUMNS), _F32)))
 
-                return _run(products, _scaled(state, factors, 1))
+                return (_run(beside, state),)
 
-            state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)])
-            state = program.hold(i_w, state, step)
+            def leave(i, o):
+                # Waits until the last chunk's output has left the buffer; here the warps meet.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out[...] = o.astype(dtype)
+                plgpu.commit_smem()
+                _give(out, at.o, (sequence.row, i_h), chunks, i, columns, packed)
+
+            how = (through(at.start_s.at[i_w], at.started.at[i_w]),) if early else ()
+            state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)], *how)
+            state = program.hold(i_w, state, before, products, leave)
             pl.when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
             if every:
                 _keep(at.end, (i_s, 0, i_h), state, columns)
@@ -332,7 +389,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
 
             def strong(work, slot, to):
                 q, k, pairs = tiles(work, slot)
-                pairs[...] = work.halve(q, k, pairs, scale).astype(dtype)
+                pairs[...] = work.halve(q, k, pairs, scale, rounded=early)
                 q[...] = _decayed(q, work.to(), scale)
                 k[...] = _decayed(k, work.left())
 
@@ -343,7 +400,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
     return _launch(
         body, inputs.values(), lanes=True, between_warps=False,
         name="gates_scan", warpgroups=W + P + 1, grid=(walk.slots(B), H),
-        out_type=list(outputs.values()), scratch_types=list(scratch.values()),
+        out_type=list(outputs.values()), scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
 
 
@@ -388,31 +445,31 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
         at: Any = _Names(refs, inputs, outputs, scratch)
         sequence = walk.at(i_s, at.plan)
         chunks = sequence.of_segment() if every else sequence.of_piece(i_f)
-        program = _Program(at, walk, chunks, sequence.row, i_h, ("x",), "y", shared, (W, P, gs), stages)
+        program = _Program(at, walk, chunks, sequence.row, i_h, ("x",), "y", shared, (W, P, gs), stages, False)
 
         def hold(i_w):
             columns = pl.ds(i_w * COLUMNS, COLUMNS)
 
-            def step(i, slot, y, state):
-                factors = at.factors_s.at[slot]
+            def before(i, state):
                 if every:
                     # Waits until the state of two chunks ago has left its buffer; here the warps meet.
                     plgpu.wait_smem_to_gmem(P, wait_read_only=True)
                     out = at.state_s.at[lax.rem(i, 2), i_w]
-                    for p, x in enumerate(_scaled(state, factors, 0)):
+                    for p, x in enumerate(state):
                         out[p] = x.astype(dtype)
                     plgpu.commit_smem()
                     for p, part in enumerate(_parts(K)):
                         plgpu.copy_smem_to_gmem(out.at[p], at.before.at[chunks.place(i, 1), i_h, part, columns])
 
-                def product(state):
+            def products(i, slot, y, state):
+                def run(state):
                     for p in range(P):
                         plgpu.wgmma(state[p], at.x_s.at[slot, p].T, y)
 
-                return _run(product, _scaled(state, factors, 1))
+                return (_run(run, state),)
 
             state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)])
-            _keep(at.end, (i_s, i_f, i_h), program.hold(i_w, state, step), columns)
+            _keep(at.end, (i_s, i_f, i_h), program.hold(i_w, state, before, products), columns)
             plgpu.wait_smem_to_gmem(0)
 
         def prepare(part):

@@ -51,11 +51,34 @@ def named_starts(starts: Any) -> dict[str, Any]:
     return dict(starts=pieces.initial, local=pieces.local, passed=pieces.sums)
 
 
-def start(at: Any, walk: Any, sequence: Any, i_s: Any, i_h: Any, blocks: list[tuple[Any, Any]]) -> tuple[Any, ...]:
-    """The state that a segment starts from, in blocks of 64 dimensions and 64 columns."""
+def _read(block: Any) -> Any:
+    return plgpu.load(block, layout=_LAYOUT, optimized=False)
+
+
+def through(tile: Any, barrier: Any) -> Any:
+    """What reads a block of a state through a tile in shared memory, of one's own; the barrier is for the copy.
+
+    A warpgroup's loads of a state are many and short. For microseconds, what other warpgroups load and store waits
+    behind them.
+    """
+
+    def read(block):
+        plgpu.copy_gmem_to_smem(block, tile, barrier)
+        plgpu.barrier_wait(barrier)
+        found = plgpu.load(tile, layout=_LAYOUT)
+        # All warps have read it.
+        plgpu.commit_smem()
+        return found
+
+    return read
+
+
+def start(at: Any, walk: Any, sequence: Any, i_s: Any, i_h: Any, blocks: list[tuple[Any, Any]],
+          read_block: Any = _read) -> tuple[Any, ...]:  # fmt: skip
+    """The state that a segment starts from, in blocks of 64 dimensions and 64 columns, each read by ``read_block``."""
 
     def read(ref, *index):
-        return tuple(plgpu.load(ref.at[*index, i_h, *x], layout=_LAYOUT, optimized=False) for x in blocks)
+        return tuple(read_block(ref.at[*index, i_h, *x]) for x in blocks)
 
     of_segment = walk.segments > 1 and at.local is None
     if at.starts is None:
