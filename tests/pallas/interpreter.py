@@ -23,6 +23,7 @@ from keraunos.kernels.linear_attention import (
     pallas_gates_strong,
     pallas_kernels,
     pallas_program,
+    pallas_starts,
 )
 
 
@@ -107,7 +108,7 @@ def interpreted():
     )
     with contextlib.ExitStack() as stack:
         gates = pallas_gates, pallas_gates_scan, pallas_gates_starts, pallas_gates_gradients, pallas_gates_strong
-        for module in (pallas_program, pallas_kernels, *gates):
+        for module in (pallas_program, pallas_kernels, pallas_starts, *gates):
             known = {name: x for name, x in names.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **known))
         stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))

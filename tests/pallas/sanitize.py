@@ -22,6 +22,7 @@ from keraunos.kernels.linear_attention import (
     pallas_gates_scan,
     pallas_gates_starts,
     pallas_kernels,
+    pallas_starts,
 )
 from keraunos.kernels.linear_attention.interface import Options
 from keraunos.ops import Config
@@ -86,6 +87,7 @@ def main(part: int = 0, parts: int = 1) -> None:
         with (
             mock.patch.object(platform, "segmentation", cut),
             mock.patch.object(pallas_kernels, "_launch", noted),
+            mock.patch.object(pallas_starts, "_launch", noted),
             mock.patch.object(pallas_gates_scan, "_launch", noted),
             mock.patch.object(pallas_gates_starts, "_launch", noted),
             mock.patch.object(pallas_gates_gradients, "_launch", noted),

@@ -182,7 +182,7 @@ def test_many_segments(case, monkeypatch):
 
     monkeypatch.setattr(platform, "segmentation", lambda *_: (2, 1))
     # So few programs that each takes several.
-    monkeypatch.setattr(platform.kernels, "PROGRAMS", 7)
+    monkeypatch.setattr(platform.pallas_starts, "PROGRAMS", 7)
     learns = case.gate != "none"
     check(case, learned(case) if learns else gradients(case), learned=learns)
     test_the_same_bits_on_every_run(case)

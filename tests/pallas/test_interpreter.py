@@ -41,9 +41,9 @@ def interpret(case, segmentation, learned, monkeypatch):
     if segmentation:
         monkeypatch.setattr(platform, "segmentation", lambda *_: segmentation)
         # So few programs that each takes several pieces, so few asked for at once that they are asked for again.
-        monkeypatch.setattr(platform.kernels, "PROGRAMS", 3)
+        monkeypatch.setattr(platform.pallas_starts, "PROGRAMS", 3)
         for ahead in ("AHEAD_TWO", "AHEAD_MORE"):
-            monkeypatch.setattr(platform.kernels, ahead, 2)
+            monkeypatch.setattr(platform.pallas_starts, ahead, 2)
     check(case, runner(case, learned), learned=learned)
 
 

@@ -32,6 +32,7 @@ from keraunos.kernels.linear_attention import (
     pallas_gates_gradients,
     pallas_gates_scan,
     pallas_gates_starts,
+    pallas_starts,
 )
 from keraunos.kernels.linear_attention import pallas_kernels as kernels
 
@@ -138,7 +139,7 @@ class _Call:
         if self.vector or args.g is not None or args.g_gamma is None:
             # Every piece is needed, whatever is forgotten: they only share the work, where that is for few programs.
             programs = self.N * self.H * (-(-length // (segment * kernels.CHUNK)) - 1)
-            fit = [n for n in range(2, pieces + 1) if segment % n == 0 and programs * n <= kernels.PROGRAMS]
+            fit = [n for n in range(2, pieces + 1) if segment % n == 0 and programs * n <= pallas_starts.PROGRAMS]
             pieces = max(fit, default=1)
         self.forward = kernels.Walk(length, opts.reverse, False, segment, pieces, packed)
         self.adjoint = kernels.Walk(length, not opts.reverse, True, segment, pieces, packed)
@@ -214,9 +215,9 @@ class _Call:
         if walk.segments == 1 or self.opts.started:
             return initial
         given = dict(b=b, c=c, decay=self.decay, plan=self.plan)
-        local, total = self.run(kernels.local_states, given, H=self.H, walk=walk, scale_in=scale_in, stages=3)
+        local, total = self.run(pallas_starts.local_states, given, H=self.H, walk=walk, scale_in=scale_in, stages=3)
         given = dict(local=local, total=total, decay=self.decay, initial=initial, cu_seqlens=self.cu_seqlens)
-        return self.run(kernels.combine, given, B=self.B, walk=walk)
+        return self.run(pallas_starts.combine, given, B=self.B, walk=walk)
 
     def scan(self, a: Any, b: Any, c: Any, starts: Any, walk: Any, *, factor: Any = None, gradient: Any = None,
              **options: Any) -> Any:  # fmt: skip
