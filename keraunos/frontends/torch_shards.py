@@ -21,8 +21,8 @@ from keraunos.frontends.torch_launch import remembered as remembered
 # Its name from PyTorch 2.13 on, and before.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# So many ranks at most each send their own at once to all that want it. An all-gather, which hands it from one to the
-# next, takes longer on the device, but less of the host: the others are for CUDA graphs.
+# So many ranks at most each send their own at once to all that want it, in CUDA graphs: an all-gather, which hands it
+# from one to the next, takes longer on the device, but less of the host.
 _DIRECT = 8
 
 
