@@ -155,7 +155,7 @@ def leave(call: str) -> None:
     )  # fmt: skip
     start, plan, way = empty(1, H, K, V, dtype="float32"), empty(4, dtype="int32"), ends.Way(H, True, False)
     for to in (way, way.adjoint):
-        ends._leave_on_gpu(x, start, plan, to)
+        ends.leave_pieces(x, start, plan, to, 0)
         left = empty(8, ends.length(x, to), dtype="float32")
         ends._arrive_on_gpu(left, start, plan, to, (1, H, K, V))
         _, *pieces = ends.leave_pieces(x, start, plan, to, 4096)

@@ -74,7 +74,7 @@ def leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
     Args:
         x: the stretch. start: ``[B, H, K, V]`` or None, zeros. plan: as above; way: where to.
     """
-    return (_leave_on_gpu if is_for_gpu(x.key) else _leave)(x, start, plan, way)
+    return leave_pieces(x, start, plan, way, 0)[0] if is_for_gpu(x.key) else _leave(x, start, plan, way)
 
 
 def arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
@@ -163,16 +163,16 @@ def _arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) 
 
 
 @functools.lru_cache(maxsize=4096)
-def _leave_plans(
-    k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, segment: int = 0
-) -> tuple[list[Plan], int]:
-    """The launches for the pieces of a stretch, those near its end before the others, and their number."""
+def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, segment: int = 0) -> list[Plan]:
+    """The launches for the pieces of a stretch, those near its end before the others."""
     from keraunos.kernels.linear_attention import ends_kernels
 
     (B, T, _, K), V, H = k.shape, v.shape[-1], way.heads
     gate, exact = 0 if g is None else len(g.shape) - 2, k.dtype == "float32"
     BT, BK = 32 if exact else 64, tile(K)
-    BV = min(tile(V), 64 if BK > 128 or exact else 128)
+    # Where most heads forget, the pieces of few have much to read: two programs for each, with more of it on its way.
+    halves = gamma is not None and not gate
+    BV = min(tile(V), 64 if BK > 128 or exact or halves else 128)
     tiles = B * H * -(-V // BV)
     most = max(_PROGRAMS * (_FORGETTING if gamma or gate else 1) // tiles, 1)
     L = max(-(-T // (min(most, max(T // _MIN_PIECE, 1)) * BT)), 1) * BT
@@ -195,15 +195,17 @@ def _leave_plans(
         GAMMA=gamma is not None, TERMS=3 if exact else 2, RIGHT=way.right, INCLUSIVE=way.inclusive,
         PRECISION="tf32" if not exact else "ieee" if INTERPRETED else "bf16x6",
     )  # fmt: skip
-    warps = 8 if BK * BV > 8192 else 4
+    warps, stages = 8 if BK * BV > 8192 else 4, 4 if halves and not exact else 3
 
     def plan(count, outputs, far):
-        return Plan(ends_kernels.leave_kernel, (count * tiles,), numbers, outputs, dict(constants, FAR=far), warps, 3)
+        return Plan(
+            ends_kernels.leave_kernel, (count * tiles,), numbers, outputs, dict(constants, FAR=far), warps, stages
+        )
 
     plans = [plan(near, outputs, False)]
     if near < P:
         plans.append(plan(P - near, {name: f"{name}_given" for name in outputs}, True))
-    return plans, P
+    return plans
 
 
 @functools.lru_cache(maxsize=4096)
@@ -213,29 +215,29 @@ def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, 
 
     B, H, K, V = sizes
     M, BK = B * H, 8
-    numbers = dict(stride_local=row or M * K * V, stride_total=row or M * gates, P=P, M=M)
+    numbers = dict(row=row, P=P, M=M)
     merged = sizes if row else (M * (K * V + gates),)
-    constants = dict(K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, SEEN=not row,
-                     BEFORE=row > 0)  # fmt: skip
+    constants = dict(K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, BEFORE=row > 0)
     return Plan(
         ends_kernels.merge_kernel, (M * -(-K // BK),), numbers, dict(merged=(merged, "float32")), constants, 4, 4
     )
 
 
-def _leave_on_gpu(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
-    return leave_pieces(x, start, plan, way, 0)[0]
+def leave_local(x: Stretch, plan: Any, way: Way, segment: int) -> tuple[Any, Any, Any]:
+    """On a GPU: the states that pieces of a stretch leave, the sums of their gates, and which have any."""
+    k, v, g, gamma = map(spec_of, x)
+    local = total = seen = None
+    for launch in _leave_plans(k, v, g, gamma, way, segment):
+        local, total, seen = launch.launch(k=x.key, v=x.value, g=x.g, gamma=x.g_gamma, plan=plan, local_given=local,
+                                           total_given=total, seen_given=seen)  # fmt: skip
+    return local, total, seen
 
 
 def leave_pieces(x: Stretch, start: Any, plan: Any, way: Way, segment: int) -> tuple[Any, ...]:
     """On a GPU: what :func:`leave` gives, and what :func:`starts` needs for segments of so many tokens."""
-    k, v, g, gamma = map(spec_of, x)
-    plans, P = _leave_plans(k, v, g, gamma, way, segment)
-    local = total = seen = None
-    for launch in plans:
-        local, total, seen = launch.launch(k=x.key, v=x.value, g=x.g, gamma=x.g_gamma, plan=plan, local_given=local,
-                                           total_given=total, seen_given=seen)  # fmt: skip
-    sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
-    merge = _merge_plan(sizes, _gates(x), P, 0, way, start is not None)
+    local, total, seen = leave_local(x, plan, way, segment)
+    P, *sizes = local.shape
+    merge = _merge_plan(tuple(sizes), _gates(x), P, 0, way, start is not None)
     return merge.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0], local, total, seen
 
 

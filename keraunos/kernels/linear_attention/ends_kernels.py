@@ -31,6 +31,12 @@ def leave_kernel(
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
     i_o = tl.program_id(0) // (NV * H)
+    if GAMMA and GATE == 0:
+        # Heads that forget have little to read: side by side are the pieces of one head, so that all multiprocessors
+        # get as much of each, and those of heads that do not forget begin at once where these are the first.
+        n_o = tl.num_programs(0) // (NV * H)
+        i_h = tl.program_id(0) // (NV * n_o)
+        i_o = (tl.program_id(0) // NV) % n_o
     n_p = (P - NEAR) if FAR else NEAR
     n_b = tl.num_programs(0) // (n_p * NV * H)
     i_d = i_o % n_p + (NEAR if FAR else 0)
@@ -121,10 +127,10 @@ def leave_kernel(
 
 @triton.jit
 def merge_kernel(
-    local, total, seen, start, plan, stride_local, stride_total, P, M,
+    local, total, seen, start, plan, row, P, M,
     merged,
     K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    RIGHT: tl.constexpr, START: tl.constexpr, SEEN: tl.constexpr, BEFORE: tl.constexpr,
+    RIGHT: tl.constexpr, START: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """The state that P stretches leave one after the other ``[M, K, V]``, from the ``local`` that each leaves alone.
 
@@ -142,20 +148,24 @@ def merge_kernel(
     o_d = i_m * KD + (o_k if KD > 1 else o_k * 0)
     p_total = total + o_d
     if BEFORE:
+        stride_local = row
+        stride_total = row
         p_total += M * (K * V)
         n = tl.load(plan + 3)
         fresh = n == 0
     else:
+        stride_local = M * (K * V)
+        stride_total = M * KD
         n = P
         fresh = tl.load(plan + 2) != 0
     b_s = tl.zeros([BK, BV], dtype=tl.float32)
     if START:
         b_s = tl.load(start + o_s, mask=m_s & fresh, other=0.0).to(tl.float32)
     b_sum = tl.zeros([BK], dtype=tl.float32)
-    for i in tl.range(n, num_stages=8):
+    for i in tl.range(n, num_stages=4, loop_unroll_factor=4):
         i_p = i_m * 0 + (i if RIGHT else (P - 1 - i))
         m_l = m_s
-        if SEEN:
+        if not BEFORE:
             m_l = m_s & (tl.load(seen + i_p * M + i_m) != 0)
         b_total = tl.load(p_total + i_p * stride_total, mask=o_k < K, other=0.0)  # [BK]
         b_local = tl.load(local + i_p * stride_local + o_s, mask=m_l, other=0.0)  # [BK, BV]
