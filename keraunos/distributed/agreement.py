@@ -30,6 +30,8 @@ from typing import Any
 _SHORTEST, _LONGEST = 0.0005, 0.02
 # Seconds, the timeout's at most, in which ranks say that an exchange failed there, after the backend's own timeout.
 _GRACE = 10
+# Calls back to which an exchange may belong that is found to have failed.
+_RECENT = 100
 
 
 class DisagreementError(ValueError):
@@ -70,6 +72,16 @@ def arguments(group: Any) -> Iterator[None]:
         check(group, refused=str(error))
         # All ranks say the same.
         raise
+
+
+def timeout(group: Any) -> float:
+    """Seconds that ranks wait for each other."""
+    return _ledger(group).timeout.total_seconds()
+
+
+def late(group: Any, ranks: list[int]) -> Exception:
+    """The error where an exchange has not seen the ranks of these numbers within the timeout."""
+    return _ledger(group).late(ranks)
 
 
 @contextlib.contextmanager
@@ -183,6 +195,16 @@ class _Ledger:
             if len(values) > 1:
                 parts.append(f"{name} is " + ", ".join(f"{v} on {self.names(ranks)}" for v, ranks in values.items()))
         return f"the ranks differ: {'; '.join(parts)}"
+
+    def late(self, ranks: list[int]) -> Exception:
+        """What it means that ranks did not come to an exchange: those that found a mismatch never do."""
+        for call in range(self.calls, max(self.calls - _RECENT, 0), -1):
+            if self.store.check([f"{call}/verdict"]):
+                return _error(self.store.get(f"{call}/verdict"))
+        seconds = self.timeout.total_seconds()
+        return RankFailedError(
+            f"keraunos.distributed: {self.names(ranks)} did not come to an exchange within {seconds:g} s"
+        )
 
     def failure(self, error: RuntimeError) -> Exception:
         """What a failed collective means. Ranks that are alive fail too, at the latest at the timeout, and say so."""

@@ -17,12 +17,13 @@ from keraunos.frontends import alone
 from keraunos.frontends.torch import _changes, _flat, _has_rows, _rows, _watched, constant
 from keraunos.frontends.torch_launch import fixed, recorded
 from keraunos.frontends.torch_launch import remembered as remembered
+from keraunos.frontends.torch_peers import peers
 
 # Its name from PyTorch 2.13 on, and before.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# So many ranks at most each send their own at once to all that want it, in CUDA graphs: an all-gather, which hands it
-# from one to the next, takes longer on the device, but less of the host.
+# So many ranks at most each send their own at once to all that want it. Through NCCL that is done in CUDA graphs: an
+# all-gather, which hands it from one to the next, takes longer on the device, but less of the host.
 _DIRECT = 8
 
 
@@ -45,6 +46,10 @@ class Shards:
 
     def gather(self, x: torch.Tensor, right: bool) -> torch.Tensor:
         """The ranks' vectors ``x``, ``[size, n]``: of those before this one at least, or after it if not ``right``."""
+        if self.direct and x.is_cuda and x.dtype == torch.float32:
+            near = peers(self.group, x.device)
+            if near.ready(len(x)):
+                return near.gather(right)([x])[0]
         run = functools.partial(self._gather, right)
         return recorded(run, [x], [((self.size, len(x)), x.dtype)], addresses=False)[0]
 

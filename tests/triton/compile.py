@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keraunos import frontends
+from keraunos.frontends import torch_peers
 from keraunos.kernels.linear_attention import ends, interface, triton_call
 from keraunos.kernels.linear_attention import triton as platform
 from keraunos.kernels.softmax_attention import interface as softmax_interface
@@ -27,7 +28,8 @@ from keraunos.kernels.state_pool import triton as pool_platform
 from keraunos.ops import Config
 
 BUDGETS = Path(__file__).with_name("budgets.json")
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8", "bool": "i1"}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "int8": "i8",
+         "bool": "i1"}  # fmt: skip
 
 # Name -> (dtype, K, V, heads of q, heads of k, gate, gamma, batch, tokens, packed)
 CALLS = {
@@ -71,6 +73,9 @@ ENDS = {
     "ends, vector gates": ("bfloat16", 128, 128, 16, 16, "vector", False),
     "ends, vector gates, float32": ("float32", 128, 64, 16, 16, "vector", False),
 }
+
+# Name -> (ranks, this one): GPUs of one host that write into each other's memory.
+PEERS = {"exchange, the first of 4": (4, 0), "exchange, in the middle of 8": (8, 3)}
 
 
 def resources(kernel, inputs, made, constants, num_warps, num_stages) -> dict[str, int]:
@@ -121,7 +126,8 @@ def measure(call: str) -> dict[str, dict[str, int]]:
         return tuple(made)
 
     with mock.patch.object(triton_call, "launch", launch), mock.patch.object(frontends, "launch", launch):
-        (serve if call in SERVING else soften if call in SOFTMAX else leave if call in ENDS else attend)(call)
+        kinds = {serve: SERVING, soften: SOFTMAX, leave: ENDS, exchange: PEERS, attend: CALLS}
+        next(fn for fn, calls in kinds.items() if call in calls)(call)
     return found
 
 
@@ -160,6 +166,18 @@ def leave(call: str) -> None:
         ends._arrive_on_gpu(left, start, plan, to, (1, H, K, V))
         _, *pieces = ends.leave_pieces(x, start, plan, to, 4096)
         ends.starts(left, *pieces, start, plan, to, 4096, False)
+
+
+def exchange(call: str) -> None:
+    """What ranks exchange without a collective."""
+    peers = object.__new__(torch_peers.Peers)
+    peers.size, peers.rank = PEERS[call]
+    peers.programs, peers.patience, peers.stream, peers.late = 132, 600, None, torch.zeros(1).int()
+    x = empty(16 * (128 * 128 + 1), dtype="float32")
+    own, addresses = empty(1 << 24, dtype="float32"), empty(peers.size, dtype="int64")
+    peers.memory = {peers.place(len(x)): (own, addresses, empty(2, peers.programs, dtype="int32"))}
+    for right in (True, False):
+        peers._gather(right, [x])
 
 
 def soften(call: str) -> None:
@@ -203,5 +221,5 @@ def serve(call: str) -> None:
 
 
 if __name__ == "__main__":
-    calls = (*CALLS, *SERVING, *SOFTMAX, *ENDS)
+    calls = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *PEERS)
     BUDGETS.write_text(json.dumps({call: measure(call) for call in calls}, indent=1) + "\n")

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tests.linear_attention.cases import GPU
-from tests.triton.compile import BUDGETS, CALLS, ENDS, SERVING, SOFTMAX, measure
+from tests.triton.compile import BUDGETS, CALLS, ENDS, PEERS, SERVING, SOFTMAX, measure
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run witho
 SHARED = 232448
 
 
-@pytest.mark.parametrize("call", [*CALLS, *SERVING, *SOFTMAX, *ENDS])
+@pytest.mark.parametrize("call", [*CALLS, *SERVING, *SOFTMAX, *ENDS, *PEERS])
 def test_kernels_stay_within_their_budgets(call):
     budget, found = json.loads(BUDGETS.read_text())[call], measure(call)
     assert found.keys() == budget.keys()

@@ -28,6 +28,7 @@ PARTS = "tests/softmax_attention/test_parts.py"
 SERVING = "tests/serving"
 ENDS = "tests/linear_attention/test_ends.py"
 SHARDS = "tests/distributed/test_torch_linear.py"
+PEERS = "tests/distributed/test_peers.py"
 
 
 @pytest.mark.parametrize(("file", "segment", "tests"), [
@@ -40,9 +41,9 @@ SHARDS = "tests/distributed/test_torch_linear.py"
     (TORCH, "64", "not gradcheck"),
     (SOFTMAX, "", "values"), (BLOCKS, "", "test"), (PARTS, "", "test"), (ENDS, "", "test"),
     (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
-    (SERVING, "64", "every_gate and exported or parts and 65"), (SHARDS, "64", "alike"),
+    (SERVING, "64", "every_gate and exported or parts and 65"), (SHARDS, "64", "alike"), (PEERS, "", "comes"),
 ], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax", "blocks", "parts of keys",
-        "ends", "serving", "serving segments", "shards"])  # fmt: skip
+        "ends", "serving", "serving segments", "shards", "peers"])  # fmt: skip
 def test_in_the_interpreter(file, segment, tests):
     parts, segment = ("1", {"pairs": "64"}.get(segment, "")) if segment in ("parts", "pairs") else ("", segment)
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)
