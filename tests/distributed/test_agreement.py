@@ -82,6 +82,34 @@ def test_every_rank_raises_the_same(size):
     assert [found[-1] for found in ranks] == [newer] * size
 
 
+def late(rank, size):
+    """What ranks say that miss the last one in an exchange on the device: after a call in which all differed, and after
+    one in which only that one found out."""
+    import torch.distributed as dist
+
+    from keraunos.distributed import agreement
+
+    def raising():
+        raise agreement.late(None, [size - 1])
+
+    found = []
+    for theirs, its in ((1, 1), (2, 3), (1, 1), (1, 4)):
+        checked = outcome(lambda theirs=theirs, its=its: agreement.check(None, x=its if rank == size - 1 else theirs))
+        dist.barrier()
+        found.append((checked, outcome(raising)))
+    return found
+
+
+def test_a_rank_that_an_exchange_misses_is_named_or_what_it_raised_is():
+    found = run_world(late, 3, timeout=5)[0]
+    missed = "RankFailedError", "keraunos.distributed: rank 2 did not come to an exchange within 5 s"
+    differ = "DisagreementError", "keraunos.distributed: the ranks differ: x is {} on ranks 0, 1, {} on rank 2"
+    assert found[0] == (None, missed)
+    assert found[1] == ((differ[0], differ[1].format(2, 3)), missed)
+    assert found[2] == (None, missed)
+    assert found[3] == (None, (differ[0], differ[1].format(1, 4)))
+
+
 def in_a_part_of_the_world(rank, size):
     """The last two ranks are a group of their own."""
     import torch.distributed as dist
