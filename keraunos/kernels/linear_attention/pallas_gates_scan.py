@@ -47,6 +47,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _smem,
     _zeros,
 )
+from keraunos.kernels.linear_attention.pallas_walk import over
 
 # Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
 # prepare. Where there is one of each, all have what they can use.
@@ -148,7 +149,7 @@ class _Program:
         names, parts = (*self.keyed, self.value), [self.P] * len(self.keyed) + [self.W]
         for name, count, shared in zip(names, parts, self.shared, strict=True):
             for part, dims in enumerate(_parts(count * COLUMNS)):
-                source = getattr(self.at, name).at[self.row, t, self.i_h // shared, dims]
+                source = getattr(self.at, name).at[self.row, t, over(self.i_h, shared), dims]
                 plgpu.copy_gmem_to_smem(source, getattr(self.at, f"{name}_s").at[slot, part], barrier)
 
     def _place(self, i: Any) -> Any:

@@ -27,6 +27,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _smem,
     _zeros,
 )
+from keraunos.kernels.linear_attention.pallas_walk import over
 
 # Columns of a state that a program of ``combine`` has: few heads have few states, and each is walked through in order.
 _COMBINED = 16
@@ -127,7 +128,7 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
 
                 @pl.when(lax.rem(i, pieces) == 0)
                 def _():
-                    at.starts[slot0 + i // pieces, i_h, *part] = state
+                    at.starts[slot0 + over(i, pieces), i_h, *part] = state
 
                 plgpu.barrier_wait(at.full.at[slot])
                 _give_back(at.empty, i - 1, stages)
@@ -144,7 +145,7 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
         @pl.when(i_w == 1)
         def _move():
             def load(i, slot, barrier):
-                at_piece = slot0 + i // pieces, lax.rem(i, pieces), i_h
+                at_piece = slot0 + over(i, pieces), lax.rem(i, pieces), i_h
                 plgpu.copy_gmem_to_smem(at.local.at[*at_piece, *part], at.tiles.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(at.sums.at[*at_piece, part[0]], at.sums_s.at[slot], barrier)
 

@@ -40,7 +40,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _store_rows,
     _zeros,
 )
-from keraunos.kernels.linear_attention.pallas_walk import CHUNK, TILE, Walk
+from keraunos.kernels.linear_attention.pallas_walk import CHUNK, TILE, Walk, over
 
 __all__ = ["CHUNK", "TILE", "Decay", "Gradient", "Walk", "scan"]
 
@@ -402,7 +402,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     last = jnp.minimum((i_g + 1) * GROUP, chunks.count)
                     return lax.fori_loop(i_g * GROUP, last, step, (state, border))[0]
 
-                state = lax.fori_loop(0, (chunks.count + GROUP - 1) // GROUP, group, state)
+                state = lax.fori_loop(0, over(chunks.count + GROUP - 1, GROUP), group, state)
             else:
                 state = lax.fori_loop(0, chunks.count, lambda i, state: step(i, (state, None))[0], state)
             if final:
@@ -416,7 +416,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
         @pl.when(i_w == W)
         def _memory():
             _registers(W, _REGISTERS_MEMORY, "decrease")
-            head_a, head_b, head_c = (i_h // n for n in split)
+            head_a, head_b, head_c = (over(i_h, n) for n in split)
 
             def load(i, slot, barrier):
                 t, row = pl.ds(chunks.start(i), CHUNK), sequence.row
@@ -427,7 +427,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     columns = pl.ds((i_v * W + w) * COLUMNS, COLUMNS)
                     plgpu.copy_gmem_to_smem(at.c.at[row, t, head_c, columns], at.c_s.at[slot, w], barrier)
                     if factor is not None:
-                        source = at.factor.at[row, t, i_h // (H // factor.shape[2]), columns]
+                        source = at.factor.at[row, t, over(i_h, H // factor.shape[2]), columns]
                         plgpu.copy_gmem_to_smem(source, at.factor_s.at[slot, w], barrier)
                 if gated:
                     plgpu.copy_gmem_to_smem(at.gates.at[row, i_h, t], at.gates_s.at[slot], barrier)

@@ -31,7 +31,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _smem,
     _zeros,
 )
-from keraunos.kernels.linear_attention.pallas_walk import CHUNK, horizon
+from keraunos.kernels.linear_attention.pallas_walk import CHUNK, horizon, over
 
 # Programs of ``local_states`` at most, one per multiprocessor: a prime, so that the pieces of one head, which lie some
 # stride apart and are all that counts where the others forget, are spread evenly.
@@ -104,9 +104,9 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
 
             def piece(n, done):
                 rest, i_f = (f(indices[0] + n * programs, heads) for f in (lax.rem, lax.div))
-                i_v, i_h, i_s = lax.rem(rest, blocks), lax.rem(rest // blocks, H), rest // (blocks * H)
+                i_v, i_h, i_s = lax.rem(rest, blocks), lax.rem(over(rest, blocks), H), over(rest, blocks * H)
                 if not packed:
-                    i_s += i_s // (walk.segments - 1)
+                    i_s += over(i_s, walk.segments - 1)
                 # All heads need the last pieces: these come first.
                 i_f = walk.pieces - 1 - i_f
                 sequence = walk.at(i_s, at.plan)
@@ -119,11 +119,11 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
                     counts &= i_f >= walk.first_piece(g)
                     # From this chunk on, something is left at the end of the segment.
                     after = (walk.pieces - 1 - i_f) * (walk.segment // walk.pieces)
-                    first = jnp.clip(chunks.count - 1 + after - horizon(g) // CHUNK, 0, chunks.count)
+                    first = jnp.clip(chunks.count - 1 + after - over(horizon(g), CHUNK), 0, chunks.count)
                 pl.when(counts)(lambda: walk_through(Piece(i_s, i_f, i_h, i_v, chunks, first, g, done)))
                 return done + jnp.where(counts, chunks.count - first, 0)
 
-            mine = (walk.pieces * heads - indices[0] + programs - 1) // programs
+            mine = over(walk.pieces * heads - indices[0] + programs - 1, programs)
             return lax.fori_loop(0, mine, piece, jnp.int32(0))
 
         def compute(my):
@@ -174,9 +174,9 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
 
             def load(i, slot, barrier):
                 t = pl.ds(my.chunks.start(i), CHUNK)
-                plgpu.copy_gmem_to_smem(at.b.at[row, t, my.head // split[0]], at.b_s.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(at.b.at[row, t, over(my.head, split[0])], at.b_s.at[slot], barrier)
                 for w in range(W):
-                    source = at.c.at[row, t, my.head // split[1], pl.ds((my.block * W + w) * COLUMNS, COLUMNS)]
+                    source = at.c.at[row, t, over(my.head, split[1]), pl.ds((my.block * W + w) * COLUMNS, COLUMNS)]
                     plgpu.copy_gmem_to_smem(source, at.c_s.at[slot, w], barrier)
                 if gated:
                     plgpu.copy_gmem_to_smem(at.gates.at[row, my.head, t], at.gates_s.at[slot], barrier)
@@ -273,7 +273,7 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
         for _ in range(ahead):
             tiles.append(ask(asked))
             asked = after(asked)
-        rounds = (last * count + ahead - 1) // ahead
+        rounds = over(last * count + ahead - 1, ahead)
         state, *_ = lax.fori_loop(0, rounds, steps, (state, begin, asked, tuple(tiles)))
         at.starts[slot0 + last, i_h, part] = state
 

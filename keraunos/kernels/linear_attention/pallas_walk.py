@@ -14,12 +14,20 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 CHUNK = 64
 TILE = 8
 # Older than this many powers of two, a token is nothing in float32.
 _UNDERFLOW = 150.0
+
+
+def over(a: Any, n: int) -> Any:
+    """``a // n`` of numbers that are not negative. For others too, as ``//`` is, it would take ten operations."""
+    if n == 1:
+        return a
+    return a // n if isinstance(a, int) else lax.div(a, n)
 
 
 class Walk(NamedTuple):
@@ -85,7 +93,7 @@ class Walk(NamedTuple):
     def at(self, slot: Any, plan: Any = None) -> Sequence:
         """The sequence that a slot belongs to and which segment of it: ``plan`` is a reference to :meth:`plan`'s."""
         if self.packed is None:
-            return Sequence(self, slot // self.segments, slot % self.segments)
+            return Sequence(self, over(slot, self.segments), lax.rem(slot, self.segments))
         n, i_p, begin, end = (plan[slot, i] for i in range(4))
         return Sequence(self, n, i_p, begin, end)
 
@@ -104,7 +112,7 @@ class Walk(NamedTuple):
     def first_piece(self, log2_decay: Any) -> Any:
         """The first piece of a segment of which anything is left at the segment's end."""
         piece = self.segment // self.pieces * CHUNK
-        return jnp.maximum(self.pieces - 1 - horizon(log2_decay) // piece, 0)
+        return jnp.maximum(self.pieces - 1 - over(horizon(log2_decay), piece), 0)
 
 
 class Sequence:
@@ -114,15 +122,15 @@ class Sequence:
         self.walk, self.index, self.i_p = walk, index, i_p
         packed = walk.packed is not None
         self.row = 0 if packed else index
-        self.lead = begin % TILE if packed else 0
+        self.lead = lax.rem(begin, TILE) if packed else 0
         self.origin = begin - self.lead
         # Of the tokens from the origin on.
         self.end = end - self.origin if packed else walk.T
         self.chunks: Any = walk.chunks
         self.segments: Any = walk.segments
         if packed:
-            self.chunks = jnp.where(end > begin, (self.end + CHUNK - 1) // CHUNK, 0)
-            self.segments = jnp.maximum((self.chunks + walk.segment - 1) // walk.segment, 1)
+            self.chunks = jnp.where(end > begin, over(self.end + CHUNK - 1, CHUNK), 0)
+            self.segments = jnp.maximum(over(self.chunks + walk.segment - 1, walk.segment), 1)
         # Spare slots hold none.
         self.exists = i_p < self.segments if packed else True
         self.is_last = i_p == self.segments - 1
@@ -131,7 +139,7 @@ class Sequence:
         """The first place of the sequence among the pieces of so many chunks: see :meth:`Walk.places`."""
         if self.walk.packed is None:
             return self.index * -(-self.walk.chunks // size)
-        return self.origin // (size * CHUNK) + self.index
+        return over(self.origin, size * CHUNK) + self.index
 
     def tokens(self, i_p: Any) -> Any:
         """Tokens of a segment."""
@@ -169,7 +177,7 @@ class _Range:
 
         Groups are counted from the end of the segment where the recurrence itself, not its adjoint, starts.
         """
-        return self.sequence.place(size) + self.first // size + self.ahead(i) // size
+        return self.sequence.place(size) + over(self.first, size) + over(self.ahead(i), size)
 
     def ahead(self, i: Any) -> Any:
         """How many chunks of the range the recurrence itself, not its adjoint, walks through before this one."""
