@@ -43,15 +43,16 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     return made
 
 
-def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tuple[int, ...], torch.dtype]],
+def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tuple[int, ...], torch.dtype] | int],
              addresses: bool = True) -> tuple:  # fmt: skip
     """Allocate outputs of these shapes and dtypes, ``run(*inputs, *outputs)``, return them.
 
     Args:
+        outputs: a number in place of shape and dtype is an input's, which ``run`` overwrites.
         addresses: ``run`` does the same when it is given addresses on the device.
     """
     device, recording = inputs[0].device, getattr(_local, "recording", None)
-    made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs)
+    made = tuple(inputs[x] if isinstance(x, int) else torch.empty(x[0], dtype=x[1], device=device) for x in outputs)
     with _on(device):
         run(*inputs, *made)
     if recording is not None:

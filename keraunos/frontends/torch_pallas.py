@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import torch
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from keraunos.frontends.torch import _DTYPES, _constant, constant, dtype_name
 from keraunos.frontends.torch_launch import _on, recorded
@@ -44,7 +45,8 @@ def unsupported() -> str | None:
 def launch(fn: Callable, arrays: dict[str, Any], static: dict[str, Any], row: Row | None = None) -> Any:
     """What ``fn(**arrays, **static)`` gives in JAX, for tensors.
 
-    A tensor that is not contiguous, or not aligned to 16 bytes as the bulk copies want it, is copied first.
+    A tensor that is not contiguous, or not aligned to 16 bytes as the bulk copies want it, is copied first. One that
+    the kernel changes in place is a result itself.
 
     Args:
         fn: a function of JAX that is one launch of a kernel.
@@ -74,8 +76,12 @@ def launch(fn: Callable, arrays: dict[str, Any], static: dict[str, Any], row: Ro
         (_, _, *rest), dtype = outputs[0]
         outputs = [((*leaves[per_token.index(True)].shape[:2], *rest), dtype), *outputs[1:]]
         leads[len(leaves)] = row.lead * math.prod(rest) * dtype.itemsize
-    run = _Launch(program, leads, {i: leaves[i] for i in fixed})
-    made = recorded(run, [x for i, x in enumerate(leaves) if i not in fixed], outputs)
+    given = [i for i in range(len(leaves)) if i not in fixed]
+    made = recorded(
+        _Launch(program, leads, {i: leaves[i] for i in fixed}),
+        [leaves[i] for i in given],
+        [given.index(program.changed[i]) if i in program.changed else x for i, x in enumerate(outputs)],
+    )
     return jax.tree.unflatten(program.structure, made)
 
 
@@ -128,7 +134,8 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 class _Program:
     """A compiled kernel: called with addresses in its own order, it launches on the current stream.
 
-    ``order`` has, for each address, which of the arguments and outputs of the function it is.
+    ``order`` has, for each address, which of the arguments and outputs of the function it is; ``changed``, of each
+    output that is an argument changed in place, which.
     """
 
     def __init__(self, fn, structure, kinds, static, device):
@@ -143,7 +150,7 @@ class _Program:
         outputs, self.structure = jax.tree.flatten(traced.out_info)
         self.outputs = [(tuple(x.shape), _DTYPES[x.dtype.name]) for x in outputs]
         lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
-        module, self.order = _module(lowered, len(kinds), len(outputs))
+        module, self.order, self.changed = _module(lowered, len(kinds), len(outputs))
         with _on(device):
             _make_current(device.index)
             start, unload = _build(module)
@@ -185,8 +192,8 @@ def _make_current(index: int | None) -> None:
         known.add(index)
 
 
-def _module(lowered: Any, inputs: int, outputs: int) -> tuple[bytes, list[int]]:
-    """The kernel in a module of JAX, which must be all that is done there, and the order of its arrays."""
+def _module(lowered: Any, inputs: int, outputs: int) -> tuple[bytes, list[int], dict[int, int]]:
+    """The kernel in a module of JAX, which must be all that is done there; the order of its arrays; who is changed."""
     [main] = lowered.body.operations
     [block] = main.regions[0].blocks
     call, *rest, end = block.operations
@@ -200,7 +207,11 @@ def _module(lowered: Any, inputs: int, outputs: int) -> tuple[bytes, list[int]]:
     ):
         raise NotImplementedError(f"not only a kernel is launched by {[op.name for op in block.operations]}")
     kernel: Any = ir.DictAttr(call.attributes["mhlo.backend_config"])["module"]
-    return kernel.value_bytes, [*(given.index(x) for x in call.operands), *range(inputs, inputs + outputs)]
+    order = [*(given.index(x) for x in call.operands), *range(inputs, inputs + outputs)]
+    aliases = map(stablehlo.OutputOperandAlias, call.attributes["output_operand_aliases"])
+    # A single result has no index.
+    changed = {(*x.output_tuple_indices, 0)[0]: order[x.operand_index] for x in aliases}
+    return kernel.value_bytes, order, changed
 
 
 _lock = threading.Lock()

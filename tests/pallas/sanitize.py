@@ -21,6 +21,7 @@ from keraunos.kernels.linear_attention import (
     pallas_gates_gradients,
     pallas_gates_scan,
     pallas_gates_starts,
+    pallas_gates_strong,
     pallas_kernels,
     pallas_starts,
 )
@@ -44,7 +45,8 @@ CALLS = [
     (case(T=333, V=128, gate="vector", decay="infinite", reverse=True), (2, 1)),
     (case(lengths=(5, 0, 333, 70), K=128, gate="vector", gate_dtype="bfloat16", decay="strong"), (2, 1)),
 ]
-KERNELS = {"scan", "states", "combine", "gates_scan", "gates_states", "gates_combine", "gates_gradients"}
+KERNELS = {"scan", "states", "combine", "gates_scan", "gates_states", "gates_combine", "gates_gradients",
+           "gates_strong"}  # fmt: skip
 
 
 def planted():
@@ -91,6 +93,7 @@ def main(part: int = 0, parts: int = 1) -> None:
             mock.patch.object(pallas_gates_scan, "_launch", noted),
             mock.patch.object(pallas_gates_starts, "_launch", noted),
             mock.patch.object(pallas_gates_gradients, "_launch", noted),
+            mock.patch.object(pallas_gates_strong, "_launch", noted),
         ):
             results = jax.tree.leaves(jax.jit(both)(*some.arrays))
         finite = all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in results)

@@ -112,7 +112,7 @@ def test_values_and_gradients(case, segmentation, monkeypatch):
         case.check(functools.partial(run_torch, "pallas", function))
     if case.gate == "vector":
         # Of two segments, the other kernels make the second's state.
-        expected = {"scan", "states", "gradients"} | ({"combine"} if segmentation == (1, 1) else set())
+        expected = {"scan", "states", "gradients", "add_pairs"} | ({"combine"} if segmentation == (1, 1) else set())
     else:
         expected = {"scan", "local_states", "combine"} if segmentation else {"scan"}
     assert {name for name, _ in launched} == expected
@@ -205,6 +205,27 @@ def test_every_kernel_is_handed_over_with_its_arrays(case, segmentation, monkeyp
 
 
 @NEEDS_JAX
+def test_what_a_kernel_changes_in_place_is_a_result(monkeypatch):
+    pytest.importorskip("jax_cuda13_plugin")
+    from keraunos.frontends import torch_pallas
+    from keraunos.kernels.linear_attention.pallas_gates import Decay
+    from keraunos.kernels.linear_attention.pallas_gates_strong import add_pairs
+    from keraunos.kernels.linear_attention.pallas_walk import Walk
+
+    monkeypatch.setattr(torch_pallas, "_build", lambda module: (lambda: (launch_c, function), None))
+    launch_c, function, seen = None, None, []
+    monkeypatch.setattr(torch_pallas, "_make_current", lambda index: None)
+    monkeypatch.setattr(torch_pallas._Program, "__call__", lambda self, addresses: seen.append(addresses))
+    q, k, v, g, do, dq, dk, dv, dg = (torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16) for _ in range(9))
+    given = dict(q=q, k=k, v=v, decay=Decay((g,)), do=do, strong=torch.zeros(1, 1, 1, 2, dtype=torch.int32), plan=None)
+    static = dict(H=1, walk=Walk(64, True, True, 1, 1), scale=1.0)
+    results = torch_pallas.launch(add_pairs, given | dict(dq=dq, dk=dk, dv=dv, terms=[dg]), static)
+    assert all(a is b for a, b in zip(results, (dq, dk, dv, dg), strict=True))
+    changed = [x.data_ptr() for x in results]
+    assert [addresses[-8:] for addresses in seen] == [changed * 2]
+
+
+@NEEDS_JAX
 def test_only_a_kernel_is_handed_over():
     pytest.importorskip("jax_cuda13_plugin")
     from keraunos.frontends import torch_pallas
@@ -237,7 +258,7 @@ class Noted:
     """Stands for a compiled kernel that doubles; notes the addresses that it is given."""
 
     def __init__(self, outputs, structure, order):
-        self.outputs, self.structure, self.order, self.calls = outputs, structure, order, []
+        self.outputs, self.structure, self.order, self.changed, self.calls = outputs, structure, order, {}, []
 
     def __call__(self, addresses):
         self.calls.append(addresses)

@@ -32,6 +32,7 @@ from keraunos.kernels.linear_attention import (
     pallas_gates_gradients,
     pallas_gates_scan,
     pallas_gates_starts,
+    pallas_gates_strong,
     pallas_starts,
 )
 from keraunos.kernels.linear_attention import pallas_kernels as kernels
@@ -325,7 +326,11 @@ class _VectorCall(_Call):
             saved = self.walked(pallas_gates_scan.states, self.forward, given, every=True)
         before, last = saved
         given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends, last=last)
-        dq, dk, dv, dh0, _, *terms = self.walked(pallas_gates_gradients.gradients, self.adjoint, given)
+        dq, dk, dv, dh0, strong, *terms = self.walked(pallas_gates_gradients.gradients, self.adjoint, given)
+        given = dict(q=self.q, k=self.k, v=self.v, decay=self.decay, do=do, strong=strong, plan=self.plan,
+                     dq=dq, dk=dk, dv=dv, terms=terms)  # fmt: skip
+        static = dict(H=self.H, walk=self.adjoint, scale=self.scale)
+        dq, dk, dv, *terms = self.run(pallas_gates_strong.add_pairs, given, **static)
         # A single term is of the gates' own dtype.
         dg = self.unpad(terms[0] if len(terms) == 1 else sum(self.arrays.cast(x, "float32") for x in terms))
         dk, dv = (self.shared(self.arrays.cast(x, "float32") if self.G < self.H else x) for x in (dk, dv))

@@ -46,6 +46,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _smem,
     _store_rows,
 )
+from keraunos.kernels.linear_attention.pallas_walk import over
 
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)
@@ -71,12 +72,18 @@ def _make_constants(at: Any, walk: Any, i: Any) -> None:
 
     @pl.when(i == 0)
     def _():
-        row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), i, layout=_LAYOUT) for i in range(2))
         place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_ROW)
-        at.upto_s[0] = _exact(col >= row if walk.backward_in_time else col <= row)
-        at.places_s[...] = CHUNK - 1 - place if walk.backward_in_time else place
+        place = CHUNK - 1 - place if walk.backward_in_time else place
+        at.places_s[...] = place
+        _meet()
+        at.upto_s[0] = _exact(_column_places(at.places_s) <= _rows(place, CHUNK))
         plgpu.commit_smem()
         plgpu.barrier_arrive(at.once)
+
+
+def _column_places(places_s: Any) -> Any:
+    """``[CHUNK, CHUNK]``: the place of a column's token."""
+    return lax.broadcast_in_dim(plgpu.load(places_s, layout=_PER_COLUMN), (CHUNK, CHUNK), [1])
 
 
 def _nought(at: Any, walk: Any) -> Any:
@@ -100,7 +107,7 @@ def _load_parts(at: Any, gs: Any, names: Any, split: Any, row: Any, t: Any, i_h:
         for j, g in enumerate(_names(gs)):
             plgpu.copy_gmem_to_smem(getattr(at, g).at[row, t, i_h, dims], at.g_s.at[slot, j, part], barrier)
         for name, n in zip(names, split, strict=False):
-            source = getattr(at, name).at[row, t, i_h // n, dims]
+            source = getattr(at, name).at[row, t, over(i_h, n), dims]
             plgpu.copy_gmem_to_smem(source, getattr(at, f"{name}_s").at[slot, part], barrier)
 
 
@@ -138,7 +145,7 @@ class _Gates:
     @property
     def col(self) -> Any:
         """``[CHUNK, CHUNK]``: the place of a column's token."""
-        return lax.broadcast_in_dim(plgpu.load(self.places_s, layout=_PER_COLUMN), (CHUNK, CHUNK), [1])
+        return _column_places(self.places_s)
 
     def sums(self, weights: Any, steps: Any) -> Any:
         """``weights @ gates``, base 2; the constant decay counts ``steps()`` ``[CHUNK]`` times."""
@@ -212,11 +219,13 @@ class _Gates:
 
         Blocks have 2 m tokens; their later half looks back at their earlier half. m is a power of two.
         """
-        return ((self.col ^ self.row) < m) & jnp.where(self.later(m), self.col <= self.row, self.col > self.row)
+        row, col = self.row, self.col
+        return ((col ^ row) < m) & jnp.where((row & m) != 0, col <= row, col > row)
 
     def spanned(self, m: Any) -> Any:
         """The transpose of :meth:`between`: which tokens have a gate in the sum of a level."""
-        return ((self.col ^ self.row) < m) & jnp.where((self.col & m) != 0, self.row <= self.col, self.row > self.col)
+        row, col = self.row, self.col
+        return ((col ^ row) < m) & jnp.where((col & m) != 0, row <= col, row > col)
 
     def level(self, m: Any) -> Any:
         """exp2 of the sums of the gates of :meth:`between`."""

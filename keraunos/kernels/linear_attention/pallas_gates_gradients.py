@@ -1,8 +1,8 @@
 """The gradients of the recurrence with gates per token and dimension of the key, for Hopper: one walk against it.
 
 A warpgroup holds 64 rows of the state's gradient and prepares what belongs to them, as ``pallas_gates.py`` says;
-another moves memory. Pairs within a chunk whose gates are strong are left out of the walk and done after it, chunk by
-chunk: see ``pallas_gates_strong.py``.
+another moves memory. Pairs within a chunk whose gates are strong are left out of the walk and done after it, by the
+kernel of ``pallas_gates_strong.py``.
 
 A chunk takes few steps, each of many products at once, between which the warps meet: most of a warpgroup's time goes
 into waiting for itself. Branches hold little, for what they need takes registers that the walk does not have.
@@ -41,7 +41,6 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _tiles,
 )
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
-from keraunos.kernels.linear_attention.pallas_gates_strong import halve
 from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
     _PER_ROW,
@@ -54,6 +53,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _rows,
     _zeros,
 )
+from keraunos.kernels.linear_attention.pallas_walk import over
 
 
 def _columns_of(ref: Any, columns: list[Any]) -> tuple[Any, ...]:
@@ -113,16 +113,9 @@ class _Walk:
             for x, value in zip(self.columns, state, strict=True):
                 at.start[self.sequence.index, self.i_h, self.dims, x] = value
 
+        # Here the warps meet.
         plgpu.wait_smem_to_gmem(0)
-        plgpu.commit_smem()
-        self.meet()
-        pl.when(sum(at.strong_s[p] for p in range(self.P)) > 0)(lambda: pl.loop(0, count)(lambda i: halve(self, i)))
-
-    def meet(self) -> None:
-        """The warpgroups wait for each other."""
-        if self.P > 1:
-            plgpu.barrier_arrive(self.at.sent)
-            plgpu.barrier_wait(self.at.sent)
+        at.strong[self.i_s, self.i_h, self.part, self.walk.segment] = at.strong_s[self.part]
 
     def step(self, i: Any, state: Any) -> Any:
         """One chunk, but for pairs within it if its gates are strong."""
@@ -140,7 +133,8 @@ class _Walk:
         # No pairs are taken where gates are strong.
         far = jnp.where(mild, 0, CHUNK)
         to_key = self.from_later(t, state, far, i > 0)
-        state = tuple(x * _factor(t.kept) for x in state)
+        kept = _factor(t.kept)
+        state = tuple(x * kept for x in state)
 
         @pl.when(jnp.logical_not(mild))
         def _():
@@ -155,7 +149,8 @@ class _Walk:
         self.share(t, dv)
         to_query, dq = self.through_before(t, state, far)
         dq, sums = self.from_earlier(self.tiles(i), dq, to_query)
-        state = tuple(x * _factor(t.last) for x in state)
+        last = _factor(t.last)
+        state = tuple(x * last for x in state)
         plgpu.barrier_arrive(at.empty_v)
         # All products with q, k and gates are done.
         plgpu.commit_smem()
@@ -371,8 +366,8 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
         walk: of the gradient; stages: of the ring of q, k and gates, at most.
 
     Returns:
-        dq, dk, dv per query head in the dtype of q; ``[N, H, K, V]`` float32; which chunks had strong gates, for nobody
-        else; as many bf16 terms of the gradient of the gates as there are of the gates.
+        dq, dk, dv per query head in the dtype of q; ``[N, H, K, V]`` float32; which chunks had strong gates, for
+        ``pallas_gates_strong.add_pairs``; as many bf16 terms of the gradient of the gates as there are of the gates.
     """
     (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
@@ -386,8 +381,8 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
                   **named_starts(ends), last=None if ends is None else last, plan=plan)  # fmt: skip
     outputs = dict(
         dq=shape(B, rows, H, K), dk=shape(B, rows, H, K), dv=shape(B, rows, H, V), start=shape(N, H, K, V, dtype=_F32),
-        # Which chunks have strong gates.
-        strong=shape(walk.slots(B), H, P, walk.segment, dtype=jnp.int32),
+        # Which chunks have strong gates, and whether one has.
+        strong=shape(walk.slots(B), H, P, walk.segment + 1, dtype=jnp.int32),
         **{f"d{name}": shape(B, rows, H, K, dtype=jnp.bfloat16) for name in _names(gs)},
     )  # fmt: skip
     scratch = dict(
@@ -398,14 +393,11 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
         # What the gradient of gates starts from, of this chunk and the next in turn, and what passes a strong one.
         border_s=plgpu.SMEM((P, 3, COLUMNS), _F32), strong_s=plgpu.SMEM((P,), jnp.int32), **_constants_s(),
         # full and empty, of q, k and gates; full_v and empty_v, of v, do and states; met: what neighbours hold of v and
-        # do is cleared; sent: the parts of dv are there; again: what a chunk with strong gates needs once more.
+        # do is cleared; sent: the parts of dv are there.
         full=plgpu.Barrier(num_arrivals=P * (2 + len(gs)), num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=P, num_barriers=stages),
         full_v=plgpu.Barrier(num_arrivals=W * (2 + P)), empty_v=plgpu.Barrier(num_arrivals=P),
         met=plgpu.Barrier(num_arrivals=P) if packed else None, sent=plgpu.Barrier(num_arrivals=P) if P > 1 else None,
-        again=plgpu.Barrier(num_arrivals=2 + len(gs), num_barriers=P), again_v=plgpu.Barrier(num_arrivals=2 * W),
-        again_qk=plgpu.Barrier(num_arrivals=2, num_barriers=P), again_dv=plgpu.Barrier(num_barriers=P),
-        again_g=plgpu.Barrier(num_arrivals=len(gs), num_barriers=P),
     )  # fmt: skip
 
     def body(indices, i_w, *refs):
@@ -445,7 +437,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
                 _load_parts(at, gs, ("q", "k"), shared, row, t, i_h, slot, at.full.at[slot])
                 pl.when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_v))
                 for w, columns in enumerate(_parts(V)):
-                    plgpu.copy_gmem_to_smem(at.v.at[row, t, i_h // shared[2], columns], at.v_s.at[w], at.full_v)
+                    plgpu.copy_gmem_to_smem(at.v.at[row, t, over(i_h, shared[2]), columns], at.v_s.at[w], at.full_v)
                     plgpu.copy_gmem_to_smem(at.do.at[row, t, i_h, columns], at.do_s.at[w], at.full_v)
                     for p, dims in enumerate(_parts(K)):
                         source = at.before.at[chunks.place(i, 1), i_h, dims, columns]

@@ -2,6 +2,8 @@
 
 Pairs are made by halving, level by level, with factors of at most 1, so that all is finite and exact whatever the gates
 are. It takes several times as long as a chunk with mild gates.
+
+A program is a single warpgroup, which has a chunk to itself: all that meets is its own warps.
 """
 
 from __future__ import annotations
@@ -13,146 +15,207 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_gates import _F32, _exact, _load, _names, _product, _split
-from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, CHUNK, COLUMNS, _rows, _zeros
+from keraunos.kernels.linear_attention.pallas_gates import (
+    _F32,
+    _constants_s,
+    _exact,
+    _gamma,
+    _Gates,
+    _give,
+    _load,
+    _make_constants,
+    _names,
+    _parts,
+    _product,
+    _split,
+    _tiles,
+)
+from keraunos.kernels.linear_attention.pallas_program import (
+    _LAYOUT,
+    CHUNK,
+    COLUMNS,
+    _launch,
+    _Names,
+    _rows,
+    _zeros,
+)
+from keraunos.kernels.linear_attention.pallas_walk import over
+
+# As many programs as there is room for at once, two per multiprocessor: most end at once.
+_PROGRAMS = 264
 
 
-def halve(of: Any, i: Any) -> None:
-    """Add a chunk's pairs, where its gates are strong, for the dimensions of a warpgroup that had them so.
+class _Chunk:
+    """One chunk, whose gates are strong in some dimensions; ``at`` are the kernel's references."""
 
-    ``of`` is the warpgroup's walk, which is over, and at least one of them calls this for all its chunks.
-    """
-    strong = [of.at.strong[of.i_s, of.i_h, p, i] > 0 for p in range(of.P)]
-    some: Any = strong[0]
-    own: Any = strong[0]
-    if of.P > 1:
-        some, own = strong[0] | strong[1], jnp.where(of.part == 0, *strong)
+    def __init__(self, at: Any, i: Any, i_s: Any, i_h: Any, *, walk: Any, gs: Any, shared: list[int], scale: float,
+                 dtype: Any):  # fmt: skip
+        self.at, self.i, self.i_h, self.gs, self.shared, self.scale, self.dtype = at, i, i_h, gs, shared, scale, dtype
+        sequence = walk.at(i_s, at.plan)
+        self.chunks, self.packed = sequence.of_segment(), at.plan is not None
+        self.marks = i_s, i_h
+        self.place, self.tokens = (sequence.row, i_h), (sequence.row, pl.ds(self.chunks.start(i), CHUNK))
+        self.W, self.P = at.v_s.shape[0], at.pairs_s.shape[0]
+        self.gates = [at.g_s.at[j] for j in range(len(gs))]
+        self.v, self.do = ([x.at[w] for w in range(self.W)] for x in (at.v_s, at.do_s))
+        gamma = _gamma(at.gamma, *self.place)
+        self.work = _Gates(at, 0, 0, self.gates, gamma, walk, self.chunks.rows(i), dtype)
 
-    @pl.when(some)
-    def _():
-        t = of.tiles(i, True)
-        _load_values(of, t, i)
-        pl.when(own)(lambda: _add(of, t, i))
-
-        @pl.when(jnp.logical_not(own))
-        def _():
-            t.after[0][...] = _zeros(CHUNK, COLUMNS).astype(of.dtype)
-            plgpu.commit_smem()
-
-        of.meet()
-        _add_values(of, t, i)
-        plgpu.wait_smem_to_gmem(0)
-        of.meet()
-
-
-def _tokens(of: Any, i: Any) -> tuple[Any, Any]:
-    return of.sequence.row, pl.ds(of.chunks.start(i), CHUNK)
-
-
-def _load_values(of: Any, t: Any, i: Any) -> None:
-    """Have v and do in shared memory, without what neighbours hold."""
-    at, tokens = of.at, _tokens(of, i)
-
-    @pl.when(t.part == 0)
-    def _():
-        for w, columns in enumerate(of.columns):
-            source = at.v.at[*tokens, of.i_h // of.shared[2], columns]
-            plgpu.copy_gmem_to_smem(source, at.v_s.at[w], at.again_v)
-            plgpu.copy_gmem_to_smem(at.do.at[*tokens, of.i_h, columns], at.do_s.at[w], at.again_v)
-
-    plgpu.barrier_wait(at.again_v)
-    if of.packed:
-        pl.when(t.work.n < CHUNK)(t.clear_values)
-
-
-def _add(of: Any, t: Any, i: Any) -> None:
-    """Add to dq, dk and dg; the pairs are left in ``after[0]``."""
-    at, tokens = of.at, _tokens(of, i)
-
-    def load(barrier, *copies):
-        for source, tile, n in copies:
-            plgpu.copy_gmem_to_smem(source.at[*tokens, of.i_h // n, t.dims], tile, barrier.at[t.part])
-        plgpu.barrier_wait(barrier.at[t.part])
-
-    def clear(*tiles):
-        if of.packed:
-            t.work.clear(*tiles)
-
-    gates = [(getattr(at, name), x, 1) for name, x in zip(_names(of.gs), t.gates, strict=True)]
-    load(at.again, (at.q, t.q, of.shared[0]), (at.k, t.k, of.shared[1]), *gates)
-    clear(t.q, t.k, *t.gates)
-    dq, dk, dg = _by_halving(of, t)
-    q, k = (plgpu.load(x, layout=_LAYOUT) for x in (t.q, t.k))
-    plgpu.commit_smem()
-    load(at.again_qk, (at.dq, t.q, 1), (at.dk, t.k, 1))
-    clear(t.q, t.k)
-    # To before the chunk and to after it; nothing cancels.
-    before, after = _load(t.q), _load(t.k) * jnp.exp2(t.work.left())
-    # All warps are done with what was there.
-    plgpu.commit_smem()
-    t.pairs[...] = (q.astype(_F32) * before).astype(of.dtype)
-    t.before[0][...] = (k.astype(_F32) * after).astype(of.dtype)
-    plgpu.commit_smem()
-    dg = dg + _product(t.work.upto_s.T, t.pairs, _exact(t.work.col < t.work.row), t.before[0])
-    t.q[...], t.k[...] = (dq + before).astype(of.dtype), (dk + after).astype(of.dtype)
-    plgpu.commit_smem()
-    load(at.again_g, *((x, gate, 1) for x, gate in zip(of.dgs, t.gates, strict=True)))
-    for gate, x in zip(t.gates, _split(sum(map(_load, t.gates)) + dg, len(t.gates)), strict=True):
-        gate[...] = x
-    plgpu.commit_smem()
-    for tile, target in ((t.q, at.dq), (t.k, at.dk), *zip(t.gates, of.dgs, strict=True)):
-        of.give(tile, target, t)
-
-
-def _add_values(of: Any, t: Any, i: Any) -> None:
-    """Add to dv, 64 columns at a time, through the pairs of all: each warpgroup to its own part of them."""
-    at, tokens, barrier = of.at, _tokens(of, i), of.at.again_dv.at[t.part]
-
-    def add(w):
-        columns = pl.ds(w * COLUMNS, COLUMNS)
-        plgpu.copy_gmem_to_smem(at.dv.at[*tokens, of.i_h, columns], at.v_s.at[w], barrier)
-        dv = _product(*(x for p in range(of.P) for x in (at.after_s.at[p, 0].T, at.do_s.at[w])))
+    def load(self, barrier: Any, *copies: Any) -> None:
+        """Have parts of arrays in shared memory, without what neighbours hold."""
+        for source, i_h, columns, tile in copies:
+            plgpu.copy_gmem_to_smem(source.at[*self.tokens, i_h, columns], tile, barrier)
         plgpu.barrier_wait(barrier)
-        at.v_s[w] = (_load(at.v_s.at[w]) + dv).astype(of.dtype)
+        if self.packed:
+            self.work.clear(*(tile for *_, tile in copies))
+
+    def give(self, tile: Any, ref: Any, columns: Any) -> None:
+        """Start copying a tile to memory."""
+        _give(tile, ref, self.place, self.chunks, self.i, columns, self.packed)
+
+    def halve(self) -> None:
+        """Add its pairs, through the 64 dimensions of those parts that are strong."""
+        at, columns = self.at, _parts(self.W * COLUMNS)
+        of_v = [(at.v, over(self.i_h, self.shared[2]), x, tile) for x, tile in zip(columns, self.v, strict=True)]
+        self.load(at.values, *of_v, *((at.do, self.i_h, x, tile) for x, tile in zip(columns, self.do, strict=True)))
+
+        @pl.loop(0, self.P)
+        def _(p):
+            own = at.strong[*self.marks, p, self.i] > 0
+            pl.when(own)(lambda: self.add(pl.ds(p * COLUMNS, COLUMNS), at.pairs_s.at[p]))
+
+            @pl.when(jnp.logical_not(own))
+            def _():
+                at.pairs_s[p] = _zeros(CHUNK, COLUMNS).astype(self.dtype)
+                plgpu.commit_smem()
+
+        pl.loop(0, self.W)(self.add_values)
+
+    def add_values(self, w: Any) -> None:
+        """Add to 64 columns of dv, through all pairs."""
+        at, tile, columns = self.at, self.at.v_s.at[w], pl.ds(w * COLUMNS, COLUMNS)
+        self.load(at.dv_there, (at.dv, self.i_h, columns, tile))
+        dv = _product(*(x for p in range(self.P) for x in (at.pairs_s.at[p].T, at.do_s.at[w])))
+        tile[...] = (_load(tile) + dv).astype(self.dtype)
         plgpu.commit_smem()
-        of.give(at.v_s.at[w], at.dv, t, columns)
+        self.give(tile, at.dv, columns)
 
-    pl.loop(t.part, of.W, step=of.P)(add)
-
-
-def _by_halving(of: Any, t: Any) -> tuple[Any, Any, Any]:
-    """The gradients of q, k and gates through the pairs within the chunk, which are left in ``after[0]``."""
-    work, dtype, kept, dpairs = t.work, of.dtype, t.after[0], t.before[0]
-    work.close()
-
-    def product(a, b):
-        return _product(*(x for one, other in zip(a, b, strict=True) for x in (one, other.T)))
-
-    both = product(t.do, t.v) * of.scale
-    same = _rows(jnp.sum(jnp.where(work.row == work.col, both, 0.0), 1), COLUMNS)
-    both = jnp.where(work.col <= work.row, both, product(t.v, t.do) * of.scale)
-    dpairs[...] = both.astype(dtype)
-    kept[...] = jnp.where(work.row == work.col, _product(t.q, t.k.T) * of.scale, 0.0).astype(dtype)
-
-    def level(n, carry):
-        dq, dk, dg = carry
-        m, t = lax.shift_left(jnp.int32(1), n), of.tiles(jnp.int32(0), True)
-        y = jnp.where(work.later(m), _load(t.q), _load(t.k)) * work.level(m)
+    def add(self, dims: Any, pairs: Any) -> None:
+        """Add to dq, dk and dg of 64 dimensions; their pairs are left in a tile."""
+        at, work, q_s, k_s, gates = self.at, self.work, self.at.q_s, self.at.k_s, self.gates
+        of_g = [(getattr(at, name), self.i_h, dims, gate) for name, gate in zip(_names(self.gs), gates, strict=True)]
+        heads = [over(self.i_h, n) for n in self.shared]
+        self.load(at.inputs, (at.q, heads[0], dims, q_s), (at.k, heads[1], dims, k_s), *of_g)
+        dq, dk, dg = self.by_halving(pairs)
+        q, k = (plgpu.load(x, layout=_LAYOUT) for x in (q_s, k_s))
+        plgpu.commit_smem()
+        self.load(at.given, (at.dq, self.i_h, dims, q_s), (at.dk, self.i_h, dims, k_s))
+        # To before the chunk and to after it; nothing cancels.
+        before, after = _load(q_s), _load(k_s) * jnp.exp2(work.left())
         # All warps are done with what was there.
         plgpu.commit_smem()
-        t.pairs[...] = y.astype(dtype)
+        at.x_s[...] = (q.astype(_F32) * before).astype(self.dtype)
+        at.dpairs_s[...] = (k.astype(_F32) * after).astype(self.dtype)
         plgpu.commit_smem()
-        found = jnp.where(work.pairs(m) & work.later(m), _product(t.pairs, t.pairs.T) * of.scale, _load(kept))
-        kept[...] = found.astype(dtype)
-        z = _product(jnp.where(work.pairs(m), _load(dpairs), 0.0).astype(dtype), t.pairs)
-        x = _load(t.pairs) * z
-        # All warps are done with what was there.
+        dg = dg + _product(work.upto_s.T, at.x_s, _exact(work.col < work.row), at.dpairs_s)
+        q_s[...], k_s[...] = (dq + before).astype(self.dtype), (dk + after).astype(self.dtype)
         plgpu.commit_smem()
-        t.pairs[...] = x.astype(dtype)
+        dgs = [getattr(at, f"d{name}") for name in _names(self.gs)]
+        self.load(at.terms, *((x, self.i_h, dims, gate) for x, gate in zip(dgs, gates, strict=True)))
+        for gate, x in zip(gates, _split(sum(map(_load, gates)) + dg, len(gates)), strict=True):
+            gate[...] = x
         plgpu.commit_smem()
-        dg = dg + _product(_exact(work.spanned(m)), t.pairs)
-        z, later = z * work.level(m), work.later(m)
-        return dq + jnp.where(later, z, 0.0), dk + jnp.where(later, 0.0, z), dg
+        for tile, target in ((q_s, at.dq), (k_s, at.dk), *zip(gates, dgs, strict=True)):
+            self.give(tile, target, dims)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    start = same * _load(t.k), same * _load(t.q), _zeros(CHUNK, COLUMNS)
-    return lax.fori_loop(0, CHUNK.bit_length() - 1, level, start)
+    def by_halving(self, kept: Any) -> tuple[Any, Any, Any]:
+        """The gradients of q, k and gates through the pairs within the chunk, which are left in a tile."""
+        at, work, dtype = self.at, self.work, self.dtype
+        q, k, x_s = at.q_s, at.k_s, at.x_s
+        work.close()
+
+        def product(a, b):
+            return _product(*(x for one, other in zip(a, b, strict=True) for x in (one, other.T)))
+
+        def given(x):
+            return (x * self.scale).astype(dtype)
+
+        row, col = work.row, work.col
+        both, other = product(self.do, self.v) * self.scale, product(self.v, self.do) * self.scale
+        same = _rows(jnp.sum(jnp.where(row == col, both, 0.0), 1), COLUMNS)
+        dpairs = jnp.where(col <= row, both, other).astype(dtype)
+        found = given(jnp.where(row == col, _product(q, k.T), 0.0))
+
+        def level(n, carry):
+            dq, dk, dg, found = carry
+            m = lax.shift_left(jnp.int32(1), n)
+            pairs, later, decays = work.pairs(m), work.later(m), work.level(m)
+            y = jnp.where(later, _load(q), _load(k)) * decays
+            # All warps are done with what was there.
+            plgpu.commit_smem()
+            x_s[...] = y.astype(dtype)
+            plgpu.commit_smem()
+            found = jnp.where(pairs & later, given(_product(x_s, x_s.T)), found)
+            z = _product(jnp.where(pairs, dpairs, jnp.zeros_like(dpairs)), x_s)
+            x = _load(x_s) * z
+            # All warps are done with what was there.
+            plgpu.commit_smem()
+            x_s[...] = x.astype(dtype)
+            plgpu.commit_smem()
+            dg = dg + _product(_exact(work.spanned(m)), x_s)
+            z = z * decays
+            return dq + jnp.where(later, z, 0.0), dk + jnp.where(later, 0.0, z), dg, found
+
+        start = same * _load(k), same * _load(q), _zeros(CHUNK, COLUMNS), found
+        dq, dk, dg, found = lax.fori_loop(0, CHUNK.bit_length() - 1, level, start)
+        kept[...] = found
+        return dq, dk, dg
+
+
+def add_pairs(q, k, v, decay, do, strong, dq, dk, dv, terms, *, H, walk, plan, scale):
+    """``[dq, dk, dv, *terms]``, to which the pairs within chunks with strong gates are added, in place.
+
+    Args:
+        q, k, v, decay, do, H, walk, plan, scale: as for ``pallas_gates_gradients.gradients``.
+        strong, dq, dk, dv, terms: what that gives.
+    """
+    slots, _, P, _ = strong.shape
+    W, dtype, gs = v.shape[-1] // COLUMNS, q.dtype, decay.gates
+    options = dict(walk=walk, gs=gs, shared=[H // x.shape[2] for x in (q, k, v)], scale=scale, dtype=dtype)
+    programs = max(_PROGRAMS // (slots * H), 1)
+    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, do=do, strong=strong, plan=plan)
+    changed = dict(dq=dq, dk=dk, dv=dv, **{f"d{name}": x for name, x in _names(terms).items()})
+    scratch = dict(
+        q_s=_tiles(dtype), k_s=_tiles(dtype), g_s=_tiles(jnp.bfloat16, len(gs)), x_s=_tiles(dtype),
+        v_s=_tiles(dtype, W), do_s=_tiles(dtype, W), dpairs_s=_tiles(dtype), pairs_s=_tiles(dtype, P),
+        total_s=plgpu.SMEM((1, 2, COLUMNS), _F32), **_constants_s(),
+        # What is loaded: v and do; q, k and gates; what was given of dq and dk, of dg and, 64 columns at a time, of dv.
+        values=plgpu.Barrier(num_arrivals=2 * W), inputs=plgpu.Barrier(num_arrivals=2 + len(gs)),
+        given=plgpu.Barrier(num_arrivals=2), terms=plgpu.Barrier(num_arrivals=len(gs)), dv_there=plgpu.Barrier(),
+    )  # fmt: skip
+
+    def body(indices, i_w, *refs):
+        first, i_s, i_h = indices
+        at: Any = _Names(refs, inputs, changed, scratch)
+
+        def marked(i):
+            return sum(at.strong[i_s, i_h, p, i] for p in range(P)) > 0
+
+        # After the marks of the chunks: whether there is any.
+        @pl.when(marked(walk.segment))
+        def _():
+            _make_constants(at, walk, i_w)
+            plgpu.barrier_wait(at.once)
+
+            @pl.loop(first, walk.at(i_s, at.plan).of_segment().count, step=programs)
+            def _(i):
+                @pl.when(marked(i))
+                def _():
+                    _Chunk(at, i, i_s, i_h, **options).halve()
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return _launch(
+        body, [*inputs.values(), *changed.values()], lanes=True, between_warps=False, in_place=len(changed),
+        name="gates_strong", warpgroups=1, grid=(programs, slots, H), scratch_types=list(scratch.values()),
+    )  # fmt: skip

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import run_state
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf, vector
@@ -159,13 +160,14 @@ def _axis(name):
     return f"keraunos.{name}"
 
 
-def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types, between_warps=True,
+def _launch(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(), in_place=0, between_warps=True,
             lanes=False):  # fmt: skip
     """Run a kernel on arrays (None: left out).
 
     ``grid``: its sizes; programs side by side differ in the last index. ``body(indices, warpgroup, *references)``.
     ``between_warps``: there are sums over values of several warps, which go through shared memory.
     ``lanes``: all layouts are said: no search for them, which takes minutes where kernels are large.
+    ``in_place``: so many of the arrays, the last, are changed in place; they are the results.
     """
     arrays = [x for x in arrays if x is not None]
 
@@ -187,10 +189,17 @@ def _launch(body, arrays, *, name, grid, warpgroups, out_type, scratch_types, be
             **(dict(lowering_semantics=plgpu.LoweringSemantics.Lane) if lanes else {}),
         ),
     )  # fmt: skip
+
+    def run(*arrays):
+        if not in_place:
+            return kernel(*arrays)
+        given, changed = arrays[:-in_place], arrays[-in_place:]
+        return run_state(lambda refs: kernel(*given, *refs))(changed)
+
     # Inside shard_map, types say over which axes of the mesh a value varies. Accumulators lose that, and then the
     # loops' types do not match: the kernel is traced for plain arrays.
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    results = jaxpr_as_fun(jax.make_jaxpr(kernel)(*plain))(*arrays)
+    results = jaxpr_as_fun(jax.make_jaxpr(run)(*plain))(*arrays)
     axes = frozenset().union(*map(varying, arrays))
     return [vary(x, axes) for x in results]
 
