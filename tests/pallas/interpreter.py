@@ -76,6 +76,10 @@ def _copy_rows(ref, value, rows):
         ref[i] = value[row]
 
 
+def _masked(x, weights):
+    return jnp.where(weights != 0, x, 0).astype(jnp.bfloat16)
+
+
 class _With:
     """A module with some names replaced."""
 
@@ -105,6 +109,9 @@ def interpreted():
         _store_rows=_store_rows,
         _copy_rows=_copy_rows,
         _meet=plgpu.commit_smem,
+        _widened=lambda x: x.astype(jnp.float32),
+        _exp2_of_minus=lambda x: jnp.exp2(-x),
+        _masked=_masked,
     )
     with contextlib.ExitStack() as stack:
         gates = pallas_gates, pallas_gates_scan, pallas_gates_starts, pallas_gates_gradients, pallas_gates_strong

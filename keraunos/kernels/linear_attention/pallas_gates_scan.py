@@ -21,7 +21,6 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _F32,
     _TILE,
     _constants_s,
-    _decayed,
     _factor,
     _gamma,
     _Gates,
@@ -35,9 +34,11 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _run,
     _stages,
     _tiles,
+    _times_exp2,
 )
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start, through
 from keraunos.kernels.linear_attention.pallas_program import (
+    _LAYOUT,
     _PER_ROW,
     CHUNK,
     COLUMNS,
@@ -47,6 +48,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _smem,
     _zeros,
 )
+from keraunos.kernels.linear_attention.pallas_registers import _masked
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 # Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
@@ -365,7 +367,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
             def leave(i, o):
                 # Waits until the last chunk's output has left the buffer; here the warps meet.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out[...] = o.astype(dtype)
+                out[...] = (o * scale).astype(dtype)
                 plgpu.commit_smem()
                 _give(out, at.o, (sequence.row, i_h), chunks, i, columns, packed)
 
@@ -383,16 +385,16 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
 
             def mild(work, slot, around):
                 q, k, pairs = tiles(work, slot)
-                q[...] = _decayed(q, around, scale)
-                k[...] = _decayed(k, -around)
+                q[...] = _times_exp2(q, around)
+                k[...] = _times_exp2(k, around, inverse=True)
                 plgpu.commit_smem()
-                pairs[...] = jnp.where(work.col <= work.row, _product(q, k.T), 0.0).astype(dtype)
+                pairs[...] = _masked(_product(q, k.T), plgpu.load(work.upto_s, layout=_LAYOUT))
 
             def strong(work, slot, to):
                 q, k, pairs = tiles(work, slot)
-                pairs[...] = work.halve(q, k, pairs, scale, rounded=early)
-                q[...] = _decayed(q, work.to(), scale)
-                k[...] = _decayed(k, work.left())
+                pairs[...] = work.halve(q, k, pairs, 1, rounded=early)
+                q[...] = _times_exp2(q, work.to())
+                k[...] = _times_exp2(k, work.left())
 
             program.prepare(part, mild, strong, dtype)
 
@@ -487,12 +489,12 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
             def mild(work, slot, around):
                 add(work)
                 x = at.x_s.at[slot, work.part]
-                x[...] = _decayed(x, around if walk.adjoint else -around, factor)
+                x[...] = _times_exp2(x, around, factor, inverse=not walk.adjoint)
 
             def strong(work, slot, to):
                 add(work)
                 x = at.x_s.at[slot, work.part]
-                x[...] = _decayed(x, to if walk.adjoint else work.left(), factor)
+                x[...] = _times_exp2(x, to if walk.adjoint else work.left(), factor)
 
             program.prepare(part, mild, strong, dtype)
             if not every:
