@@ -130,12 +130,12 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
     # In PyTorch the host code of what only launches kernels runs once for calls that are alike. If that is not all that
     # a call does, which the front end looks at, it still is of these parts.
     @functools.lru_cache(maxsize=4096)
-    def leave(way):
+    def leave(way, copies):
         def launch(flat):
             *x, start, plan = flat
             if segment:
-                return ends.leave_pieces(ends.Stretch(*x), start, plan, way, segment[0])
-            return (ends.leave(ends.Stretch(*x), start, plan, way),)
+                return ends.leave_pieces(ends.Stretch(*x), start, plan, way, segment[0], copies)
+            return (ends.leave(ends.Stretch(*x), start, plan, way, copies),)
 
         return remembered(launch)
 
@@ -167,8 +167,9 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
     def exchange(borders, x, states, way):
         """The state that arrives at this shard; those that its segments start from, if it is cut."""
         start, plan = borders.leaving(states, way.right)
-        left, *pieces = leave(way)([*x, start, plan])
-        left = borders.shards.gather(left, way.right)
+        copies = borders.shards.copies if ends.is_for_gpu(x.key) else 1
+        left, *pieces = leave(way, copies)([*x, start, plan])
+        left = _gather(borders.shards, left, copies, way.right)
         sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
         start = start if borders.cu is None else None
         return arrive(way, sizes)([left, start, plan, *pieces])[0]
@@ -194,6 +195,7 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         x = ends.Stretch(args.query, doutput, args.g, args.g_gamma)
         arrived = exchange(borders, x, dfinal, back)
         dstates = borders.taking(dfinal, arrived, back.right)
+        doutput, dstates = borders.shards.together(doutput, dstates)
         states, *residuals = residuals
         local = [*borders.local(args, states), *residuals, doutput, dstates]
         grads = Args(*run_backward(opts._replace(started=segment is not None))(local))
@@ -204,6 +206,11 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         return grads._replace(initial_state=dinitial, cu_seqlens=None)
 
     return frontend.differentiable(forward, backward)
+
+
+def _gather(shards: Any, left: Any, copies: int, right: bool) -> Any:
+    """What all shards left ``[shards, n]``, of what this one did, which is there so often."""
+    return shards.gather(left.reshape(copies, -1) if copies > 1 else left, right)
 
 
 class _OverShards(LinearOperation):

@@ -15,6 +15,9 @@ from keraunos.distributed import agreement
 from keraunos.frontends import alone
 from keraunos.frontends.jax import vary, varying
 
+# So many devices at most each send their own to all the others at once. An all-gather hands it from one to the next.
+_AT_ONCE = 8
+
 
 class Shards:
     """The other devices.
@@ -22,10 +25,12 @@ class Shards:
     Attributes:
         size: how many there are.
         rank: this one's place among them, which is that of its tokens.
+        copies: how often what is gathered should be there, one after the other, where that costs nothing.
     """
 
     def __init__(self, op: str, axis: Any):
         self.axis, self.size = axis, agreement.axis_size(op, axis)
+        self.copies = self.size if self.size <= _AT_ONCE else 1
 
     @property
     def rank(self) -> Any:
@@ -43,8 +48,18 @@ class Shards:
         return jnp.stack([jnp.asarray(x, jnp.int32) for x in values])
 
     def gather(self, x: jax.Array, right: bool) -> jax.Array:
-        """Every device's vector ``x``, ``[size, n]``."""
+        """Every device's vector, ``[size, n]``; ``x``: this one's, or :attr:`copies` of it, a row each."""
+        if x.ndim > 1:
+            return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
         return jax.lax.all_gather(x, self.axis)
+
+    def together(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The same, none of which is there before all are.
+
+        What needs the gradient of the output only, a walk on all multiprocessors, would run beside the exchange: on
+        some devices in its way, while it waits for those on others.
+        """
+        return jax.lax.optimization_barrier(arrays)
 
     def first_token(self, tokens: int, offsets: jax.Array) -> Any:
         """The place of a shard's first token in the row."""

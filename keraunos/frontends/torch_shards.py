@@ -33,7 +33,10 @@ class Shards:
     Attributes:
         size: how many there are.
         rank: this one's place among them, which is that of its tokens.
+        copies: see JAX's front end.
     """
+
+    copies = 1
 
     def __init__(self, op: str, group: Any):
         self.op, self.group = op, group
@@ -68,6 +71,10 @@ class Shards:
         with agreement.exchange(self.group):
             dist.all_reduce(x, group=self.group)
         return x
+
+    def together(self, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same, none of which is there before all are: streams have one order."""
+        return arrays
 
     def first_token(self, tokens: int, offsets: torch.Tensor) -> Any:
         """The place of a shard's first token in the row: all but the last rank's have the same length."""

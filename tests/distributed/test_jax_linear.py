@@ -67,6 +67,24 @@ def test_three_axes():
     case.check(functools.partial(run_jax, PLATFORM, over_three_axes))
 
 
+def test_copies_are_gathered_as_one_is():
+    from keraunos.frontends import jax_shards
+
+    mesh = jax.make_mesh((len(jax.devices()),), ("tokens",), (jax.sharding.AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("tokens"), out_specs=P("tokens"))
+    def both(x):
+        shards = jax_shards.shards("gla", "tokens")
+        assert shards.copies == shards.size
+        copied = shards.gather(jax.numpy.tile(x, (shards.copies, 1)), right=True)
+        return jax.numpy.stack([copied, shards.gather(x, right=True)])[None]
+
+    x = np.arange(3 * len(jax.devices()), dtype=np.float32)
+    for copied, gathered in np.asarray(jax.jit(both)(x)):
+        np.testing.assert_array_equal(copied, x.reshape(-1, 3))
+        np.testing.assert_array_equal(gathered, copied)
+
+
 def test_the_volume_does_not_grow_with_the_tokens():
     """What the compiled program exchanges."""
     mesh = jax.make_mesh((len(jax.devices()),), ("tokens",))

@@ -183,4 +183,4 @@ def test_calls_over_shards_lower(triton, monkeypatch):
     text = jax.jit(jax.grad(loss, range(3))).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
     # The states that are left, and those that segments start from, forward and backward; and the walks.
     assert text.count("triton_kernel_call") >= 8
-    assert text.count('"stablehlo.all_gather"') == 2
+    assert text.count('"stablehlo.all_to_all"') == 2

@@ -68,13 +68,14 @@ class Way(NamedTuple):
 # sequence begins there (then ``start`` enters, and nothing older passes), and how many stretches lie before.
 
 
-def leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
+def leave(x: Stretch, start: Any, plan: Any, way: Way, copies: int = 1) -> Any:
     """The state that a stretch leaves ``[B, H, K, V]`` and the sum of its gates ``[B, H, K]`` or ``[B, H]``, flat.
 
     Args:
         x: the stretch. start: ``[B, H, K, V]`` or None, zeros. plan: as above; way: where to.
+        copies: how often to write them, one after the other; more than once only :func:`is_for_gpu` can.
     """
-    return leave_pieces(x, start, plan, way, 0)[0] if is_for_gpu(x.key) else _leave(x, start, plan, way)
+    return leave_pieces(x, start, plan, way, 0, copies)[0] if is_for_gpu(x.key) else _leave(x, start, plan, way)
 
 
 def arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
@@ -209,15 +210,16 @@ def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, s
 
 
 @functools.lru_cache(maxsize=4096)
-def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, start: bool) -> Plan:
+def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, start: bool, copies: int = 1) -> Plan:
     """The launch that makes one state of P; row: of values to a stretch, where they come from others, else 0."""
     from keraunos.kernels.linear_attention import ends_kernels
 
     B, H, K, V = sizes
     M, BK = B * H, 8
     numbers = dict(row=row, P=P, M=M)
-    merged = sizes if row else (M * (K * V + gates),)
-    constants = dict(K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, BEFORE=row > 0)
+    merged = sizes if row else (copies * M * (K * V + gates),)
+    constants = dict(K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, BEFORE=row > 0,
+                     COPIES=copies)  # fmt: skip
     return Plan(
         ends_kernels.merge_kernel, (M * -(-K // BK),), numbers, dict(merged=(merged, "float32")), constants, 4, 4
     )
@@ -233,12 +235,18 @@ def leave_local(x: Stretch, plan: Any, way: Way, segment: int) -> tuple[Any, Any
     return local, total, seen
 
 
-def leave_pieces(x: Stretch, start: Any, plan: Any, way: Way, segment: int) -> tuple[Any, ...]:
+def leave_pieces(x: Stretch, start: Any, plan: Any, way: Way, segment: int, copies: int = 1) -> tuple[Any, ...]:
     """On a GPU: what :func:`leave` gives, and what :func:`starts` needs for segments of so many tokens."""
-    local, total, seen = leave_local(x, plan, way, segment)
+    found = leave_local(x, plan, way, segment)
+    return merge(*found, start, plan, way, copies), *found
+
+
+def merge(local: Any, total: Any, seen: Any, start: Any, plan: Any, way: Way, copies: int = 1) -> Any:
+    """What :func:`leave` gives, of what :func:`leave_local` gave."""
     P, *sizes = local.shape
-    merge = _merge_plan(tuple(sizes), _gates(x), P, 0, way, start is not None)
-    return merge.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0], local, total, seen
+    gates = total.shape[3] if total.ndim == 4 else 1
+    launch = _merge_plan(tuple(sizes), gates, P, 0, way, start is not None, copies)
+    return launch.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0]
 
 
 def _arrive_on_gpu(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:

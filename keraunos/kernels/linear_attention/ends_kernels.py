@@ -130,14 +130,14 @@ def merge_kernel(
     local, total, seen, start, plan, row, P, M,
     merged,
     K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    RIGHT: tl.constexpr, START: tl.constexpr, BEFORE: tl.constexpr,
+    RIGHT: tl.constexpr, START: tl.constexpr, BEFORE: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """The state that P stretches leave one after the other ``[M, K, V]``, from the ``local`` that each leaves alone.
 
     BEFORE: of those only that lie before this one, of which ``plan`` says how many; else the sum of all their gates
     follows, ``[M, KD]`` with KD of K or 1. They begin with ``start`` if there is no stretch before this one, or if
     ``plan`` says that the sequence begins among the stretches: then nothing older passes, and the sum says so. With
-    BEFORE ``local`` and ``total`` are rows of one array, made by a launch without.
+    BEFORE ``local`` and ``total`` are rows of one array, made by a launch without. COPIES: how often to write it all.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     i_m = (tl.program_id(0) // NK).to(tl.int64)
@@ -173,10 +173,12 @@ def merge_kernel(
         # What is forgotten is nothing, even if it was no number.
         b_s = tl.where(b_decay > 0, b_s * b_decay, 0.0) + b_local
         b_sum += b_total
-    tl.store(merged + o_s, b_s, mask=m_s)
-    if not BEFORE:
-        b_sum = tl.where(fresh, ANEW, b_sum)
-        tl.store(merged + M * (K * V) + o_d, b_sum, mask=(o_k < K) if KD > 1 else (o_k == 0))
+    b_sum = tl.where(fresh, ANEW, b_sum)
+    for _ in tl.static_range(COPIES):
+        tl.store(merged + o_s, b_s, mask=m_s)
+        if not BEFORE:
+            tl.store(merged + M * (K * V) + o_d, b_sum, mask=(o_k < K) if KD > 1 else (o_k == 0))
+            merged += M * (K * V + KD)
 
 
 @triton.jit
