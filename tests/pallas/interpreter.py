@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention import (
     pallas_gates,
+    pallas_gates_chunk,
     pallas_gates_gradients,
     pallas_gates_scan,
     pallas_gates_starts,
@@ -114,8 +115,9 @@ def interpreted():
         _masked=_masked,
     )
     with contextlib.ExitStack() as stack:
-        gates = pallas_gates, pallas_gates_scan, pallas_gates_starts, pallas_gates_gradients, pallas_gates_strong
-        for module in (pallas_program, pallas_kernels, pallas_starts, *gates):
+        gates = pallas_gates, pallas_gates_scan, pallas_gates_starts, pallas_gates_strong
+        walk = pallas_gates_gradients, pallas_gates_chunk
+        for module in (pallas_program, pallas_kernels, pallas_starts, *gates, *walk):
             known = {name: x for name, x in names.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **known))
         stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))

@@ -6,6 +6,10 @@ kernel of ``pallas_gates_strong.py``.
 
 A chunk takes few steps, each of many products at once, between which the warps meet: most of a warpgroup's time goes
 into waiting for itself. Branches hold little, for what they need takes registers that the walk does not have.
+
+Queries and keys with their gates worked in, pairs, and the gradients of pairs are two bf16 terms each, so that rounding
+them costs no accuracy; of a product of two such, three of the four products are taken. What queries lose to their first
+term has a tile of its own, what keys lose that of the chunk before or after, whose keys come late.
 """
 
 from __future__ import annotations
@@ -23,16 +27,16 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _TILE,
     _across,
     _constants_s,
-    _decayed,
+    _copy_rows,
     _factor,
     _gamma,
-    _Gates,
     _give,
-    _load,
     _load_parts,
     _make_constants,
+    _meet,
     _names,
     _nought,
+    _ones,
     _parts,
     _product,
     _run,
@@ -40,19 +44,19 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _stages,
     _tiles,
 )
+from keraunos.kernels.linear_attention.pallas_gates_chunk import _decayed, _Tiles, _wide
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
 from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
     _PER_ROW,
     CHUNK,
     COLUMNS,
-    _axis,
-    _clear,
     _launch,
     _Names,
-    _rows,
+    _smem,
     _zeros,
 )
+from keraunos.kernels.linear_attention.pallas_registers import _exp2_of_minus
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 
@@ -91,10 +95,12 @@ class _Walk:
         self.sends: Any = alike or part == 1
         self.keeps: Any = alike or part == 0
 
-    def tiles(self, i: Any, first: bool = False) -> _Tiles:
-        """Those of a chunk, in its stage or the first; anew for each step of the work, for the compiler keeps them."""
-        i = i + _nought(self.at, self.walk)
-        return _Tiles(self, i, i - i if first else lax.rem(i, self.stages))
+    def tiles(self, i: Any) -> _Tiles:
+        """Those of a chunk; anew for each step of the work, for the compiler keeps them.
+
+        And where it needs many at once their addresses go through ordinary registers, an instruction each.
+        """
+        return _Tiles(self, i + _nought(self.at, self.walk))
 
     def run(self, state: tuple[Any, ...], border: Any) -> None:
         """Walk through the segment from the gradient of the state at its end."""
@@ -102,7 +108,11 @@ class _Walk:
         # Nobody reads it, but without it the compiler runs the products of the loop one after the other (C7514).
         at.border_s[self.part, 0] = border
         at.strong_s[self.part] = jnp.int32(0)
-        state = lax.fori_loop(0, count, self.step, state)
+        t = self.tiles(jnp.int32(0))
+        t.left[...] = _ones()
+        _meet()
+        state = lax.fori_loop(0, count, self.step, (state, self.first_sums(t)))[0]
+        state = tuple(x * _factor(self.tiles(count).left) for x in state)
         if self.stages > 1:
             # The walk frees a stage in the chunk after.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -117,14 +127,25 @@ class _Walk:
         plgpu.wait_smem_to_gmem(0)
         at.strong[self.i_s, self.i_h, self.part, self.walk.segment] = at.strong_s[self.part]
 
-    def step(self, i: Any, state: Any) -> Any:
+    def await_gates(self, t: _Tiles) -> None:
+        """Have queries and gates of a chunk, if there is one."""
+
+        @pl.when(t.i < self.chunks.count)
+        def _():
+            plgpu.barrier_wait(self.at.full.at[t.slot])
+            if self.packed:
+                t.work.clear(t.q, *t.gates)
+
+    def first_sums(self, t: _Tiles) -> Any:
+        """The sums of a chunk's gates. After the last chunk, of what is there: nobody reads it."""
+        self.await_gates(t)
+        return _product(*t.work.operands(t.work.upto_s))
+
+    def step(self, i: Any, carry: Any) -> Any:
         """One chunk, but for pairs within it if its gates are strong."""
-        at = self.at
+        at, (state, sums) = self.at, carry
         t = self.tiles(i)
-        plgpu.barrier_wait(at.full.at[t.slot])
-        if self.packed:
-            t.work.clear(t.q, t.k, *t.gates)
-        mild = self.prepare(t)
+        mild, around = self.prepare(t, sums)
         t = self.tiles(i)
         at.strong[self.i_s, self.i_h, t.part, t.i] = 1 - mild.astype(jnp.int32)
         plgpu.barrier_wait(at.full_v)
@@ -132,113 +153,180 @@ class _Walk:
             pl.when(t.work.n < CHUNK)(t.clear_values)
         # No pairs are taken where gates are strong.
         far = jnp.where(mild, 0, CHUNK)
-        to_key = self.from_later(t, state, far, i > 0)
+        to_key = self.from_later(t, state, far, around, i > 0)
         kept = _factor(t.kept)
         state = tuple(x * kept for x in state)
 
         @pl.when(jnp.logical_not(mild))
         def _():
-            t.passing[...] = _sum_of_rows(map(_load, t.before), state)
+            t.passing[...] = _sum_of_rows(map(_wide, t.before), state)
             at.strong_s[t.part] = jnp.int32(1)
 
         plgpu.commit_smem()
-        state, dk, dv = self.through_after(self.tiles(i), state, to_key)
+        state, dk, dv = self.through_after(i, state, far, to_key)
         # All products with what is after the chunk are done: its place is free for parts of dv.
         plgpu.commit_smem()
         t = self.tiles(i)
         self.share(t, dv)
-        to_query, dq = self.through_before(t, state, far)
-        dq, sums = self.from_earlier(self.tiles(i), dq, to_query)
-        last = _factor(t.last)
-        state = tuple(x * last for x in state)
+        dq = self.through_before(t, state, far)
         plgpu.barrier_arrive(at.empty_v)
-        # All products with q, k and gates are done.
+        # All products with q and k are done.
         plgpu.commit_smem()
         t = self.tiles(i)
-        dg = self.finish(t, mild, dq, dk, sums)
+        own = self.leave_terms(t, dq, dk)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(at.empty_k)
 
         def give_dv():
             for w in t.dv_of[: 1 if self.P > 1 else None]:
-                self.give(at.after_s.at[t.part, w], at.dv, t, pl.ds(w * COLUMNS, COLUMNS))
+                self.give(at.after_s.at[t.giver, w], at.dv, t, pl.ds(w * COLUMNS, COLUMNS))
 
         _when(self.keeps, give_dv)
-        self.give(t.q, at.dq, t)
-        self.give(t.k, at.dk, t)
-        # All products with the terms are done.
+        self.finish(self.tiles(i), mild, dq, dk, own)
+        if self.stages > 1:
+            self.await_gates(self.tiles(i + 1))
         plgpu.commit_smem()
-        t = self.tiles(i)
-        for gate, x in zip(t.gates, _split(dg, len(t.gates)), strict=True):
-            gate[...] = x
-        plgpu.commit_smem()
-        for gate, target in zip(t.gates, self.dgs, strict=True):
-            self.give(gate, target, t)
-        if self.stages == 1:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(at.empty.at[t.slot])
-        return state
+        return state, self.leave(i)
 
-    def from_later(self, t: _Tiles, state: Any, far: Any, second: Any) -> Any:
-        """``[keys, queries]`` the gradients of pairs; beside that, pairs and the state's gradient to shared memory.
+    def leave(self, i: Any) -> Any:
+        """Give the rest of a chunk; meanwhile the sums of the next one's gates."""
 
-        ``second``: it is not the first chunk.
+        def give():
+            t = self.tiles(i)
+            for tile, target in ((t.k, self.at.dk), (t.q, self.at.dq), *zip(t.gates, self.dgs, strict=True)):
+                self.give(tile, target, t)
+
+        def products(sums):
+            t = self.tiles(i + 1)
+            self.add_up(sums, t)
+            give()
+            return sums[...]
+
+        if self.stages > 1:
+            return pl.run_scoped(products, plgpu.ACC((CHUNK, COLUMNS), _F32))
+        give()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.at.empty.at[0])
+        return self.first_sums(self.tiles(i + 1))
+
+    def add_up(self, sums: Any, t: _Tiles) -> None:
+        """Start the sums of a chunk's gates."""
+        operands = t.work.operands(t.work.upto_s)
+        for a, b in zip(operands[::2], operands[1::2], strict=True):
+            plgpu.wgmma(sums, a, b)
+
+    def prepare(self, t: _Tiles, sums: Any) -> tuple[Any, Any]:
+        """Work the gates into q; whether they are mild, and what keys lose by them, base 2."""
+        at, work = self.at, t.work
+        to = work.exponents(sums, work.steps_to)
+        _copy_rows(work.total, to, work.borders)
+        # The last chunk's dv has left, but not what was given after it; here the warps meet.
+        plgpu.wait_smem_to_gmem(2 + len(t.gates), wait_read_only=True)
+        if self.P > 1:
+            plgpu.barrier_arrive(at.left)
+        mild = work.is_mild()
+
+        def decay(exponents, values):
+            first, kept, last = values
+            left = plgpu.load(t.left, layout=_PER_ROW)
+            t.first[...], t.kept[...], t.last[...] = first * left, kept * left, last
+            t.q[...], t.q_rest[...] = _decayed(t.q, jnp.exp2(exponents) * self.scale)
+
+        def when_mild():
+            around = work.around(to)
+            decay(around, work.factors(True))
+            return around
+
+        def when_strong():
+            work.close()
+            decay(work.keep(work.to()), work.strong_factors())
+            return -work.left()
+
+        return mild, lax.cond(mild, when_mild, when_strong)
+
+    def from_later(self, t: _Tiles, state: Any, far: Any, around: Any, second: Any) -> Any:
+        """``[keys, queries]`` the gradients of pairs; meanwhile keys are decayed and ``after`` is filled.
+
+        ``around``: what :meth:`prepare` gives; ``second``: it is not the first chunk.
         """
         at, stages = self.at, self.stages
 
-        def products(pairs, to_key):
-            plgpu.wgmma(pairs, t.q, t.k.T)
+        def products(to_key):
             for w in range(self.W):
                 plgpu.wgmma(to_key, t.v[w], t.do[w].T)
             # What the last chunk gave has left its tiles; here the warps meet.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if stages > 1:
                 pl.when(second)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(t.i + stages - 1, stages)]))
+            plgpu.barrier_wait(at.full_k)
+            if self.packed:
+                t.work.clear(t.k)
+            t.k[...], t.k_rest[...] = _decayed(t.k, _exp2_of_minus(around), rounded=True)
+            if self.P > 1:
+                plgpu.barrier_wait(at.left)
             for w, x in enumerate(state):
                 t.after[w][...] = (x * _factor(t.first)).astype(self.dtype)
-            x = plgpu.wgmma_accumulator_load(pairs, wait_n=self.W)
-            t.pairs[...] = jnp.where(t.before_row(far), x, 0.0).astype(self.dtype)
-            return jnp.where(t.after_row(far), to_key[...], 0.0).astype(self.dtype)
+            return _split(jnp.where(t.after_row(far), to_key[...], 0.0), 2)
 
-        return pl.run_scoped(products, plgpu.ACC((CHUNK, CHUNK), _F32), plgpu.ACC((CHUNK, CHUNK), _F32))
+        return pl.run_scoped(products, plgpu.ACC((CHUNK, CHUNK), _F32))
 
-    def through_after(self, t: _Tiles, state: Any, to_key: Any) -> tuple[Any, Any, Any]:
-        """``(state, dk, dv)``; dv, in the order of ``t.dv_of``, is the part that goes through these dimensions."""
+    def through_after(self, i: Any, state: Any, far: Any, to_key: Any) -> tuple[Any, Any, Any]:
+        """``(state, dk, dv)``; dv, in the order of ``t.dv_of``, is the part that goes through these dimensions.
+
+        Pairs are known while products of the state and of dk still go on, and take the registers of ``to_key``.
+        """
         at, W = self.at, self.W
 
         def products(refs):
+            (*state, dk, pairs), t = refs[: W + 2], self.tiles(i)
+            for k, q in ((t.k, t.q), (t.k, t.q_rest), (t.k_rest, t.q)):
+                plgpu.wgmma(pairs, k, q.T)
+            t = self.tiles(i)
+            for a, b in ((to_key[0], t.q), (to_key[0], t.q_rest), (to_key[1], t.q)):
+                plgpu.wgmma(dk, a, b)
             for w in range(W):
-                plgpu.wgmma(refs[W], t.v[w], t.after[w].T)
-            plgpu.wgmma(refs[W], to_key, t.q)
+                plgpu.wgmma(dk, t.v[w], t.after[w].T)
+            t = self.tiles(i)
             for w in range(W):
-                plgpu.wgmma(refs[w], t.q.T, t.do[w])
-            for w, dv in zip(t.dv_of, refs[W + 1 :], strict=True):
-                plgpu.wgmma(dv, t.pairs.T, at.do_s.at[w + t.zero])
+                plgpu.wgmma(state[w], t.q.T, t.do[w])
+                plgpu.wgmma(state[w], t.q_rest.T, t.do[w])
+            found, t = plgpu.wgmma_accumulator_load(pairs, wait_n=3 * W), self.tiles(i)
+            found = _split(jnp.where(t.after_row(far), found, 0.0), 2)
+            for w, dv in zip(t.dv_of, refs[W + 2 :], strict=True):
+                for x in found:
+                    plgpu.wgmma(dv, x, at.do_s.at[w + t.zero])
                 plgpu.wgmma(dv, t.k, at.after_s.at[t.part, w])
 
-        found = _run(products, (*state, *(_zeros(CHUNK, COLUMNS),) * (1 + len(t.dv_of))))
-        return found[:W], found[W], found[W + 1 :]
+        given = *state, _zeros(CHUNK, COLUMNS), _zeros(CHUNK, CHUNK), *(_zeros(CHUNK, COLUMNS),) * W
+        found = _run(products, given)
+        return tuple(found[:W]), found[W], found[W + 2 :]
 
     def share(self, t: _Tiles, dv: Any) -> None:
-        """Give the other warpgroup its part of dv, take one's own from it, and leave the sum in ``after``."""
+        """Give the other warpgroup its part of dv, in float32, take one's own, and leave the sum where that was."""
         at, keeps = self.at, list(zip(t.dv_of, dv, strict=True))
         if self.P > 1:
-            (w, theirs), keeps = keeps[-1], keeps[:1]
+            theirs, keeps = keeps[-1][1], keeps[:1]
 
             def send():
-                at.after_s[t.part, w] = theirs.astype(self.dtype)
+                at.parts_s[t.part] = theirs
 
             _when(self.sends, send)
             plgpu.barrier_arrive(at.sent)
             plgpu.barrier_wait(at.sent)
 
         def add():
-            for w, x in keeps:
-                parts = [_load(at.after_s.at[1 - t.part, w]) for _ in range(self.P - 1)]
-                at.after_s[t.part, w] = sum(parts, start=x).astype(self.dtype)
+            found = [x for _, x in keeps]
+            if self.P > 1:
+                found[0] += plgpu.load(at.parts_s.at[t.giver], layout=_LAYOUT)
+                # All warps have it.
+                _meet()
+            for (w, _), x in zip(keeps, found, strict=True):
+                at.after_s[t.giver, w] = x.astype(self.dtype)
 
         _when(self.keeps, add)
 
-    def through_before(self, t: _Tiles, state: Any, far: Any) -> tuple[Any, Any]:
-        """``[queries, keys]`` the gradients of pairs, and that of queries through the state."""
+    def through_before(self, t: _Tiles, state: Any, far: Any) -> Any:
+        """The gradient of queries, through the state and through pairs."""
 
         def products(to_query, dq):
             for w in range(self.W):
@@ -246,105 +334,50 @@ class _Walk:
             for w in range(self.W):
                 plgpu.wgmma(dq, t.do[w], t.before[w].T)
             # The state's gradient times the state, at the chunk's start: what the gradient of gates starts from.
-            t.border[...] = _sum_of_rows(map(_load, t.before), state)
-            return jnp.where(t.before_row(far), to_query[...], 0.0).astype(self.dtype), dq[...]
+            t.border[...] = _sum_of_rows(map(_wide, t.before), state)
+            to_query = plgpu.wgmma_accumulator_load(to_query, wait_n=self.W)
+            high, low = _split(jnp.where(t.before_row(far), to_query, 0.0), 2)
+            for a, b in ((high, t.k), (high, t.k_rest), (low, t.k)):
+                plgpu.wgmma(dq, a, b)
+            return dq[...]
 
         return pl.run_scoped(products, plgpu.ACC((CHUNK, CHUNK), _F32), plgpu.ACC((CHUNK, COLUMNS), _F32))
 
-    def from_earlier(self, t: _Tiles, dq: Any, to_query: Any) -> tuple[Any, Any]:
-        """That of queries, and the sums of gates once more."""
+    def leave_terms(self, t: _Tiles, dq: Any, dk: Any) -> Any:
+        """Leave what the gradient of gates sums up in the places of q, in two terms; and return its negative."""
+        x = (_wide(t.q) + _wide(t.q_rest)) * dq - (_wide(t.k) + _wide(t.k_rest)) * dk
+        t.q[...], t.q_rest[...] = _split(x, 2)
+        return -x
+
+    def finish(self, t: _Tiles, mild: Any, dq: Any, dk: Any, own: Any) -> None:
+        """Leave the gradient of gates in the gates' place, those of q and k in theirs.
+
+        It is what reads from before the chunk, less what queries up to the gate read, and what keys up to it are read
+        for: what does not span a gate cancels, and exactly, as both sides have the same terms. Of strong gates it is
+        what passes the chunk, and keys' gradients lack their gates: the rest is for ``add_pairs``.
+        """
 
         def products(refs):
-            dq, sums = refs
-            plgpu.wgmma(dq, to_query, t.k)
-            operands = t.work.operands(t.work.upto_s)
-            for a, b in zip(operands[::2], operands[1::2], strict=True):
-                plgpu.wgmma(sums, a, b)
+            # Before a token: up to it, less its own.
+            for x in (t.q, t.q_rest):
+                plgpu.wgmma(refs[0], t.work.upto_s, x)
+            self.add_up(refs[1], t)
 
-        dq, sums = _run(products, (dq, _zeros(CHUNK, COLUMNS)))
-        return dq, sums
+        before, sums = _run(products, (own, _zeros(CHUNK, COLUMNS)))
+        dg = jnp.where(mild, _across(t.border) - before, _across(t.passing))
+        around = t.work.exponents(sums, t.work.steps_to) - jnp.where(mild, _across(t.work.total.at[1]), 0.0)
+        dq = dq * (jnp.exp2(around) * self.scale)
+        dk = dk * _exp2_of_minus(jnp.where(mild, around, 0.0))
+        dg, dq, dk = lax.optimization_barrier((_split(dg, len(t.gates)), dq.astype(self.dtype), dk.astype(self.dtype)))
+        # All products with the terms and the gates are done.
+        plgpu.commit_smem()
+        t.q[...], t.k[...] = dq, dk
+        for gate, x in zip(t.gates, dg, strict=True):
+            gate[...] = x
 
     def give(self, tile: Any, ref: Any, t: _Tiles, columns: Any = None) -> None:
         """Start copying a tile to memory."""
         _give(tile, ref, self.place, self.chunks, t.i, t.dims if columns is None else columns, self.packed)
-
-    def prepare(self, t: _Tiles) -> Any:
-        """Work the gates into q and k; whether they are mild."""
-        work, factors = t.work, (t.first, t.kept, t.last)
-        to = work.keep(work.to())
-        mild = work.is_mild()
-
-        @pl.when(mild)
-        def _():
-            for target, x in zip(factors, work.factors(True), strict=True):
-                target[...] = x
-            around = work.around(to)
-            t.q[...] = _decayed(t.q, around, self.scale)
-            t.k[...] = _decayed(t.k, -around)
-
-        @pl.when(jnp.logical_not(mild))
-        def _():
-            work.close()
-            t.q[...] = _decayed(t.q, work.keep(work.to()), self.scale)
-            t.k[...] = _decayed(t.k, work.left())
-            for target, x in zip(factors, work.strong_factors(), strict=True):
-                target[...] = x
-
-        plgpu.commit_smem()
-        return mild
-
-    def finish(self, t: _Tiles, mild: Any, dq: Any, dk: Any, sums: Any) -> Any:
-        """The gradient of gates; those of q and k take their tiles. The warps meet.
-
-        It is what reads from before the chunk, less what queries up to the gate read, and what keys up to it are read
-        for: what does not span a gate cancels, and exactly, as both sides have the same terms. Of strong gates it is
-        what passes the chunk, and keys' gradients lack their gates: the rest is for :func:`halve`.
-        """
-        upto = t.work.upto_s
-        around = t.work.exponents(sums, t.work.steps_to) - jnp.where(mild, _across(t.work.total.at[1]), 0.0)
-        high, low = _split(_load(t.q) * dq - _load(t.k) * dk, 2)
-        t.pairs[...], t.gates[0][...] = high, low
-        t.q[...] = (dq * (jnp.exp2(around) * self.scale)).astype(self.dtype)
-        t.k[...] = (dk * jnp.exp2(jnp.where(mild, -around, 0.0))).astype(self.dtype)
-        plgpu.commit_smem()
-        # Before a token: up to it, less its own.
-        before = _product(upto, t.pairs, upto, t.gates[0]) - _load(t.pairs) - _load(t.gates[0])
-        return jnp.where(mild, _across(t.border) - before, _across(t.passing))
-
-
-class _Tiles:
-    """The tiles of a chunk in shared memory, for one warpgroup."""
-
-    def __init__(self, of: _Walk, i: Any, slot: Any):
-        at, self.of, self.slot = of.at, of, slot
-        self.zero, self.i = _nought(at, of.walk), i
-        # Asked for anew: kept, it takes a register from the products of all chunks, and so does what is made of it.
-        self.part = part = lax.axis_index(_axis("warpgroup")) + self.zero
-        self.dims = pl.ds(part * COLUMNS, COLUMNS)
-        self.dv_of = [part, 1 - part] if (of.P, of.W) == (2, 2) else list(range(of.W))
-        self.q, self.k, self.pairs = at.q_s.at[slot, part], at.k_s.at[slot, part], at.pairs_s.at[part]
-        self.gates = [at.g_s.at[slot, j, part] for j in range(len(of.gs))]
-        self.v, self.do = ([x.at[w + self.zero] for w in range(of.W)] for x in (at.v_s, at.do_s))
-        self.after, self.before = ([x.at[part, w] for w in range(of.W)] for x in (at.after_s, at.before_s))
-        self.first, self.kept, self.last = (at.factors_s.at[part, j] for j in range(3))
-        self.border, self.passing = at.border_s.at[part, lax.rem(i + 1, 2)], at.border_s.at[part, 2]
-        self.work = _Gates(at, part, self.zero, self.gates, of.gamma, of.walk, of.chunks.rows(i), of.dtype)
-
-    def before_row(self, far: Any) -> Any:
-        """``[CHUNK, CHUNK]``: the column's token is not after the row's, and as far before it at least."""
-        return self.work.col <= _rows(self.work.place - far, CHUNK)
-
-    def after_row(self, far: Any) -> Any:
-        """The same the other way."""
-        return self.work.col >= _rows(self.work.place + far, CHUNK)
-
-    def clear_values(self) -> None:
-        """Zero what neighbours hold of v and do, each warpgroup its part of it; then they meet."""
-        of, at = self.of, self.of.at
-        for w in range(of.W):
-            pl.when(of.part == w % of.P)(lambda w=w: _clear([self.v[w], self.do[w]], self.work.first, self.work.end))
-        plgpu.barrier_arrive(at.met)
-        plgpu.barrier_wait(at.met)
 
 
 def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, stages):
@@ -372,7 +405,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
     (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
     N, packed = B if walk.packed is None else walk.packed, plan is not None
-    stages = _stages(stages, _TILE * P * (2 + len(gs)), _TILE * (W * (2 + 2 * P) + P))
+    stages = _stages(stages, _TILE * P * (1 + len(gs)), _TILE * (W * (2 + 2 * P) + 3 * P))
 
     def shape(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -385,29 +418,38 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
         strong=shape(walk.slots(B), H, P, walk.segment + 1, dtype=jnp.int32),
         **{f"d{name}": shape(B, rows, H, K, dtype=jnp.bfloat16) for name in _names(gs)},
     )  # fmt: skip
+    after_s: Any = _tiles(dtype, P, max(P, W))
+    if P > 1:
+        # Parts of dv pass through the place of the state's gradient.
+        after_s = plgpu.RefUnion(after_s, _smem(_F32, P, CHUNK, COLUMNS))
     scratch = dict(
-        q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, stages, P), g_s=_tiles(jnp.bfloat16, stages, len(gs), P),
-        v_s=_tiles(dtype, W), do_s=_tiles(dtype, W), before_s=_tiles(dtype, P, W), after_s=_tiles(dtype, P, W),
-        pairs_s=_tiles(dtype, P),
-        factors_s=plgpu.SMEM((P, 3, COLUMNS), _F32), total_s=plgpu.SMEM((P, 2, COLUMNS), _F32),
+        q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, 2, P), g_s=_tiles(jnp.bfloat16, stages, len(gs), P),
+        v_s=_tiles(dtype, W), do_s=_tiles(dtype, W), before_s=_tiles(dtype, P, W), after_s=after_s,
+        # What queries lose to their first term. Keys and what they lose take turns in two tiles.
+        rest_s=_tiles(dtype, P),
+        factors_s=plgpu.SMEM((P, 4, COLUMNS), _F32), total_s=plgpu.SMEM((P, 2, COLUMNS), _F32),
         # What the gradient of gates starts from, of this chunk and the next in turn, and what passes a strong one.
         border_s=plgpu.SMEM((P, 3, COLUMNS), _F32), strong_s=plgpu.SMEM((P,), jnp.int32), **_constants_s(),
-        # full and empty, of q, k and gates; full_v and empty_v, of v, do and states; met: what neighbours hold of v and
-        # do is cleared; sent: the parts of dv are there.
-        full=plgpu.Barrier(num_arrivals=P * (2 + len(gs)), num_barriers=stages),
+        # full and empty, of q and gates; full_k and empty_k, of keys; full_v and empty_v, of v, do and states; met:
+        # what neighbours hold of v and do is cleared; sent: parts of dv are there; left: their sum has left that place.
+        full=plgpu.Barrier(num_arrivals=P * (1 + len(gs)), num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=P, num_barriers=stages),
+        full_k=plgpu.Barrier(num_arrivals=P), empty_k=plgpu.Barrier(num_arrivals=P),
         full_v=plgpu.Barrier(num_arrivals=W * (2 + P)), empty_v=plgpu.Barrier(num_arrivals=P),
-        met=plgpu.Barrier(num_arrivals=P) if packed else None, sent=plgpu.Barrier(num_arrivals=P) if P > 1 else None,
+        met=plgpu.Barrier(num_arrivals=P) if packed else None,
+        **{name: plgpu.Barrier(num_arrivals=P) if P > 1 else None for name in ("sent", "left")},
     )  # fmt: skip
 
     def body(indices, i_w, *refs):
         i_s, i_h = indices
         at: Any = _Names(refs, inputs, outputs, scratch)
+        if P > 1:
+            at.after_s, at.parts_s = at.after_s
 
         @pl.when(i_w < P)
         def _compute():
             if P > 1:
-                plgpu.set_max_registers(232, action="increase")
+                plgpu.set_max_registers(240, action="increase")
             given = dict(walk=walk, K=K, V=V, gs=gs, dtype=dtype, shared=shared, scale=scale, stages=stages)
             of = _Walk(at, i_w, i_s, i_h, **given)
             _make_constants(at, walk, i_w)
@@ -425,7 +467,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
         @pl.when(i_w == P)
         def _move():
             if P > 1:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(24, action="decrease")
             sequence = walk.at(i_s, at.plan)
             chunks, row = sequence.of_segment(), sequence.row
             count = chunks.count
@@ -434,7 +476,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
             def _(i):
                 slot, t = lax.rem(i, stages), pl.ds(chunks.start(i), CHUNK)
                 pl.when(i >= stages)(lambda: plgpu.barrier_wait(at.empty.at[slot]))
-                _load_parts(at, gs, ("q", "k"), shared, row, t, i_h, slot, at.full.at[slot])
+                _load_parts(at, gs, ("q",), shared, row, t, i_h, slot, at.full.at[slot])
                 pl.when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_v))
                 for w, columns in enumerate(_parts(V)):
                     plgpu.copy_gmem_to_smem(at.v.at[row, t, over(i_h, shared[2]), columns], at.v_s.at[w], at.full_v)
@@ -442,12 +484,17 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
                     for p, dims in enumerate(_parts(K)):
                         source = at.before.at[chunks.place(i, 1), i_h, dims, columns]
                         plgpu.copy_gmem_to_smem(source, at.before_s.at[p, w], at.full_v)
+                pl.when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_k))
+                for p, dims in enumerate(_parts(K)):
+                    source = at.k.at[row, t, over(i_h, shared[1]), dims]
+                    plgpu.copy_gmem_to_smem(source, at.k_s.at[lax.rem(i, 2), p], at.full_k)
 
             @pl.loop(jnp.maximum(count - stages, 0), count)
             def _(i):
                 plgpu.barrier_wait(at.empty.at[lax.rem(i, stages)])
 
-            pl.when(count > 0)(lambda: plgpu.barrier_wait(at.empty_v))
+            for barrier in (at.empty_v, at.empty_k):
+                pl.when(count > 0)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
 
     return _launch(
         body, inputs.values(), lanes=True, between_warps=False,
