@@ -10,7 +10,7 @@ from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.numerics import error
 from tests.linear_attention.cases import GPU, run_torch
 from tests.numerics import assert_within_rule
-from tests.pallas.cases import NAMES, NEEDS_JAX, case, check, jax
+from tests.pallas.cases import NAMES, NEEDS_JAX, case, check, check_sizes, jax
 from tests.sanitizer import CHECKS, watched
 
 pytestmark = [NEEDS_JAX, pytest.mark.skipif(not GPU, reason="needs a GPU: run with --gpu")]
@@ -132,6 +132,10 @@ def test_gradients_of_gates_lose_little_to_rounding():
     got, (truth, _) = learned(some)(*some.arrays), some.reference()
     for name, x, right in list(zip(NAMES, got, truth, strict=True))[2:6]:
         assert error(x, right) < 2.1e-3, name
+
+
+def test_queries_and_keys_of_any_size():
+    check_sizes(jax.jit(lambda *arrays: keraunos.gla_attention(*arrays, platform="pallas")[0]))
 
 
 def test_an_empty_sequence_keeps_its_state():

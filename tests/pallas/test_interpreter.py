@@ -7,7 +7,7 @@ import pytest
 
 from keraunos.numerics import error
 from tests.linear_attention.cases import GPU
-from tests.pallas.cases import NAMES, NEEDS_JAX, case, check, jax
+from tests.pallas.cases import NAMES, NEEDS_JAX, case, check, check_sizes, jax
 
 pytestmark = [NEEDS_JAX, pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")]
 
@@ -108,6 +108,17 @@ def test_gradients_of_gates_lose_little_to_rounding():
     got, (truth, _) = runner(some, True)(*some.arrays), some.reference()
     for name, x, right in list(zip(NAMES, got, truth, strict=True))[2:6]:
         assert error(x, right) < 2.1e-3, name
+
+
+def test_queries_and_keys_of_any_size():
+    from keraunos.kernels.linear_attention import pallas as platform
+    from keraunos.kernels.linear_attention.interface import Args, Options
+    from keraunos.ops import Config
+    from tests.pallas.interpreter import interpreted
+
+    opts = Options(128**-0.5, False, Config(num_stages=2), False)
+    with interpreted():
+        check_sizes(jax.jit(lambda *arrays: platform.forward(Args(*arrays, None, None, None), opts)[0][0]))
 
 
 def test_states_that_the_forward_kept_are_those_that_the_backward_makes():

@@ -8,6 +8,7 @@ sums of gates G from the chunk's start (base 2, in the order of the recurrence),
 its earlier half:
 
     mild    q' = q exp2(G - G_mid)    k' = k exp2(G_mid - G)    pairs = q' k'^T, masked    all gates sum to >= -MILD
+    fine    the same in float16 for pairs, in bf16 for the rest                            sum to >= -FINE, and it fits
     strong  q' = q exp2(G)            k' = k exp2(G_end - G)    pairs by halving           whatever the gates are
 
     o = q' (before * S) + pairs v         S <- after * (kept * S + k'^T v)
@@ -46,7 +47,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _smem,
     _store_rows,
 )
-from keraunos.kernels.linear_attention.pallas_registers import _exp2_of_minus, _widened
+from keraunos.kernels.linear_attention.pallas_registers import _widened
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 _F32 = jnp.float32
@@ -55,6 +56,8 @@ _LOG2E = math.log2(math.e)
 CLOSED = -16384.0
 # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
 MILD = 92.0
+# And where they are in float16's, halfway to each side, with the values of most queries and keys.
+FINE = 24.0
 _HALF = CHUNK // 2
 # Bytes of 64 by 64 values of 16 bits.
 _TILE = CHUNK * COLUMNS * 2
@@ -165,12 +168,14 @@ class _Gates:
         """How many own tokens there are up to a place."""
         return jnp.clip(place + 1 - self.lead, 0, self.n)
 
-    def is_mild(self) -> Any:
-        """Whether no dimension's gates sum below -MILD, when G_end is known."""
+    def worst(self) -> Any:
+        """The least sum of a dimension's gates, when G_end is known; NaN for -inf."""
         # Spread so that every warp has all of it: the least needs no exchange between warps.
-        worst = jnp.min(plgpu.load(self.total.at[0], layout=_PER_COLUMN))
-        # False for NaN, which -inf gives.
-        return worst >= -MILD
+        return jnp.min(plgpu.load(self.total.at[0], layout=_PER_COLUMN))
+
+    def is_mild(self) -> Any:
+        """Whether no dimension's gates sum below -MILD, when G_end is known; not if one of them is -inf."""
+        return self.worst() >= -MILD
 
     def keep(self, to: Any) -> Any:
         """Leave G_end and G_mid of G, which is given back, for all threads. The warps meet."""
@@ -344,17 +349,15 @@ def _load(ref: Any, layout: Any = _LAYOUT) -> Any:
     return plgpu.load(ref, layout=layout).astype(_F32)
 
 
+def _load_bf16(ref: Any) -> Any:
+    """A bf16 tile ``[CHUNK, 64]`` in float32, in fewer instructions."""
+    return _widened(plgpu.load(ref, layout=_LAYOUT))
+
+
 def _decayed(ref: Any, exponents: Any, scale: float = 1) -> Any:
     """Queries or keys, decayed: here, and not in the branch that uses it."""
     factor = jnp.exp2(exponents)
     return lax.optimization_barrier((_load(ref) * (factor if scale == 1 else factor * scale)).astype(ref.dtype))
-
-
-def _times_exp2(ref: Any, exponents: Any, scale: float = 1, inverse: bool = False) -> Any:
-    """The same in fewer instructions; ``inverse``: by the inverse of that."""
-    factor = _exp2_of_minus(exponents) if inverse else jnp.exp2(exponents)
-    x = _widened(plgpu.load(ref, layout=_LAYOUT)) * (factor if scale == 1 else factor * scale)
-    return lax.optimization_barrier(x.astype(ref.dtype))
 
 
 def _factor(factors: Any) -> Any:

@@ -20,11 +20,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from keraunos.kernels.linear_attention.pallas_gates import (
     _F32,
     _TILE,
+    FINE,
+    MILD,
     _constants_s,
+    _decayed,
     _factor,
     _gamma,
     _Gates,
     _give,
+    _load_bf16,
     _make_constants,
     _meet,
     _names,
@@ -34,11 +38,9 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _run,
     _stages,
     _tiles,
-    _times_exp2,
 )
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start, through
 from keraunos.kernels.linear_attention.pallas_program import (
-    _LAYOUT,
     _PER_ROW,
     CHUNK,
     COLUMNS,
@@ -48,7 +50,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _smem,
     _zeros,
 )
-from keraunos.kernels.linear_attention.pallas_registers import _masked
+from keraunos.kernels.linear_attention.pallas_registers import _commit_fine, _exp2_of_minus, _upto
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 # Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
@@ -189,7 +191,7 @@ class _Program:
     def prepare(self, own: Any, mild: Any, strong: Any, dtype: Any) -> None:
         """Prepare 64 dimensions of all chunks.
 
-        Where gates are mild ``mild(work, slot, around)`` does it, else ``strong(work, slot, to)``.
+        Where gates are mild ``mild(work, slot, around, fine)`` does it, else ``strong(work, slot, to)``.
         """
         at, chunks, gs = self.at, self.chunks, range(len(self.gs))
         gamma = _gamma(at.gamma, self.row, self.i_h)
@@ -232,14 +234,15 @@ class _Program:
                     plgpu.barrier_arrive(at.known.at[place])
                     wait()
 
-            is_mild = work.is_mild()
+            worst = work.worst()
+            is_mild = worst >= -MILD
             if not self.early:
                 wait()
 
             @pl.when(is_mild)
             def _():
                 hand_on(work.factors(self.walk.adjoint))
-                mild(work, slot, work.around(to))
+                mild(work, slot, work.around(to), worst >= -FINE)
 
             @pl.when(jnp.logical_not(is_mild))
             def _():
@@ -308,7 +311,9 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
     )  # fmt: skip
     scratch = dict(
         q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, stages, P), v_s=_tiles(dtype, stages, W),
-        g_s=_tiles(jnp.bfloat16, stages, len(gs), P), pairs_s=_tiles(dtype, stages, P), state_s=state_s,
+        # When they have been summed, gates make room for the keys of pairs.
+        g_s=plgpu.RefUnion(*(_tiles(x, stages, len(gs), P) for x in (jnp.bfloat16, jnp.float16))),
+        pairs_s=_tiles(dtype, stages, P), state_s=state_s,
         o_s=_tiles(dtype, W), factors_s=plgpu.SMEM((stages + early, 3, P, COLUMNS), _F32),
         total_s=plgpu.SMEM((P, 2, COLUMNS), _F32), **_constants_s(),
         **_barriers(2, W, P, gs, stages),
@@ -319,6 +324,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
     def body(indices, i_w, *refs):
         i_s, i_h = indices
         at: Any = _Names(refs, inputs, outputs, scratch)
+        at.g_s, at.fine_s = at.g_s
         if early:
             at.state_s, at.start_s = at.state_s
         sequence = walk.at(i_s, at.plan)
@@ -367,7 +373,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
             def leave(i, o):
                 # Waits until the last chunk's output has left the buffer; here the warps meet.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out[...] = (o * scale).astype(dtype)
+                out[...] = o.astype(dtype)
                 plgpu.commit_smem()
                 _give(out, at.o, (sequence.row, i_h), chunks, i, columns, packed)
 
@@ -383,18 +389,27 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
             def tiles(work, slot):
                 return [x.at[slot, work.part] for x in (at.q_s, at.k_s, at.pairs_s)]
 
-            def mild(work, slot, around):
+            def mild(work, slot, around, fine):
                 q, k, pairs = tiles(work, slot)
-                q[...] = _times_exp2(q, around)
-                k[...] = _times_exp2(k, around, inverse=True)
-                plgpu.commit_smem()
-                pairs[...] = _masked(_product(q, k.T), plgpu.load(work.upto_s, layout=_LAYOUT))
+                # For pairs, in float16: queries stay in registers.
+                fine_k = at.fine_s.at[slot, 0, work.part]
+                x = lax.optimization_barrier(_load_bf16(q) * (jnp.exp2(around) * scale))
+                rounded_q = x.astype(dtype)
+                q[...] = rounded_q
+                fine_q = lax.optimization_barrier(x.astype(jnp.float16))
+                x = _load_bf16(k) * _exp2_of_minus(around)
+                rounded_k = x.astype(dtype)
+                k[...] = rounded_k
+                fine_k[...] = x.astype(jnp.float16)
+                fine = fine & (_commit_fine(rounded_q, rounded_k) > 0)
+                found = lax.cond(fine, lambda: _product(fine_q, fine_k.T), lambda: _product(q, k.T))
+                pairs[...] = _upto(found, walk.backward_in_time)
 
             def strong(work, slot, to):
                 q, k, pairs = tiles(work, slot)
-                pairs[...] = work.halve(q, k, pairs, 1, rounded=early)
-                q[...] = _times_exp2(q, work.to())
-                k[...] = _times_exp2(k, work.left())
+                pairs[...] = work.halve(q, k, pairs, scale, rounded=early)
+                q[...] = _decayed(q, work.to(), scale)
+                k[...] = _decayed(k, work.left())
 
             program.prepare(part, mild, strong, dtype)
 
@@ -486,15 +501,16 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
                 _meet()
                 passed[...] = before + work.ends()[0]
 
-            def mild(work, slot, around):
+            def mild(work, slot, around, fine):
                 add(work)
                 x = at.x_s.at[slot, work.part]
-                x[...] = _times_exp2(x, around, factor, inverse=not walk.adjoint)
+                decay = jnp.exp2(around) if walk.adjoint else _exp2_of_minus(around)
+                x[...] = (_load_bf16(x) * (decay if factor == 1 else decay * factor)).astype(dtype)
 
             def strong(work, slot, to):
                 add(work)
                 x = at.x_s.at[slot, work.part]
-                x[...] = _times_exp2(x, to if walk.adjoint else work.left(), factor)
+                x[...] = _decayed(x, to if walk.adjoint else work.left(), factor)
 
             program.prepare(part, mild, strong, dtype)
             if not every:

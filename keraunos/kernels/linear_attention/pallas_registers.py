@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, CHUNK, COLUMNS
+from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, CHUNK, COLUMNS, _by_row
 
 _F32 = jnp.float32
 
@@ -70,17 +70,85 @@ def _exp2_of_minus(x: Any) -> Any:
     return _of_pairs(_F32, of, x)
 
 
-def _masked(x: Any, weights: Any) -> Any:
-    """x in bf16 where weights, ones and zeros in bf16, are not 0, else 0, whatever x is there.
+def _upto(x: Any, backward_in_time: bool) -> Any:
+    """x ``[CHUNK, CHUNK]`` in bf16 where the column's token is not after the row's, else 0, whatever x is there.
 
-    Of a choice between x and 0 the compiler would convert each value by itself.
+    Of a choice between x and 0 the compiler would convert each value by itself, and to compare places it would read
+    them from shared memory.
     """
 
-    def of(pair, ones):
-        # The last bit of the exponent of 1 is the first of its byte, and becomes all bits.
-        code = "prmt.b32 $0, $1, 0, 0xaa88;"
-        mask = mgpu.utils.inline_ptx(code, mgpu.utils.bitcast(ones, _i32()), result_types=_i32())
-        bf16 = _two(ir.BF16Type.get())
-        return mgpu.utils.bitcast(arith.andi(mgpu.utils.bitcast(arith.truncf(bf16, pair), _i32()), mask), bf16)
+    @plgpu.inline_mgpu(
+        arg_types=(_LAYOUT,), return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_LAYOUT)
+    )
+    def upto(_, x):
+        constant: Any = arith.constant
 
-    return _of_pairs(jnp.bfloat16, of, x, weights)
+        # In each half of a word 2^15 and how far the column is before the row, or after; the second column is the next.
+        difference, bias = ("c, r", "0x80018000") if backward_in_time else ("r, c", "0x7fff8000")
+        apart = mgpu.utils.inline_ptx(
+            "{ .reg .u32 t, r, c; mov.u32 t, %tid.x; bfe.u32 r, t, 5, 2; shl.b32 r, r, 4; bfe.u32 c, t, 2, 3;"
+            " add.u32 r, r, c; and.b32 c, t, 3; shl.b32 c, c, 1;"
+            f" sub.u32 r, {difference}; mad.lo.u32 $0, r, 0x10001, {bias}; }}",
+            result_types=_i32(),
+            # Anew for each chunk: masks that are kept take registers.
+            has_side_effects=True,
+        )
+        registers, bf16 = np.empty_like(x.registers), _two(ir.BF16Type.get())
+        # A thread has two rows and eight pairs of columns, each 8 apart.
+        rows, columns = x.registers.shape.index(2), x.registers.shape.index(8)
+        for i, pair in np.ndenumerate(x.registers):
+            steps = 8 * (i[rows] - i[columns]) * (-1 if backward_in_time else 1)
+            words = arith.addi(apart, constant(_i32(), steps * 0x10001))
+            # The first bit of each half becomes all of it.
+            mask = mgpu.utils.inline_ptx("prmt.b32 $0, $1, 0, 0xbb99;", words, result_types=_i32())
+            bits = mgpu.utils.bitcast(arith.truncf(bf16, pair), _i32())
+            registers[i] = mgpu.utils.bitcast(arith.andi(bits, mask), bf16)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return upto(x)
+
+
+def _commit_fine(x: Any, y: Any) -> Any:
+    """``plgpu.commit_smem``, and 1 if all of x and y, bf16, may be float16 as well, else 0.
+
+    Each thread looks at a quarter of two rows of both. The largest of its values must be 0, or less than 2^16 and at
+    least 2^-16, where float16 has as many digits as bf16.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(_LAYOUT, _LAYOUT), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    )
+    def commit(_, x, y):
+        def ptx(code, *operands):
+            return mgpu.utils.inline_ptx(code, *operands, result_types=_i32())
+
+        def most(a, b):
+            return ptx("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", a, b)
+
+        def largest(values):
+            # As a tree: what comes last, all warps wait for.
+            half = len(values) // 2
+            return values[0] if not half else most(largest(values[:half]), largest(values[half:]))
+
+        def rows(x):
+            first, second = (
+                largest([mgpu.utils.bitcast(register, _i32()) for _, register in mine]) for mine in _by_row(x)
+            )
+            low, high = (ptx(f"prmt.b32 $0, $1, $2, {which};", first, second) for which in ("0x5410", "0x7632"))
+            return ptx("and.b32 $0, $1, 0x7fff7fff;", most(low, high))
+
+        # Of halves of words: a has 2^15 where one is too large, b has 1 where one is too small but not 0.
+        code = (
+            "{ .reg .b32 a, b, c, d; .reg .pred p; max.u16x2 a, $1, $2; add.u32 a, a, 0x38803880;"
+            " mov.b32 d, 0xffffffff; add.u16x2 b, $1, d; add.u16x2 c, $2, d; min.u16x2 b, b, c; mov.b32 d, 0x377e377e;"
+            " max.u16x2 b, b, d; sub.u32 b, b, d; mov.b32 d, 0x00010001; min.u16x2 b, b, d;"
+            " and.b32 a, a, 0x80008000; xor.b32 b, b, 0x00010001; or.b32 a, a, b; setp.eq.u32 p, a, 0;"
+            " fence.proxy.async.shared::cta; bar.red.and.pred p, $3, 128, p; selp.b32 $0, 1, 0, p; }"
+        )
+        barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
+        fits = mgpu.utils.inline_ptx(
+            code, rows(x), rows(y), barrier, result_types=_i32(), has_side_effects=True, convergent=True
+        )
+        return mgpu.FragmentedArray.splat(fits, (), is_signed=True)
+
+    return commit(x, y)
