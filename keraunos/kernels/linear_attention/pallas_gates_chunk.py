@@ -12,14 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_gates import _F32, _Gates, _nought, _split
-from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, CHUNK, COLUMNS, _axis, _clear, _rows
-from keraunos.kernels.linear_attention.pallas_registers import _widened
-
-
-def _wide(ref: Any) -> Any:
-    """A bf16 tile in float32."""
-    return _widened(plgpu.load(ref, layout=_LAYOUT))
+from keraunos.kernels.linear_attention.pallas_gates import _F32, _Gates, _load_bf16, _nought, _split
+from keraunos.kernels.linear_attention.pallas_program import CHUNK, COLUMNS, _axis, _clear, _rows
 
 
 def _decayed(ref: Any, factors: Any, rounded: bool = False) -> list[Any]:
@@ -27,7 +21,7 @@ def _decayed(ref: Any, factors: Any, rounded: bool = False) -> list[Any]:
 
     ``rounded``: the first of them is rounded, not cut off; it is used without the second too.
     """
-    x = _wide(ref) * factors
+    x = _load_bf16(ref) * factors
     if not rounded:
         return lax.optimization_barrier(_split(x, 2))
     # Half of the last place that is kept carries into it.

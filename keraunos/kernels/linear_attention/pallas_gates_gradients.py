@@ -31,6 +31,7 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _factor,
     _gamma,
     _give,
+    _load_bf16,
     _load_parts,
     _make_constants,
     _meet,
@@ -44,7 +45,7 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _stages,
     _tiles,
 )
-from keraunos.kernels.linear_attention.pallas_gates_chunk import _decayed, _Tiles, _wide
+from keraunos.kernels.linear_attention.pallas_gates_chunk import _decayed, _Tiles
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
 from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
@@ -159,7 +160,7 @@ class _Walk:
 
         @pl.when(jnp.logical_not(mild))
         def _():
-            t.passing[...] = _sum_of_rows(map(_wide, t.before), state)
+            t.passing[...] = _sum_of_rows(map(_load_bf16, t.before), state)
             at.strong_s[t.part] = jnp.int32(1)
 
         plgpu.commit_smem()
@@ -334,7 +335,7 @@ class _Walk:
             for w in range(self.W):
                 plgpu.wgmma(dq, t.do[w], t.before[w].T)
             # The state's gradient times the state, at the chunk's start: what the gradient of gates starts from.
-            t.border[...] = _sum_of_rows(map(_wide, t.before), state)
+            t.border[...] = _sum_of_rows(map(_load_bf16, t.before), state)
             to_query = plgpu.wgmma_accumulator_load(to_query, wait_n=self.W)
             high, low = _split(jnp.where(t.before_row(far), to_query, 0.0), 2)
             for a, b in ((high, t.k), (high, t.k_rest), (low, t.k)):
@@ -345,7 +346,7 @@ class _Walk:
 
     def leave_terms(self, t: _Tiles, dq: Any, dk: Any) -> Any:
         """Leave what the gradient of gates sums up in the places of q, in two terms; and return its negative."""
-        x = (_wide(t.q) + _wide(t.q_rest)) * dq - (_wide(t.k) + _wide(t.k_rest)) * dk
+        x = (_load_bf16(t.q) + _load_bf16(t.q_rest)) * dq - (_load_bf16(t.k) + _load_bf16(t.k_rest)) * dk
         t.q[...], t.q_rest[...] = _split(x, 2)
         return -x
 
