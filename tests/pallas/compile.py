@@ -28,6 +28,7 @@ CALLS = {
     "few heads, gates, packed, shared keys": dict(H=4, G=1, T=65601, packed=3, gate="scalar", gamma=None, state=True),
     "vector gates": dict(H=64, T=16384, gate="vector", gamma=None),
     "vector gates, nothing kept": dict(H=64, T=16384, gate="vector", gamma=None, kept=False),
+    "vector gates, packed": dict(H=64, T=65601, packed=32, gate="vector", gamma=None),
     "few heads, vector gates, packed, K < V": dict(
         K=64, H=4, G=1, T=65601, packed=3, gate="vector", gamma="learned", state=True
     ),
