@@ -19,6 +19,7 @@ from keraunos.kernels.linear_attention import (
     pallas_gates,
     pallas_gates_chunk,
     pallas_gates_gradients,
+    pallas_gates_program,
     pallas_gates_scan,
     pallas_gates_starts,
     pallas_gates_strong,
@@ -124,7 +125,7 @@ def interpreted():
         _commit_fine=_commit_fine,
     )
     with contextlib.ExitStack() as stack:
-        gates = pallas_gates, pallas_gates_scan, pallas_gates_starts, pallas_gates_strong
+        gates = pallas_gates, pallas_gates_program, pallas_gates_scan, pallas_gates_starts, pallas_gates_strong
         walk = pallas_gates_gradients, pallas_gates_chunk
         for module in (pallas_program, pallas_kernels, pallas_starts, *gates, *walk):
             known = {name: x for name, x in names.items() if hasattr(module, name)}

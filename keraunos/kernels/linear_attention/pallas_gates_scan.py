@@ -4,7 +4,7 @@ Two kernels: ``scan`` (outputs) and ``states`` (the state before every chunk, or
 gradient of it). ``pallas_gates_starts.py`` makes of those of pieces the states that segments start from.
 
 Beside the warpgroups that hold the state, 64 columns of V each, stand others that prepare chunks, one per 64 dimensions
-of the key: see ``pallas_gates.py``.
+of the key: ``pallas_gates_program.py`` has what they do alike in both.
 """
 
 from __future__ import annotations
@@ -20,42 +20,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from keraunos.kernels.linear_attention.pallas_gates import (
     _F32,
     _TILE,
-    FINE,
-    MILD,
     _constants_s,
     _decayed,
-    _factor,
-    _gamma,
-    _Gates,
     _give,
     _load_bf16,
-    _make_constants,
     _meet,
     _names,
-    _nought,
     _parts,
     _product,
     _run,
     _stages,
     _tiles,
 )
+from keraunos.kernels.linear_attention.pallas_gates_program import _barriers, _Program
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start, through
-from keraunos.kernels.linear_attention.pallas_program import (
-    _PER_ROW,
-    CHUNK,
-    COLUMNS,
-    _clear,
-    _launch,
-    _Names,
-    _smem,
-    _zeros,
-)
+from keraunos.kernels.linear_attention.pallas_program import _PER_ROW, CHUNK, COLUMNS, _launch, _Names, _smem, _zeros
 from keraunos.kernels.linear_attention.pallas_registers import _commit_fine, _exp2_of_minus, _upto
-from keraunos.kernels.linear_attention.pallas_walk import over
-
-# Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
-# prepare. Where there is one of each, all have what they can use.
-_REGISTERS = {(2, 2): (128, 96, 24), (2, 1): (144, 184, 40), (1, 2): (152, 160, 40)}
 
 
 class Every(NamedTuple):
@@ -70,211 +50,9 @@ class Every(NamedTuple):
     end: Any
 
 
-class _Program:
-    """One program: what its warpgroups do alike in ``scan`` and ``states``.
-
-    Args:
-        at: the kernel's references, by name.
-        walk, chunks, row, i_h: how it walks, its chunks, their row of the batch, and its head.
-        keyed, value: names of the arrays with 64 dimensions of the key per warpgroup that prepares, and of the one with
-            64 columns per warpgroup that holds the state.
-        shared: how many query heads share a head of each.
-        sizes: ``W`` and ``P``, how many warpgroups hold and prepare, and the terms of the gates.
-        stages: of the ring.
-        early: the factors of a chunk are handed on before the chunk is there.
-    """
-
-    def __init__(self, at: Any, walk: Any, chunks: Any, row: Any, i_h: Any, keyed: tuple[str, ...], value: str,
-                 shared: list[int], sizes: tuple[int, int, Any], stages: int, early: bool):  # fmt: skip
-        self.at, self.walk, self.chunks, self.row, self.i_h = at, walk, chunks, row, i_h
-        self.keyed, self.value, self.shared, self.stages, self.early = keyed, value, shared, stages, early
-        self.W, self.P, self.gs = sizes
-        self.packed = at.plan is not None
-
-    def run(self, i_w: Any, hold: Any, prepare: Any, counts: Any) -> None:
-        """Each warpgroup what it is for: ``hold(i_w)``, ``prepare(part)``, or the copies."""
-        W, P = self.W, self.P
-
-        @pl.when(counts & (i_w < W))
-        def _():
-            self._set_registers(0)
-            if self.early:
-                # Those that prepare are the ones with the most to do, and too few registers.
-                _make_constants(self.at, self.walk, i_w)
-            hold(i_w)
-
-        @pl.when(counts & (i_w >= W) & (i_w < W + P))
-        def _():
-            self._set_registers(1)
-            prepare(i_w - W)
-
-        @pl.when(counts & (i_w == W + P))
-        def _():
-            self._set_registers(2)
-            self._fill()
-
-    def _set_registers(self, role: int) -> None:
-        """Move registers to where they are needed: role 0 holds a state, 1 prepares chunks, 2 moves memory."""
-        W, P = self.W, self.P
-        if (W, P) in _REGISTERS:
-            entry, wanted = 65536 // (W + P + 1) // 1024 * 8, _REGISTERS[W, P][role]
-            plgpu.set_max_registers(wanted, action="increase" if wanted >= entry else "decrease")
-
-    def _fill(self) -> None:
-        """Fill both rings, each stage as soon as everyone is done with it: gates are a chunk ahead of the rest."""
-        at, count = self.at, self.chunks.count
-        rings = (at.gates_empty, at.gates_full, self._load_gates), (at.empty, at.full, self._load)
-
-        def fill(i, ring):
-            (empty, full, load), slot = ring, lax.rem(i, self.stages)
-            pl.when(i >= self.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-            load(slot, full.at[slot], pl.ds(self.chunks.start(i), CHUNK))
-
-        pl.when(count > 0)(lambda: fill(0, rings[0]))
-
-        @pl.loop(0, count)
-        def _(i):
-            fill(i, rings[1])
-            pl.when(i + 1 < count)(lambda: fill(i + 1, rings[0]))
-
-        # Every completion of a barrier is waited for, those of the last round too.
-        @pl.loop(jnp.maximum(count - self.stages, 0), count)
-        def _(i):
-            for empty, _, _ in rings:
-                plgpu.barrier_wait(empty.at[lax.rem(i, self.stages)])
-
-    def _load_gates(self, slot: Any, barrier: Any, t: Any) -> None:
-        for part, dims in enumerate(_parts(self.P * COLUMNS)):
-            for j, g in enumerate(_names(self.gs)):
-                source = getattr(self.at, g).at[self.row, t, self.i_h, dims]
-                plgpu.copy_gmem_to_smem(source, self.at.g_s.at[slot, j, part], barrier)
-
-    def _load(self, slot: Any, barrier: Any, t: Any) -> None:
-        names, parts = (*self.keyed, self.value), [self.P] * len(self.keyed) + [self.W]
-        for name, count, shared in zip(names, parts, self.shared, strict=True):
-            for part, dims in enumerate(_parts(count * COLUMNS)):
-                source = getattr(self.at, name).at[self.row, t, over(self.i_h, shared), dims]
-                plgpu.copy_gmem_to_smem(source, getattr(self.at, f"{name}_s").at[slot, part], barrier)
-
-    def _place(self, i: Any) -> Any:
-        """Where the factors of a chunk are: if early, those of the chunk that had its stage may still be in use."""
-        return lax.rem(i, self.stages + self.early)
-
-    def hold(self, i_w: Any, state: Any, before: Any, products: Any, after: Any = None) -> Any:
-        """Walk with 64 columns of the state, in parts of 64 rows: what is done with each chunk.
-
-        ``before(i, state)`` is given the state that queries read, ``products(i, slot, v, state) -> state, ...`` the one
-        that keys are added to, and ``after(i, ...)`` the rest of what that gives, when the chunk's stage is free.
-        """
-        at, chunks = self.at, self.chunks
-
-        def step(i, state):
-            slot, place = lax.rem(i, self.stages), self._place(i)
-            v, factors = getattr(at, f"{self.value}_s").at[slot, i_w], at.factors_s.at[place]
-            if self.early:
-                plgpu.barrier_wait(at.known.at[place])
-                before(i, _scaled(state, factors, 0))
-            plgpu.barrier_wait(at.ready.at[slot])
-            if self.packed:
-                pl.when(chunks.length(i) < CHUNK)(lambda: _clear([v], *chunks.rows(i)))
-            if not self.early:
-                before(i, _scaled(state, factors, 0))
-            state, *rest = products(i, slot, v, _scaled(state, factors, 1))
-            state = _scaled(state, factors, 2)
-            plgpu.barrier_arrive(at.empty.at[slot])
-            if rest:
-                after(i, *rest)
-            return state
-
-        return lax.fori_loop(0, chunks.count, step, state)
-
-    def prepare(self, own: Any, mild: Any, strong: Any, dtype: Any) -> None:
-        """Prepare 64 dimensions of all chunks.
-
-        Where gates are mild ``mild(work, slot, around, fine)`` does it, else ``strong(work, slot, to)``.
-        """
-        at, chunks, gs = self.at, self.chunks, range(len(self.gs))
-        gamma = _gamma(at.gamma, self.row, self.i_h)
-        if not self.early:
-            _make_constants(at, self.walk, own)
-        plgpu.barrier_wait(at.once)
-
-        def work_on(i):
-            slot, zero = lax.rem(i, self.stages), _nought(at, self.walk)
-            part = own + zero
-            gates = [at.g_s.at[slot, j, part] for j in gs]
-            return slot, _Gates(at, part, zero, gates, gamma, self.walk, chunks.rows(i), dtype)
-
-        def sums(i):
-            """G of a chunk. After the last one, of what is there: nobody reads it."""
-            slot, work = work_on(i)
-
-            @pl.when(i < chunks.count)
-            def _():
-                plgpu.barrier_wait(at.gates_full.at[slot])
-                if self.packed:
-                    work.clear(*work.gates)
-
-            return work.to()
-
-        def step(i, to):
-            slot, work = work_on(i)
-            place = self._place(i)
-            work.keep(to)
-
-            def wait():
-                plgpu.barrier_wait(at.full.at[slot])
-                if self.packed:
-                    work.clear(*(getattr(at, f"{name}_s").at[slot, work.part] for name in self.keyed))
-
-            def hand_on(values):
-                for j, x in enumerate(values):
-                    at.factors_s[place, j, work.part] = x
-                if self.early:
-                    plgpu.barrier_arrive(at.known.at[place])
-                    wait()
-
-            worst = work.worst()
-            is_mild = worst >= -MILD
-            if not self.early:
-                wait()
-
-            @pl.when(is_mild)
-            def _():
-                hand_on(work.factors(self.walk.adjoint))
-                mild(work, slot, work.around(to), worst >= -FINE)
-
-            @pl.when(jnp.logical_not(is_mild))
-            def _():
-                work.close()
-                to = work.keep(work.to())
-                hand_on(work.strong_factors())
-                strong(work, slot, to)
-
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(at.gates_empty.at[slot])
-            # Before those that hold the state begin with this chunk, and keep the tensor cores busy.
-            following = sums(i + 1)
-            plgpu.barrier_arrive(at.ready.at[slot])
-            return following
-
-        lax.fori_loop(0, chunks.count, step, sums(0))
-
-
-def _scaled(state: tuple[Any, ...], factors: Any, i: int) -> tuple[Any, ...]:
-    """A state, each of its rows times one of its three factors."""
-    return tuple(x * _factor(factors.at[i, p]) for p, x in enumerate(state))
-
-
 def _keep(ref: Any, index: tuple[Any, ...], state: tuple[Any, ...], columns: Any) -> None:
     for part, x in zip(_parts(len(state) * COLUMNS), state, strict=True):
         ref[*index, part, columns] = x
-
-
-def _barriers(keyed: int, W: int, P: int, gs: Any, stages: int) -> dict[str, Any]:
-    """full: one arrival per copy; ready: those that prepare; empty: those that hold the state, or prepare."""
-    arrivals = dict(full=P * keyed + W, gates_full=P * len(gs), gates_empty=P, ready=P, empty=W)
-    return {name: plgpu.Barrier(num_arrivals=n, num_barriers=stages) for name, n in arrivals.items()}
 
 
 def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
