@@ -73,6 +73,15 @@ def _store_rows(ref, value, first, end):
         ref[pl.ds(i, 1)] = lax.dynamic_slice_in_dim(value, i, 1)
 
 
+def _zero_rows(tile, first, end):
+    row = lax.broadcasted_iota(jnp.int32, tile.shape, 0)
+    tile[...] = jnp.where((row >= first) & (row < end), tile[...], 0)
+
+
+def _copy_rows_out(ref, tile, first, end):
+    _store_rows(ref, tile[...], first, end)
+
+
 def _copy_rows(ref, value, rows):
     for i, row in enumerate(rows):
         ref[i] = value[row]
@@ -117,6 +126,8 @@ def interpreted():
         plgpu=_With(plgpu, wgmma=_wgmma, wgmma_accumulator_load=_accumulator_load, ACC=_ACC),
         pl=_With(pl, run_scoped=_run_scoped, run_state=_run_state),
         _store_rows=_store_rows,
+        _zero_rows=_zero_rows,
+        _copy_rows_out=_copy_rows_out,
         _copy_rows=_copy_rows,
         _meet=plgpu.commit_smem,
         _widened=lambda x: x.astype(jnp.float32),

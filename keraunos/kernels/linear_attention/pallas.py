@@ -315,8 +315,9 @@ class _VectorCall(_Call):
         # Where XLA may share the call out, what is kept is dropped, and made again.
         every = self.opts.kept and self.framework == "jax" and frontends.get("jax_partition").is_settled()
         given = dict(q=self.q, k=self.k, v=self.v, starts=starts)
-        output, final, *states = self.walked(pallas_gates_scan.scan, self.forward, given, every=every)
-        return (self.unpad(output), final), pallas_gates_scan.Every(*states) if every else None
+        options: Any = dict(final=self.opts.state, every=every)
+        output, final, states = self.walked(pallas_gates_scan.scan, self.forward, given, **options)
+        return (self.unpad(output), final), states
 
     def gradients(self, saved: Any, do: Any, dfinal: Any) -> Args:
         """Those of the arguments, from starts or every state, those of the output, padded, and of the final state."""

@@ -43,9 +43,9 @@ from keraunos.kernels.linear_attention.pallas_program import (
     COLUMNS,
     _by_row,
     _clear,
+    _copy_rows_out,
     _rows,
     _smem,
-    _store_rows,
 )
 from keraunos.kernels.linear_attention.pallas_registers import _widened
 from keraunos.kernels.linear_attention.pallas_walk import over
@@ -409,4 +409,4 @@ def _give(tile: Any, ref: Any, index: tuple[Any, ...], chunks: Any, i: Any, colu
     # The neighbours' rows are others' to write, and a bulk copy has whole tiles of rows only.
     @pl.when(jnp.logical_not(whole))
     def _():
-        _store_rows(target, plgpu.load(tile, layout=_LAYOUT), *chunks.rows(i))
+        _copy_rows_out(target, tile, *chunks.rows(i))

@@ -55,8 +55,8 @@ def _keep(ref: Any, index: tuple[Any, ...], state: tuple[Any, ...], columns: Any
         ref[*index, part, columns] = x
 
 
-def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
-    """One walk: output ``[B, T, H, V]``, final state ``[N, H, K, V]``, and if it is wanted what :class:`Every` has.
+def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
+    """One walk: output ``[B, T, H, V]``, final state ``[N, H, K, V]`` or None, and what :class:`Every` has or None.
 
     Args:
         q, k, v: ``[B, T, heads, K]``, ``[B, T, heads, K]``, ``[B, T, heads, V]``; heads divide H; rows past T are zero.
@@ -66,12 +66,12 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
         H: heads.
         walk, plan: how sequences are walked; of packed ones the plan.
         scale: the softmax scale.
-        every: whether it is.
+        final, every: the final state is wanted; :class:`Every` is.
         stages: stages of the ring, at most.
 
     Where sequences are not packed and states not wanted this is the ``early`` order: factors are handed on before the
-    chunk is there, stages given back before the output leaves, states to start from read through shared memory, and
-    what strong gates need takes fewer registers. Packed, that takes longer.
+    chunk is there, stages given back before the output leaves, and states to start from read through shared memory. For
+    others that takes longer.
     """
     (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
@@ -84,8 +84,9 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
         state_s = plgpu.RefUnion(_tiles(dtype, W, 2), _smem(_F32, W, CHUNK, COLUMNS))
     inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
     outputs = dict(
-        o=jax.ShapeDtypeStruct((B, rows, H, V), dtype), final=jax.ShapeDtypeStruct((N, H, K, V), _F32),
-        **(_every(B, H, K, V, walk, dtype) if every else {}),
+        o=jax.ShapeDtypeStruct((B, rows, H, V), dtype),
+        final=jax.ShapeDtypeStruct((N, H, K, V), _F32) if final else None,
+        **(_every(B, H, K, V, walk, dtype) if every else dict(before=None, end=None)),
     )  # fmt: skip
     scratch = dict(
         q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, stages, P), v_s=_tiles(dtype, stages, W),
@@ -158,7 +159,8 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
             how = (through(at.start_s.at[i_w], at.started.at[i_w]),) if early else ()
             state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)], *how)
             state = program.hold(i_w, state, before, products, leave)
-            pl.when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
+            if final:
+                pl.when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
             if every:
                 _keep(at.end, (i_s, 0, i_h), state, columns)
             plgpu.wait_smem_to_gmem(0)
@@ -185,7 +187,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
 
             def strong(work, slot, to):
                 q, k, pairs = tiles(work, slot)
-                pairs[...] = work.halve(q, k, pairs, scale, rounded=early)
+                pairs[...] = work.halve(q, k, pairs, scale, rounded=early or packed)
                 q[...] = _decayed(q, work.to(), scale)
                 k[...] = _decayed(k, work.left())
 
@@ -193,11 +195,14 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, every, stages):
 
         program.run(i_w, hold, prepare, True)
 
-    return _launch(
+    results = _launch(
         body, inputs.values(), lanes=True, between_warps=False,
         name="gates_scan", warpgroups=W + P + 1, grid=(walk.slots(B), H),
-        out_type=list(outputs.values()), scratch_types=[x for x in scratch.values() if x is not None],
+        out_type=[x for x in outputs.values() if x is not None],
+        scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
+    got: Any = _Names(results, outputs)
+    return got.o, got.final, Every(got.before, got.end) if every else None
 
 
 def _every(B: int, H: int, K: int, V: int, walk: Any, dtype: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import run_state
 from jax.extend.core import jaxpr_as_fun
@@ -44,6 +45,10 @@ def _rows(x, columns):
 def _columns(x, rows):
     """A factor per column, for all rows."""
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+
+
+# Tiles of 8 rows of 128 bytes, swizzled.
+_SWIZZLED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
 
 def _smem(dtype, *shape):
@@ -88,11 +93,58 @@ def _store_rows(ref, value, first, end):
 
 def _clear(tiles, first, end):
     """Zero the rows of tiles ``[CHUNK, 64]`` in shared memory that are not from the first to before the end."""
-    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=_LAYOUT)
     for tile in tiles:
-        x = plgpu.load(tile, layout=_LAYOUT)
-        tile[...] = jnp.where((row >= first) & (row < end), x, jnp.zeros_like(x))
+        _zero_rows(tile, jnp.int32(first), jnp.int32(end))
     plgpu.commit_smem()
+
+
+def _zero_rows(tile, first, end):
+    """The same for one, of 16 bits, in few instructions and registers: eight threads have a row, however swizzled."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_SWIZZLED), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT))
+    def zero(_, tile, *limits):
+        # Bytes from eight rows to the next.
+        eight = 2 * ir.MemRefType(tile.type).get_strides_and_offset()[0][0]
+        code = (
+            "{ .reg .u32 t, a, row, nil; .reg .pred p; mov.u32 t, %tid.x; mov.u32 nil, 0; bfe.u32 row, t, 3, 4;"
+            f" shr.u32 a, row, 3; mad.lo.u32 a, a, {eight}, $0; and.b32 t, t, 63; mad.lo.u32 a, t, 16, a;"
+        )
+        for _ in range(CHUNK // 16):
+            code += (
+                " setp.lt.s32 p, row, $1; setp.ge.or.s32 p, row, $2, p; @p st.shared.v4.b32 [a], {nil, nil, nil, nil};"
+                f" add.u32 row, row, 16; add.u32 a, a, {2 * eight};"
+            )
+        pointer = mgpu.utils.memref_ptr(tile)
+        mgpu.utils.inline_ptx(code + " }", pointer, *(x.registers.item() for x in limits), has_side_effects=True)
+
+    zero(tile, first, end)
+
+
+def _copy_rows_out(ref, tile, first, end):
+    """Copy rows of a tile ``[CHUNK, 64]`` of 16 bits to memory, from the first to before the end."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(_SWIZZLED), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT)
+    )
+    def copy(_, ref, tile, *limits):
+        # Eight threads have a row, 16 bytes each, which have swapped places in shared memory.
+        apart = 2 * ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        code = (
+            "{ .reg .u32 t, a, row; .reg .u64 to, group; .reg .b32 w, x, y, z; .reg .pred p; mov.u32 t, %tid.x;"
+            " bfe.u32 row, t, 3, 4; and.b32 a, row, 7; xor.b32 a, a, t; and.b32 a, a, 127; mad.lo.u32 a, a, 16, $1;"
+            f" and.b32 t, t, 7; mul.wide.u32 group, t, 16; mul.wide.u32 to, row, {apart}; add.u64 to, to, group;"
+            " add.u64 to, to, $0;"
+        )
+        for _ in range(CHUNK // 16):
+            code += (
+                " setp.ge.s32 p, row, $2; setp.lt.and.s32 p, row, $3, p; @p ld.shared.v4.b32 {w, x, y, z}, [a];"
+                " @p st.global.v4.b32 [to], {w, x, y, z};"
+                f" add.u32 row, row, 16; add.u32 a, a, 2048; add.u64 to, to, {16 * apart};"
+            )
+        pointers = mgpu.utils.memref_ptr(ref), mgpu.utils.memref_ptr(tile)
+        mgpu.utils.inline_ptx(code + " }", *pointers, *(x.registers.item() for x in limits), has_side_effects=True)
+
+    copy(ref, tile, jnp.int32(first), jnp.int32(end))
 
 
 def _clear_shared(tile, i_w, warpgroups, met, first, end):
