@@ -6,8 +6,8 @@ A platform module (``xla.py``, ``torch.py``, ``triton.py``, ...) defines two fun
     backward(args: Args, residuals, (doutput, dfinal_state), opts: Options) -> Args of gradients
 
 and hands them to :func:`kernels`, which makes of them the registered functions ``gla`` and ``lightning_attn``.
-Residuals are a tuple. A final state that nobody asked for (``opts.state``) may be None, or is dropped; so may residuals
-that are not kept (``opts.kept``), as no gradient follows.
+Residuals are a tuple. A final state that nobody asked for (``opts.state``) may be None, or is dropped, and its gradient
+is None; so may residuals be that are not kept (``opts.kept``), as no gradient follows.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
 def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
     """The shapes and dtypes of the output and of the final state, None if it is not wanted."""
     dtype = _dtype(frontends.get(frontends.framework_of(args.query)), args.query)
-    return ((*args.query.shape[:3], args.value.shape[-1]), dtype), _state(args) if opts.state else None
+    return ((*args.query.shape[:3], args.value.shape[-1]), dtype), state_spec(args) if opts.state else None
 
 
-def _state(args: Args) -> tuple[tuple[int, ...], str]:
+def state_spec(args: Args) -> tuple[tuple[int, ...], str]:
     """The shape and dtype of the final state."""
     (B, _, H, K), V = args.query.shape, args.value.shape[-1]
     N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
@@ -202,21 +202,15 @@ def axes(args: Args, opts: Options) -> tuple[Args, tuple[str, str | None], None]
     return letters, (f"{b}.h.", f"{b}h.." if opts.state else None), None
 
 
-def _without_state(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
-    """The same two functions, which leave out the final state where it is not wanted."""
+def _without_state(forward: Callable) -> Callable:
+    """The same function, which leaves out the final state where it is not wanted."""
 
     @functools.wraps(forward)
     def run_forward(args, opts):
         (output, state), residuals = forward(args, opts)
         return (output, state if opts.state else None), residuals
 
-    @functools.wraps(backward)
-    def run_backward(args, residuals, grads, opts):
-        if grads[1] is None and frontends.framework_of(args.query) == "jax":
-            grads = grads[0], frontends.get("jax").zeros(*_state(args), args.query)
-        return backward(args, residuals, grads, opts)
-
-    return run_forward, run_backward
+    return run_forward
 
 
 def _dtype(frontend, x) -> str:
@@ -275,7 +269,7 @@ def kernels(
             one, and shared out among devices as :func:`axes` says.
     """
     folding = None if has_vmap else (fold, unfold)
-    both = _without_state(forward, backward)
+    both = _without_state(forward), backward
     made = frontends.differentiable(*both, (outputs, differentiated), folding, axes)
 
     def passes(framework):

@@ -169,7 +169,7 @@ def room(K: int, V: int, output: Any, product: bool = False) -> Room:
     raise ValueError(f"head dims of {K} and {V} need more shared memory than there is")
 
 
-def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, final, transposed, stages,
+def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, final, from_zero, transposed, stages,
          factor=None, gradient=None):  # fmt: skip
     """One walk with queries a, keys b, values c: ``(output [B, T, H, V], final state [N, H, K, V], gradient)``.
 
@@ -179,6 +179,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
         starts: ``[N, H, K, V]`` float32, or ``[slots, H, K, V]`` where sequences are cut; None: zeros.
         H: heads.
         walk, plan: how sequences are walked; of packed ones the plan.
+        from_zero: sequences start from zeros: starts are those of later segments only.
         transposed: starts are ``[..., V, K]``.
         scale_in: factor of what enters the state; scale_out: of what is read from it; outputs have both.
         output: dtype of the output; None: the queries'.
@@ -242,6 +243,20 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
             _registers(W, _REGISTERS, "increase")
             i_c = i_v * W + i_w
             columns = pl.ds(i_c * COLUMNS, COLUMNS)
+
+            def start():
+                start = at.starts.at[i_s if walk.segments > 1 else sequence.index, i_h]
+                layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else _LAYOUT
+                start = start.at[columns].T if transposed else start.at[:, columns]
+                return plgpu.layout_cast(plgpu.load(start, layout=layout, optimized=False), _LAYOUT)
+
+            # Asked for before all else.
+            if starts is None:
+                state = _zeros(K, COLUMNS)
+            elif from_zero:
+                state = lax.cond(sequence.i_p > 0, start, lambda: _zeros(K, COLUMNS))
+            else:
+                state = start()
             steps = None if large else _steps(walk)
 
             def ahead():
@@ -268,13 +283,6 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
 
             pairs = None if gated or large else jnp.where(ahead() >= 0, between_constant(g), 0.0)
 
-            if starts is None:
-                state = _zeros(K, COLUMNS)
-            else:
-                start = at.starts.at[i_s if walk.segments > 1 else sequence.index, i_h]
-                layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else _LAYOUT
-                start = start.at[columns].T if transposed else start.at[:, columns]
-                state = plgpu.layout_cast(plgpu.load(start, layout=layout, optimized=False), _LAYOUT)
             at.state_s[i_w] = state.astype(dtype)
             plgpu.commit_smem()
 

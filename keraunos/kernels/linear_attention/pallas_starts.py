@@ -205,7 +205,8 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
 def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
     """The state that each segment starts from, ``[slots, H, K, V]``, from the pieces' own and the initial one.
 
-    Parallel over the state, four values to a thread, in order over the pieces, whose values are asked for long before.
+    Where there is none, those of the first segments, which start from zeros, are not written. Parallel over the state,
+    four values to a thread, in order over the pieces, whose values are asked for long before.
     """
     slots, _, H, K, V = local.shape
     rows, ahead = 512 // V, AHEAD_TWO if walk.segments == 2 else AHEAD_MORE
@@ -215,6 +216,7 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
     def body(indices, _, *refs):
         i_n, i_h, i_r = indices
         at: Any = _Names(refs, inputs, dict(starts=1))
+        written = 0 if initial is not None else 1
         sequence = walk.of(i_n, at.cu_seqlens)
         slot0 = sequence.place(walk.segment)
         g, first = 0.0, 0
@@ -243,7 +245,7 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
         def step(state, place, tile, passed):
             i_p, i_f = place
 
-            @pl.when((i_f == 0) & (i_p < last))
+            @pl.when((i_f == 0) & (i_p >= written) & (i_p < last))
             def _():
                 at.starts[slot0 + i_p, i_h, part] = state
 
@@ -275,7 +277,10 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
             asked = after(asked)
         rounds = over(last * count + ahead - 1, ahead)
         state, *_ = lax.fori_loop(0, rounds, steps, (state, begin, asked, tuple(tiles)))
-        at.starts[slot0 + last, i_h, part] = state
+
+        @pl.when(last >= written)
+        def _():
+            at.starts[slot0 + last, i_h, part] = state
 
     return _launch(
         body, inputs.values(), name="combine", warpgroups=1, scratch_types=[],

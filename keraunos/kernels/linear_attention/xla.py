@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from keraunos.frontends import jax as frontend
-from keraunos.kernels.linear_attention.interface import Args, Options, kernels
+from keraunos.kernels.linear_attention.interface import Args, Options, kernels, state_spec
 
 FIELDS = ("block_q",)
 
@@ -402,10 +402,12 @@ def _states_before(w: _Walker, under, group, state):
 
 
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
-    """The gradients of ``args``, from those of the output and of the final state."""
+    """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     doutput, dfinal = grads
+    if dfinal is None:
+        dfinal = frontend.zeros(*state_spec(args), args.query)
     if not args.query.shape[1]:
-        return jax.vjp(_no_tokens, args)[1](grads)[0]
+        return jax.vjp(_no_tokens, args)[1]((doutput, dfinal))[0]
     w = _Walker(args, opts)
     under = w.decay()
     need_gate = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
