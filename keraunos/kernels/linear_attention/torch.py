@@ -95,7 +95,7 @@ class _Walker:
 
     def _groups(self) -> list[_Group]:
         C, T = self.C, self.T
-        if not T:
+        if not (self.B and T):
             return []
         values = _GROUP.get(self.device.type, _GROUP_ELSEWHERE)
         step = max(1, values // (self.B * self.H * C * max(self.K, self.V, C)))

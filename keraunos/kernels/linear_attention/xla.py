@@ -151,8 +151,10 @@ class _Walker:
             a = jnp.maximum(self.read(g, chunk), _CLOSED) + (a if g.ndim == 3 else a[..., None])
             if g.ndim == 3:
                 return f(_Scalar(self, a))
-            halves = a.reshape(*a.shape[:2], min(self.C, 2), -1, self.K).sum(3)
-            return jax.lax.cond(halves.min() > -_MILD, lambda: f(_MildVector(self, a)), lambda: f(_Vector(self, a)))
+            n = min(self.C, 2)
+            halves = a.reshape(*a.shape[:2], n, self.C // n, self.K).sum(3)
+            mild = halves.min(initial=0) > -_MILD
+            return jax.lax.cond(mild, lambda: f(_MildVector(self, a)), lambda: f(_Vector(self, a)))
 
         return under
 
@@ -334,18 +336,23 @@ def _sum(x):
 
 def _left(x, m):
     """The left half of each block of 2m tokens: ``[B, H, C, dim] -> [B, H, C / 2m, m, dim]``."""
-    return x.reshape(*x.shape[:2], -1, 2, m, x.shape[-1])[:, :, :, 0]
+    return _halves(x, m)[:, :, :, 0]
 
 
 def _right(x, m):
-    return x.reshape(*x.shape[:2], -1, 2, m, x.shape[-1])[:, :, :, 1]
+    return _halves(x, m)[:, :, :, 1]
+
+
+def _halves(x, m):
+    return x.reshape(*x.shape[:2], x.shape[2] // (2 * m), 2, m, x.shape[-1])
 
 
 def _join(left, right):
     """The blocks from their halves; None: zeros."""
     given = right if left is None else left
     halves = [jnp.zeros_like(given) if x is None else x for x in (left, right)]
-    return jnp.stack(halves, axis=3).reshape(*given.shape[:2], -1, given.shape[-1])
+    B, H, n, m, dim = given.shape
+    return jnp.stack(halves, axis=3).reshape(B, H, n * 2 * m, dim)
 
 
 def _advance(w, state, k, v, decay):

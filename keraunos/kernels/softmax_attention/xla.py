@@ -111,7 +111,8 @@ def _kept(x: Any, tile: _Tile, opts: Options) -> Any:
 def _heads(args: Args) -> tuple[Any, Any, Any]:
     """Queries ``[B, G, R, T, K]``, keys and values ``[B, G, S, dim]``."""
     q, k, v = args[:3]
-    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    G = k.shape[2]
+    q = q.reshape(*q.shape[:2], G, q.shape[2] // G, q.shape[3])
     return q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
@@ -138,7 +139,7 @@ def _at_once(args: Args, opts: Options) -> tuple[Any, Any]:
     total = p.sum(-1, keepdims=True) + jnp.exp(sinks - top).sum(-1, keepdims=True)
     weights = _kept(p / jnp.where(total > 0, total, 1), tile, opts)
     o = _product("bgrts,bgsv->btgrv", weights.astype(v.dtype), v, _working(q, opts))
-    return o.reshape(B, T, H, -1).astype(args.query.dtype), weights.reshape(B, H, T, S)
+    return o.reshape(B, T, H, v.shape[-1]).astype(args.query.dtype), weights.reshape(B, H, T, S)
 
 
 class _Blocks:
@@ -167,18 +168,19 @@ class _Blocks:
     def cut(self, x: Any, axis: int, side: int) -> Any:
         """``[n, ...]``: the blocks of an axis."""
         x = self.pad(x, axis, side)
-        shape = (*x.shape[:axis], -1, self.sizes[side], *x.shape[axis + 1 :])
+        size = self.sizes[side]
+        shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 
     def joined(self, x: Any, axis: int, length: int) -> Any:
         """What :meth:`cut` was given."""
         x = jnp.moveaxis(x, 0, axis)
-        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
         return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
     def rows(self, x: Any) -> Any:
         """Blocks of queries' results ``[n, B, G, R, block, dim]`` as ``[B, T, H, dim]``."""
-        return self.joined(x, 3, self.T).transpose(0, 3, 1, 2, 4).reshape(self.B, self.T, self.H, -1)
+        return self.joined(x, 3, self.T).transpose(0, 3, 1, 2, 4).reshape(self.B, self.T, self.H, x.shape[-1])
 
     def tile(self, i: Any, j: Any) -> _Tile:
         """That of one pair of blocks."""
