@@ -151,6 +151,7 @@ def plot(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set_xlim(-0.5, len(chosen) - 0.5)
     patches = [Patch(color=f"C{i}", label=label) for i, label in enumerate(labels)]
     figure.legend(handles=patches, ncols=4, loc="outside upper center", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

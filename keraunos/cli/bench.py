@@ -59,6 +59,8 @@ def bench(
         stages = [False] * (forward or not backward) + [True] * (backward or not forward)
         default = ["1,8192,64"] if not shapes and measuring.on_gpu() else ["1,1024,4,64"]
         parsed = [workloads.Shape.parse(text) for value in shapes or default for text in value.split()]
+        if not parsed:
+            raise ValueError("--shapes has none; expected B,T,H or B,T,H,K or B,T,H,K,V, such as 1,8192,64,128")
         work = [
             workloads.Workload(operation, shape, dtype, stage, name)
             for shape in parsed for name in _names(variant) or [""] for stage in stages

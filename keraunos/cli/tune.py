@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import json
 from typing import Annotated, Any
 
@@ -45,6 +46,7 @@ def tune(
     invocations = {}
     for name, sizes in calls.items():
         try:
+            _check(kernel, sizes)
             invocations[name] = kernel.invocation(framework, **sizes)
         except (TypeError, ValueError, ImportError) as error:
             raise typer.BadParameter(f"{name}: {error}") from None
@@ -92,6 +94,24 @@ def _sizes(text: str) -> dict[str, Any]:
         flags = {"true": True, "false": False}
         sizes[name.strip()] = int(value) if value.strip().isdigit() else flags.get(value.lower(), value.strip())
     return sizes
+
+
+def _check(kernel: Any, sizes: dict[str, Any]) -> None:
+    """Whether all that a call needs is there, and nothing else.
+
+    Raises:
+        ValueError: it is not.
+    """
+    known = dict(inspect.signature(kernel.invocation).parameters)
+    del known["framework"]
+    for name, value in sizes.items():
+        if name not in known:
+            raise ValueError(f"{kernel.op_id} has no {name}; it has {', '.join(known)}")
+        if name.isupper() and type(value) is not int:
+            raise ValueError(f"{name} is {value!r}; expected a whole number")
+    missing = [name for name, parameter in known.items() if parameter.default is parameter.empty and name not in sizes]
+    if missing:
+        raise ValueError(f"{kernel.op_id} needs {', '.join(missing)} as well")
 
 
 def _tune(kernel, name, inv, platform, backward, budget, ship) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def run(monkeypatch, tmp_path):
 def test_table_json_and_plot(run, tmp_path):
     output = run(
         "lightning_attention", "--shapes", "1,40,1,16,8", "--against", "fla,torch", *TINY,
-        "--platform", "xla", "--json", str(tmp_path / "out" / "b.json"), "--plot", str(tmp_path / "b.png"),
+        "--platform", "xla", "--json", str(tmp_path / "out" / "b.json"), "--plot", str(tmp_path / "drawn" / "b.png"),
     )  # fmt: skip
     for expected in (
         "xla (jax)",
@@ -54,7 +54,7 @@ def test_table_json_and_plot(run, tmp_path):
             assert found["median_s"] > 0
             assert min(found["host_s"], found["latency_s"], found["in_a_row_s"], found["first_call_s"]) > 0
             assert ("dvalue" in found["errors"]) == (case["pass"] != "forward")
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "drawn" / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_variants_of_attention(run, tmp_path):
@@ -163,6 +163,7 @@ def test_shapes():
         (["gla_attention", "--shapes", "1,x,2"], "shape is '1,x,2'; expected B,T,H"),
         (["gla_attention", "--against", "flash"], "peer is 'flash'; expected one of fla, "),
         (["gla_attention", "--platform", "tritom"], "platform is 'tritom'; expected one of "),
+        (["gla_attention", "--shapes", " "], "--shapes has none; expected B,T,H"),
         (["gla_attention", "--dtype", "int8"], "dtype is 'int8'; expected one of bfloat16, float16, float32"),
     ],
 )
