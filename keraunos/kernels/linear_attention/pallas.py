@@ -218,7 +218,11 @@ class _Call:
         given = dict(b=b, c=c, decay=self.decay, plan=self.plan)
         local, total = self.run(pallas_starts.local_states, given, H=self.H, walk=walk, scale_in=scale_in, stages=3)
         given = dict(local=local, total=total, decay=self.decay, initial=initial, cu_seqlens=self.cu_seqlens)
-        return self.run(pallas_starts.combine, given, B=self.B, walk=walk)
+        return self.run(pallas_starts.combine, given, B=self.B, walk=walk, from_zero=self.from_zero(initial))
+
+    def from_zero(self, initial: Any) -> bool:
+        """Whether first segments start without a state in memory: with gates that takes registers they have not."""
+        return initial is None and not self.learned
 
     def scan(self, a: Any, b: Any, c: Any, starts: Any, walk: Any, *, factor: Any = None, gradient: Any = None,
              **options: Any) -> Any:  # fmt: skip
@@ -249,7 +253,7 @@ class _Call:
 
     def outputs(self, starts: Any) -> tuple[tuple[Any, Any], Any]:
         """The output and the final state, if that is wanted; and what :meth:`gradients` had rather than the starts."""
-        options: Any = dict(scale_out=self.scale, final=self.opts.state, from_zero=self.h0 is None)
+        options: Any = dict(scale_out=self.scale, final=self.opts.state, from_zero=self.from_zero(self.h0))
         output, final, _ = self.scan(self.q, self.k, self.v, starts, self.forward, **options)
         return (output, final), None
 
@@ -260,10 +264,10 @@ class _Call:
         # Sums over the heads that share a key are made of float32.
         each = None if self.G == self.H else "float32"
         learned = self.learned
-        back = dict(walk=self.adjoint, scale_in=self.scale, output=each, from_zero=dfinal is None)
+        back: Any = dict(walk=self.adjoint, scale_in=self.scale, output=each, from_zero=self.from_zero(dfinal))
         dk, _, gradient = self.scan(v, do, q, ends, transposed=True, factor=k if learned else None, **back)
-        dq, _, dgates = self.scan(do, v, k, starts, self.forward, scale_out=self.scale, from_zero=self.h0 is None,
-                                  transposed=True, factor=q if learned else None, gradient=gradient)  # fmt: skip
+        dq, _, dgates = self.scan(do, v, k, starts, self.forward, from_zero=self.from_zero(self.h0), transposed=True,
+                                  scale_out=self.scale, factor=q if learned else None, gradient=gradient)  # fmt: skip
         dv, dh0, _ = self.scan(k, q, do, ends, final=self.h0 is not None, **back)
         return Args(dq, self.shared(dk), self.shared(dv), *self.of_decay(dgates), dh0)
 
@@ -313,8 +317,7 @@ class _VectorCall(_Call):
         # Where XLA may share the call out, what is kept is dropped, and made again.
         every = self.opts.kept and self.framework == "jax" and frontends.get("jax_partition").is_settled()
         given = dict(q=self.q, k=self.k, v=self.v, starts=starts)
-        # Of rows that are not packed, calls that keep every state took 30 percent longer without the code for this one.
-        options: Any = dict(final=self.opts.state or (every and self.plan is None), every=every)
+        options: Any = dict(final=self.opts.state, every=every)
         output, final, states = self.walked(pallas_gates_scan.scan, self.forward, given, **options)
         return (self.unpad(output), final), states
 

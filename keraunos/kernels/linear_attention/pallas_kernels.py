@@ -179,7 +179,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
         starts: ``[N, H, K, V]`` float32, or ``[slots, H, K, V]`` where sequences are cut; None: zeros.
         H: heads.
         walk, plan: how sequences are walked; of packed ones the plan.
-        from_zero: sequences start from zeros: starts are those of later segments only.
+        from_zero: sequences start from zeros, and starts are there of their later segments only.
         transposed: starts are ``[..., V, K]``.
         scale_in: factor of what enters the state; scale_out: of what is read from it; outputs have both.
         output: dtype of the output; None: the queries'.

@@ -202,11 +202,11 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
     return got.local, got.total
 
 
-def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
+def combine(local, total, decay, initial, *, B, walk, from_zero, cu_seqlens):
     """The state that each segment starts from, ``[slots, H, K, V]``, from the pieces' own and the initial one.
 
-    Where there is none, those of the first segments, which start from zeros, are not written. Parallel over the state,
-    four values to a thread, in order over the pieces, whose values are asked for long before.
+    ``from_zero``: there is none, and those of the first segments are not written. Parallel over the state, four values
+    to a thread, in order over the pieces, whose values are asked for long before.
     """
     slots, _, H, K, V = local.shape
     rows, ahead = 512 // V, AHEAD_TWO if walk.segments == 2 else AHEAD_MORE
@@ -216,7 +216,7 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
     def body(indices, _, *refs):
         i_n, i_h, i_r = indices
         at: Any = _Names(refs, inputs, dict(starts=1))
-        written = 0 if initial is not None else 1
+        written = int(from_zero)
         sequence = walk.of(i_n, at.cu_seqlens)
         slot0 = sequence.place(walk.segment)
         g, first = 0.0, 0
@@ -279,7 +279,7 @@ def combine(local, total, decay, initial, *, B, walk, cu_seqlens):
         state, *_ = lax.fori_loop(0, rounds, steps, (state, begin, asked, tuple(tiles)))
 
         @pl.when(last >= written)
-        def _():
+        def _last():
             at.starts[slot0 + last, i_h, part] = state
 
     return _launch(
