@@ -24,8 +24,10 @@ from keraunos.kernels.linear_attention import (
     pallas_gates_starts,
     pallas_gates_strong,
     pallas_kernels,
+    pallas_products,
     pallas_program,
     pallas_starts,
+    pallas_tiles,
 )
 
 
@@ -82,6 +84,35 @@ def _copy_rows_out(ref, tile, first, end):
     _store_rows(ref, tile[...], first, end)
 
 
+def _start(*operands, onto=None):
+    def value(x):
+        if isinstance(x, pallas_products._T):
+            return value(x.tile).T
+        return (x if isinstance(x, jnp.ndarray) else x[...]).astype(jnp.float32)
+
+    a, b = operands[::2], operands[1::2]
+    found = sum(jnp.dot(value(x), value(y)) for x, y in zip(a, b, strict=True))
+    return found if onto is None else onto + found
+
+
+def _await(pending=0):
+    pass
+
+
+def _load(ref):
+    return ref[...]
+
+
+def _load_halves(later, earlier, m, backward_in_time):
+    row = lax.broadcasted_iota(jnp.int32, later.shape, 0)
+    place = later.shape[0] - 1 - row if backward_in_time else row
+    return jnp.where((place & m) != 0, later[...], earlier[...])
+
+
+def _store(ref, x, unrolled=False):
+    ref[...] = x
+
+
 def _copy_rows(ref, value, rows):
     for i, row in enumerate(rows):
         ref[i] = value[row]
@@ -130,6 +161,19 @@ def interpreted():
         _copy_rows_out=_copy_rows_out,
         _copy_rows=_copy_rows,
         _meet=plgpu.commit_smem,
+        _start=_start,
+        _await=_await,
+        _load_tile=_load,
+        _load_halves=_load_halves,
+        _load_bf16=lambda ref, unrolled=False: ref[...].astype(jnp.float32),
+        _load_per_row=_load,
+        _load_per_column=_load,
+        _store_tile=_store,
+        _store_per_row=_store,
+        _leave=_store,
+        _taken=_load,
+        _put=_store,
+        _read=_load,
         _widened=lambda x: x.astype(jnp.float32),
         _exp2_of_minus=lambda x: jnp.exp2(-x),
         _upto=_upto,
@@ -138,7 +182,8 @@ def interpreted():
     with contextlib.ExitStack() as stack:
         gates = pallas_gates, pallas_gates_program, pallas_gates_scan, pallas_gates_starts, pallas_gates_strong
         walk = pallas_gates_gradients, pallas_gates_chunk
-        for module in (pallas_program, pallas_kernels, pallas_starts, *gates, *walk):
+        shared = pallas_program, pallas_products, pallas_tiles
+        for module in (*shared, pallas_kernels, pallas_starts, *gates, *walk):
             known = {name: x for name, x in names.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **known))
         stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))

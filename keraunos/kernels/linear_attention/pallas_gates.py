@@ -31,23 +31,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, scf, vector
 
+from keraunos.kernels.linear_attention.pallas_products import _T, _product
 from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
-    _PER_COLUMN,
     _PER_ROW,
     _SHARED,
     CHUNK,
     COLUMNS,
-    _by_row,
     _clear,
     _copy_rows_out,
     _rows,
     _smem,
 )
 from keraunos.kernels.linear_attention.pallas_registers import _widened
+from keraunos.kernels.linear_attention.pallas_tiles import (
+    _copy_rows,
+    _load_bf16,
+    _load_halves,
+    _load_per_column,
+    _load_per_row,
+    _store_per_row,
+    _store_tile,
+)
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 _F32 = jnp.float32
@@ -68,7 +74,7 @@ def _constants_s() -> dict[str, Any]:
     return dict(upto_s=_tiles(jnp.bfloat16, 1), places_s=plgpu.SMEM((CHUNK,), jnp.int32), once=plgpu.Barrier())
 
 
-def _make_constants(at: Any, walk: Any, i: Any) -> None:
+def _make_constants(at: Any, walk: Any, i: Any, unrolled: bool = False) -> None:
     """Weights that sum up to each token, and their places in the order of the recurrence: made where i is 0.
 
     Whoever needs them waits for ``once``.
@@ -78,16 +84,16 @@ def _make_constants(at: Any, walk: Any, i: Any) -> None:
     def _():
         place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_ROW)
         place = CHUNK - 1 - place if walk.backward_in_time else place
-        at.places_s[...] = place
+        _store_per_row(at.places_s, place)
         _meet()
-        at.upto_s[0] = _exact(_column_places(at.places_s) <= _rows(place, CHUNK))
+        _store_tile(at.upto_s.at[0], _exact(_column_places(at.places_s) <= _rows(place, CHUNK)), unrolled)
         plgpu.commit_smem()
         plgpu.barrier_arrive(at.once)
 
 
 def _column_places(places_s: Any) -> Any:
     """``[CHUNK, CHUNK]``: the place of a column's token."""
-    return lax.broadcast_in_dim(plgpu.load(places_s, layout=_PER_COLUMN), (CHUNK, CHUNK), [1])
+    return lax.broadcast_in_dim(_load_per_column(places_s), (CHUNK, CHUNK), [1])
 
 
 def _nought(at: Any, walk: Any) -> Any:
@@ -122,9 +128,11 @@ class _Gates:
     indices, masks would be moved out of the loop over chunks, into registers that are not there.
     """
 
-    def __init__(self, at: Any, part: Any, zero: Any, gates: list[Any], gamma: Any, walk: Any, limits: Any, dtype: Any):
+    def __init__(self, at: Any, part: Any, zero: Any, gates: list[Any], gamma: Any, walk: Any, limits: Any, dtype: Any,
+                 unrolled: bool = False):  # fmt: skip
         self.part, self.upto_s, self.places_s, self.total = part, at.upto_s.at[zero], at.places_s, at.total_s.at[part]
         self.gates, self.gamma, self.dtype = gates, gamma, jnp.dtype(dtype)
+        self.backward_in_time, self.unrolled = walk.backward_in_time, unrolled
         self.first, self.end = limits
         self.n = self.end - self.first
         # Places before that of the first own token.
@@ -139,7 +147,7 @@ class _Gates:
     @property
     def place(self) -> Any:
         """``[CHUNK]``: the places."""
-        return plgpu.load(self.places_s, layout=_PER_ROW)
+        return _load_per_row(self.places_s)
 
     @property
     def row(self) -> Any:
@@ -171,7 +179,7 @@ class _Gates:
     def worst(self) -> Any:
         """The least sum of a dimension's gates, when G_end is known; NaN for -inf."""
         # Spread so that every warp has all of it: the least needs no exchange between warps.
-        return jnp.min(plgpu.load(self.total.at[0], layout=_PER_COLUMN))
+        return jnp.min(_load_per_column(self.total.at[0]))
 
     def is_mild(self) -> Any:
         """Whether no dimension's gates sum below -MILD, when G_end is known; not if one of them is -inf."""
@@ -185,7 +193,7 @@ class _Gates:
 
     def ends(self) -> tuple[Any, Any]:
         """``(G_end, G_mid)``, ``[64]`` each."""
-        end, mid = (plgpu.load(self.total.at[i], layout=_PER_ROW) for i in range(2))
+        end, mid = (_load_per_row(self.total.at[i]) for i in range(2))
         return end, mid
 
     def factors(self, adjoint: bool) -> tuple[Any, Any, Any]:
@@ -205,7 +213,8 @@ class _Gates:
     def close(self) -> None:
         """Put a finite number in the place of -inf; several terms have it already. The warps meet."""
         if len(self.gates) == 1:
-            self.gates[0][...] = jnp.maximum(_load(self.gates[0]), CLOSED).astype(jnp.bfloat16)
+            closed = jnp.maximum(_load_bf16(self.gates[0], self.unrolled), CLOSED)
+            _store_tile(self.gates[0], closed.astype(jnp.bfloat16), self.unrolled)
         plgpu.commit_smem()
 
     def to(self) -> Any:
@@ -247,6 +256,10 @@ class _Gates:
         """``[CHUNK, 64]``: which tokens are in the later half of a block."""
         return (self.row & m) != 0
 
+    def either(self, q: Any, k: Any, m: Any) -> Any:
+        """``[CHUNK, 64]``: queries of tokens in the later half of a block, keys of the others."""
+        return _widened(_load_halves(q, k, m, self.backward_in_time))
+
     def pairs(self, m: Any) -> Any:
         """``[CHUNK, CHUNK]``: which pairs a level covers, in both directions."""
         apart = self.col ^ self.row
@@ -266,16 +279,15 @@ class _Gates:
 
         def level(i, scores):
             m = lax.shift_left(jnp.int32(1), i)
-            y = jnp.where(self.later(m), plgpu.load(q, layout=_LAYOUT), plgpu.load(k, layout=_LAYOUT))
-            y = y.astype(_F32) * self.level(m)
-            scratch[...] = y.astype(self.dtype)
+            y = self.either(q, k, m) * self.level(m)
+            _store_tile(scratch, y.astype(self.dtype), self.unrolled)
             plgpu.commit_smem()
-            found = _product(scratch, scratch.T)
+            found = _product(scratch, _T(scratch))
             # All warps are done with the scratch.
             plgpu.commit_smem()
             return jnp.where(self.pairs(m) & self.later(m), kept(found), scores)
 
-        scores = kept(jnp.where(self.row == self.col, _product(q, k.T), 0.0))
+        scores = kept(jnp.where(self.row == self.col, _product(q, _T(k)), 0.0))
         scores = lax.fori_loop(0, CHUNK.bit_length() - 1, level, scores)
         return scores if rounded else given(scores)
 
@@ -301,68 +313,29 @@ def _meet() -> None:
     plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
 
 
-def _copy_rows(ref: Any, value: Any, rows: list[int]) -> None:
-    """Copy rows of a value ``[CHUNK, 64]`` to a reference ``[rows, 64]``."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT))
-    def copy(_, ref, value):
-        constant: Any = arith.constant
-        index = ir.IndexType.get()
-        for mine in _by_row(value):
-            for i, row in enumerate(rows):
-                found = arith.cmpi(arith.CmpIPredicate.eq, mine[0][0][0], constant(index, row))
-                inside: Any = scf.IfOp(found)  # type: ignore
-                with ir.InsertionPoint(inside.then_block):
-                    for at, register in mine:
-                        vector.store(register, ref, [constant(index, i), *at[1:]])
-                    scf.yield_([])
-
-    copy(ref, value)
-
-
 def _across(x: Any) -> Any:
     """``[64]`` in shared memory, one per column, for all rows of a chunk."""
-    return lax.broadcast_in_dim(plgpu.load(x, layout=_PER_COLUMN), (CHUNK, COLUMNS), [1])
+    return lax.broadcast_in_dim(_load_per_column(x), (CHUNK, COLUMNS), [1])
 
 
 def _ones() -> Any:
     return plgpu.layout_cast(jnp.ones((COLUMNS,), _F32), _PER_ROW)
 
 
-def _product(*operands: Any) -> Any:
-    """``a @ b``, the sum over the operands a, b, a, b, ..."""
-
-    def products(acc):
-        for a, b in zip(operands[::2], operands[1::2], strict=True):
-            plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(products, plgpu.ACC((operands[0].shape[0], operands[1].shape[1]), _F32))
-
-
-def _run(products: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The state after products that add to it."""
-    return pl.run_state(products)(tuple(plgpu.ACC.init(x) for x in state))
-
-
 def _load(ref: Any, layout: Any = _LAYOUT) -> Any:
     return plgpu.load(ref, layout=layout).astype(_F32)
 
 
-def _load_bf16(ref: Any) -> Any:
-    """A bf16 tile ``[CHUNK, 64]`` in float32, in fewer instructions."""
-    return _widened(plgpu.load(ref, layout=_LAYOUT))
-
-
-def _decayed(ref: Any, exponents: Any, scale: float = 1) -> Any:
+def _decayed(ref: Any, exponents: Any, scale: float = 1, unrolled: bool = False) -> Any:
     """Queries or keys, decayed: here, and not in the branch that uses it."""
     factor = jnp.exp2(exponents)
-    return lax.optimization_barrier((_load(ref) * (factor if scale == 1 else factor * scale)).astype(ref.dtype))
+    x = _load_bf16(ref, unrolled) * (factor if scale == 1 else factor * scale)
+    return lax.optimization_barrier(x.astype(ref.dtype))
 
 
 def _factor(factors: Any) -> Any:
     """``[64]`` in shared memory as factors per row of part of a state."""
-    return _rows(plgpu.load(factors, layout=_PER_ROW), COLUMNS)
+    return _rows(_load_per_row(factors), COLUMNS)
 
 
 def _gamma(gamma_ref: Any, row: Any, i_h: Any) -> Any:

@@ -12,8 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_gates import _F32, _Gates, _load_bf16, _nought, _split
+from keraunos.kernels.linear_attention.pallas_gates import _F32, _Gates, _nought, _split
 from keraunos.kernels.linear_attention.pallas_program import CHUNK, COLUMNS, _axis, _clear, _rows
+from keraunos.kernels.linear_attention.pallas_tiles import _load_bf16
 
 
 def _decayed(ref: Any, factors: Any, rounded: bool = False) -> list[Any]:

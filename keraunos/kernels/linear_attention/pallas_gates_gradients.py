@@ -27,11 +27,9 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _TILE,
     _across,
     _constants_s,
-    _copy_rows,
     _factor,
     _gamma,
     _give,
-    _load_bf16,
     _load_parts,
     _make_constants,
     _meet,
@@ -39,31 +37,40 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _nought,
     _ones,
     _parts,
-    _product,
-    _run,
     _split,
     _stages,
     _tiles,
 )
 from keraunos.kernels.linear_attention.pallas_gates_chunk import _decayed, _Tiles
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
+from keraunos.kernels.linear_attention.pallas_products import _T, _await, _product, _start
 from keraunos.kernels.linear_attention.pallas_program import (
-    _LAYOUT,
     _PER_ROW,
     CHUNK,
     COLUMNS,
     _launch,
     _Names,
-    _smem,
     _zeros,
 )
 from keraunos.kernels.linear_attention.pallas_registers import _exp2_of_minus
+from keraunos.kernels.linear_attention.pallas_tiles import (
+    _copy_rows,
+    _leave,
+    _load_bf16,
+    _load_per_row,
+    _put,
+    _read,
+    _store_per_row,
+    _store_tile,
+    _store_tiles,
+    _taken,
+)
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 
 def _columns_of(ref: Any, columns: list[Any]) -> tuple[Any, ...]:
     """Part of a state ``[64, V]`` in memory, by its columns."""
-    return tuple(plgpu.load(ref.at[:, x], layout=_LAYOUT, optimized=False) for x in columns)
+    return tuple(_read(ref.at[:, x]) for x in columns)
 
 
 def _sum_of_rows(xs: Any, ys: Any) -> Any:
@@ -107,10 +114,10 @@ class _Walk:
         """Walk through the segment from the gradient of the state at its end."""
         at, count = self.at, self.chunks.count
         # Nobody reads it, but without it the compiler runs the products of the loop one after the other (C7514).
-        at.border_s[self.part, 0] = border
+        _store_per_row(at.border_s.at[self.part, 0], border)
         at.strong_s[self.part] = jnp.int32(0)
         t = self.tiles(jnp.int32(0))
-        t.left[...] = _ones()
+        _store_per_row(t.left, _ones())
         _meet()
         state = lax.fori_loop(0, count, self.step, (state, self.first_sums(t)))[0]
         state = tuple(x * _factor(self.tiles(count).left) for x in state)
@@ -122,7 +129,7 @@ class _Walk:
         @pl.when(self.sequence.is_last)
         def _():
             for x, value in zip(self.columns, state, strict=True):
-                at.start[self.sequence.index, self.i_h, self.dims, x] = value
+                _put(at.start.at[self.sequence.index, self.i_h, self.dims, x], value)
 
         # Here the warps meet.
         plgpu.wait_smem_to_gmem(0)
@@ -160,7 +167,7 @@ class _Walk:
 
         @pl.when(jnp.logical_not(mild))
         def _():
-            t.passing[...] = _sum_of_rows(map(_load_bf16, t.before), state)
+            _store_per_row(t.passing, _sum_of_rows(map(_load_bf16, t.before), state))
             at.strong_s[t.part] = jnp.int32(1)
 
         plgpu.commit_smem()
@@ -197,24 +204,19 @@ class _Walk:
             for tile, target in ((t.k, self.at.dk), (t.q, self.at.dq), *zip(t.gates, self.dgs, strict=True)):
                 self.give(tile, target, t)
 
-        def products(sums):
-            t = self.tiles(i + 1)
-            self.add_up(sums, t)
-            give()
-            return sums[...]
-
         if self.stages > 1:
-            return pl.run_scoped(products, plgpu.ACC((CHUNK, COLUMNS), _F32))
+            sums = self.sums_of(self.tiles(i + 1))
+            give()
+            _await()
+            return sums
         give()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.at.empty.at[0])
         return self.first_sums(self.tiles(i + 1))
 
-    def add_up(self, sums: Any, t: _Tiles) -> None:
+    def sums_of(self, t: _Tiles) -> Any:
         """Start the sums of a chunk's gates."""
-        operands = t.work.operands(t.work.upto_s)
-        for a, b in zip(operands[::2], operands[1::2], strict=True):
-            plgpu.wgmma(sums, a, b)
+        return _start(*t.work.operands(t.work.upto_s))
 
     def prepare(self, t: _Tiles, sums: Any) -> tuple[Any, Any]:
         """Work the gates into q; whether they are mild, and what keys lose by them, base 2."""
@@ -229,9 +231,10 @@ class _Walk:
 
         def decay(exponents, values):
             first, kept, last = values
-            left = plgpu.load(t.left, layout=_PER_ROW)
-            t.first[...], t.kept[...], t.last[...] = first * left, kept * left, last
-            t.q[...], t.q_rest[...] = _decayed(t.q, jnp.exp2(exponents) * self.scale)
+            left = _load_per_row(t.left)
+            for ref, x in ((t.first, first * left), (t.kept, kept * left), (t.last, last)):
+                _store_per_row(ref, x)
+            _store_tiles((t.q, t.q_rest), _decayed(t.q, jnp.exp2(exponents) * self.scale))
 
         def when_mild():
             around = work.around(to)
@@ -251,56 +254,43 @@ class _Walk:
         ``around``: what :meth:`prepare` gives; ``second``: it is not the first chunk.
         """
         at, stages = self.at, self.stages
-
-        def products(to_key):
-            for w in range(self.W):
-                plgpu.wgmma(to_key, t.v[w], t.do[w].T)
-            # What the last chunk gave has left its tiles; here the warps meet.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if stages > 1:
-                pl.when(second)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(t.i + stages - 1, stages)]))
-            plgpu.barrier_wait(at.full_k)
-            if self.packed:
-                t.work.clear(t.k)
-            t.k[...], t.k_rest[...] = _decayed(t.k, _exp2_of_minus(around), rounded=True)
-            if self.P > 1:
-                plgpu.barrier_wait(at.left)
-            for w, x in enumerate(state):
-                t.after[w][...] = (x * _factor(t.first)).astype(self.dtype)
-            return _split(jnp.where(t.after_row(far), to_key[...], 0.0), 2)
-
-        return pl.run_scoped(products, plgpu.ACC((CHUNK, CHUNK), _F32))
+        to_key = _start(*(x for w in range(self.W) for x in (t.v[w], _T(t.do[w]))))
+        # What the last chunk gave has left its tiles; here the warps meet.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if stages > 1:
+            pl.when(second)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(t.i + stages - 1, stages)]))
+        plgpu.barrier_wait(at.full_k)
+        if self.packed:
+            t.work.clear(t.k)
+        _store_tiles((t.k, t.k_rest), _decayed(t.k, _exp2_of_minus(around), rounded=True))
+        if self.P > 1:
+            plgpu.barrier_wait(at.left)
+        for w, x in enumerate(state):
+            _store_tile(t.after[w], (x * _factor(t.first)).astype(self.dtype))
+        _await()
+        return _split(jnp.where(t.after_row(far), to_key, 0.0), 2)
 
     def through_after(self, i: Any, state: Any, far: Any, to_key: Any) -> tuple[Any, Any, Any]:
         """``(state, dk, dv)``; dv, in the order of ``t.dv_of``, is the part that goes through these dimensions.
 
         Pairs are known while products of the state and of dk still go on, and take the registers of ``to_key``.
         """
-        at, W = self.at, self.W
-
-        def products(refs):
-            (*state, dk, pairs), t = refs[: W + 2], self.tiles(i)
-            for k, q in ((t.k, t.q), (t.k, t.q_rest), (t.k_rest, t.q)):
-                plgpu.wgmma(pairs, k, q.T)
-            t = self.tiles(i)
-            for a, b in ((to_key[0], t.q), (to_key[0], t.q_rest), (to_key[1], t.q)):
-                plgpu.wgmma(dk, a, b)
-            for w in range(W):
-                plgpu.wgmma(dk, t.v[w], t.after[w].T)
-            t = self.tiles(i)
-            for w in range(W):
-                plgpu.wgmma(state[w], t.q.T, t.do[w])
-                plgpu.wgmma(state[w], t.q_rest.T, t.do[w])
-            found, t = plgpu.wgmma_accumulator_load(pairs, wait_n=3 * W), self.tiles(i)
-            found = _split(jnp.where(t.after_row(far), found, 0.0), 2)
-            for w, dv in zip(t.dv_of, refs[W + 2 :], strict=True):
-                for x in found:
-                    plgpu.wgmma(dv, x, at.do_s.at[w + t.zero])
-                plgpu.wgmma(dv, t.k, at.after_s.at[t.part, w])
-
-        given = *state, _zeros(CHUNK, COLUMNS), _zeros(CHUNK, CHUNK), *(_zeros(CHUNK, COLUMNS),) * W
-        found = _run(products, given)
-        return tuple(found[:W]), found[W], found[W + 2 :]
+        at, W, t = self.at, self.W, self.tiles(i)
+        pairs = _start(t.k, _T(t.q), t.k, _T(t.q_rest), t.k_rest, _T(t.q))
+        t = self.tiles(i)
+        dk = _start(to_key[0], t.q, to_key[0], t.q_rest, to_key[1], t.q)
+        dk = _start(*(x for w in range(W) for x in (t.v[w], _T(t.after[w]))), onto=dk)
+        t = self.tiles(i)
+        state = tuple(_start(_T(t.q), t.do[w], _T(t.q_rest), t.do[w], onto=x) for w, x in enumerate(state))
+        _await(1 + W)
+        t = self.tiles(i)
+        high, low = _split(jnp.where(t.after_row(far), pairs, 0.0), 2)
+        dv = tuple(
+            _start(high, at.do_s.at[w + t.zero], low, at.do_s.at[w + t.zero], t.k, at.after_s.at[t.part, w])
+            for w in t.dv_of
+        )
+        _await()
+        return state, dk, dv
 
     def share(self, t: _Tiles, dv: Any) -> None:
         """Give the other warpgroup its part of dv, in float32, take one's own, and leave the sum where that was."""
@@ -309,7 +299,7 @@ class _Walk:
             theirs, keeps = keeps[-1][1], keeps[:1]
 
             def send():
-                at.parts_s[t.part] = theirs
+                _leave(at.parts_s.at[t.part], theirs)
 
             _when(self.sends, send)
             plgpu.barrier_arrive(at.sent)
@@ -318,36 +308,31 @@ class _Walk:
         def add():
             found = [x for _, x in keeps]
             if self.P > 1:
-                found[0] += plgpu.load(at.parts_s.at[t.giver], layout=_LAYOUT)
+                found[0] += _taken(at.parts_s.at[t.giver])
                 # All warps have it.
                 _meet()
             for (w, _), x in zip(keeps, found, strict=True):
-                at.after_s[t.giver, w] = x.astype(self.dtype)
+                _store_tile(at.after_s.at[t.giver, w], x.astype(self.dtype))
 
         _when(self.keeps, add)
 
     def through_before(self, t: _Tiles, state: Any, far: Any) -> Any:
         """The gradient of queries, through the state and through pairs."""
 
-        def products(to_query, dq):
-            for w in range(self.W):
-                plgpu.wgmma(to_query, t.do[w], t.v[w].T)
-            for w in range(self.W):
-                plgpu.wgmma(dq, t.do[w], t.before[w].T)
-            # The state's gradient times the state, at the chunk's start: what the gradient of gates starts from.
-            t.border[...] = _sum_of_rows(map(_load_bf16, t.before), state)
-            to_query = plgpu.wgmma_accumulator_load(to_query, wait_n=self.W)
-            high, low = _split(jnp.where(t.before_row(far), to_query, 0.0), 2)
-            for a, b in ((high, t.k), (high, t.k_rest), (low, t.k)):
-                plgpu.wgmma(dq, a, b)
-            return dq[...]
-
-        return pl.run_scoped(products, plgpu.ACC((CHUNK, CHUNK), _F32), plgpu.ACC((CHUNK, COLUMNS), _F32))
+        to_query = _start(*(x for w in range(self.W) for x in (t.do[w], _T(t.v[w]))))
+        dq = _start(*(x for w in range(self.W) for x in (t.do[w], _T(t.before[w]))))
+        # The state's gradient times the state, at the chunk's start: what the gradient of gates starts from.
+        _store_per_row(t.border, _sum_of_rows(map(_load_bf16, t.before), state))
+        _await(1)
+        high, low = _split(jnp.where(t.before_row(far), to_query, 0.0), 2)
+        dq = _start(high, t.k, high, t.k_rest, low, t.k, onto=dq)
+        _await()
+        return dq
 
     def leave_terms(self, t: _Tiles, dq: Any, dk: Any) -> Any:
         """Leave what the gradient of gates sums up in the places of q, in two terms; and return its negative."""
         x = (_load_bf16(t.q) + _load_bf16(t.q_rest)) * dq - (_load_bf16(t.k) + _load_bf16(t.k_rest)) * dk
-        t.q[...], t.q_rest[...] = _split(x, 2)
+        _store_tiles((t.q, t.q_rest), _split(x, 2))
         return -x
 
     def finish(self, t: _Tiles, mild: Any, dq: Any, dk: Any, own: Any) -> None:
@@ -358,13 +343,10 @@ class _Walk:
         what passes the chunk, and keys' gradients lack their gates: the rest is for ``add_pairs``.
         """
 
-        def products(refs):
-            # Before a token: up to it, less its own.
-            for x in (t.q, t.q_rest):
-                plgpu.wgmma(refs[0], t.work.upto_s, x)
-            self.add_up(refs[1], t)
-
-        before, sums = _run(products, (own, _zeros(CHUNK, COLUMNS)))
+        # Before a token: up to it, less its own.
+        before = _start(t.work.upto_s, t.q, t.work.upto_s, t.q_rest, onto=own)
+        sums = self.sums_of(t)
+        _await()
         dg = jnp.where(mild, _across(t.border) - before, _across(t.passing))
         around = t.work.exponents(sums, t.work.steps_to) - jnp.where(mild, _across(t.work.total.at[1]), 0.0)
         dq = dq * (jnp.exp2(around) * self.scale)
@@ -372,9 +354,7 @@ class _Walk:
         dg, dq, dk = lax.optimization_barrier((_split(dg, len(t.gates)), dq.astype(self.dtype), dk.astype(self.dtype)))
         # All products with the terms and the gates are done.
         plgpu.commit_smem()
-        t.q[...], t.k[...] = dq, dk
-        for gate, x in zip(t.gates, dg, strict=True):
-            gate[...] = x
+        _store_tiles((t.q, t.k, *t.gates), (dq, dk, *dg))
 
     def give(self, tile: Any, ref: Any, t: _Tiles, columns: Any = None) -> None:
         """Start copying a tile to memory."""
@@ -422,7 +402,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
     after_s: Any = _tiles(dtype, P, max(P, W))
     if P > 1:
         # Parts of dv pass through the place of the state's gradient.
-        after_s = plgpu.RefUnion(after_s, _smem(_F32, P, CHUNK, COLUMNS))
+        after_s = plgpu.RefUnion(after_s, plgpu.SMEM((P, CHUNK, COLUMNS), _F32))
     scratch = dict(
         q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, 2, P), g_s=_tiles(jnp.bfloat16, stages, len(gs), P),
         v_s=_tiles(dtype, W), do_s=_tiles(dtype, W), before_s=_tiles(dtype, P, W), after_s=after_s,

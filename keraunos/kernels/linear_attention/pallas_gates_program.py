@@ -62,7 +62,7 @@ class _Program:
             self._set_registers(0)
             if self.early:
                 # Those that prepare are the ones with the most to do, and too few registers.
-                _make_constants(self.at, self.walk, i_w)
+                _make_constants(self.at, self.walk, i_w, unrolled=True)
             hold(i_w)
 
         @pl.when(counts & (i_w >= W) & (i_w < W + P))
@@ -165,7 +165,7 @@ class _Program:
             slot, zero = lax.rem(i, self.stages), _nought(at, self.walk)
             part = own + zero
             gates = [at.g_s.at[slot, j, part] for j in gs]
-            return slot, _Gates(at, part, zero, gates, gamma, self.walk, chunks.rows(i), dtype)
+            return slot, _Gates(at, part, zero, gates, gamma, self.walk, chunks.rows(i), dtype, self.early)
 
         def sums(i):
             """G of a chunk. After the last one, of what is there: nobody reads it."""

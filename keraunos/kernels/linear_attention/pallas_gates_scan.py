@@ -23,19 +23,24 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _constants_s,
     _decayed,
     _give,
-    _load_bf16,
     _meet,
     _names,
     _parts,
-    _product,
-    _run,
     _stages,
     _tiles,
 )
 from keraunos.kernels.linear_attention.pallas_gates_program import _barriers, _Program
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start, through
-from keraunos.kernels.linear_attention.pallas_program import _PER_ROW, CHUNK, COLUMNS, _launch, _Names, _smem, _zeros
-from keraunos.kernels.linear_attention.pallas_registers import _commit_fine, _exp2_of_minus, _upto
+from keraunos.kernels.linear_attention.pallas_products import _T, _await, _product, _start
+from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, _PER_ROW, CHUNK, COLUMNS, _launch, _Names, _smem
+from keraunos.kernels.linear_attention.pallas_registers import _commit_fine, _exp2_of_minus, _upto, _widened
+from keraunos.kernels.linear_attention.pallas_tiles import (
+    _load_bf16,
+    _load_per_row,
+    _put,
+    _store_per_row,
+    _store_tile,
+)
 
 
 class Every(NamedTuple):
@@ -52,7 +57,7 @@ class Every(NamedTuple):
 
 def _keep(ref: Any, index: tuple[Any, ...], state: tuple[Any, ...], columns: Any) -> None:
     for part, x in zip(_parts(len(state) * COLUMNS), state, strict=True):
-        ref[*index, part, columns] = x
+        _put(ref.at[*index, part, columns], x)
 
 
 def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
@@ -71,7 +76,8 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
 
     Where sequences are not packed and states not wanted this is the ``early`` order: factors are handed on before the
     chunk is there, stages given back before the output leaves, and states to start from read through shared memory. For
-    others that takes longer.
+    others that takes longer. And tiles are moved ``unrolled``: 0.261 ms on an H200 in place of 0.279 at B, T, H of 1,
+    8192, 64.
     """
     (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
@@ -116,7 +122,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
             def before(i, state):
                 # Every warp has read what was there: they met after the products of the last chunk.
                 for p, x in enumerate(state):
-                    at.state_s[i_w, p] = x.astype(dtype)
+                    _store_tile(at.state_s.at[i_w, p], x.astype(dtype), early)
                 plgpu.commit_smem()
                 if every:
                     # Has left its tiles before the output takes its own, below.
@@ -125,34 +131,22 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
                         plgpu.copy_smem_to_gmem(at.state_s.at[i_w, p], target)
 
             def products(i, slot, v, state):
-                def run(refs):
-                    *state, o = refs
-                    for p in range(P):
-                        plgpu.wgmma(o, at.q_s.at[slot, p], at.state_s.at[i_w, p])
-                    for p in range(P):
-                        plgpu.wgmma(o, at.pairs_s.at[slot, p], v)
-                    for p in range(P):
-                        plgpu.wgmma(state[p], at.k_s.at[slot, p].T, v)
-
+                reads = [x for p in range(P) for x in (at.q_s.at[slot, p], at.state_s.at[i_w, p])]
+                o = _start(*reads, *(x for p in range(P) for x in (at.pairs_s.at[slot, p], v)))
+                state = tuple(_start(_T(at.k_s.at[slot, p]), v, onto=x) for p, x in enumerate(state))
                 if early:
-                    *state, o = _run(run, (*state, _zeros(CHUNK, COLUMNS)))
-                    return tuple(state), o
-
-                def beside(state):
-                    """The output leaves while the state is still worked on."""
-
-                    def output(o):
-                        run((*state, o))
-                        return plgpu.wgmma_accumulator_load(o, wait_n=P)
-
-                    leave(i, pl.run_scoped(output, plgpu.ACC((CHUNK, COLUMNS), _F32)))
-
-                return (_run(beside, state),)
+                    _await()
+                    return state, o
+                # The output leaves while the state is still worked on.
+                _await(P)
+                leave(i, o)
+                _await()
+                return (state,)
 
             def leave(i, o):
                 # Waits until the last chunk's output has left the buffer; here the warps meet.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out[...] = o.astype(dtype)
+                _store_tile(out, o.astype(dtype), early)
                 plgpu.commit_smem()
                 _give(out, at.o, (sequence.row, i_h), chunks, i, columns, packed)
 
@@ -171,25 +165,26 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
 
             def mild(work, slot, around, fine):
                 q, k, pairs = tiles(work, slot)
+                # Not by the functions of pallas_tiles.py, with which it spills: these take the fewest registers.
                 # For pairs, in float16: queries stay in registers.
                 fine_k = at.fine_s.at[slot, 0, work.part]
-                x = lax.optimization_barrier(_load_bf16(q) * (jnp.exp2(around) * scale))
+                x = lax.optimization_barrier(_widened(plgpu.load(q, layout=_LAYOUT)) * (jnp.exp2(around) * scale))
                 rounded_q = x.astype(dtype)
                 q[...] = rounded_q
                 fine_q = lax.optimization_barrier(x.astype(jnp.float16))
-                x = _load_bf16(k) * _exp2_of_minus(around)
+                x = _widened(plgpu.load(k, layout=_LAYOUT)) * _exp2_of_minus(around)
                 rounded_k = x.astype(dtype)
                 k[...] = rounded_k
                 fine_k[...] = x.astype(jnp.float16)
                 fine = fine & (_commit_fine(rounded_q, rounded_k) > 0)
-                found = lax.cond(fine, lambda: _product(fine_q, fine_k.T), lambda: _product(q, k.T))
+                found = lax.cond(fine, lambda: _product(fine_q, _T(fine_k)), lambda: _product(q, _T(k)))
                 pairs[...] = _upto(found, walk.backward_in_time)
 
             def strong(work, slot, to):
                 q, k, pairs = tiles(work, slot)
-                pairs[...] = work.halve(q, k, pairs, scale, rounded=early or packed)
-                q[...] = _decayed(q, work.to(), scale)
-                k[...] = _decayed(k, work.left())
+                _store_tile(pairs, work.halve(q, k, pairs, scale, rounded=early or packed), early)
+                _store_tile(q, _decayed(q, work.to(), scale, early), early)
+                _store_tile(k, _decayed(k, work.left(), unrolled=early), early)
 
             program.prepare(part, mild, strong, dtype)
 
@@ -257,17 +252,15 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
                     plgpu.wait_smem_to_gmem(P, wait_read_only=True)
                     out = at.state_s.at[lax.rem(i, 2), i_w]
                     for p, x in enumerate(state):
-                        out[p] = x.astype(dtype)
+                        _store_tile(out.at[p], x.astype(dtype))
                     plgpu.commit_smem()
                     for p, part in enumerate(_parts(K)):
                         plgpu.copy_smem_to_gmem(out.at[p], at.before.at[chunks.place(i, 1), i_h, part, columns])
 
             def products(i, slot, y, state):
-                def run(state):
-                    for p in range(P):
-                        plgpu.wgmma(state[p], at.x_s.at[slot, p].T, y)
-
-                return (_run(run, state),)
+                state = tuple(_start(_T(at.x_s.at[slot, p]), y, onto=x) for p, x in enumerate(state))
+                _await()
+                return (state,)
 
             state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)])
             _keep(at.end, (i_s, i_f, i_h), program.hold(i_w, state, before, products), columns)
@@ -275,29 +268,29 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
 
         def prepare(part):
             passed = at.sums_s.at[part]
-            passed[...] = plgpu.layout_cast(jnp.zeros((COLUMNS,), _F32), _PER_ROW)
+            _store_per_row(passed, plgpu.layout_cast(jnp.zeros((COLUMNS,), _F32), _PER_ROW))
             factor = scale if walk.adjoint else 1
 
             def add(work):
-                before = plgpu.load(passed, layout=_PER_ROW)
+                before = _load_per_row(passed)
                 # Four threads have each row: all of them have read before one writes.
                 _meet()
-                passed[...] = before + work.ends()[0]
+                _store_per_row(passed, before + work.ends()[0])
 
             def mild(work, slot, around, fine):
                 add(work)
                 x = at.x_s.at[slot, work.part]
                 decay = jnp.exp2(around) if walk.adjoint else _exp2_of_minus(around)
-                x[...] = (_load_bf16(x) * (decay if factor == 1 else decay * factor)).astype(dtype)
+                _store_tile(x, (_load_bf16(x) * (decay if factor == 1 else decay * factor)).astype(dtype))
 
             def strong(work, slot, to):
                 add(work)
                 x = at.x_s.at[slot, work.part]
-                x[...] = _decayed(x, to if walk.adjoint else work.left(), factor)
+                _store_tile(x, _decayed(x, to if walk.adjoint else work.left(), factor))
 
             program.prepare(part, mild, strong, dtype)
             if not every:
-                at.sums[i_s, i_f, i_h, pl.ds(part * COLUMNS, COLUMNS)] = plgpu.load(passed, layout=_PER_ROW)
+                at.sums[i_s, i_f, i_h, pl.ds(part * COLUMNS, COLUMNS)] = _load_per_row(passed)
 
         program.run(i_w, hold, prepare, True if every else sequence.i_p < sequence.segments - 1)
 

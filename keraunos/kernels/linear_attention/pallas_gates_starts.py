@@ -27,6 +27,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _smem,
     _zeros,
 )
+from keraunos.kernels.linear_attention.pallas_tiles import _read
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 # Columns of a state that a program of ``combine`` has: few heads have few states, and each is walked through in order.
@@ -52,10 +53,6 @@ def named_starts(starts: Any) -> dict[str, Any]:
     return dict(starts=pieces.initial, local=pieces.local, passed=pieces.sums)
 
 
-def _read(block: Any) -> Any:
-    return plgpu.load(block, layout=_LAYOUT, optimized=False)
-
-
 def through(tile: Any, barrier: Any) -> Any:
     """What reads a block of a state through a tile in shared memory, of one's own; the barrier is for the copy.
 
@@ -75,11 +72,11 @@ def through(tile: Any, barrier: Any) -> Any:
 
 
 def start(at: Any, walk: Any, sequence: Any, i_s: Any, i_h: Any, blocks: list[tuple[Any, Any]],
-          read_block: Any = _read) -> tuple[Any, ...]:  # fmt: skip
+          read_block: Any = None) -> tuple[Any, ...]:  # fmt: skip
     """The state that a segment starts from, in blocks of 64 dimensions and 64 columns, each read by ``read_block``."""
 
     def read(ref, *index):
-        return tuple(read_block(ref.at[*index, i_h, *x]) for x in blocks)
+        return tuple((read_block or _read)(ref.at[*index, i_h, *x]) for x in blocks)
 
     of_segment = walk.segments > 1 and at.local is None
     if at.starts is None:

@@ -22,16 +22,14 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _gamma,
     _Gates,
     _give,
-    _load,
     _make_constants,
     _names,
     _parts,
-    _product,
     _split,
     _tiles,
 )
+from keraunos.kernels.linear_attention.pallas_products import _T, _product
 from keraunos.kernels.linear_attention.pallas_program import (
-    _LAYOUT,
     CHUNK,
     COLUMNS,
     _launch,
@@ -39,6 +37,8 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _rows,
     _zeros,
 )
+from keraunos.kernels.linear_attention.pallas_registers import _widened
+from keraunos.kernels.linear_attention.pallas_tiles import _load_bf16, _load_tile, _store_tile, _store_tiles
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 # As many programs as there is room for at once, two per multiprocessor: most end at once.
@@ -86,7 +86,7 @@ class _Chunk:
 
             @pl.when(jnp.logical_not(own))
             def _():
-                at.pairs_s[p] = _zeros(CHUNK, COLUMNS).astype(self.dtype)
+                _store_tile(at.pairs_s.at[p], _zeros(CHUNK, COLUMNS).astype(self.dtype))
                 plgpu.commit_smem()
 
         pl.loop(0, self.W)(self.add_values)
@@ -95,8 +95,8 @@ class _Chunk:
         """Add to 64 columns of dv, through all pairs."""
         at, tile, columns = self.at, self.at.v_s.at[w], pl.ds(w * COLUMNS, COLUMNS)
         self.load(at.dv_there, (at.dv, self.i_h, columns, tile))
-        dv = _product(*(x for p in range(self.P) for x in (at.pairs_s.at[p].T, at.do_s.at[w])))
-        tile[...] = (_load(tile) + dv).astype(self.dtype)
+        dv = _product(*(x for p in range(self.P) for x in (_T(at.pairs_s.at[p]), at.do_s.at[w])))
+        _store_tile(tile, (_load_bf16(tile) + dv).astype(self.dtype))
         plgpu.commit_smem()
         self.give(tile, at.dv, columns)
 
@@ -107,23 +107,22 @@ class _Chunk:
         heads = [over(self.i_h, n) for n in self.shared]
         self.load(at.inputs, (at.q, heads[0], dims, q_s), (at.k, heads[1], dims, k_s), *of_g)
         dq, dk, dg = self.by_halving(pairs)
-        q, k = (plgpu.load(x, layout=_LAYOUT) for x in (q_s, k_s))
+        q, k = _load_tile(q_s), _load_tile(k_s)
         plgpu.commit_smem()
         self.load(at.given, (at.dq, self.i_h, dims, q_s), (at.dk, self.i_h, dims, k_s))
         # To before the chunk and to after it; nothing cancels.
-        before, after = _load(q_s), _load(k_s) * jnp.exp2(work.left())
+        before, after = _load_bf16(q_s), _load_bf16(k_s) * jnp.exp2(work.left())
         # All warps are done with what was there.
         plgpu.commit_smem()
-        at.x_s[...] = (q.astype(_F32) * before).astype(self.dtype)
-        at.dpairs_s[...] = (k.astype(_F32) * after).astype(self.dtype)
+        _store_tile(at.x_s, (_widened(q) * before).astype(self.dtype))
+        _store_tile(at.dpairs_s, (_widened(k) * after).astype(self.dtype))
         plgpu.commit_smem()
-        dg = dg + _product(work.upto_s.T, at.x_s, _exact(work.col < work.row), at.dpairs_s)
-        q_s[...], k_s[...] = (dq + before).astype(self.dtype), (dk + after).astype(self.dtype)
+        dg = dg + _product(_T(work.upto_s), at.x_s, _exact(work.col < work.row), at.dpairs_s)
+        _store_tiles((q_s, k_s), ((dq + before).astype(self.dtype), (dk + after).astype(self.dtype)))
         plgpu.commit_smem()
         dgs = [getattr(at, f"d{name}") for name in _names(self.gs)]
         self.load(at.terms, *((x, self.i_h, dims, gate) for x, gate in zip(dgs, gates, strict=True)))
-        for gate, x in zip(gates, _split(sum(map(_load, gates)) + dg, len(gates)), strict=True):
-            gate[...] = x
+        _store_tiles(gates, _split(sum(map(_load_bf16, gates)) + dg, len(gates)))
         plgpu.commit_smem()
         for tile, target in ((q_s, at.dq), (k_s, at.dk), *zip(gates, dgs, strict=True)):
             self.give(tile, target, dims)
@@ -136,7 +135,7 @@ class _Chunk:
         work.close()
 
         def product(a, b):
-            return _product(*(x for one, other in zip(a, b, strict=True) for x in (one, other.T)))
+            return _product(*(x for one, other in zip(a, b, strict=True) for x in (one, _T(other))))
 
         def given(x):
             return (x * self.scale).astype(dtype)
@@ -145,31 +144,31 @@ class _Chunk:
         both, other = product(self.do, self.v) * self.scale, product(self.v, self.do) * self.scale
         same = _rows(jnp.sum(jnp.where(row == col, both, 0.0), 1), COLUMNS)
         dpairs = jnp.where(col <= row, both, other).astype(dtype)
-        found = given(jnp.where(row == col, _product(q, k.T), 0.0))
+        found = given(jnp.where(row == col, _product(q, _T(k)), 0.0))
 
         def level(n, carry):
             dq, dk, dg, found = carry
             m = lax.shift_left(jnp.int32(1), n)
             pairs, later, decays = work.pairs(m), work.later(m), work.level(m)
-            y = jnp.where(later, _load(q), _load(k)) * decays
+            y = work.either(q, k, m) * decays
             # All warps are done with what was there.
             plgpu.commit_smem()
-            x_s[...] = y.astype(dtype)
+            _store_tile(x_s, y.astype(dtype))
             plgpu.commit_smem()
-            found = jnp.where(pairs & later, given(_product(x_s, x_s.T)), found)
+            found = jnp.where(pairs & later, given(_product(x_s, _T(x_s))), found)
             z = _product(jnp.where(pairs, dpairs, jnp.zeros_like(dpairs)), x_s)
-            x = _load(x_s) * z
+            x = _load_bf16(x_s) * z
             # All warps are done with what was there.
             plgpu.commit_smem()
-            x_s[...] = x.astype(dtype)
+            _store_tile(x_s, x.astype(dtype))
             plgpu.commit_smem()
             dg = dg + _product(_exact(work.spanned(m)), x_s)
             z = z * decays
             return dq + jnp.where(later, z, 0.0), dk + jnp.where(later, 0.0, z), dg, found
 
-        start = same * _load(k), same * _load(q), _zeros(CHUNK, COLUMNS), found
+        start = same * _load_bf16(k), same * _load_bf16(q), _zeros(CHUNK, COLUMNS), found
         dq, dk, dg, found = lax.fori_loop(0, CHUNK.bit_length() - 1, level, start)
-        kept[...] = found
+        _store_tile(kept, found)
         return dq, dk, dg
 
 

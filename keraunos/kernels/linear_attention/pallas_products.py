@@ -1,0 +1,108 @@
+"""Products of tiles ``[64, 64]`` by the tensor cores, for the kernels with gates per token and dimension.
+
+Several that add to one result are one block of PTX: JAX makes some 240 operations for each, a fifth of what it took to
+compile a kernel. They run in the order in which they are started, while the program goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, CHUNK, COLUMNS
+from keraunos.kernels.linear_attention.pallas_tiles import _TILE, _array, _words
+
+
+class _T(NamedTuple):
+    """A tile in shared memory, transposed."""
+
+    tile: Any
+
+
+def _await(pending: int = 0) -> None:
+    """Wait for all products but those of so many of the last :func:`_start`."""
+    plgpu.inline_mgpu()(lambda _: mgpu.utils.inline_ptx(f"wgmma.wait_group.sync.aligned {pending};"))()
+
+
+def _describe(name: str, address: str, across: bool) -> str:
+    """PTX for what the tensor cores know a tile by: its address, in 16 bytes, and that it lies as ``_smem`` says.
+
+    That is h: rows of 128 bytes, swizzled, and 1,024 bytes from eight rows to the next. ``across``: what is summed over
+    lies across the rows.
+    """
+    return f"shr.u32 x, {address}, 4;{' or.b32 x, x, 0x400000;' if across else ''} mov.b64 {name}, {{x, h}};"
+
+
+def _start(*operands: Any, onto: Any = None) -> Any:
+    """Start ``onto + a @ b + ...`` over the operands a, b, a, b, ...; the result is there when it has been waited for.
+
+    a is a tile or its transpose, or an array of the compiler's; b a tile or its transpose.
+    """
+    tiles = [x.tile if isinstance(x, _T) else x for x in operands]
+    turned = [isinstance(x, _T) for x in operands]
+    arrays = [isinstance(x, jnp.ndarray) for x in operands]
+
+    @plgpu.inline_mgpu(
+        arg_types=(*(_LAYOUT if x else _TILE for x in arrays), *((_LAYOUT,) if onto is not None else ())),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, COLUMNS), jnp.float32, layout=_LAYOUT),
+    )
+    def start(_, *given):
+        before = [] if onto is None else _words(given[-1])
+        values, code = list[Any](), list[str]()
+
+        def operand(x: Any) -> list[str]:
+            new = _words(x) if isinstance(x, mgpu.FragmentedArray) else [mgpu.utils.memref_ptr(x)]
+            first = 32 + len(before) + len(values)
+            values.extend(new)
+            return [f"${first + i}" for i in range(len(new))]
+
+        result = f"{{{', '.join(f'${i}' for i in range(32))}}}"
+        dtype = ir.MemRefType(given[1].type).element_type
+        for n in range(0, len(operands), 2):
+            a, b = operand(given[n]), operand(given[n + 1])
+            across = turned[n], not turned[n + 1]
+            code.append("" if arrays[n] else _describe("a", a[0], across[0]))
+            code.append(_describe("b", b[0], across[1]))
+            for i in range(4):
+                # 16 at a time of what is summed over: along the rows two units further, across them 128.
+                if i and not arrays[n]:
+                    code.append(f"add.s64 a, a, {128 if across[0] else 2};")
+                if i:
+                    code.append(f"add.s64 b, b, {128 if across[1] else 2};")
+                left = f"{{{', '.join(a[4 * i : 4 * i + 4])}}}" if arrays[n] else "a"
+                flags = across[1:] if arrays[n] else across
+                fresh = onto is None and n == i == 0
+                code.append(
+                    f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{dtype}.{dtype} {result}, {left}, b,"
+                    f" {'no' if fresh else 'yes'}, 1, 1, {', '.join(str(int(x)) for x in flags)};"
+                )
+        text = (
+            "{ .reg .b32 x, h; .reg .b64 a, b; .reg .pred yes, no; mov.b32 h, 0x40000040; setp.eq.u32 yes, 0, 0;"
+            f" setp.ne.u32 no, 0, 0; wgmma.fence.sync.aligned; {' '.join(code)} wgmma.commit_group.sync.aligned; }}"
+        )
+        constraints = ["=f"] * 32 + [str(i) for i in range(len(before))] + ["r"] * len(values)
+
+        def words(element, count):
+            # Results that begin as values, which JAX's own function for PTX does not know.
+            inline: Any = llvm.inline_asm
+            found = inline(
+                llvm.StructType.get_literal([element] * count), [*before, *values], text, ",".join(constraints),
+                has_side_effects=True, convergent=True,
+            )  # fmt: skip
+            return [llvm.extractvalue(element, found, [i]) for i in range(count)]
+
+        return _array(words, (CHUNK, COLUMNS), jnp.float32, _LAYOUT)
+
+    return start(*tiles, *(() if onto is None else (onto,)))
+
+
+def _product(*operands: Any) -> Any:
+    """``a @ b``, the sum over the operands a, b, a, b, ..."""
+    found = _start(*operands)
+    _await()
+    return found
