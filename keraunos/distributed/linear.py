@@ -167,12 +167,26 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
     def exchange(borders, x, states, way):
         """The state that arrives at this shard; those that its segments start from, if it is cut."""
         start, plan = borders.leaving(states, way.right)
-        copies = borders.shards.copies if ends.is_for_gpu(x.key) else 1
-        left, *pieces = leave(way, copies)([*x, start, plan])
-        left = _gather(borders.shards, left, copies, way.right)
-        sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
-        start = start if borders.cu is None else None
-        return arrive(way, sizes)([left, start, plan, *pieces])[0]
+        shards, packed = borders.shards, borders.cu is not None
+        copies = shards.copies if ends.is_for_gpu(x.key) else 1
+
+        def gathered(x, start, plan):
+            left, *pieces = leave(way, copies)([*x, start, plan])
+            left = _gather(shards, left, copies, way.right)
+            sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
+            return arrive(way, sizes)([left, None if packed else start, plan, *pieces])[0]
+
+        def handed_over(x, start, plan):
+            # Only the kernel asks which shard this is, of rows that are not packed.
+            own = plan if packed else np.array([0, borders.T, 0, 0], np.int32)
+            found = ends.leave_local(x, own, way, segment[0] if segment else 0)
+            cut = dict(pieces=ends.pieces(segment[0]), walked=segment[1]) if segment else dict(pieces=None, walked=True)
+            same = x.g is None and not packed
+            return shards.hand_over(*found, start, plan if packed else None, right=way.right, same=same, **cut)
+
+        if copies > 1 and ends.gates(x) == 1 and shards.hands_over(x.key.shape[-1] * x.value.shape[-1]):
+            return shards.exchange(handed_over, gathered, x, start, plan)
+        return gathered(x, start, plan)
 
     def way(args, opts):
         return ends.Way(args.query.shape[2], not opts.reverse, False)

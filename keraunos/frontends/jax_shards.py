@@ -53,6 +53,26 @@ class Shards:
             return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
         return jax.lax.all_gather(x, self.axis)
 
+    def hands_over(self, values: int) -> bool:
+        """Whether there is a kernel that hands over states of so many values, where devices reach each other."""
+        if jax.__version_info__ < (0, 11) or not isinstance(self.axis, str):
+            return False
+        from keraunos.kernels.linear_attention import pallas_exchange
+
+        return values % pallas_exchange.PART == 0
+
+    def hand_over(self, *arrays: Any, **options: Any) -> jax.Array:
+        """That kernel: what each segment starts from."""
+        from keraunos.kernels.linear_attention import pallas_exchange
+
+        return pallas_exchange.hand_over(*arrays, axis=self.axis, size=self.size, **options)
+
+    def exchange(self, directly: Callable, otherwise: Callable, *args: Any) -> jax.Array:
+        """One of two ways: see :func:`keraunos.frontends.jax_peers.exchange`."""
+        from keraunos.frontends import jax_peers
+
+        return jax_peers.exchange(directly, otherwise, *args)
+
     def together(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The same, none of which is there before all are.
 

@@ -6,7 +6,6 @@ one kernel (:mod:`keraunos.kernels.exchange`), on memory that PyTorch maps into 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import logging
@@ -21,14 +20,13 @@ import torch.distributed as dist
 
 from keraunos import frontends
 from keraunos.distributed import agreement
+from keraunos.frontends.peers import REFUSED, refused, without_atomics
 from keraunos.frontends.torch_launch import _INTERPRETED, fixed, recorded, remembered
 
 # Values of a vector at most: each rank has room for two of every rank's.
 _VALUES = 1 << 22
 # Values that a program has at a time, and its warps.
 _BLOCK, _WARPS = 2048, 8
-# Of the driver's attributes of two devices: one can do atomic operations in the memory of the other.
-_ATOMIC = 3
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 _log = logging.getLogger("keraunos")
@@ -62,10 +60,10 @@ class Peers:
         self.patience = agreement.timeout(group)
         self.gather = functools.cache(lambda right: remembered(functools.partial(self._gather, right)))
         every = self._all(_facts(device))
-        hosts, gpus, programs, refused = zip(*every, strict=True)
+        hosts, gpus, programs, refusals = zip(*every, strict=True)
         self.programs = min(programs)
         reason = "the ranks are on several hosts" if len({*hosts}) > 1 else _unreachable(device, gpus)
-        self.reason = self._agree("KERAUNOS_PEERS is 0" if any(refused) else reason)
+        self.reason = self._agree(REFUSED if any(refusals) else reason)
         _log.info("states of %d ranks go %s", self.size, f"through NCCL: {self.reason}" if self.reason else "directly")
 
     def _all(self, own: Any) -> list[Any]:
@@ -144,7 +142,7 @@ def _facts(device: torch.device) -> tuple[str, str, int, bool]:
     """What the others have to know of a rank: its host, its GPU, the programs that run there at once, its refusal."""
     properties, boot = torch.cuda.get_device_properties(device), Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
-    return host, str(properties.uuid), properties.multi_processor_count, os.environ.get("KERAUNOS_PEERS") == "0"
+    return host, str(properties.uuid), properties.multi_processor_count, refused()
 
 
 def _unreachable(device: torch.device, gpus: tuple[str, ...]) -> str:
@@ -156,11 +154,7 @@ def _unreachable(device: torch.device, gpus: tuple[str, ...]) -> str:
     found = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if unseen := {*gpus} - {*found}:
         return f"a rank does not see {len(unseen)} of the {len(gpus)} GPUs"
-    driver, able = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    for other in {found[gpu] for gpu in gpus} - {device.index}:
-        if driver.cuDeviceGetP2PAttribute(ctypes.byref(able), _ATOMIC, device.index, other) or not able.value:
-            return "the GPUs have no atomic operations in each other's memory"
-    return ""
+    return without_atomics(device.index, {found[gpu] for gpu in gpus})
 
 
 def _shared(values: int, device: torch.device, group: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:

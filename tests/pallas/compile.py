@@ -14,11 +14,13 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).parent
 BUDGETS = HERE / "budgets.json"
 
-CALLS = {
+CALLS: dict[str, dict[str, Any]] = {
     "lightning": dict(H=64, B=2, T=16384),
     "few heads, from a state, in a mesh": dict(H=4, T=65536, state=True, in_mesh=True),
     "float16, shared keys, K < V, reverse": dict(dtype="float16", K=64, H=8, G=2, T=3001, state=True, reverse=True),
@@ -36,6 +38,8 @@ CALLS = {
     "256": dict(K=256, V=256, H=16, T=16384),
     "256, few heads, gates, shared keys": dict(K=256, V=256, H=4, G=1, T=16384, gate="scalar"),
     "256 and 128, packed": dict(K=128, V=256, H=32, T=16384, packed=16, state=True),
+    "an exchange between four GPUs": dict(H=16, pieces=32, segment=4),
+    "an exchange between eight GPUs, leftwards, packed": dict(H=4, pieces=64, segment=None, size=8, right=False),
 }
 
 
@@ -71,20 +75,14 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
     """
     import jax
     import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from keraunos.kernels.linear_attention import pallas as platform
     from keraunos.kernels.linear_attention.interface import Args, Options
     from keraunos.ops import Config
 
-    target = (HERE / "h200_target.txtpb").read_text()
-    topology = topologies.get_topology_desc(
-        topology_name="1x1x1", platform="cuda", target_config=target, topology="1x1x1"
-    )
     # Named like something that kernels may have a name for, too: it must not be taken for that.
-    mesh = Mesh(np.array(topology.devices), "batch")
+    mesh = gpus(1, "batch")
     sharding = NamedSharding(mesh, PartitionSpec())
     G = G or H
 
@@ -109,6 +107,53 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
         specs = jax.tree.map(lambda x: PartitionSpec(*["batch"] if x.ndim == 4 else []), given)
         both = jax.shard_map(both, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("batch"))
     jax.jit(both).lower(*given).compile()
+    return reported(dump)
+
+
+def measure_exchange(dump: Path, *, H, K=128, V=128, pieces, segment, size=4, right=True) -> dict[str, dict[str, int]]:
+    """The same of the kernel in which so many GPUs hand over states; ``segment``: its pieces, None if packed."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.mosaic.gpu import core
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from keraunos.kernels.linear_attention.pallas_exchange import hand_over
+
+    mesh, spec = gpus(size, "tokens"), PartitionSpec("tokens")
+
+    def array(*shape, dtype="float32"):
+        shape = (size * shape[0], *shape[1:])
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+
+    def call(local, total, seen, start, plan):
+        return hand_over(local, total, seen, start, None if segment else plan, axis="tokens", size=size, right=right,
+                         pieces=segment, walked=True, same=bool(segment))  # fmt: skip
+
+    given = (array(pieces, 1, H, K, V), array(pieces, 1, H), array(pieces, 1, H, dtype="int32"), array(1, H, K, V),
+             array(4, dtype="int32"))  # fmt: skip
+    call = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 5, out_specs=spec)
+    # As in a process that has these devices.
+    with mock.patch.object(core, "is_single_process_multi_device_topology", return_value=True):
+        program = jax.jit(call).lower(*given).compile().as_text()
+    assert "uses_xla_collective_metadata = true" in program
+    # Memory that XLA would have to share by other means, such as multicast.
+    assert "symmetric_memory_parameters" not in program
+    return reported(dump)
+
+
+def gpus(size: int, axis: str) -> Any:
+    """A mesh of GPUs that are not there."""
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    target, name = (HERE / "h200_target.txtpb").read_text(), f"1x1x{size}"
+    topology = topologies.get_topology_desc(topology_name=name, platform="cuda", target_config=target, topology=name)
+    return Mesh(np.array(topology.devices), axis)
+
+
+def reported(dump: Path) -> dict[str, dict[str, int]]:
+    """What ptxas has said of each kernel, which is forgotten."""
     found: dict[str, dict[str, int]] = {}
     for report in sorted(dump.glob("*.ptxas")):
         text, kernel = report.read_text(), report.stem.rsplit("_", 1)[0]
@@ -129,7 +174,11 @@ def main(*names: str) -> None:
     with tempfile.TemporaryDirectory() as dump:
         os.environ |= environment(dump)
         chosen = {call: sizes for call, sizes in CALLS.items() if not names or call in names}
-        print(json.dumps({call: measure(Path(dump), **sizes) for call, sizes in chosen.items()}, indent=1))
+        found: dict[str, Any] = {}
+        for call, sizes in chosen.items():
+            run: Any = measure_exchange if "pieces" in sizes else measure
+            found[call] = run(Path(dump), **sizes)
+        print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

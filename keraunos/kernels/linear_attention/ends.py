@@ -91,10 +91,10 @@ def arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -
 def length(x: Stretch, way: Way) -> int:
     """How many values :func:`leave` makes."""
     B, K, V = x.key.shape[0], x.key.shape[-1], x.value.shape[-1]
-    return B * way.heads * (K * V + _gates(x))
+    return B * way.heads * (K * V + gates(x))
 
 
-def _gates(x: Stretch) -> int:
+def gates(x: Stretch) -> int:
     """The sums of gates per head: 1, or K."""
     return x.key.shape[-1] if x.g is not None and x.g.ndim == 4 else 1
 

@@ -213,12 +213,13 @@ def _axis(name):
 
 
 def _launch(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(), in_place=0, between_warps=True,
-            lanes=False):  # fmt: skip
+            lanes=False, barriers=False):  # fmt: skip
     """Run a kernel on arrays (None: left out).
 
     ``grid``: its sizes; programs side by side differ in the last index. ``body(indices, warpgroup, *references)``.
     ``between_warps``: there are sums over values of several warps, which go through shared memory.
     ``lanes``: all layouts are said: no search for them, which takes minutes where kernels are large.
+    ``barriers``: warps meet wherever the compiler thinks that they must.
     ``in_place``: so many of the arrays, the last, are changed in place; they are the results.
     """
     arrays = [x for x in arrays if x is not None]
@@ -234,9 +235,9 @@ def _launch(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(),
     kernel = plgpu.kernel(
         program, out_type=out_type, scratch_types=scratch_types, kernel_name=f"linear_attention_{name}",
         grid=(math.prod(grid),), grid_names=(_axis("program"),), num_threads=warpgroups, thread_name=_axis("warpgroup"),
-        # No barriers of the compiler's own: each place below where one warp may not overtake another says so.
+        # Else no barriers of the compiler's own: each place where one warp may not overtake another says so.
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True,
+            approx_math=True, unsafe_no_auto_barriers=not barriers,
             **({} if between_warps else dict(reduction_scratch_bytes=0)),
             **(dict(lowering_semantics=plgpu.LoweringSemantics.Lane) if lanes else {}),
         ),
