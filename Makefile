@@ -11,8 +11,11 @@ GPU_JOBS ?= $(shell nproc)
 run: $(VENV)/run.stamp
 	$(PY) -m keraunos demo
 
+# Half of the time would go into XLA's newer code for fusions, on CPUs, of programs that run once. (Versions of JAX that
+# have no other refuse the flag.) All processes share what Python compiles, whatever the environment says of that.
 test: $(VENV)/test.stamp lint
-	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(JOBS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_use_fusion_emitters=false \
+		$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .

@@ -31,7 +31,7 @@ SHARDS = "tests/distributed/test_torch_linear.py"
 PEERS = "tests/distributed/test_peers.py"
 
 
-@pytest.mark.parametrize(("file", "segment", "tests"), [
+@pytest.mark.parametrize(("files", "segment", "tests"), [
     # There is but one order of sums in the interpreter: it gives the same bits on every run. Chunks have groups on
     # another platform.
     (VALUES, "", "not any and not rerun and not group and vector"),
@@ -39,15 +39,15 @@ PEERS = "tests/distributed/test_peers.py"
     (VALUES, "64", "every_gate or packed or lightning_options"),
     (VALUES, "parts", "every_gate and reverse and not none"), (VALUES, "pairs", "group and (scalar or strong)"),
     (TORCH, "64", "not gradcheck"),
-    (SOFTMAX, "", "values"), (BLOCKS, "", "test"), (PARTS, "", "test"), (ENDS, "", "test"),
+    (f"{SOFTMAX} {BLOCKS} {PARTS} {ENDS}", "", "test"),
     (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
     (SERVING, "64", "every_gate and exported or parts and 65"), (SHARDS, "64", "alike"), (PEERS, "", "comes"),
-], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax", "blocks", "parts of keys",
-        "ends", "serving", "serving segments", "shards", "peers"])  # fmt: skip
-def test_in_the_interpreter(file, segment, tests):
+], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax and ends", "serving", "serving segments",
+        "shards", "peers"])  # fmt: skip
+def test_in_the_interpreter(files, segment, tests):
     parts, segment = ("1", {"pairs": "64"}.get(segment, "")) if segment in ("parts", "pairs") else ("", segment)
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton.interpreter", "-p", "no:cacheprovider", "-x"]
-    command += ["-W", IGNORED, "-k", tests, file]
+    command += ["-W", IGNORED, "-k", tests, *files.split()]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
