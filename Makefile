@@ -11,7 +11,7 @@ GPU_JOBS ?= $(shell nproc)
 run: $(VENV)/run.stamp
 	$(PY) -m keraunos demo
 
-# Half of the time would go into XLA's newer code for fusions, on CPUs, of programs that run once. (Versions of JAX that
+# Much of the time would go into XLA's newer code for fusions, on CPUs, of programs that run once. (Versions of JAX that
 # have no other refuse the flag.) All processes share what Python compiles, whatever the environment says of that.
 test: $(VENV)/test.stamp lint
 	PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_use_fusion_emitters=false \

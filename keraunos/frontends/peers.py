@@ -16,6 +16,11 @@ def refused() -> bool:
     return os.environ.get("KERAUNOS_PEERS") == "0"
 
 
+def demanded() -> bool:
+    """Whether the user wants it also where it has not been tried."""
+    return os.environ.get("KERAUNOS_PEERS") == "1"
+
+
 def without_atomics(device: int, others: set[int]) -> str:
     """Why a GPU cannot write, and count, in the memory of others, all by CUDA's numbers; empty if it can."""
     driver, able = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()

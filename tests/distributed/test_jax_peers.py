@@ -66,6 +66,9 @@ def test_the_driver_is_asked_of_every_device(monkeypatch):
     asked = []
     monkeypatch.setattr(jax_peers, "HOPPER", ("one of these", "."))
     monkeypatch.setattr(peers, "without_atomics", lambda gpu, others: asked.append((gpu, others)) or "")
+    monkeypatch.delenv("KERAUNOS_PEERS", raising=False)
+    assert "more than two devices" in jax_peers.unreachable(SPMDAxisContext(mesh_of(0, 1, 2, 3), frozenset(NAMES)))
+    monkeypatch.setenv("KERAUNOS_PEERS", "1")
     assert jax_peers.unreachable(SPMDAxisContext(mesh_of(0, 1, 2, 3), frozenset(NAMES))) == ""
     numbers = {device.local_hardware_id for device in jax.devices()[:4]}
     assert asked == [(n, numbers) for n in numbers]

@@ -1,6 +1,6 @@
 """Make Triton's interpreter right for bf16: it multiplies the raw 16-bit integers, and casts by cutting bits off.
 
-And make it five times as fast, by leaving out what it does again with every operation or call of a function.
+And make it several times as fast, by leaving out what it does again with every operation or call of a function.
 
 A pytest plugin. KERAUNOS_TEST_SEGMENT cuts sequences into segments of that many tokens (or of two pieces of a chunk,
 if that is longer), which the choice by size would not do for sequences as short as the interpreter can take. Nor would
