@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from keraunos.kernels.linear_attention import pallas_exchange
 from keraunos.kernels.linear_attention.pallas_program import _launch
 from tests.linear_attention.cases import GPU
+from tests.numerics import assert_within_rule
 from tests.pallas.interpreter import _With, interpreted
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: test_gpu.py has the exchange on GPUs")
@@ -82,16 +83,26 @@ def test_devices_hand_over(P, pieces, B, H, K, right, walked, decay):
     given = np.where(seen[..., None, None] != 0, local, np.nan)
     arrays = given, total, seen, [start] * R, None
     results = handed_over(arrays, R, right, pieces=pieces, walked=walked, same=True)
+    truth, rough = (
+        expected(given, total, seen, start.astype(dtype), right=right, pieces=pieces, walked=walked)
+        for dtype in (np.float64, np.float32)
+    )
+    got = [np.asarray(x).reshape(y.shape) for x, y in zip(results, truth, strict=True)]
+    assert_within_rule([f"device {rank}" for rank in range(R)], got, truth, rough, ["float32"] * R)
+
+
+def expected(local, total, seen, state, *, right, pieces, walked):
+    """What each device's segments start from, piece by piece, in the dtype of the state."""
+    R, P, B = local.shape[:3]
     S = -(-P // pieces) if pieces else 1
-    carried = start.astype(np.float64)
+    found = [np.zeros((B, S, *state.shape[1:]), state.dtype) for _ in range(R)]
     for rank in range(R) if right else reversed(range(R)):
-        want = np.zeros((B, S, H, K, V))
         for i, p in enumerate(range(P) if right else reversed(range(P))):
             enters = i == 0 if not pieces else p % pieces == 0 if right else i == 0 or p % pieces == pieces - 1
             if enters:
                 segment = p // pieces if pieces else 0
-                want[:, segment if right or not walked else S - 1 - segment] = carried
+                found[rank][:, segment if right or not walked else S - 1 - segment] = state
             there = seen[rank, p][..., None, None] != 0
-            carried = carried * np.exp(total[rank, p].astype(np.float64))[..., None, None]
-            carried = carried + np.where(there, local[rank, p], 0)
-        np.testing.assert_allclose(np.asarray(results[rank]).reshape(want.shape), want, rtol=2e-5, atol=1e-5)
+            state = state * np.exp(total[rank, p].astype(state.dtype))[..., None, None]
+            state = state + np.where(there, local[rank, p], 0).astype(state.dtype)
+    return found
