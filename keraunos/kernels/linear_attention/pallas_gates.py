@@ -34,7 +34,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention.pallas_products import _T, _product
 from keraunos.kernels.linear_attention.pallas_program import (
-    _LAYOUT,
     _PER_ROW,
     _SHARED,
     CHUNK,
@@ -320,10 +319,6 @@ def _across(x: Any) -> Any:
 
 def _ones() -> Any:
     return plgpu.layout_cast(jnp.ones((COLUMNS,), _F32), _PER_ROW)
-
-
-def _load(ref: Any, layout: Any = _LAYOUT) -> Any:
-    return plgpu.load(ref, layout=layout).astype(_F32)
 
 
 def _decayed(ref: Any, exponents: Any, scale: float = 1, unrolled: bool = False) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_gates import _F32, _load
+from keraunos.kernels.linear_attention.pallas_gates import _F32
 from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
     _PER_ROW,
@@ -130,7 +130,7 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
                 plgpu.barrier_wait(at.full.at[slot])
                 _give_back(at.empty, i - 1, stages)
                 decay = jnp.exp2(plgpu.load(at.sums_s.at[slot], layout=_PER_ROW))
-                return state * _rows(decay, _COMBINED) + _load(at.tiles.at[slot])
+                return state * _rows(decay, _COMBINED) + plgpu.load(at.tiles.at[slot], layout=_LAYOUT)
 
             if initial is None:
                 state = _zeros(COLUMNS, _COMBINED)
