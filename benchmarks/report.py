@@ -25,8 +25,9 @@ keraunos bench gla_attention --shapes "1,1024,4,64" --against torch --json bench
 How it is measured: every implementation is first compared with the float64 reference, and one that is wrong is not
 timed. Then all are timed in turns, by device events, on random inputs; the median counts. The floor is the time in
 which the same device, in the same run, copies as many bytes as the operation must move (every input read once, every
-output written once, in the forward and in the backward), so no implementation can be much below 1. Text files
-in `benchmarks/results` are logs of single runs that are not in these tables.
+output written once, in the forward and in the backward), so no implementation can be much below 1.
+[benchmarks/results](../benchmarks/results/README.md) says what each raw file holds, also the logs that are not in these
+tables.
 """
 
 

@@ -1,7 +1,8 @@
 """The decays of released models: for each head, the log decay of one step back (<= 0), float32 ``[H]``.
 
 Every function takes ``layer_idx`` counted from 0. The layer index may be a JAX tracer or a torch scalar (in a loop over
-layers); then the decay is computed with that framework and nothing is range-checked.
+layers); then the decay is computed with that framework and nothing is range-checked. ``num_heads`` is H. A number out
+of its range is a ValueError, a layer index that is no integer a TypeError.
 
 Example:
     >>> from keraunos import decay

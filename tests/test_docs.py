@@ -52,6 +52,14 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_raw_result_is_explained():
+    results = ROOT / "benchmarks" / "results"
+    named = re.findall(r"`([\w/.-]+\.(?:json|txt))`", (results / "README.md").read_text())
+    assert sorted(named) == sorted(
+        str(x.relative_to(results)) for x in results.rglob("*") if x.suffix in (".json", ".txt")
+    )
+
+
 def modules():
     found = pkgutil.walk_packages(keraunos.__path__, "keraunos.")
     return [m.name for m in found if not m.name.endswith("__main__")]

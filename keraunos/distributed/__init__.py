@@ -1,7 +1,7 @@
 """The public operations over several devices, each of which has a shard of the tokens.
 
 The functions take the arguments of those of the same name in :mod:`keraunos`, and where the other shards are:
-``group=`` in PyTorch, ``axis_name=`` in JAX inside ``shard_map``.
+``group=`` in PyTorch, ``axis_name=`` in JAX inside ``shard_map``, ``mesh=`` and ``spec=`` in JAX outside.
 """
 
 from __future__ import annotations

@@ -82,14 +82,14 @@ def gla_attention(
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         reverse: run from the last token to the first; ``initial_state`` enters after the last token.
         return_state: return the final state too.
-        platform: ``"triton"``, ``"pallas"``, ``"cuda"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or
-            None: the best that can run the call.
+        platform: ``"triton"``, ``"pallas"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the
+            best that can run the call.
         cfg: launch configuration; wins over every cache and is never stored.
 
     Returns:
         The output ``[B, T, H, V]`` in the query's dtype, or ``(output, final_state)`` with the state
-        ``[N, H, K, V]`` in float32 (float64 for float64 inputs). With gates per token, no gradient is lost: there are
-        gradients for query, key, value, g, g_gamma and initial_state, also through the final state.
+        ``[N, H, K, V]`` in float32 (float64 for float64 inputs). There are gradients for query, key, value, g, g_gamma
+        and initial_state, also through the final state.
 
     Raises:
         ValueError: a shape, range or name is wrong, or no platform can run the call (:class:`UnsupportedError`).

@@ -85,7 +85,7 @@ def decode(
         value: ``[N, G, V]``.
         states: ``[slots, H, K, V]``, the pool; see above.
         slots: ``[N]``, int32 or int64; -1: padding.
-        log_decay: another name of g_gamma; expected is one of them at most.
+        log_decay: another name of g_gamma; give one of them at most.
         g: ``[N, H, K]`` or ``[N, H]``, the token's gates, natural log, <= 0.
         g_gamma: ``[H]``, a constant gate per head, natural log, <= 0. Added to ``g``.
         softmax_scale: factor of the output; ``K ** -0.5`` if None.

@@ -275,7 +275,7 @@ def kernels(
     def passes(framework):
         return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both
 
-    def prepare(args, softmax_scale, reverse, cfg, return_state=True):
+    def prepare(args, softmax_scale=None, reverse=False, cfg=None, return_state=True):
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
         opts = Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray), return_state)
         return made(frontends.framework_of(args.query), opts, args)
