@@ -352,7 +352,8 @@ def test_what_compiling_needs_is_named(monkeypatch):
         ({"B": 1, "T": 4096}, "compiled for every size"),
         ({"T": 8200}, "a length that it compiles for"),
         ({"N": 2, "B": 1, "T": 16384}, "not packed"),
-        ({"g_gamma": "a tensor"}, "where it is constant"),
+        ({"g_gamma": "a tensor"}, "at its best without"),
+        ({"gate": "vector"}, "at its best without"),
         ({"K": 96}, "head dims"),
     ],
     ids=str,
@@ -361,7 +362,7 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(change, reason):
     from keraunos.kernels.linear_attention.pallas import loses
 
     sizes = {name: n for name, n in change.items() if name != "g_gamma"}
-    inv = on_hopper(keraunos.LightningAttention(), sizes)
+    inv = on_hopper(keraunos.GLAttention() if "gate" in sizes else keraunos.LightningAttention(), sizes)
     gamma = change.get("g_gamma", np.zeros(64, np.float32))
     with mock.patch("keraunos.frontends.torch_pallas.unsupported", return_value=None):
         said = loses(dataclasses.replace(inv, arguments={"g_gamma": gamma}))

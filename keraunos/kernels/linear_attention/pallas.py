@@ -436,8 +436,8 @@ def loses(inv) -> str | None:
             return "has kernels compiled for every size, for seconds, which so small a call is not worth"
         if "cu_seqlens" in inv.arrays or bucket(inv.dims["T"]) != inv.dims["T"]:
             return "is at its best in PyTorch where sequences are not packed and have a length that it compiles for"
-        if not isinstance(inv.arguments.get("g_gamma"), np.ndarray):
-            return "makes the gradient of a decay that is a tensor, wanted or not; is at its best where it is constant"
+        if "g" in inv.arrays or not isinstance(inv.arguments.get("g_gamma"), np.ndarray):
+            return "makes the gradients of gates and of decays that are tensors, wanted or not; is at its best without"
     # Triton then has two programs per head, which fill the GPU. With gates it was slower all the same.
     if "g" not in inv.arrays and 32 < heads < 96 and 0 < chunks < 64 and segmentation(heads, chunks)[0] >= chunks:
         return "is slower than Triton where half the GPU's programs would do and sequences are too short to be cut"
