@@ -124,6 +124,8 @@ def explain(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
         >>> choice.platform, choice.tier
         ('xla', 'heuristic')
     """
+    if not callable(operation):
+        raise TypeError(f"explain: {operation!r} is no operation; expected a function such as keraunos.gla_attention")
     token = _explaining.set(True)
     try:
         operation(*args, **kwargs)

@@ -127,6 +127,8 @@ def test_explain_measures_nothing(monkeypatch):
     assert "would time" in choice.missed["autotune"]
     with pytest.raises(TypeError, match="no operation of keraunos"):
         keraunos.explain(len, [])
+    with pytest.raises(TypeError, match="'gla' is no operation; expected a function"):
+        keraunos.explain("gla", q, q, q)
 
 
 def test_policies_are_validated():
