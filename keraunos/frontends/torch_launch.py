@@ -78,7 +78,7 @@ def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> 
         return made, _nothing, [], kinds
     options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages)
     if "OVERLAP" in constants:
-        # In its deterministic mode PyTorch fills what it allocates, between the launches.
+        # PyTorch's deterministic mode has launches of its own between these (see kinds).
         able = _overlaps(like.device) and not torch.are_deterministic_algorithms_enabled()
         constants = {**constants, "OVERLAP": constants["OVERLAP"] if able else 0}
         if constants["OVERLAP"] & 6:
@@ -256,8 +256,11 @@ class _Launches(NamedTuple):
 
 
 def kinds(arrays: Sequence[Any]) -> list[Any]:
-    """What tells launches on tensors apart, and NumPy arrays, which are constants of a call; None is an absent one."""
-    found: list[Any] = []
+    """What tells launches on tensors apart, and NumPy arrays, which are constants of a call; None is an absent one.
+
+    In its deterministic mode PyTorch fills what it allocates: no launch may overlap that.
+    """
+    found: list[Any] = [torch.are_deterministic_algorithms_enabled()]
     for x in arrays:
         if x is None:
             found.append(x)

@@ -84,6 +84,19 @@ def test_runs_again_for_another_kind_of_call(kernel):
     assert ran == [factor for _, factor in calls]
 
 
+def test_deterministic_mode_is_another_kind_of_call(kernel):
+    call, ran = counted(lambda tensors, opts: (add(kernel, *tensors),))
+    x = torch.randn(2, 4)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for mode in (False, True, False, True):
+            torch.use_deterministic_algorithms(mode)
+            torch.testing.assert_close(call([x, x], None)[0], 3 * x)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert len(ran) == 2
+
+
 def test_looks_no_more_at_calls_that_are_alike(kernel):
     ran = []
 
