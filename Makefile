@@ -6,15 +6,22 @@ PY := $(VENV)/bin/python
 JOBS ?= 2
 GPU_JOBS ?= $(shell nproc)
 
-.PHONY: run test lint bench test-gpu bench-gpu clean
+.PHONY: run test lint pytest bench test-gpu bench-gpu clean
 
 run: $(VENV)/run.stamp
 	$(PY) -m keraunos demo
 
-# Much of the time would go into XLA's newer code for fusions, on CPUs, of programs that run once. (Versions of JAX that
-# have no other refuse the flag.) All processes share what Python compiles, whatever the environment says of that.
-test: $(VENV)/test.stamp lint
-	PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_use_fusion_emitters=false \
+# Types take one processor a minute, which the tests can share.
+test: $(VENV)/test.stamp
+	$(MAKE) -j 2 lint pytest
+
+# Much of the time would go into compiling for speed, on CPUs, what runs once: XLA's newer code for fusions, the work of
+# many threads where there are few, LLVM's longer passes. (Versions of JAX without such a flag refuse it.) And into
+# threads that wait for each other, as there are processes enough. All of these share what Python compiles, whatever the
+# environment says of that.
+pytest: $(VENV)/test.stamp
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu XLA_FLAGS="--xla_cpu_use_fusion_emitters=false \
+		--xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true" \
 		$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/test.stamp
@@ -44,9 +51,10 @@ $(VENV)/run.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@# Without bytecode: Python makes that of the modules that are used, once.
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@# Lowers for CUDA without a GPU. Its own requirements are gigabytes; where there is none, those tests are skipped.
-	-$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps jax-cuda13-plugin
+	-$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --no-deps jax-cuda13-plugin
 	touch $@
 
 clean:

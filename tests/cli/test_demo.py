@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import os
 import re
@@ -18,21 +19,21 @@ from keraunos.demo import checkpoint, data, training
 
 @pytest.fixture
 def demo(monkeypatch, settings, prose, tmp_path):
-    """Runs the command in this process, with a tiny model on a small text."""
-    monkeypatch.setattr(
-        session.training, "Settings", functools.partial(training.Settings, model=settings.model, batch=settings.batch)
-    )
+    """Runs the command in this process, with a tiny model on a small text; with one block, which compiles faster."""
+    one_block = dataclasses.replace(settings.model, blocks=("lightning",))
     text = tmp_path / "prose.txt"
     text.write_bytes(prose)
 
-    def run(*options, text=text, out=tmp_path / "out"):
+    def run(*options, text=text, out=tmp_path / "out", model=one_block):
+        tiny = functools.partial(training.Settings, model=model, batch=settings.batch)
+        monkeypatch.setattr(session.training, "Settings", tiny)
         return CliRunner().invoke(app, ["demo", "--text", str(text), "--out", str(out), "--length", "40", *options])
 
     return run
 
 
-def test_a_run_ends_with_three_checks_passed(demo, tmp_path):
-    done = demo("--steps", "150")
+def test_a_run_ends_with_three_checks_passed(demo, settings, tmp_path):
+    done = demo("--steps", "150", model=settings.model)
     assert done.exit_code == 0, done.output
     assert re.findall(r"^(\d)\. (\w+)", done.output, re.M) == [("1", "passed"), ("2", "passed"), ("3", "passed")]
     out = tmp_path / "out"
@@ -42,7 +43,7 @@ def test_a_run_ends_with_three_checks_passed(demo, tmp_path):
     assert len((out / "text.txt").read_bytes()) == 64 + 40
     assert (out / "text.txt").read_bytes()[:60] in held_out
     # A finished run is not trained again, and says the same.
-    again = demo("--steps", "150")
+    again = demo("--steps", "150", model=settings.model)
     assert again.exit_code == 0
     assert "Training is complete" in again.output
     assert (

@@ -77,7 +77,7 @@ def test_every_gate(run_gla, gates, reverse):
 @pytest.mark.parametrize("decay", ["zero", "weak", "strong", "infinite"])
 @pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"], GATES["vector+gamma2"]], ids=str)
 def test_every_strength_of_decay(run_gla, gates, decay):
-    Case(**gates, decay=decay, T=130, state=True).check(run_gla)
+    Case(**gates, decay=decay, T=130, B=1, state=True).check(run_gla)
 
 
 @pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector"]], ids=str)
@@ -123,13 +123,13 @@ def test_every_head_dim(run_gla, gates, K, V):
 )
 @pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector"]], ids=str)
 def test_every_dtype(run_gla, gates, dtype, gate_dtype):
-    Case(**gates, dtype=dtype, gate_dtype=gate_dtype, T=150, state=True, K=32, V=32).check(run_gla)
+    Case(**gates, dtype=dtype, gate_dtype=gate_dtype, T=150, B=1, state=True, K=32, V=32).check(run_gla)
 
 
 @pytest.mark.parametrize("gates", [GATES["gamma"], GATES["vector"]], ids=str)
 @pytest.mark.parametrize(("H", "G"), [(4, 1), (4, 2), (3, 3)])
 def test_query_heads_share_keys(run_gla, gates, H, G):
-    Case(**gates, H=H, G=G, T=66, state=True).check(run_gla)
+    Case(**gates, H=H, G=G, T=66, B=1, state=True).check(run_gla)
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.3])

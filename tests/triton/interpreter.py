@@ -16,6 +16,8 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
+from tests.triton.quick import QUICK
+
 _DOT = interpreter.InterpreterBuilder.create_dot
 _CONVERT = interpreter._convert_float
 
@@ -43,10 +45,14 @@ def _convert(x, source, target, rounding):
 
 def _patch_lang(fn):
     """For a function that another one calls, the language is the interpreter's already."""
-    modules = [x for x in fn.__globals__.values() if x is tl or x is tl.core]
-    if not any(tl.core.is_builtin(module.load) for module in modules):
+    if not any(tl.core.is_builtin(module.load) for module in _languages(fn)):
         return interpreter._LangPatchScope()
     return _PATCH_LANG(fn)
+
+
+@functools.cache
+def _languages(fn):
+    return [x for x in fn.__globals__.values() if x is tl or x is tl.core]
 
 
 def _np_dtype(x):
@@ -62,7 +68,8 @@ def _patch_attr(obj, name, member, builder, scope):
         kwargs["_semantic"] = semantic
         return fn(*args, **kwargs)
 
-    scope.set_attr(obj, name, call)
+    quick = QUICK.get((obj, name))
+    scope.set_attr(obj, name, quick(call) if quick else call)
 
 
 def _tuple(self, args, type=None):

@@ -14,8 +14,8 @@ from tests.linear_attention.cases import GPU
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 
-CFG = Config(block_q=64, block_d=64, num_warps=4, num_stages=2)
-SHAPE = (2, 200, 4, 64)
+CFG = Config(block_q=32, block_d=16, num_warps=4, num_stages=2)
+SHAPE = (2, 200, 4, 16)
 ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
 
 
@@ -39,7 +39,7 @@ def gla(triton):
 @pytest.fixture
 def attention(triton):
     """Causal, with all the options that go together: ``(query, key, value, sinks or bias) -> output``."""
-    run = triton("attention", Config(block_q=64, block_k=64, num_warps=4, num_stages=2))
+    run = triton("attention", Config(block_q=32, block_k=32, num_warps=4, num_stages=2))
 
     def call(q, k, v, extra=None):
         ids = jnp.zeros(q.shape[:2], jnp.int32)
@@ -75,7 +75,7 @@ def launches(text):
 
 
 def test_forward(gla):
-    assert lowered(gla, *[SHAPE] * 4)[0] == [SHAPE, (2, 4, 64, 64)]
+    assert lowered(gla, *[SHAPE] * 4)[0] == [SHAPE, (2, 4, 16, 16)]
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
@@ -89,7 +89,7 @@ def test_gradients(gla, transform):
 ])  # fmt: skip
 def test_vmap_launches_once(gla, axes, shapes):
     """Folded into the batch: as many launches as without vmap, forward and backward."""
-    for f, results in ((gla, [(3, *SHAPE), (3, 2, 4, 64, 64)]), (gradients(gla), [(3, *SHAPE)] * 4)):
+    for f, results in ((gla, [(3, *SHAPE), (3, 2, 4, 16, 16)]), (gradients(gla), [(3, *SHAPE)] * 4)):
         found, text = lowered(jax.vmap(f, axes), *shapes)
         assert found == results
         assert launches(text) == launches(lowered(f, *[SHAPE] * 4)[1])
@@ -99,9 +99,9 @@ def test_vmap_of_packed_sequences(gla):
     def packed(q, cu):
         return gla(q, q, q, q, cu_seqlens=cu.astype(jnp.int32))
 
-    found, text = lowered(jax.vmap(packed), (3, 1, 200, 4, 64), (3, 5))
-    assert found == [(3, 1, 200, 4, 64), (3, 4, 4, 64, 64)]
-    assert launches(text) == launches(lowered(packed, (1, 200, 4, 64), (5,))[1])
+    found, text = lowered(jax.vmap(packed), (3, 1, 200, 4, 16), (3, 5))
+    assert found == [(3, 1, 200, 4, 16), (3, 4, 4, 16, 16)]
+    assert launches(text) == launches(lowered(packed, (1, 200, 4, 16), (5,))[1])
 
 
 def test_shard_map(gla):
@@ -117,7 +117,7 @@ def test_export(gla):
     )
     again = jax.export.deserialize(exported.serialize())
     assert again.platforms == ("cuda",)
-    assert [x.shape for x in again.out_avals] == [SHAPE, (2, 4, 64, 64)]
+    assert [x.shape for x in again.out_avals] == [SHAPE, (2, 4, 16, 16)]
     assert "triton_kernel_call" in again.mlir_module()
     with pytest.raises(ValueError, match="triton_kernel_call"):
         jax.export.export(jax.jit(gla), platforms=["cuda"])(*[jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)] * 4)
@@ -132,7 +132,7 @@ def test_export_of_gradients(gla):
 
 @pytest.mark.parametrize("extra", [(4, 3), (1, 4, 200, 200)], ids=["sinks", "bias"])
 def test_attention_and_its_gradients(attention, extra):
-    shapes = [SHAPE, (2, 200, 2, 64), (2, 200, 2, 32), extra]
+    shapes = [SHAPE, (2, 200, 2, 16), (2, 200, 2, 32), extra]
     assert lowered(attention, *shapes)[0] == [(*SHAPE[:3], 32)]
     gradients = jax.grad(lambda *x: attention(*x).astype(jnp.float32).sum(), range(4))
     assert lowered(gradients, *shapes)[0] == shapes
@@ -163,7 +163,7 @@ def test_calls_over_shards_lower(triton, monkeypatch):
     from keraunos.kernels.linear_attention import triton as platform
 
     monkeypatch.setattr(ends, "is_for_gpu", lambda x: True)
-    q = jax.ShapeDtypeStruct((1, 4096, 4, 64), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.bfloat16)
     opts = interface.Options(0.125, False, CFG, True)
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
 
