@@ -6,6 +6,10 @@ import subprocess
 import tempfile
 
 
+# Parts of the names of tests that take half a minute or more.
+_LONGEST = ("test_in_the_interpreter", "test_demo", "compute_sanitizer")
+
+
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPU, every platform and both frameworks")
 
@@ -40,8 +44,18 @@ def _begin_with_another_gpu():
 
 
 def pytest_collection_modifyitems(items):
-    # The longest first, so that processes which share the tests end at about the same time.
-    items.sort(key=lambda item: "test_in_the_interpreter" not in item.nodeid)
+    """Each of the processes that share the tests has some of the longest, first: all end at about the same time."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    longest = [item for item in items if any(name in item.nodeid for name in _LONGEST)]
+    others = [item for item in items if item not in longest]
+    left = len(items)
+    items.clear()
+    for i in range(processes):
+        own = longest[i::processes]
+        count = left // (processes - i) - len(own)  # each gets as many tests, one more the last ones
+        items += own + others[:count]
+        left -= len(own) + count
+        del others[:count]
 
 
 def pytest_runtest_logreport(report):
