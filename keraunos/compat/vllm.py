@@ -166,7 +166,7 @@ def linear_decode_forward_triton(
     gamma = _gamma("linear_decode_forward_triton", slope_rate, H)
     q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
     output, _ = serving.decode(q, k, v, kv_caches, slot_idx, g_gamma=gamma, softmax_scale=1.0)
-    return output.reshape(B, -1)
+    return output.flatten(1)
 
 
 def _check(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -183,10 +183,12 @@ def _gamma(name: str, slopes: torch.Tensor, H: int) -> torch.Tensor:
         raise ValueError(
             f"{name}: slopes have shape {tuple(slopes.shape)}; expected [H], [H, 1, 1] or [1, H, 1, 1] with H = {H}"
         )
-    # What a CUDA graph makes has no values yet.
-    if slopes.requires_grad or (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):
+    # What a CUDA graph makes has no values yet; of what inference mode made, nobody knows whether it has changed.
+    if slopes.requires_grad or slopes.is_inference() or (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):
         return -slopes.float().reshape(H)
     made = _negatives.get(slopes)
     if made is None or made[0] != slopes._version:
-        made = _negatives[slopes] = slopes._version, -slopes.detach().float().reshape(H)
+        # Kept for calls that gradients follow, too.
+        with torch.inference_mode(False):
+            made = _negatives[slopes] = slopes._version, -slopes.detach().float().reshape(H)
     return made[1]

@@ -218,9 +218,14 @@ def attention(
     framework = frontends.framework_of(query)
     wanted = None if framework is None else _name(dtype) or frontends.get(framework).dtype_name(query)
     if wanted:
-        cast = frontends.get(framework).cast
-        query, key, value = (x if frontends.framework_of(x) != framework else cast(x, wanted)
-                             for x in (query, key, value))  # fmt: skip
+        frontend = frontends.get(framework)
+        # What is none of these arrays stays as it is, and is refused.
+        query, key, value = (
+            frontend.cast(x, wanted)
+            if frontends.framework_of(x) == framework and frontend.dtype_name(x) in interface.FLOATS
+            else x
+            for x in (query, key, value)
+        )
     dropout = 0.0 if deterministic else dropout_prob
     seed = None
     if dropout and dropout_rng is not None and framework:

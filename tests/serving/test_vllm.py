@@ -172,6 +172,28 @@ def test_prefill_then_decode_is_the_whole():
                        [near[0][:, 99], near[1]] * 2, ["float32"] * 4)  # fmt: skip
 
 
+def test_inference_mode():
+    """Where vLLM runs; slopes of both kinds, and gradients after it."""
+    q, caches, slots = normal(2, 2, 1, 16), normal(3, 2, 16, 16, seed=1), torch.tensor([2, 0], device=DEVICE)
+    slopes = torch.tensor([0.5, 0.25], device=DEVICE)
+    want = vllm.linear_decode_forward_triton(q, q, q, caches.clone(), slopes.clone(), slots)
+    prompt = normal(1, 2, 70, 16, seed=2)
+    whole = vllm.lightning_attention(prompt, prompt, prompt, slopes.clone(), 32)[0]
+    with torch.inference_mode():
+        for own in (slopes, slopes.clone()):
+            assert torch.equal(vllm.linear_decode_forward_triton(q, q, q, caches.clone(), own, slots), want)
+            assert torch.equal(vllm.lightning_attention(prompt, prompt, prompt, own, 32)[0], whole)
+    learned = prompt.clone().requires_grad_()
+    output = vllm.lightning_attention(learned, prompt, prompt, slopes, 32)[0]
+    assert torch.autograd.grad(output.sum(), learned)[0].isfinite().all()
+
+
+def test_no_requests():
+    q, slots = normal(0, 2, 1, 16), torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    caches, slopes = normal(3, 2, 16, 16), torch.ones(2, device=DEVICE)
+    assert vllm.linear_decode_forward_triton(q, q, q, caches, slopes, slots).shape == (0, 32)
+
+
 def test_errors():
     q, slopes = normal(1, 2, 4, 16), torch.ones(2, device=DEVICE)
     with pytest.raises(ValueError, match=r"k has shape \(1, 2, 3, 16\); expected \[B, H, T, D\]"):

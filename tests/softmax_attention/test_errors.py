@@ -32,6 +32,8 @@ KV = jnp.ones((2, 6, 2, 8))
     ((Q, KV, KV), {"dropout_prob": 0.1, "deterministic": False}, ValueError, "dropout_rng is None"),
     ((Q, KV, KV), {"platform": "pallas"}, ValueError, "unknown platform 'pallas'"),
     ((Q, KV, KV), {"softmax_dtype": "int8"}, TypeError, "softmax_dtype is int8"),
+    ((Q + 0j, KV, KV), {}, TypeError, "query has dtype complex64"),
+    ((Q, KV, KV.astype(int)), {"dtype": None}, TypeError, "value has dtype int32"),
 ], ids=lambda x: None)  # fmt: skip
 def test_what_is_refused(args, kwargs, error, message):
     with pytest.raises(error, match=message):
