@@ -9,8 +9,9 @@ Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B,
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,6 +47,20 @@ def heuristic(inv, cfg):
 def candidates(inv, cfg):
     """Blocks of 16 to 1,024 queries."""
     return [replace(cfg, block_q=size) for size in (16, 64, 256, 1024)]
+
+
+def _as_called(fn: Callable) -> Callable:
+    """The precision is the caller's choice by dtypes: autocast does not reach into ``fn(args, ...)``."""
+
+    @functools.wraps(fn)
+    def run(args, *rest, **named):
+        device = args.query.device.type
+        if not torch.amp.is_autocast_available(device):
+            return fn(args, *rest, **named)
+        with torch.autocast(device, enabled=False):
+            return fn(args, *rest, **named)
+
+    return run
 
 
 def _working(x: torch.Tensor, opts: Options) -> torch.dtype:
@@ -152,6 +167,7 @@ def _output(args: Args, weights: torch.Tensor) -> torch.Tensor:
     return _rows(o).to(args.query.dtype)
 
 
+@_as_called
 def forward(args: Args, opts: Options):
     """``((output, None), nothing)``."""
     output = args.query.new_empty(*args.query.shape[:3], args.value.shape[3])
@@ -160,6 +176,7 @@ def forward(args: Args, opts: Options):
     return (output, None), ()
 
 
+@_as_called
 def backward(args: Args, residuals, grads, opts: Options, logs: tuple = (), means: Any = None) -> Args:
     """The gradients of ``args`` from that of the output.
 
@@ -203,6 +220,7 @@ def backward(args: Args, residuals, grads, opts: Options, logs: tuple = (), mean
 BASE = math.e
 
 
+@_as_called
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     """See ``interface.py``."""
     B, T, H = args.query.shape[:3]
@@ -249,6 +267,7 @@ def _is_plain(args: Args, opts: Options) -> bool:
     )
 
 
+@_as_called
 def attention(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``interface.py``."""
     if _is_plain(args, opts):
