@@ -264,17 +264,11 @@ class _Gates:
         apart = self.col ^ self.row
         return (apart >= m) & (apart < 2 * m)
 
-    def halve(self, q: Any, k: Any, scratch: Any, scale: float, rounded: bool) -> Any:
-        """``[CHUNK, CHUNK]`` the pairs of queries q and keys k ``[CHUNK, 64]`` in shared memory, with any gates.
-
-        ``rounded``: from level to level those that are known are kept in 16 bits, which takes fewer registers.
-        """
+    def halve(self, q: Any, k: Any, scratch: Any, scale: float) -> Any:
+        """``[CHUNK, CHUNK]`` the pairs of queries q and keys k ``[CHUNK, 64]`` in shared memory, with any gates."""
 
         def given(scores):
             return (scores * scale).astype(self.dtype)
-
-        def kept(scores):
-            return given(scores) if rounded else scores
 
         def level(i, scores):
             m = lax.shift_left(jnp.int32(1), i)
@@ -284,11 +278,11 @@ class _Gates:
             found = _product(scratch, _T(scratch))
             # All warps are done with the scratch.
             plgpu.commit_smem()
-            return jnp.where(self.pairs(m) & self.later(m), kept(found), scores)
+            # From level to level in 16 bits, which takes fewer registers.
+            return jnp.where(self.pairs(m) & self.later(m), given(found), scores)
 
-        scores = kept(jnp.where(self.row == self.col, _product(q, _T(k)), 0.0))
-        scores = lax.fori_loop(0, CHUNK.bit_length() - 1, level, scores)
-        return scores if rounded else given(scores)
+        scores = given(jnp.where(self.row == self.col, _product(q, _T(k)), 0.0))
+        return lax.fori_loop(0, CHUNK.bit_length() - 1, level, scores)
 
 
 def _exact(weights: Any) -> Any:

@@ -44,12 +44,15 @@ class _Program:
         sizes: ``W`` and ``P``, how many warpgroups hold and prepare, and the terms of the gates.
         stages: of the ring.
         early: the factors of a chunk are handed on before the chunk is there.
+        unrolled: tiles are moved by JAX's functions: see ``pallas_tiles.py``.
     """
 
     def __init__(self, at: Any, walk: Any, chunks: Any, row: Any, i_h: Any, keyed: tuple[str, ...], value: str,
-                 shared: list[int], sizes: tuple[int, int, Any], stages: int, early: bool):  # fmt: skip
+                 shared: list[int], sizes: tuple[int, int, Any], stages: int, early: bool = False,
+                 unrolled: bool = False):  # fmt: skip
         self.at, self.walk, self.chunks, self.row, self.i_h = at, walk, chunks, row, i_h
-        self.keyed, self.value, self.shared, self.stages, self.early = keyed, value, shared, stages, early
+        self.keyed, self.value, self.shared, self.stages = keyed, value, shared, stages
+        self.early, self.unrolled = early, unrolled
         self.W, self.P, self.gs = sizes
         self.packed = at.plan is not None
 
@@ -62,7 +65,7 @@ class _Program:
             self._set_registers(0)
             if self.early:
                 # Those that prepare are the ones with the most to do, and too few registers.
-                _make_constants(self.at, self.walk, i_w, unrolled=True)
+                _make_constants(self.at, self.walk, i_w, self.unrolled)
             hold(i_w)
 
         @pl.when(counts & (i_w >= W) & (i_w < W + P))
@@ -158,14 +161,14 @@ class _Program:
         at, chunks, gs = self.at, self.chunks, range(len(self.gs))
         gamma = _gamma(at.gamma, self.row, self.i_h)
         if not self.early:
-            _make_constants(at, self.walk, own)
+            _make_constants(at, self.walk, own, self.unrolled)
         plgpu.barrier_wait(at.once)
 
         def work_on(i):
             slot, zero = lax.rem(i, self.stages), _nought(at, self.walk)
             part = own + zero
             gates = [at.g_s.at[slot, j, part] for j in gs]
-            return slot, _Gates(at, part, zero, gates, gamma, self.walk, chunks.rows(i), dtype, self.early)
+            return slot, _Gates(at, part, zero, gates, gamma, self.walk, chunks.rows(i), dtype, self.unrolled)
 
         def sums(i):
             """G of a chunk. After the last one, of what is there: nobody reads it."""
