@@ -216,9 +216,11 @@ class _Call:
         if walk.segments == 1 or self.opts.started:
             return initial
         given = dict(b=b, c=c, decay=self.decay, plan=self.plan)
-        local, total = self.run(pallas_starts.local_states, given, H=self.H, walk=walk, scale_in=scale_in, stages=3)
-        given = dict(local=local, total=total, decay=self.decay, initial=initial, cu_seqlens=self.cu_seqlens)
-        return self.run(pallas_starts.combine, given, B=self.B, walk=walk, from_zero=self.from_zero(initial))
+        options: Any = dict(H=self.H, walk=walk, scale_in=scale_in, stages=3, from_zero=self.from_zero(initial))
+        local, total, starts = self.run(pallas_starts.local_states, given, **options)
+        given = dict(local=local, total=total, decay=self.decay, initial=initial, starts=starts,
+                     cu_seqlens=self.cu_seqlens)  # fmt: skip
+        return self.run(pallas_starts.combine, given, B=self.B, walk=walk)
 
     def from_zero(self, initial: Any) -> bool:
         """Whether first segments start without a state in memory: with gates that takes registers they have not."""

@@ -62,14 +62,19 @@ class Piece(NamedTuple):
     done: Any
 
 
-def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
+def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero):
     """The state at the end of each piece, had it started from zero, and the pieces' decay.
 
     Only of pieces that still count at the end of their segment, and not of the last segment, which has no successor:
     the others' places are not written.
 
+    Args:
+        from_zero: there are no initial states. A piece that is then all that the next segment starts from, as it is
+            with most heads, is left there, and not among the pieces.
+
     Returns:
-        ``[slots, pieces, H, K, V]``, and with gates ``[slots, pieces, H]``, base 2, else None.
+        ``[slots, pieces, H, K, V]``; with gates ``[slots, pieces, H]``, base 2, else None; and ``from_zero`` the states
+        that segments start from, ``[slots, H, K, V]``, of those heads only, else None.
     """
     (B, _, _, K), V, dtype = b.shape, c.shape[-1], b.dtype
     W = min(V // COLUMNS, 2)
@@ -85,6 +90,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
     outputs = dict(
         local=jax.ShapeDtypeStruct((slots, walk.pieces, H, K, V), jnp.float32),
         total=jax.ShapeDtypeStruct((slots, walk.pieces, H), jnp.float32) if gated else None,
+        starts=jax.ShapeDtypeStruct((slots, H, K, V), jnp.float32) if from_zero else None,
     )  # fmt: skip
     scratch = dict(
         b_s=_smem(dtype, stages, CHUNK, K), c_s=_smem(dtype, stages, W, CHUNK, COLUMNS),
@@ -165,7 +171,17 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
                 return state, total
 
             state, total = lax.fori_loop(first, chunks.count, step, (_zeros(K, COLUMNS), jnp.float32(0)))
-            at.local[my.slot, my.piece, my.head, :, pl.ds((my.block * W + i_w) * COLUMNS, COLUMNS)] = state
+
+            def leave(ref, *index):
+                ref[*index, my.head, :, pl.ds((my.block * W + i_w) * COLUMNS, COLUMNS)] = state
+
+            def among_pieces():
+                leave(at.local, my.slot, my.piece)
+
+            if from_zero:
+                lax.cond(walk.is_last_piece_all(g), lambda: leave(at.starts, my.slot + 1), among_pieces)
+            else:
+                among_pieces()
             if gated:
                 at.total[my.slot, my.piece, my.head] = total
 
@@ -199,24 +215,26 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages):
         scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
     got: Any = _Names(results, outputs)
-    return got.local, got.total
+    return got.local, got.total, got.starts
 
 
-def combine(local, total, decay, initial, *, B, walk, from_zero, cu_seqlens):
+def combine(local, total, decay, initial, starts, *, B, walk, cu_seqlens):
     """The state that each segment starts from, ``[slots, H, K, V]``, from the pieces' own and the initial one.
 
-    ``from_zero``: there is none, and those of the first segments are not written. Parallel over the state, four values
-    to a thread, in order over the pieces, whose values are asked for long before.
+    ``starts``: those that :func:`local_states` gave, which are completed in place; sequences start from zero, and those
+    of the first segments are not written. Parallel over the state, four values to a thread, in order over the pieces,
+    whose values are asked for long before.
     """
     slots, _, H, K, V = local.shape
     rows, ahead = 512 // V, AHEAD_TWO if walk.segments == 2 else AHEAD_MORE
     layout = plgpu.Layout.WG_STRIDED((rows, V), vec_size=4)
-    inputs = dict(local=local, total=total, gamma=decay.gamma, initial=initial, cu_seqlens=cu_seqlens)
+    inputs = dict(local=local, total=total, gamma=decay.gamma, initial=initial, cu_seqlens=cu_seqlens, starts=starts)
+    outputs = dict(starts=jax.ShapeDtypeStruct((slots, H, K, V), jnp.float32)) if starts is None else {}
 
     def body(indices, _, *refs):
         i_n, i_h, i_r = indices
-        at: Any = _Names(refs, inputs, dict(starts=1))
-        written = int(from_zero)
+        at: Any = _Names(refs, inputs, outputs)
+        written = int(starts is not None)
         sequence = walk.of(i_n, at.cu_seqlens)
         slot0 = sequence.place(walk.segment)
         g, first = 0.0, 0
@@ -266,24 +284,26 @@ def combine(local, total, decay, initial, *, B, walk, from_zero, cu_seqlens):
                 now, asked = after(now), after(asked)
             return state, now, asked, tuple(tiles)
 
-        if initial is None:
-            state = plgpu.layout_cast(jnp.zeros((rows, V), jnp.float32), layout)
-        else:
-            state = load(at.initial.at[i_n, i_h, part])
-        begin = jnp.int32(0), jnp.int32(0)
-        asked, tiles = begin, []
-        for _ in range(ahead):
-            tiles.append(ask(asked))
-            asked = after(asked)
-        rounds = over(last * count + ahead - 1, ahead)
-        state, *_ = lax.fori_loop(0, rounds, steps, (state, begin, asked, tuple(tiles)))
+        @pl.when(starts is None or jnp.logical_not(walk.is_last_piece_all(g)))
+        def _walk():
+            if initial is None:
+                state = plgpu.layout_cast(jnp.zeros((rows, V), jnp.float32), layout)
+            else:
+                state = load(at.initial.at[i_n, i_h, part])
+            begin = jnp.int32(0), jnp.int32(0)
+            asked, tiles = begin, []
+            for _ in range(ahead):
+                tiles.append(ask(asked))
+                asked = after(asked)
+            rounds = over(last * count + ahead - 1, ahead)
+            state, *_ = lax.fori_loop(0, rounds, steps, (state, begin, asked, tuple(tiles)))
 
-        @pl.when(last >= written)
-        def _last():
-            at.starts[slot0 + last, i_h, part] = state
+            @pl.when(last >= written)
+            def _last():
+                at.starts[slot0 + last, i_h, part] = state
 
     return _launch(
         body, inputs.values(), name="combine", warpgroups=1, scratch_types=[],
         grid=(B if walk.packed is None else walk.packed, H, K // rows),
-        out_type=[jax.ShapeDtypeStruct((slots, H, K, V), jnp.float32)],
+        out_type=list(outputs.values()), in_place=int(starts is not None),
     )[0]  # fmt: skip

@@ -114,6 +114,10 @@ class Walk(NamedTuple):
         piece = self.segment // self.pieces * CHUNK
         return jnp.maximum(self.pieces - 1 - over(horizon(log2_decay), piece), 0)
 
+    def is_last_piece_all(self, log2_decay: Any) -> Any:
+        """Whether at a segment's end nothing is left of what was before its last piece, nor before the segment."""
+        return horizon(log2_decay) < self.segment // self.pieces * CHUNK
+
 
 class Sequence:
     """One sequence, and one of its segments: ``begin`` and ``end`` are tokens of its row."""
