@@ -3,10 +3,11 @@
 python benchmarks/distributed.py [--tokens 32768] [--heads 16] [--frameworks torch,jax] [--operations ...]
     [--quick] [--out FOLDER]
 
-Each GPU has as many tokens as the one that the plain public call runs on; a perfect machine takes the same time for
-both. Times are of forward plus backward: medians of runs of many steps, by the device's events in PyTorch, by the clock
-in JAX, of the slowest rank. Writes ``<gpu>-x<n>.json``; with ``--quick``, which leaves out all but those times, the
-host's and PyTorch's errors, ``<gpu>-x<n>-quick.json``. In PyTorch steps are timed as they are and as CUDA graphs.
+The plain public call on every GPU by itself, all at once, and the call over all of them, where each has as many tokens:
+a perfect machine takes the same time for both. Times are of forward plus backward: medians of runs of many steps, by
+the device's events in PyTorch, by the clock in JAX, of the slowest GPU. Writes ``<gpu>-x<n>.json``; with ``--quick``,
+which leaves out all but those times, the host's and PyTorch's errors, ``<gpu>-x<n>-quick.json``. In PyTorch steps are
+timed as they are and as CUDA graphs.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import time
 from pathlib import Path
 
 K = 128
-WARM, RUNS, STEPS = 5, 7, 20
+WARM, RUNS, STEPS = 5, 7, 100
 # The layer's decay is halfway between the first one's and none.
 LAYER = dict(layer_idx=16, num_layers=32)
 
@@ -258,17 +259,19 @@ def jax_devices(tokens, heads, operations, quick):
 
         return make
 
-    def timed(fn, x):
-        for _ in range(WARM):
+    def timed(*calls):
+        """Of each. In turn: under load GPUs slow down, and not at once."""
+        times = [[] for _ in calls]
+        for fn, x in calls * WARM:
             jax.block_until_ready(fn(*x))
-        times = []
         for _ in range(RUNS):
-            begin = time.perf_counter()
-            for _ in range(STEPS):
-                out = fn(*x)
-            jax.block_until_ready(out)
-            times.append((time.perf_counter() - begin) / STEPS * 1000)
-        return statistics.median(times)
+            for (fn, x), found in zip(calls, times, strict=True):
+                begin = time.perf_counter()
+                for _ in range(STEPS):
+                    out = fn(*x)
+                jax.block_until_ready(out)
+                found.append((time.perf_counter() - begin) / STEPS * 1000)
+        return map(statistics.median, times)
 
     def one_by_one(whole, parts):
         pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True)
@@ -279,21 +282,21 @@ def jax_devices(tokens, heads, operations, quick):
     sizes = [n for n in (2, 4, 8) if n <= len(jax.devices())]
     for operation in operations:
         alone = jax.jit(functools.partial(step, operation, keraunos))
-        x = jax.jit(inputs(operation, tokens))()
-        alone_ms = timed(alone, x)
-        log(0, f"jax {operation} alone {alone_ms:.3f} ms")
+        one = alone, jax.jit(inputs(operation, tokens))()
         for size in sizes:
             mesh = jax.make_mesh((size,), ("tokens",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
             kind = P(None, "tokens")
 
-            def over(*arrays, operation=operation, mesh=mesh, kind=kind):
-                run = functools.partial(step, operation, keraunos.distributed, axis_name="tokens")
-                return jax.shard_map(run, mesh=mesh, in_specs=kind, out_specs=kind, check_vma=False)(*arrays)
+            def on_each(module, operation=operation, mesh=mesh, kind=kind, **options):
+                run = functools.partial(step, operation, module, **options)
+                return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=kind, out_specs=kind, check_vma=False))
 
             x = jax.jit(inputs(operation, tokens * size), out_shardings=NamedSharding(mesh, kind))()
-            fn = jax.jit(over)
-            row = dict(alone_ms=alone_ms, shards_ms=timed(fn, x))
-            row["efficiency"] = alone_ms / row["shards_ms"]
+            fn = on_each(keraunos.distributed, axis_name="tokens")
+            names = "one_ms", "alone_ms", "shards_ms"
+            row = dict(zip(names, timed(one, (on_each(keraunos), x), (fn, x)), strict=True))
+            row["efficiency"] = row["alone_ms"] / row["shards_ms"]
+            row["efficiency_of_one"] = row["one_ms"] / row["shards_ms"]
             if not quick:
                 small = jax.jit(inputs(operation, 2048 * size))()
                 spread = [jax.device_put(y, NamedSharding(mesh, kind)) for y in small]

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import tempfile
 
-
 # Parts of the names of tests that take half a minute or more.
 _LONGEST = ("test_in_the_interpreter", "test_demo", "compute_sanitizer")
 

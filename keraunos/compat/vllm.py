@@ -160,7 +160,7 @@ def linear_decode_forward_triton(
         TypeError: an argument is no tensor or has a wrong dtype.
     """
     _check("linear_decode_forward_triton", q, k, v)
-    B, H, T, _ = q.shape
+    _, H, T, _ = q.shape
     if T != 1:
         raise ValueError(f"linear_decode_forward_triton: q has shape {tuple(q.shape)}; expected one token per request")
     gamma = _gamma("linear_decode_forward_triton", slope_rate, H)

@@ -179,10 +179,10 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         def handed_over(x, start, plan):
             # Only the kernel asks which shard this is, of rows that are not packed.
             own = plan if packed else np.array([0, borders.T, 0, 0], np.int32)
-            found = ends.leave_local(x, own, way, segment[0] if segment else 0)
             cut = dict(pieces=ends.pieces(segment[0]), walked=segment[1]) if segment else dict(pieces=None, walked=True)
             same = x.g is None and not packed
-            return shards.hand_over(*found, start, plan if packed else None, right=way.right, same=same, **cut)
+            tokens = segment[0] if segment else 0
+            return shards.hand_over(x, own, start, way, tokens, plan if packed else None, same=same, **cut)
 
         if copies > 1 and ends.gates(x) == 1 and shards.hands_over(x.key.shape[-1] * x.value.shape[-1]):
             return shards.exchange(handed_over, gathered, x, start, plan)

@@ -61,11 +61,22 @@ class Shards:
 
         return values % pallas_exchange.PART == 0
 
-    def hand_over(self, *arrays: Any, **options: Any) -> jax.Array:
-        """That kernel: what each segment starts from."""
-        from keraunos.kernels.linear_attention import pallas_exchange
+    def hand_over(self, x: Any, plan: Any, start: Any, way: Any, segment: int, packed: Any, **options: Any) -> Any:
+        """That kernel, after one for what this device's pieces leave: what each segment starts from.
 
-        return pallas_exchange.hand_over(*arrays, axis=self.axis, size=self.size, **options)
+        Args:
+            x, plan, start, way, segment: see :mod:`keraunos.kernels.linear_attention.ends`.
+            packed: the plan, of packed sequences, else None.
+        """
+        from keraunos.kernels.linear_attention import ends, pallas_exchange
+
+        more = dict(axis=self.axis, size=self.size, right=way.right, **options)
+        if packed is None and pallas_exchange.leaves(x, segment):
+            local, total, seen = pallas_exchange.leave(x, way, segment)
+            more |= dict(tokens=segment // ends.pieces(segment), scale=way.scale)
+        else:
+            local, total, seen = ends.leave_local(x, plan, way, segment)
+        return pallas_exchange.hand_over(local, total, seen, start, packed, **more)
 
     def exchange(self, directly: Callable, otherwise: Callable, *args: Any) -> jax.Array:
         """One of two ways: see :func:`keraunos.frontends.jax_peers.exchange`."""

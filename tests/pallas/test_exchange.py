@@ -1,8 +1,11 @@
-"""The kernel in which devices hand over states, in JAX's interpreter, which has one device and no semaphores.
+"""The kernel in which devices hand over states, where one device plays all of them.
 
-So devices come one after the other, in the order of the way, and what they write is kept for those after them.
+JAX's interpreter has no semaphores. There devices come one after the other, in the order of the way, and what they
+write is kept for those after them. On a GPU they are parts of one launch: what they wait for is real.
 """
 
+import dataclasses
+import math
 from unittest import mock
 
 import numpy as np
@@ -16,14 +19,15 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("needs jax 0.11", allow_module_level=True)
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention import pallas_exchange
+from keraunos.kernels.linear_attention import ends, pallas_exchange
 from keraunos.kernels.linear_attention.pallas_program import _launch
 from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
 from tests.pallas.interpreter import _With, interpreted
-
-pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: test_gpu.py has the exchange on GPUs")
 
 
 def on_device(rank, came, arrays, **options):
@@ -68,27 +72,150 @@ def handed_over(arrays, size, right, **options):
     return found
 
 
-@pytest.mark.parametrize(("P", "pieces", "B", "H", "K", "right", "walked", "decay"), [
-    (5, 2, 1, 1, 32, True, True, 0.5), (11, 2, 1, 1, 16, False, False, 5.0), (11, None, 1, 2, 16, True, True, 0.5),
-    (3, 1, 2, 1, 16, False, True, 40.0),
-])  # fmt: skip
-def test_devices_hand_over(P, pieces, B, H, K, right, walked, decay):
-    """Head h of H decays by ``exp(-(H - h) decay)`` over a piece."""
-    R, V = 3, 64
+def played(arrays, size, right, **options):
+    """The same on a GPU: one launch has the programs of all devices, those of the first on the way before others'."""
+    rank, results = [], []
+
+    def launch(body, inputs, *, out_type, grid, **other):
+        def program(indices, i_w, *refs):
+            place, *rest = indices
+            rank[:] = [place if right else size - 1 - place]
+            body(rest, i_w, *(ref.at[rank[0]] for ref in refs))
+
+        given = [jnp.stack(x).reshape(size, *one.shape) for x, one in zip(arrays, inputs, strict=True) if x is not None]
+        every = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in out_type]
+        results[:] = _launch(program, given, out_type=every, grid=(size, *grid), **other)
+        return [x[0] for x in results]
+
+    def counters(kind):
+        return pl.get_global(plgpu.SemaphoreType.REGULAR((size, *kind.shape))).at[rank[0]]
+
+    def remote_ref(ref, other):
+        first = ref.ref.at[other["tokens"]]
+        return dataclasses.replace(first, transforms=(*first.transforms, *ref.transforms[1:]))
+
+    def signal(counter, device_id):
+        pl.semaphore_signal(remote_ref(counter, device_id))
+
+    patches = dict(
+        plgpu=_With(plgpu, remote_ref=remote_ref),
+        pl=_With(pl, get_global=counters, semaphore_signal=signal),
+        lax=_With(lax, axis_index=lambda axis: rank[0]),
+        _launch=launch,
+    )
+    with mock.patch.multiple(pallas_exchange, **patches):
+        pallas_exchange.hand_over(*(x if x is None else x[0] for x in arrays), axis="tokens", size=size, right=right,
+                                  **options)  # fmt: skip
+    return results[0]
+
+
+def given(R, P, B, H, K, V, decay):
+    """What devices begin with. Head h of H decays by ``exp(-(H - h) decay)`` over a piece."""
     made = np.random.default_rng(0)
     local = made.standard_normal((R, P, B, H, K, V)).astype(np.float32)
     seen = (made.random((R, P, B, H)) < 0.8).astype(np.int32)
     start = made.standard_normal((B, H, K, V)).astype(np.float32)
     total = np.broadcast_to(-decay * np.arange(H, 0, -1, dtype=np.float32), (R, P, B, H)).copy()
-    given = np.where(seen[..., None, None] != 0, local, np.nan)
-    arrays = given, total, seen, [start] * R, None
-    results = handed_over(arrays, R, right, pieces=pieces, walked=walked, same=True)
-    truth, rough = (
-        expected(given, total, seen, start.astype(dtype), right=right, pieces=pieces, walked=walked)
-        for dtype in (np.float64, np.float32)
-    )
+    return np.where(seen[..., None, None] != 0, local, np.nan), total, seen, [start] * R, None
+
+
+def in_order(arrays, right, tokens):
+    """The same as ``leave`` has it: all pieces that count at the end of their segment, in the order of the way."""
+    local, total, _, start, plan = arrays
+    local = np.moveaxis(local if right else local[:, ::-1], 1, 2)
+    return local, total[:, 0, 0] / tokens, None, start, plan
+
+
+def check(results, arrays, **options):
+    """What segments start from, device by device."""
+    local, total, seen, (start, *_), _ = arrays
+    truth, rough = (expected(local, total, seen, start.astype(dtype), **options) for dtype in (np.float64, np.float32))
     got = [np.asarray(x).reshape(y.shape) for x, y in zip(results, truth, strict=True)]
-    assert_within_rule([f"device {rank}" for rank in range(R)], got, truth, rough, ["float32"] * R)
+    assert_within_rule([f"device {rank}" for rank in range(len(got))], got, truth, rough, ["float32"] * len(got))
+
+
+@pytest.mark.skipif(GPU, reason="for the CPU: the next test has the same for a GPU")
+@pytest.mark.parametrize(("P", "pieces", "B", "H", "K", "right", "walked", "decay"), [
+    (5, 2, 1, 1, 32, True, True, 0.5), (11, 2, 1, 1, 16, False, False, 5.0), (11, None, 1, 2, 16, True, True, 0.5),
+    (3, 1, 2, 1, 16, False, True, 40.0),
+])  # fmt: skip
+def test_devices_hand_over(P, pieces, B, H, K, right, walked, decay):
+    arrays, options = given(3, P, B, H, K, 64, decay), dict(right=right, pieces=pieces, walked=walked)
+    check(handed_over(arrays, 3, same=True, **options), arrays, **options)
+
+
+def without_forgotten(arrays, pieces, right):
+    """All pieces that count at the end of their segment; the others are no numbers."""
+    local, total, seen, start, plan = arrays
+    later = np.arange(local.shape[1]) % pieces
+    later = (pieces - 1 - later if right else later)[:, None, None]
+    seen = (later * total > -149 * math.log(2)).astype(np.int32)
+    return np.where(seen[..., None, None] != 0, np.nan_to_num(local), np.nan), total, seen, start, plan
+
+
+@pytest.mark.skipif(GPU, reason="for the CPU: the next test has the same for a GPU")
+@pytest.mark.parametrize(("P", "pieces", "B", "H", "right", "decay"), [
+    (6, 2, 1, 2, True, 0.5), (6, 3, 2, 1, False, 40.0), (2, 2, 1, 1, True, 200.0),
+])  # fmt: skip
+def test_devices_hand_over_what_pieces_leave_in_order(P, pieces, B, H, right, decay):
+    options = dict(right=right, pieces=pieces, walked=True)
+    arrays = without_forgotten(given(3, P, B, H, 16, 64, decay), pieces, right)
+    ordered = in_order((4 * arrays[0], *arrays[1:]), right, 128)
+    check(handed_over(ordered, 3, same=True, tokens=128, scale=0.25, **options), arrays, **options)
+
+
+@pytest.mark.skipif(GPU, reason="for the CPU: test_gpu.py has calls whose pieces these are")
+@pytest.mark.parametrize(
+    ("right", "inclusive", "gamma"),
+    [(True, False, -0.01), (False, True, -0.01), (True, True, -2.0), (False, True, 0.0)],
+)
+def test_pieces_leave(right, inclusive, gamma, monkeypatch):
+    """Pieces of a chunk, four to a segment."""
+    monkeypatch.setattr(ends, "_MIN_PIECE", 64)
+    B, T, H, K, V, n, C = 2, 512, 2, 64, 64, 4, 64
+    made = np.random.default_rng(0)
+    k, v = (np.asarray(jnp.asarray(made.standard_normal((B, T, H, K)), "bfloat16"), np.float32) for _ in range(2))
+    gammas = gamma * np.arange(1, H + 1, dtype=np.float32)
+    x = ends.Stretch(jnp.asarray(k, "bfloat16"), jnp.asarray(v, "bfloat16"), None, gammas)
+    assert pallas_exchange.leaves(x, n * C)
+    assert not pallas_exchange.leaves(x, 3 * C)
+    with interpreted():
+        got = np.asarray(pallas_exchange.leave(x, ends.Way(H, right, inclusive, 0.3), n * C)[0])
+    assert got.shape == (B, T // C, H, K, V)
+    passed = (C - 1 - np.arange(C) if right else np.arange(C)) + inclusive
+    weights = np.exp(gammas.astype(np.float64)[:, None] * passed)
+    pairs = (y.reshape(B, T // C, C, H, -1)[:, :: 1 if right else -1] for y in (k, v))
+    want = np.einsum("hc,bpchk,bpchv->bphkv", weights, *pairs)
+    for p in range(T // C):
+        for h in range(H):
+            if (n - 1 - p % n) * C * gammas[h] > -149 * math.log(2):
+                # What does not forget is not rounded.
+                dtype = "bfloat16" if gamma else "float32"
+                assert_within_rule(
+                    ["state"], [got[:, p, h]], [want[:, p, h]], [want[:, p, h].astype(np.float32)], [dtype]
+                )
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU: run with --gpu")
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize(("P", "pieces", "B", "H", "right", "walked", "decay", "same", "tokens"), [
+    (32, 4, 1, 16, True, True, 0.02, True, 0), (32, 4, 1, 16, False, True, 0.02, True, 0),
+    (32, 4, 1, 4, False, False, 1e-5, False, 0), (11, None, 2, 3, True, True, 0.5, True, 0),
+    (64, 1, 1, 2, True, True, 40, True, 0), (32, 4, 1, 16, True, True, 0.02, True, 1024),
+    (32, 4, 2, 3, False, True, 30, True, 1024),
+])  # fmt: skip
+def test_devices_that_a_gpu_plays_hand_over(size, P, pieces, B, H, right, walked, decay, same, tokens):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a Hopper GPU")
+    arrays, options = given(size, P, B, H, 128, 128, decay), dict(right=right, pieces=pieces, walked=walked)
+    if tokens:
+        arrays = without_forgotten(arrays, pieces, right)
+    call = jax.jit(lambda *arrays: played(arrays, size, same=same, tokens=tokens, **options))
+    given_to = in_order(arrays, right, tokens) if tokens else arrays
+    found = call(*given_to)
+    check(found, arrays, **options)
+    for _ in range(20):
+        assert (call(*given_to) == found).all()
 
 
 def expected(local, total, seen, state, *, right, pieces, walked):

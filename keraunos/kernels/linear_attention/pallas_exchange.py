@@ -27,8 +27,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from keraunos.kernels.linear_attention import ends
+from keraunos.kernels.linear_attention.pallas_kernels import Decay
 from keraunos.kernels.linear_attention.pallas_program import _launch, _Names
-from keraunos.kernels.linear_attention.pallas_walk import over
+from keraunos.kernels.linear_attention.pallas_starts import local_states
+from keraunos.kernels.linear_attention.pallas_walk import CHUNK, Walk, over
 
 # Values of a program's part: eight to a thread. Tiles that are asked for before the first is used.
 PART, AHEAD = 1024, 8
@@ -37,11 +40,37 @@ _LOG2E = math.log2(math.e)
 _NOTHING, _ANEW = -150.0, -1e30
 
 
-def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, walked, same):
+def leaves(x, segment):
+    """Whether :func:`leave` can be had: of constant decays, for the tensor cores, of whole segments."""
+    (_, T, _, K), V = x.key.shape, x.value.shape[-1]
+    if not segment or T % segment or segment % CHUNK or not {K, V} <= {64, 128, 256}:
+        return False
+    return x.key.dtype == x.value.dtype and x.key.dtype in ("bfloat16", "float16") and x.g is None
+
+
+def leave(x, way, segment):
+    """What pieces of segments of so many tokens leave, in the order of the way, in place of ``ends.leave_local``.
+
+    XLA launches what lies side by side as one CUDA graph, but nothing of Triton's.
+
+    Returns:
+        Of P pieces the states ``[B, P, H, K, V]``, not written where nothing is left at the end of the segment, and not
+        scaled: here that would be done to values of 16 bits. The gate of each token ``[H]`` or ``[B, H]``; None.
+    """
+    B, T, _, K = x.key.shape
+    walk = Walk(T, not way.right, way.inclusive, segment // CHUNK, ends.pieces(segment))
+    gamma = jnp.zeros(way.heads) if x.g_gamma is None else jnp.asarray(x.g_gamma, jnp.float32)
+    local, *_ = local_states(x.key, x.value, Decay(gamma), H=way.heads, walk=walk, plan=None, scale_in=1.0, stages=3,
+                             last=True)  # fmt: skip
+    return local.reshape(B, -1, way.heads, K, x.value.shape[-1]), gamma, None
+
+
+def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, walked, same, tokens=0, scale=1.0):
     """What each segment of this stretch starts from ``[B * segments, H, K, V]``.
 
     Args:
         local, total, seen: what ``ends.leave_local`` gave: of P pieces ``[P, B, H, ...]``, with one gate to a head.
+            With ``tokens``, those of a piece, what :func:`leave` gave, to be multiplied by ``scale``.
         start: see ``ends.py``. plan: as there, of packed sequences, whose ``start`` only leaves; else None.
         axis, size: of the mesh, the axis of the stretches, and how many there are.
         right: the way of the states.
@@ -50,6 +79,8 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
         same: the sums of gates are those of all stretches.
     """
     (P, B, H, K, V), R = local.shape, size
+    if tokens:
+        B, P = P, B
     M, n = B * H, K * V
     parts = n // PART
     # Pieces are taken in groups: those of a segment, or as many as are asked for at once.
@@ -59,8 +90,11 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
     # Groups whose tiles are asked for before those of one are used.
     distance = max(AHEAD // group, 1)
     layout = plgpu.Layout.WG_STRIDED((PART,), vec_size=4)
-    inputs = dict(local=local.reshape(P, M, n), total=total.reshape(P, M), seen=seen.reshape(P, M),
-                  start=None if start is None else start.reshape(M, n).astype(jnp.float32), plan=plan)  # fmt: skip
+    inputs = dict(
+        local=local.reshape(*local.shape[:3], n), total=total if tokens else total.reshape(P, M),
+        seen=None if tokens else seen.reshape(P, M),
+        start=None if start is None else start.reshape(M, n).astype(jnp.float32), plan=plan,
+    )  # fmt: skip
     outputs = dict(
         starts=jax.ShapeDtypeStruct((B * S, H, n), jnp.float32),
         box=jax.ShapeDtypeStruct((R - 1, M * parts, PART), jnp.float32),
@@ -71,6 +105,11 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
         i_m, i_part = indices
         at: Any = _Names(refs, inputs, outputs)
         part, i_box = pl.ds(i_part * PART, PART), i_m * parts + i_part
+        i_b, i_h = over(i_m, H), lax.rem(i_m, H)
+        if tokens:
+            each = at.total[i_h] if total.ndim == 1 else at.total[i_b, i_h]
+            # A finite stand-in for -inf.
+            each = jnp.maximum(each, -1e4) * tokens
         # The program is the same on all devices: which one it is on, it is told when it runs.
         rank = lax.axis_index(axis)
         place = rank if right else R - 1 - rank
@@ -91,11 +130,13 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
 
         def piece(i, j):
             """Which piece is the j-th of group i, in the order of the way; and whether there is one."""
-            p = i * group + j if right else (groups - 1 - i) * group + group - 1 - j
+            p = i * group + j if right or tokens else (groups - 1 - i) * group + group - 1 - j
             return jnp.minimum(p, P - 1), p < P
 
         def passed(i, j):
             """The log of its decay."""
+            if tokens:
+                return each
             p, there = piece(i, j)
             return jnp.where(there, at.total[p, i_m], 0.0)
 
@@ -106,17 +147,22 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
             nearest, _ = piece(i, group - 1)
             for j in range(group):
                 p, there = piece(i, j)
-                counts = there & (at.seen[p, i_m] != 0)
+                # By less than what :func:`leave` goes by: that has written what counts.
+                left = (group - 1 - j) * _LOG2E * each >= _NOTHING + 1 if tokens else at.seen[p, i_m] != 0
+                counts = there & left
                 found.append((jnp.where(counts, p, nearest), counts, passed(i, j)))
             return tuple(found)
 
         def ask(pieces):
-            return tuple((load(at.local.at[p, i_m, part]), counts, log) for p, counts, log in pieces)
+            return tuple(
+                (load(at.local.at[(i_b, p, i_h, part) if tokens else (p, i_b, i_h, part)]), counts, log)
+                for p, counts, log in pieces
+            )
 
         def slot(i):
             """Where the state has its place that segment i, in the order of the way, starts from."""
             i_slot = i if right or walked else S - 1 - i
-            return (over(i_m, H) * S + i_slot, lax.rem(i_m, H), part) if B > 1 else (i_slot, i_m, part)
+            return (i_b * S + i_slot, i_h, part) if B > 1 else (i_slot, i_m, part)
 
         def gather(i, carry):
             state, log, (now, *asked), later = carry
@@ -129,7 +175,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
                     at.starts[slot(i)] = state
 
             for tile, counts, gate in now:
-                state = decayed(state, gate) + where(counts, tile)
+                state = decayed(state, gate) + where(counts, tile if scale == 1 else tile * scale)
                 log += gate
             return state, log, asked, later
 

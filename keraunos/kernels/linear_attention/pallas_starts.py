@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     done: Any
 
 
-def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero):
+def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero=False, last=False):
     """The state at the end of each piece, had it started from zero, and the pieces' decay.
 
     Only of pieces that still count at the end of their segment, and not of the last segment, which has no successor:
@@ -71,6 +71,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero):
     Args:
         from_zero: there are no initial states. A piece that is then all that the next segment starts from, as it is
             with most heads, is left there, and not among the pieces.
+        last: of the last segment, too; all are then of the same length.
 
     Returns:
         ``[slots, pieces, H, K, V]``; with gates ``[slots, pieces, H]``, base 2, else None; and ``from_zero`` the states
@@ -83,7 +84,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero):
     gated, packed = decay.gates is not None, plan is not None
     slots = walk.slots(B)
     # The last segment of a row has no successor; of packed sequences, the kernel knows which it is.
-    ahead = slots if packed else B * (walk.segments - 1)
+    ahead = slots if packed or last else B * (walk.segments - 1)
     heads = ahead * H * blocks
     programs = min(walk.pieces * heads, PROGRAMS)
     inputs = dict(b=b, c=c, gamma=decay.gamma, gates=decay.gates, plan=plan)
@@ -111,7 +112,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero):
             def piece(n, done):
                 rest, i_f = (f(indices[0] + n * programs, heads) for f in (lax.rem, lax.div))
                 i_v, i_h, i_s = lax.rem(rest, blocks), lax.rem(over(rest, blocks), H), over(rest, blocks * H)
-                if not packed:
+                if not packed and not last:
                     i_s += over(i_s, walk.segments - 1)
                 # All heads need the last pieces: these come first.
                 i_f = walk.pieces - 1 - i_f
@@ -119,7 +120,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero):
                 chunks = sequence.of_piece(i_f)
                 g: Any = 0.0
                 first: Any = 0
-                counts = sequence.i_p < sequence.segments - 1
+                counts = last or sequence.i_p < sequence.segments - 1
                 if not gated:
                     g = _log2_decay(at.gamma, sequence.row, i_h)
                     counts &= i_f >= walk.first_piece(g)
