@@ -69,6 +69,10 @@ def _accumulator_load(acc, *, wait_n):
     return acc.value
 
 
+def _whole(x):
+    return x.ref if isinstance(x, pallas_tiles._Tile) else x
+
+
 def _store_rows(ref, value, first, end):
     @pl.loop(first, end)
     def _(i):
@@ -88,7 +92,7 @@ def _start(*operands, onto=None):
     def value(x):
         if isinstance(x, pallas_products._T):
             return value(x.tile).T
-        return (x if isinstance(x, jnp.ndarray) else x[...]).astype(jnp.float32)
+        return (x if isinstance(x, jnp.ndarray) else _load(x)).astype(jnp.float32)
 
     a, b = operands[::2], operands[1::2]
     found = sum(jnp.dot(value(x), value(y)) for x, y in zip(a, b, strict=True))
@@ -100,22 +104,22 @@ def _await(pending=0):
 
 
 def _load(ref):
-    return ref[...]
+    return _whole(ref)[...]
 
 
 def _load_halves(later, earlier, m, backward_in_time):
     row = lax.broadcasted_iota(jnp.int32, later.shape, 0)
     place = later.shape[0] - 1 - row if backward_in_time else row
-    return jnp.where((place & m) != 0, later[...], earlier[...])
+    return jnp.where((place & m) != 0, _load(later), _load(earlier))
 
 
 def _store(ref, x, unrolled=False):
-    ref[...] = x
+    _whole(ref)[...] = x
 
 
 def _copy_rows(ref, value, rows):
     for i, row in enumerate(rows):
-        ref[i] = value[row]
+        _whole(ref)[i] = value[row]
 
 
 def _upto(x, backward_in_time):
@@ -165,7 +169,7 @@ def interpreted():
         _await=_await,
         _load_tile=_load,
         _load_halves=_load_halves,
-        _load_bf16=lambda ref, unrolled=False: ref[...].astype(jnp.float32),
+        _load_bf16=lambda ref, unrolled=False: _load(ref).astype(jnp.float32),
         _load_per_row=_load,
         _load_per_column=_load,
         _store_tile=_store,
@@ -176,6 +180,14 @@ def interpreted():
         _read=_load,
         _widened=lambda x: x.astype(jnp.float32),
         _exp2_of_minus=lambda x: jnp.exp2(-x),
+        _flat=lambda x: x,
+        _unflat=lambda x: x,
+        _here=lambda x: x,
+        _flat_rows=lambda x: jnp.broadcast_to(x[:, None], (64, 64)),
+        _flat_columns=lambda x: jnp.broadcast_to(x, (64, 64)),
+        _flat_zeros=lambda: jnp.zeros((64, 64)),
+        _flat_exp2=lambda x, sign="": jnp.exp2(-x if sign else x),
+        _flat_sum=lambda x: jnp.sum(x, 1),
         _upto=_upto,
         _commit_fine=_commit_fine,
     )

@@ -40,18 +40,24 @@ from keraunos.kernels.linear_attention.pallas_program import (
     COLUMNS,
     _clear,
     _copy_rows_out,
+    _either,
     _rows,
     _smem,
+    _when,
 )
 from keraunos.kernels.linear_attention.pallas_registers import _widened
 from keraunos.kernels.linear_attention.pallas_tiles import (
     _copy_rows,
+    _flat_columns,
+    _flat_rows,
     _load_bf16,
     _load_halves,
     _load_per_column,
     _load_per_row,
     _store_per_row,
     _store_tile,
+    _Tile,
+    _whole,
 )
 from keraunos.kernels.linear_attention.pallas_walk import over
 
@@ -79,7 +85,7 @@ def _make_constants(at: Any, walk: Any, i: Any, unrolled: bool = False) -> None:
     Whoever needs them waits for ``once``.
     """
 
-    @pl.when(i == 0)
+    @_when(i == 0)
     def _():
         place = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_ROW)
         place = CHUNK - 1 - place if walk.backward_in_time else place
@@ -92,7 +98,7 @@ def _make_constants(at: Any, walk: Any, i: Any, unrolled: bool = False) -> None:
 
 def _column_places(places_s: Any) -> Any:
     """``[CHUNK, CHUNK]``: the place of a column's token."""
-    return lax.broadcast_in_dim(_load_per_column(places_s), (CHUNK, CHUNK), [1])
+    return _of_columns(_load_per_column(places_s))
 
 
 def _nought(at: Any, walk: Any) -> Any:
@@ -128,8 +134,9 @@ class _Gates:
     """
 
     def __init__(self, at: Any, part: Any, zero: Any, gates: list[Any], gamma: Any, walk: Any, limits: Any, dtype: Any,
-                 unrolled: bool = False):  # fmt: skip
-        self.part, self.upto_s, self.places_s, self.total = part, at.upto_s.at[zero], at.places_s, at.total_s.at[part]
+                 unrolled: bool = False, upto: Any = None):  # fmt: skip
+        self.at, self.part, self.places_s, self.total = at, part, at.places_s, at.total_s.at[part]
+        self.upto_s, self.flat = at.upto_s.at[zero] if upto is None else upto, upto is not None
         self.gates, self.gamma, self.dtype = gates, gamma, jnp.dtype(dtype)
         self.backward_in_time, self.unrolled = walk.backward_in_time, unrolled
         self.first, self.end = limits
@@ -141,7 +148,7 @@ class _Gates:
 
     def clear(self, *tiles: Any) -> None:
         """Zero the rows that belong to neighbours."""
-        pl.when(self.n < CHUNK)(lambda: _clear(tiles, self.first, self.end))
+        _when(self.n < CHUNK)(lambda: _clear(map(_whole, tiles), self.first, self.end))
 
     @property
     def place(self) -> Any:
@@ -151,12 +158,12 @@ class _Gates:
     @property
     def row(self) -> Any:
         """``[CHUNK, CHUNK]``: the place of a row's token."""
-        return _rows(self.place, CHUNK)
+        return _of_rows(self.place, self.flat)
 
     @property
     def col(self) -> Any:
         """``[CHUNK, CHUNK]``: the place of a column's token."""
-        return _column_places(self.places_s)
+        return _of_columns(_load_per_column(self.places_s), self.flat)
 
     def sums(self, weights: Any, steps: Any) -> Any:
         """``weights @ gates``, base 2; the constant decay counts ``steps()`` ``[CHUNK]`` times."""
@@ -169,7 +176,7 @@ class _Gates:
     def exponents(self, sums: Any, steps: Any) -> Any:
         """Sums of gates, base 2, and with the constant decay."""
         sums = sums * _LOG2E
-        return sums if self.gamma is None else sums + _rows(self.gamma * steps().astype(_F32), COLUMNS)
+        return sums if self.gamma is None else sums + _of_rows(self.gamma * steps().astype(_F32), self.flat)
 
     def upto(self, place: Any) -> Any:
         """How many own tokens there are up to a place."""
@@ -186,9 +193,13 @@ class _Gates:
 
     def keep(self, to: Any) -> Any:
         """Leave G_end and G_mid of G, which is given back, for all threads. The warps meet."""
-        _copy_rows(self.total, to, self.borders)
+        self.leave_ends(to)
         _meet()
         return to
+
+    def leave_ends(self, to: Any) -> None:
+        """The same; the warps have not met."""
+        _copy_rows(_Tile(self.at.total_s, (self.part,), plgpu.RefType()) if self.flat else self.total, to, self.borders)
 
     def ends(self) -> tuple[Any, Any]:
         """``(G_end, G_mid)``, ``[64]`` each."""
@@ -207,7 +218,7 @@ class _Gates:
 
     def around(self, to: Any) -> Any:
         """``G - G_mid`` ``[CHUNK, 64]``, of G."""
-        return to - _across(self.total.at[1])
+        return to - _across(self.total.at[1], self.flat)
 
     def close(self) -> None:
         """Put a finite number in the place of -inf; several terms have it already. The warps meet."""
@@ -306,9 +317,19 @@ def _meet() -> None:
     plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
 
 
-def _across(x: Any) -> Any:
+def _of_rows(x: Any, flat: bool = False) -> Any:
+    """One per row, for all columns."""
+    return _flat_rows(x) if flat else _rows(x, COLUMNS)
+
+
+def _of_columns(x: Any, flat: bool = False) -> Any:
+    """One per column, for all rows."""
+    return _flat_columns(x) if flat else lax.broadcast_in_dim(x, (CHUNK, COLUMNS), [1])
+
+
+def _across(x: Any, flat: bool = False) -> Any:
     """``[64]`` in shared memory, one per column, for all rows of a chunk."""
-    return lax.broadcast_in_dim(_load_per_column(x), (CHUNK, COLUMNS), [1])
+    return _of_columns(_load_per_column(x), flat)
 
 
 def _ones() -> Any:
@@ -322,9 +343,9 @@ def _decayed(ref: Any, exponents: Any, scale: float = 1, unrolled: bool = False)
     return lax.optimization_barrier(x.astype(ref.dtype))
 
 
-def _factor(factors: Any) -> Any:
+def _factor(factors: Any, flat: bool = False) -> Any:
     """``[64]`` in shared memory as factors per row of part of a state."""
-    return _rows(_load_per_row(factors), COLUMNS)
+    return _of_rows(_load_per_row(factors), flat)
 
 
 def _gamma(gamma_ref: Any, row: Any, i_h: Any) -> Any:
@@ -362,13 +383,14 @@ def _parts(n: int) -> list[Any]:
 def _give(tile: Any, ref: Any, index: tuple[Any, ...], chunks: Any, i: Any, columns: Any, packed: bool) -> None:
     """Start copying the rows of a chunk ``[CHUNK, 64]`` to memory; the warps have met since they were written."""
     target = ref.at[index[0], pl.ds(chunks.start(i), CHUNK), *index[1:], columns]
+    tile = _whole(tile)
     if not packed:
         plgpu.copy_smem_to_gmem(tile, target)
         return
     whole = chunks.length(i) == CHUNK
-    pl.when(whole)(lambda: plgpu.copy_smem_to_gmem(tile, target))
-
     # The neighbours' rows are others' to write, and a bulk copy has whole tiles of rows only.
-    @pl.when(jnp.logical_not(whole))
-    def _():
-        _copy_rows_out(target, tile, *chunks.rows(i))
+    _either(
+        whole,
+        lambda: plgpu.copy_smem_to_gmem(tile, target),
+        lambda: _copy_rows_out(target, tile, *chunks.rows(i)),
+    )

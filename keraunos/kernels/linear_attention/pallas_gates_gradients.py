@@ -48,13 +48,17 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _PER_ROW,
     CHUNK,
     COLUMNS,
+    _either,
     _launch,
     _Names,
-    _zeros,
+    _when,
 )
-from keraunos.kernels.linear_attention.pallas_registers import _exp2_of_minus
 from keraunos.kernels.linear_attention.pallas_tiles import (
-    _copy_rows,
+    _flat,
+    _flat_exp2,
+    _flat_sum,
+    _flat_zeros,
+    _here,
     _leave,
     _load_bf16,
     _load_per_row,
@@ -64,23 +68,20 @@ from keraunos.kernels.linear_attention.pallas_tiles import (
     _store_tile,
     _store_tiles,
     _taken,
+    _Tile,
+    _unflat,
 )
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 
 def _columns_of(ref: Any, columns: list[Any]) -> tuple[Any, ...]:
     """Part of a state ``[64, V]`` in memory, by its columns."""
-    return tuple(_read(ref.at[:, x]) for x in columns)
+    return tuple(_flat(_read(ref.at[:, x])) for x in columns)
 
 
 def _sum_of_rows(xs: Any, ys: Any) -> Any:
     """``[64]``: of each row the sum of the products of x and y."""
-    return jnp.sum(sum(x * y for x, y in zip(xs, ys, strict=True)), 1)
-
-
-def _when(condition: Any, run: Any) -> None:
-    """Run under a condition, which may be known."""
-    run() if condition is True else pl.when(condition)(run)
+    return _flat_sum(sum(x * y for x, y in zip(xs, ys, strict=True)))
 
 
 class _Walk:
@@ -120,16 +121,16 @@ class _Walk:
         _store_per_row(t.left, _ones())
         _meet()
         state = lax.fori_loop(0, count, self.step, (state, self.first_sums(t)))[0]
-        state = tuple(x * _factor(self.tiles(count).left) for x in state)
+        state = tuple(x * _factor(self.tiles(count).left, True) for x in state)
         if self.stages > 1:
             # The walk frees a stage in the chunk after.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(count > 0)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(count - 1, self.stages)]))
+            _when(count > 0)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(count - 1, self.stages)]))
 
-        @pl.when(self.sequence.is_last)
+        @_when(self.sequence.is_last)
         def _():
             for x, value in zip(self.columns, state, strict=True):
-                _put(at.start.at[self.sequence.index, self.i_h, self.dims, x], value)
+                _put(at.start.at[self.sequence.index, self.i_h, self.dims, x], _unflat(value))
 
         # Here the warps meet.
         plgpu.wait_smem_to_gmem(0)
@@ -138,7 +139,7 @@ class _Walk:
     def await_gates(self, t: _Tiles) -> None:
         """Have queries and gates of a chunk, if there is one."""
 
-        @pl.when(t.i < self.chunks.count)
+        @_when(t.i < self.chunks.count)
         def _():
             plgpu.barrier_wait(self.at.full.at[t.slot])
             if self.packed:
@@ -155,17 +156,17 @@ class _Walk:
         t = self.tiles(i)
         mild, around = self.prepare(t, sums)
         t = self.tiles(i)
-        at.strong[self.i_s, self.i_h, t.part, t.i] = 1 - mild.astype(jnp.int32)
+        at.strong[self.i_s, self.i_h, t.part, t.i] = lax.select(mild, jnp.int32(0), jnp.int32(1))
         plgpu.barrier_wait(at.full_v)
         if self.packed:
-            pl.when(t.work.n < CHUNK)(t.clear_values)
+            _when(t.work.n < CHUNK)(t.clear_values)
         # No pairs are taken where gates are strong.
         far = jnp.where(mild, 0, CHUNK)
         to_key = self.from_later(t, state, far, around, i > 0)
-        kept = _factor(t.kept)
+        kept = _factor(t.kept, True)
         state = tuple(x * kept for x in state)
 
-        @pl.when(jnp.logical_not(mild))
+        @_when(jnp.logical_not(mild))
         def _():
             _store_per_row(t.passing, _sum_of_rows(map(_load_bf16, t.before), state))
             at.strong_s[t.part] = jnp.int32(1)
@@ -187,9 +188,9 @@ class _Walk:
 
         def give_dv():
             for w in t.dv_of[: 1 if self.P > 1 else None]:
-                self.give(at.after_s.at[t.giver, w], at.dv, t, pl.ds(w * COLUMNS, COLUMNS))
+                self.give(t.after_of(t.giver, w), at.dv, t, pl.ds(w * COLUMNS, COLUMNS))
 
-        _when(self.keeps, give_dv)
+        _when(self.keeps)(give_dv)
         self.finish(self.tiles(i), mild, dq, dk, own)
         if self.stages > 1:
             self.await_gates(self.tiles(i + 1))
@@ -222,7 +223,7 @@ class _Walk:
         """Work the gates into q; whether they are mild, and what keys lose by them, base 2."""
         at, work = self.at, t.work
         to = work.exponents(sums, work.steps_to)
-        _copy_rows(work.total, to, work.borders)
+        work.leave_ends(to)
         # The last chunk's dv has left, but not what was given after it; here the warps meet.
         plgpu.wait_smem_to_gmem(2 + len(t.gates), wait_read_only=True)
         if self.P > 1:
@@ -234,7 +235,7 @@ class _Walk:
             left = _load_per_row(t.left)
             for ref, x in ((t.first, first * left), (t.kept, kept * left), (t.last, last)):
                 _store_per_row(ref, x)
-            _store_tiles((t.q, t.q_rest), _decayed(t.q, jnp.exp2(exponents) * self.scale))
+            _store_tiles((t.q, t.q_rest), _decayed(t.q, _flat_exp2(exponents) * self.scale))
 
         def when_mild():
             around = work.around(to)
@@ -246,7 +247,7 @@ class _Walk:
             decay(work.keep(work.to()), work.strong_factors())
             return -work.left()
 
-        return mild, lax.cond(mild, when_mild, when_strong)
+        return mild, _either(mild, when_mild, when_strong)
 
     def from_later(self, t: _Tiles, state: Any, far: Any, around: Any, second: Any) -> Any:
         """``[keys, queries]`` the gradients of pairs; meanwhile keys are decayed and ``after`` is filled.
@@ -258,15 +259,15 @@ class _Walk:
         # What the last chunk gave has left its tiles; here the warps meet.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if stages > 1:
-            pl.when(second)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(t.i + stages - 1, stages)]))
+            _when(second)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(t.i + stages - 1, stages)]))
         plgpu.barrier_wait(at.full_k)
         if self.packed:
             t.work.clear(t.k)
-        _store_tiles((t.k, t.k_rest), _decayed(t.k, _exp2_of_minus(around), rounded=True))
+        _store_tiles((t.k, t.k_rest), _decayed(t.k, _flat_exp2(around, "-"), rounded=True))
         if self.P > 1:
             plgpu.barrier_wait(at.left)
         for w, x in enumerate(state):
-            _store_tile(t.after[w], (x * _factor(t.first)).astype(self.dtype))
+            _store_tile(t.after[w], (x * _factor(t.first, True)).astype(self.dtype))
         _await()
         return _split(jnp.where(t.after_row(far), to_key, 0.0), 2)
 
@@ -286,8 +287,8 @@ class _Walk:
         t = self.tiles(i)
         high, low = _split(jnp.where(t.after_row(far), pairs, 0.0), 2)
         dv = tuple(
-            _start(high, at.do_s.at[w + t.zero], low, at.do_s.at[w + t.zero], t.k, at.after_s.at[t.part, w])
-            for w in t.dv_of
+            _start(high, do, low, do, t.k, t.after_of(t.part, w))
+            for w, do in ((w, _Tile(at.do_s, (w + t.zero,))) for w in t.dv_of)
         )
         _await()
         return state, dk, dv
@@ -299,22 +300,22 @@ class _Walk:
             theirs, keeps = keeps[-1][1], keeps[:1]
 
             def send():
-                _leave(at.parts_s.at[t.part], theirs)
+                _leave(_Tile(at.parts_s, (t.part,), plgpu.RefType()), theirs)
 
-            _when(self.sends, send)
+            _when(self.sends)(send)
             plgpu.barrier_arrive(at.sent)
             plgpu.barrier_wait(at.sent)
 
         def add():
             found = [x for _, x in keeps]
             if self.P > 1:
-                found[0] += _taken(at.parts_s.at[t.giver])
+                found[0] += _taken(_Tile(at.parts_s, (t.giver,), plgpu.RefType()))
                 # All warps have it.
                 _meet()
             for (w, _), x in zip(keeps, found, strict=True):
-                _store_tile(at.after_s.at[t.giver, w], x.astype(self.dtype))
+                _store_tile(t.after_of(t.giver, w), x.astype(self.dtype))
 
-        _when(self.keeps, add)
+        _when(self.keeps)(add)
 
     def through_before(self, t: _Tiles, state: Any, far: Any) -> Any:
         """The gradient of queries, through the state and through pairs."""
@@ -347,14 +348,14 @@ class _Walk:
         before = _start(t.work.upto_s, t.q, t.work.upto_s, t.q_rest, onto=own)
         sums = self.sums_of(t)
         _await()
-        dg = jnp.where(mild, _across(t.border) - before, _across(t.passing))
-        around = t.work.exponents(sums, t.work.steps_to) - jnp.where(mild, _across(t.work.total.at[1]), 0.0)
-        dq = dq * (jnp.exp2(around) * self.scale)
-        dk = dk * _exp2_of_minus(jnp.where(mild, around, 0.0))
-        dg, dq, dk = lax.optimization_barrier((_split(dg, len(t.gates)), dq.astype(self.dtype), dk.astype(self.dtype)))
+        dg = jnp.where(mild, _across(t.border, True) - before, _across(t.passing, True))
+        around = t.work.exponents(sums, t.work.steps_to) - jnp.where(mild, _across(t.work.total.at[1], True), 0.0)
+        dq = dq * (_flat_exp2(around) * self.scale)
+        dk = dk * _flat_exp2(jnp.where(mild, around, 0.0), "-")
+        found = [_here(x) for x in (dq.astype(self.dtype), dk.astype(self.dtype), *_split(dg, len(t.gates)))]
         # All products with the terms and the gates are done.
         plgpu.commit_smem()
-        _store_tiles((t.q, t.k, *t.gates), (dq, dk, *dg))
+        _store_tiles((t.q, t.k, *t.gates), found)
 
     def give(self, tile: Any, ref: Any, t: _Tiles, columns: Any = None) -> None:
         """Start copying a tile to memory."""
@@ -427,7 +428,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
         if P > 1:
             at.after_s, at.parts_s = at.after_s
 
-        @pl.when(i_w < P)
+        @_when(i_w < P)
         def _compute():
             if P > 1:
                 plgpu.set_max_registers(240, action="increase")
@@ -436,16 +437,17 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
             _make_constants(at, walk, i_w)
             plgpu.barrier_wait(at.once)
             if ends is None:
-                state, border = (_zeros(COLUMNS, COLUMNS),) * W, plgpu.layout_cast(jnp.zeros(COLUMNS, _F32), _PER_ROW)
+                state, border = (_flat_zeros(),) * W, plgpu.layout_cast(jnp.zeros(COLUMNS, _F32), _PER_ROW)
             else:
                 sequence = of.sequence
-                state = start(at, walk, sequence, i_s, i_h, [(of.dims, columns) for columns in of.columns])
+                found = start(at, walk, sequence, i_s, i_h, [(of.dims, columns) for columns in of.columns])
+                state = tuple(map(_flat, found))
                 # The recurrence counts segments the other way.
                 index = jnp.maximum(i_s + sequence.segments - 1 - 2 * sequence.i_p, 0)
                 border = _sum_of_rows(_columns_of(at.last.at[index, 0, i_h, of.dims], of.columns), state)
             of.run(state, border)
 
-        @pl.when(i_w == P)
+        @_when(i_w == P)
         def _move():
             if P > 1:
                 plgpu.set_max_registers(24, action="decrease")
@@ -456,16 +458,16 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
             @pl.loop(0, count)
             def _(i):
                 slot, t = lax.rem(i, stages), pl.ds(chunks.start(i), CHUNK)
-                pl.when(i >= stages)(lambda: plgpu.barrier_wait(at.empty.at[slot]))
+                _when(i >= stages)(lambda: plgpu.barrier_wait(at.empty.at[slot]))
                 _load_parts(at, gs, ("q",), shared, row, t, i_h, slot, at.full.at[slot])
-                pl.when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_v))
+                _when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_v))
                 for w, columns in enumerate(_parts(V)):
                     plgpu.copy_gmem_to_smem(at.v.at[row, t, over(i_h, shared[2]), columns], at.v_s.at[w], at.full_v)
                     plgpu.copy_gmem_to_smem(at.do.at[row, t, i_h, columns], at.do_s.at[w], at.full_v)
                     for p, dims in enumerate(_parts(K)):
                         source = at.before.at[chunks.place(i, 1), i_h, dims, columns]
                         plgpu.copy_gmem_to_smem(source, at.before_s.at[p, w], at.full_v)
-                pl.when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_k))
+                _when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_k))
                 for p, dims in enumerate(_parts(K)):
                     source = at.k.at[row, t, over(i_h, shared[1]), dims]
                     plgpu.copy_gmem_to_smem(source, at.k_s.at[lax.rem(i, 2), p], at.full_k)
@@ -475,7 +477,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
                 plgpu.barrier_wait(at.empty.at[lax.rem(i, stages)])
 
             for barrier in (at.empty_v, at.empty_k):
-                pl.when(count > 0)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
+                _when(count > 0)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
 
     return _launch(
         body, inputs.values(), lanes=True, between_warps=False,

@@ -11,11 +11,19 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, CHUNK, COLUMNS
-from keraunos.kernels.linear_attention.pallas_tiles import _TILE, _array, _words
+from keraunos.kernels.linear_attention.pallas_tiles import (
+    _FLAT,
+    _TILE,
+    _address,
+    _array,
+    _Tile,
+    _types,
+    _values,
+    _words,
+)
 
 
 class _T(NamedTuple):
@@ -47,24 +55,27 @@ def _start(*operands: Any, onto: Any = None) -> Any:
     turned = [isinstance(x, _T) for x in operands]
     arrays = [isinstance(x, jnp.ndarray) for x in operands]
 
+    layout = _FLAT if isinstance(tiles[1], _Tile) else _LAYOUT
+    kinds = [(layout,) if is_array else _types(x, _TILE) for x, is_array in zip(tiles, arrays, strict=True)]
+
     @plgpu.inline_mgpu(
-        arg_types=(*(_LAYOUT if x else _TILE for x in arrays), *((_LAYOUT,) if onto is not None else ())),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, COLUMNS), jnp.float32, layout=_LAYOUT),
+        arg_types=(*(kind for each in kinds for kind in each), *((layout,) if onto is not None else ())),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, COLUMNS), jnp.float32, layout=layout),
     )
     def start(_, *given):
         before = [] if onto is None else _words(given[-1])
-        values, code = list[Any](), list[str]()
+        values, code, rest = list[Any](), list[str](), iter(given)
 
-        def operand(x: Any) -> list[str]:
-            new = _words(x) if isinstance(x, mgpu.FragmentedArray) else [mgpu.utils.memref_ptr(x)]
+        def operand(n: int) -> list[str]:
+            new = _words(next(rest)) if arrays[n] else [_address(tiles[n], rest)]
             first = 32 + len(before) + len(values)
             values.extend(new)
             return [f"${first + i}" for i in range(len(new))]
 
         result = f"{{{', '.join(f'${i}' for i in range(32))}}}"
-        dtype = ir.MemRefType(given[1].type).element_type
+        dtype = mgpu.utils.dtype_to_ir_type(tiles[1].dtype)
         for n in range(0, len(operands), 2):
-            a, b = operand(given[n]), operand(given[n + 1])
+            a, b = operand(n), operand(n + 1)
             across = turned[n], not turned[n + 1]
             code.append("" if arrays[n] else _describe("a", a[0], across[0]))
             code.append(_describe("b", b[0], across[1]))
@@ -96,9 +107,10 @@ def _start(*operands: Any, onto: Any = None) -> Any:
             )  # fmt: skip
             return [llvm.extractvalue(element, found, [i]) for i in range(count)]
 
-        return _array(words, (CHUNK, COLUMNS), jnp.float32, _LAYOUT)
+        return _array(words, (CHUNK, COLUMNS), jnp.float32, layout)
 
-    return start(*tiles, *(() if onto is None else (onto,)))
+    values = [(x,) if is_array else _values(x) for x, is_array in zip(tiles, arrays, strict=True)]
+    return start(*(each for x in values for each in x), *(() if onto is None else (onto,)))
 
 
 def _product(*operands: Any) -> Any:

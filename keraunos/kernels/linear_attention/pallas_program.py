@@ -58,6 +58,20 @@ def _smem(dtype, *shape):
     return plgpu.SMEM(shape, dtype, transforms=tiles)
 
 
+def _when(condition):
+    """``pl.when``, for which JAX makes a number of a bool, and asks ptxas, a process of its own, for its version."""
+
+    def decorated(run):
+        run() if condition is True else _either(condition, run, lambda: None)
+
+    return decorated
+
+
+def _either(condition, run, otherwise):
+    """``lax.cond``, the same way."""
+    return lax.switch(lax.select(condition, np.int32(1), np.int32(0)), (otherwise, run))
+
+
 def _zeros(*shape):
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
 

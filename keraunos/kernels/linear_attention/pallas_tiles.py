@@ -11,15 +11,16 @@ values; the address of the array comes last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import vector
+from jax.extend.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import llvm
 
 from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
@@ -34,6 +35,62 @@ from keraunos.kernels.linear_attention.pallas_registers import _widened
 # A tile ``[CHUNK, 64]`` of 16-bit values in shared memory.
 _TILE = plgpu.RefType(_SWIZZLED)
 
+# All of a thread's values of an array ``[CHUNK, 64]`` in one vector, in the order above: of a sum of two JAX makes one
+# operation, and not 16. It is told of vectors of neighbours in memory, and does not ask.
+_FLAT = plgpu.Layout.WG_STRIDED((CHUNK, COLUMNS), 32)
+
+
+class _Tile(NamedTuple):
+    """A place in room for several in shared memory: of ``room.at[place]`` JAX makes the address in five times the time.
+
+    Its values are ``_FLAT`` in registers, those of references not.
+    """
+
+    room: Any
+    place: tuple[Any, ...]
+    kind: Any = _TILE
+
+    @property
+    def ref(self) -> Any:
+        """The same for all else."""
+        return self.room.at[*self.place]
+
+    @property
+    def dtype(self) -> Any:
+        return self.room.dtype
+
+
+def _whole(x: Any) -> Any:
+    """The reference of a :class:`_Tile`, or what is one."""
+    return x.ref if isinstance(x, _Tile) else x
+
+
+def _types(x: Any, kind: Any) -> tuple[Any, ...]:
+    """Those of what PTX is given for a reference or a :class:`_Tile`."""
+    if not isinstance(x, _Tile):
+        return (kind,)
+    return x.kind, *(plgpu.Layout.WG_SPLAT for i in x.place if not isinstance(i, int))
+
+
+def _values(x: Any) -> tuple[Any, ...]:
+    """What PTX is given."""
+    return (x.room, *(i for i in x.place if not isinstance(i, int))) if isinstance(x, _Tile) else (x,)
+
+
+def _address(x: Any, given: Iterator[Any]) -> Any:
+    """The address, of what has been given."""
+    ref = next(given)
+    pointer = mgpu.utils.memref_ptr(ref)
+    if not isinstance(x, _Tile):
+        return pointer
+    constant: Any = arith.constant
+    word, known = ir.IntegerType.get_signless(32), ir.MemRefType(ref.type)
+    size, found = mgpu.utils.bytewidth(known.element_type), llvm.ptrtoint(word, pointer)
+    for i, stride in zip(x.place, known.get_strides_and_offset()[0], strict=False):
+        n = constant(word, i) if isinstance(i, int) else next(given).registers.item()
+        found = arith.addi(found, arith.muli(n, constant(word, stride * size)))
+    return found
+
 
 def _words(x: Any) -> list[Any]:
     """A thread's values of an array, in 32 bits: one each, or two 16-bit neighbours."""
@@ -41,8 +98,10 @@ def _words(x: Any) -> list[Any]:
     def words(register):
         kind = ir.VectorType(register.type)
         if mgpu.utils.bitwidth(kind.element_type) == 16:
-            return [mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32))]
-        return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(kind.shape[0])]
+            found = ir.VectorType.get((kind.shape[0] // 2,), ir.IntegerType.get_signless(32))
+            register = vector.bitcast(found, register)
+        elements: Any = vector.ToElementsOp(register)
+        return elements.results
 
     return [word for register in x.registers.flat for word in words(register)]
 
@@ -51,50 +110,53 @@ def _array(words: Callable[[Any, int], Sequence[Any]], shape: tuple[int, ...], d
     """The array of a thread's ``words(type, count)``."""
     found, element = layout.to_mgpu(), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
     into = found.registers_shape(shape)
-    n, kind = found.vector_length, ir.VectorType.get((found.vector_length,), element)
-    if mgpu.utils.bitwidth(element) == 16:
-        given = words(ir.IntegerType.get_signless(32), math.prod(into))
-        values = [mgpu.utils.bitcast(word, kind) for word in given]
-    else:
-        given = words(element, n * math.prod(into))
-        values = [vector.from_elements(kind, given[i : i + n]) for i in range(0, len(given), n)]
-    registers = np.array(values, object).reshape(into)
+    kind = ir.VectorType(found.registers_element_type(element))
+    word = ir.IntegerType.get_signless(32) if mgpu.utils.bitwidth(element) == 16 else element
+    n = kind.shape[0] * mgpu.utils.bitwidth(element) // 32
+    given, made = words(word, n * math.prod(into)), ir.VectorType.get((n,), word)
+    values = [vector.from_elements(made, given[i : i + n]) for i in range(0, len(given), n)]
+    registers = np.empty(len(values), object)
+    registers[:] = [x if word is element else vector.bitcast(kind, x) for x in values]
+    registers = registers.reshape(into)
     is_signed = True if isinstance(element, ir.IntegerType) else None
     return mgpu.FragmentedArray(_registers=registers, _layout=found, _is_signed=is_signed)
 
 
 def _load(ref: Any, code: Any, dtype: Any, *more: Any, kind: Any = None, layout: Any = _LAYOUT) -> Any:
     """An array of a dtype, by PTX or what makes it of the reference; ``more``: another reference, and a number."""
-    shape, kind = (CHUNK, COLUMNS) if layout is _LAYOUT else (CHUNK,), kind or plgpu.RefType()
+    shape, kind, refs = (CHUNK, COLUMNS) if layout is _LAYOUT else (CHUNK,), kind or plgpu.RefType(), (ref, *more[:1])
+    layout = _FLAT if layout is _LAYOUT and isinstance(ref, _Tile) else layout
 
     @plgpu.inline_mgpu(
-        arg_types=(kind, *((kind, plgpu.Layout.WG_SPLAT) if more else ())),
+        arg_types=(*(each for x in refs for each in _types(x, kind)), *(plgpu.Layout.WG_SPLAT for _ in more[1:])),
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
     )
-    def load(_, ref, *more):
+    def load(_, *given):
         def words(element, count):
-            operands = [mgpu.utils.memref_ptr(x) for x in (ref, *more[:1])], [x.registers.item() for x in more[1:]]
+            rest = iter(given)
+            addresses = [_address(x, rest) for x in refs]
             return mgpu.utils.inline_ptx(
-                code if isinstance(code, str) else code(ref), *operands[0], *operands[1],
+                code if isinstance(code, str) else code(given[0]), *addresses, *(x.registers.item() for x in rest),
                 result_types=(element,) * count, has_side_effects=True, convergent=True,
             )  # fmt: skip
 
         return _array(words, shape, dtype, layout)
 
-    return load(ref, *more)
+    return load(*(each for x in refs for each in _values(x)), *more[1:])
 
 
 def _store(ref: Any, x: Any, code: Any, *, kind: Any = None, layout: Any = _LAYOUT) -> None:
     """And store one."""
 
-    @plgpu.inline_mgpu(arg_types=(kind or plgpu.RefType(), layout))
-    def store(_, ref, x):
-        text = code if isinstance(code, str) else code(ref)
-        mgpu.utils.inline_ptx(
-            text, *_words(x), mgpu.utils.memref_ptr(ref), result_types=None, has_side_effects=True, convergent=True
-        )
+    layout = _FLAT if layout is _LAYOUT and isinstance(ref, _Tile) else layout
 
-    store(ref, x)
+    @plgpu.inline_mgpu(arg_types=(layout, *_types(ref, kind or plgpu.RefType())))
+    def store(_, x, *given):
+        text = code if isinstance(code, str) else code(given[0])
+        address = _address(ref, iter(given))
+        mgpu.utils.inline_ptx(text, *_words(x), address, result_types=None, has_side_effects=True, convergent=True)
+
+    store(x, *_values(ref))
 
 
 def _names(first: int, count: int) -> str:
@@ -239,3 +301,86 @@ def _put(ref: Any, x: Any) -> None:
 def _read(ref: Any) -> Any:
     """Load one."""
     return _load(ref, _block(lambda at, values: f"ld.global.v2.f32 {values}, {at};"), jnp.float32)
+
+
+def _of_flat(of: Callable[..., Any], *xs: Any, dtype: Any = None, layout: Any = _FLAT, given: Any = _FLAT) -> Any:
+    """``of(type, count, words of an array, ...)``: those of the result."""
+    shape, dtype = (CHUNK, COLUMNS) if layout in (_FLAT, _LAYOUT) else (CHUNK,), dtype or xs[0].dtype
+
+    @plgpu.inline_mgpu(arg_types=(given,) * len(xs), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout))
+    def found(_, *xs):
+        return _array(lambda *kind: of(*kind, *map(_words, xs)), shape, dtype, layout)
+
+    return found(*xs)
+
+
+def _flat(x: Any) -> Any:
+    """An array in one vector."""
+    return _of_flat(lambda kind, count, words: words, x, given=_LAYOUT)
+
+
+def _unflat(x: Any) -> Any:
+    """The other way."""
+    return _of_flat(lambda kind, count, words: words, x, layout=_LAYOUT)
+
+
+def _flat_rows(x: Any) -> Any:
+    """A value per row, for all columns, in one vector."""
+    return _of_flat(lambda kind, count, words: [words[i // 2 % 2] for i in range(32)], x, given=_PER_ROW)
+
+
+def _flat_columns(x: Any) -> Any:
+    """A value per column, for all rows."""
+    return _of_flat(lambda kind, count, words: [words[i // 4 * 2 + i % 2] for i in range(32)], x, given=_PER_COLUMN)
+
+
+def _flat_zeros() -> Any:
+    return plgpu.layout_cast(jnp.zeros((CHUNK, COLUMNS), jnp.float32), _FLAT)
+
+
+def _flat_exp2(x: Any, sign: str = "") -> Any:
+    """``exp2(x)``, or ``exp2(-x)``, whose sign costs nothing in the instruction itself."""
+
+    def words(kind, count, values):
+        each = f"ex2.approx.ftz.f32 ${{0}}, {'a' if sign else '${1}'};"
+        each = f"neg.f32 a, ${{1}}; {each}" if sign else each
+        code = " ".join(each.format(i, 32 + i) for i in range(32))
+        return mgpu.utils.inline_ptx(f"{{ .reg .f32 a; {code} }}", *values, result_types=(kind,) * count)
+
+    return _of_flat(words, x)
+
+
+def _flat_sum(x: Any) -> Any:
+    """The sum of each row, in the order of JAX's."""
+
+    def words(kind, count, values):
+        code = "{ .reg .f32 a, b, c, t;"
+        for half in range(2):
+            # Every other pair of columns, first and second columns by themselves; then the four threads of a row.
+            for column, name in enumerate("bc"):
+                for odd in range(2):
+                    first, *rest = (f"${2 + 8 * j + 4 * odd + 2 * half + column}" for j in range(4))
+                    into = "t" if odd else name
+                    code += f" mov.f32 {into}, {first};" + "".join(f" add.f32 {into}, {into}, {x};" for x in rest)
+                code += f" add.f32 {name}, {name}, t;"
+            code += f" add.f32 ${half}, b, c;"
+            code += "".join(
+                f" shfl.sync.bfly.b32 t, ${half}, {n}, 31, -1; add.f32 ${half}, ${half}, t;" for n in (1, 2)
+            )
+        return mgpu.utils.inline_ptx(
+            f"{code} }}", *values, result_types=(kind,) * count, has_side_effects=True, convergent=True
+        )
+
+    return _of_flat(words, x, layout=_PER_ROW)
+
+
+def _here(x: Any) -> Any:
+    """x, made here and not in the branch that uses it."""
+
+    def words(kind, count, values):
+        code = ["=r" if isinstance(kind, ir.IntegerType) else "=f"] * count + [str(i) for i in range(count)]
+        inline: Any = llvm.inline_asm
+        found = inline(llvm.StructType.get_literal([kind] * count), values, "", ",".join(code), has_side_effects=True)
+        return [llvm.extractvalue(kind, found, [i]) for i in range(count)]
+
+    return _of_flat(words, x)
