@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention import ends
 from keraunos.kernels.linear_attention.pallas_kernels import Decay
-from keraunos.kernels.linear_attention.pallas_program import _launch, _Names
+from keraunos.kernels.linear_attention.pallas_program import _launch, _Names, _when
 from keraunos.kernels.linear_attention.pallas_starts import local_states
 from keraunos.kernels.linear_attention.pallas_walk import CHUNK, Walk, over
 
@@ -170,7 +170,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
             later = known(i + distance + 1)
             if S > 1:
 
-                @pl.when(i > 0)
+                @_when(i > 0)
                 def _():
                     at.starts[slot(i)] = state
 
@@ -195,10 +195,10 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
             for d in range(1, R):
                 # Places are in the order of the way, the devices of the mesh in that of their tokens.
                 other = {axis: place + d if right else R - 1 - place - d}
-                pl.when(place + d < R)(functools.partial(do, d, other))
+                _when(place + d < R)(functools.partial(do, d, other))
 
         def write(d, other):
-            @pl.when(wanted(d))
+            @_when(wanted(d))
             def _():
                 plgpu.remote_ref(at.box, other)[place, i_box] = state
                 plgpu.remote_ref(at.sums, other)[place, i_box] = jnp.where(fresh, _ANEW, log)
@@ -221,7 +221,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
         def add(segments):
             for counts, gates, where_to, tile in segments:
 
-                @pl.when(counts)
+                @_when(counts)
                 def _(gates=gates, where_to=where_to, tile=tile):
                     at.starts[where_to] = tile + decayed(arrived, gates)
 

@@ -24,7 +24,7 @@ from keraunos.kernels.linear_attention.pallas_gates import (
     _nought,
     _parts,
 )
-from keraunos.kernels.linear_attention.pallas_program import CHUNK, COLUMNS, _clear
+from keraunos.kernels.linear_attention.pallas_program import CHUNK, COLUMNS, _clear, _when
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 # Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
@@ -60,7 +60,7 @@ class _Program:
         """Each warpgroup what it is for: ``hold(i_w)``, ``prepare(part)``, or the copies."""
         W, P = self.W, self.P
 
-        @pl.when(counts & (i_w < W))
+        @_when(counts & (i_w < W))
         def _():
             self._set_registers(0)
             if self.early:
@@ -68,12 +68,12 @@ class _Program:
                 _make_constants(self.at, self.walk, i_w, self.unrolled)
             hold(i_w)
 
-        @pl.when(counts & (i_w >= W) & (i_w < W + P))
+        @_when(counts & (i_w >= W) & (i_w < W + P))
         def _():
             self._set_registers(1)
             prepare(i_w - W)
 
-        @pl.when(counts & (i_w == W + P))
+        @_when(counts & (i_w == W + P))
         def _():
             self._set_registers(2)
             self._fill()
@@ -92,15 +92,15 @@ class _Program:
 
         def fill(i, ring):
             (empty, full, load), slot = ring, lax.rem(i, self.stages)
-            pl.when(i >= self.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            _when(i >= self.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
             load(slot, full.at[slot], pl.ds(self.chunks.start(i), CHUNK))
 
-        pl.when(count > 0)(lambda: fill(0, rings[0]))
+        _when(count > 0)(lambda: fill(0, rings[0]))
 
         @pl.loop(0, count)
         def _(i):
             fill(i, rings[1])
-            pl.when(i + 1 < count)(lambda: fill(i + 1, rings[0]))
+            _when(i + 1 < count)(lambda: fill(i + 1, rings[0]))
 
         # Every completion of a barrier is waited for, those of the last round too.
         @pl.loop(jnp.maximum(count - self.stages, 0), count)
@@ -141,7 +141,7 @@ class _Program:
                 before(i, _scaled(state, factors, 0))
             plgpu.barrier_wait(at.ready.at[slot])
             if self.packed:
-                pl.when(chunks.length(i) < CHUNK)(lambda: _clear([v], *chunks.rows(i)))
+                _when(chunks.length(i) < CHUNK)(lambda: _clear([v], *chunks.rows(i)))
             if not self.early:
                 before(i, _scaled(state, factors, 0))
             state, *rest = products(i, slot, v, _scaled(state, factors, 1))
@@ -174,7 +174,7 @@ class _Program:
             """G of a chunk. After the last one, of what is there: nobody reads it."""
             slot, work = work_on(i)
 
-            @pl.when(i < chunks.count)
+            @_when(i < chunks.count)
             def _():
                 plgpu.barrier_wait(at.gates_full.at[slot])
                 if self.packed:
@@ -204,12 +204,12 @@ class _Program:
             if not self.early:
                 wait()
 
-            @pl.when(is_mild)
+            @_when(is_mild)
             def _():
                 hand_on(work.factors(self.walk.adjoint))
                 mild(work, slot, work.around(to), worst >= -FINE)
 
-            @pl.when(jnp.logical_not(is_mild))
+            @_when(jnp.logical_not(is_mild))
             def _():
                 work.close()
                 to = work.keep(work.to())

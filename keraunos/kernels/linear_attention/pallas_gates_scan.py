@@ -32,7 +32,17 @@ from keraunos.kernels.linear_attention.pallas_gates import (
 from keraunos.kernels.linear_attention.pallas_gates_program import _barriers, _Program
 from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start, through
 from keraunos.kernels.linear_attention.pallas_products import _T, _await, _product, _start
-from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, _PER_ROW, CHUNK, COLUMNS, _launch, _Names, _smem
+from keraunos.kernels.linear_attention.pallas_program import (
+    _LAYOUT,
+    _PER_ROW,
+    CHUNK,
+    COLUMNS,
+    _either,
+    _launch,
+    _Names,
+    _smem,
+    _when,
+)
 from keraunos.kernels.linear_attention.pallas_registers import _commit_fine, _exp2_of_minus, _upto, _widened
 from keraunos.kernels.linear_attention.pallas_tiles import (
     _load_bf16,
@@ -155,7 +165,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
             state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)], *how)
             state = program.hold(i_w, state, before, products, leave)
             if final:
-                pl.when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
+                _when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
             if every:
                 _keep(at.end, (i_s, 0, i_h), state, columns)
             plgpu.wait_smem_to_gmem(0)
@@ -178,7 +188,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
                 k[...] = rounded_k
                 fine_k[...] = x.astype(jnp.float16)
                 fine = fine & (_commit_fine(rounded_q, rounded_k) > 0)
-                found = lax.cond(fine, lambda: _product(fine_q, _T(fine_k)), lambda: _product(q, _T(k)))
+                found = _either(fine, lambda: _product(fine_q, _T(fine_k)), lambda: _product(q, _T(k)))
                 pairs[...] = _upto(found, walk.backward_in_time)
 
             def strong(work, slot, to):

@@ -25,6 +25,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _ring,
     _rows,
     _smem,
+    _when,
     _zeros,
 )
 from keraunos.kernels.linear_attention.pallas_tiles import _read
@@ -118,12 +119,12 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
         slot0, n = sequence.place(walk.segment), sequence.segments - 1
         part = pl.ds(i_r * COLUMNS, COLUMNS), pl.ds(i_c * _COMBINED, _COMBINED)
 
-        @pl.when(i_w == 0)
+        @_when(i_w == 0)
         def _compute():
             def piece(i, state):
                 slot = lax.rem(i, stages)
 
-                @pl.when(lax.rem(i, pieces) == 0)
+                @_when(lax.rem(i, pieces) == 0)
                 def _():
                     at.starts[slot0 + over(i, pieces), i_h, *part] = state
 
@@ -139,7 +140,7 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
             at.starts[slot0 + n, i_h, *part] = lax.fori_loop(0, n * pieces, piece, state)
             _give_back(at.empty, n * pieces - 1, stages)
 
-        @pl.when(i_w == 1)
+        @_when(i_w == 1)
         def _move():
             def load(i, slot, barrier):
                 at_piece = slot0 + over(i, pieces), lax.rem(i, pieces), i_h

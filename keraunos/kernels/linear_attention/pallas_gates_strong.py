@@ -35,6 +35,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _launch,
     _Names,
     _rows,
+    _when,
     _zeros,
 )
 from keraunos.kernels.linear_attention.pallas_registers import _widened
@@ -82,9 +83,9 @@ class _Chunk:
         @pl.loop(0, self.P)
         def _(p):
             own = at.strong[*self.marks, p, self.i] > 0
-            pl.when(own)(lambda: self.add(pl.ds(p * COLUMNS, COLUMNS), at.pairs_s.at[p]))
+            _when(own)(lambda: self.add(pl.ds(p * COLUMNS, COLUMNS), at.pairs_s.at[p]))
 
-            @pl.when(jnp.logical_not(own))
+            @_when(jnp.logical_not(own))
             def _():
                 _store_tile(at.pairs_s.at[p], _zeros(CHUNK, COLUMNS).astype(self.dtype))
                 plgpu.commit_smem()
@@ -202,14 +203,14 @@ def add_pairs(q, k, v, decay, do, strong, dq, dk, dv, terms, *, H, walk, plan, s
             return sum(at.strong[i_s, i_h, p, i] for p in range(P)) > 0
 
         # After the marks of the chunks: whether there is any.
-        @pl.when(marked(walk.segment))
+        @_when(marked(walk.segment))
         def _():
             _make_constants(at, walk, i_w)
             plgpu.barrier_wait(at.once)
 
             @pl.loop(first, walk.at(i_s, at.plan).of_segment().count, step=programs)
             def _(i):
-                @pl.when(marked(i))
+                @_when(marked(i))
                 def _():
                     _Chunk(at, i, i_s, i_h, **options).halve()
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

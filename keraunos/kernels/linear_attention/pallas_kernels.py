@@ -31,6 +31,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _clear,
     _clear_shared,
     _columns,
+    _either,
     _launch,
     _Names,
     _registers,
@@ -38,6 +39,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _rows,
     _smem,
     _store_rows,
+    _when,
     _zeros,
 )
 from keraunos.kernels.linear_attention.pallas_walk import CHUNK, TILE, Walk, over
@@ -238,7 +240,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
         sequence = walk.at(i_s, at.plan)
         chunks = sequence.of_segment()
 
-        @pl.when(i_w < W)
+        @_when(i_w < W)
         def _compute():
             _registers(W, _REGISTERS, "increase")
             i_c = i_v * W + i_w
@@ -254,7 +256,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
             if starts is None:
                 state = _zeros(K, COLUMNS)
             elif from_zero:
-                state = lax.cond(sequence.i_p > 0, start, lambda: _zeros(K, COLUMNS))
+                state = _either(sequence.i_p > 0, start, lambda: _zeros(K, COLUMNS))
             else:
                 state = start()
             steps = None if large else _steps(walk)
@@ -304,7 +306,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     plgpu.barrier_wait(at.a_full)
                 if packed:
 
-                    @pl.when(n < CHUNK)
+                    @_when(n < CHUNK)
                     def _():
                         _clear([c_t], *limits)
                         _clear_shared(b_t, i_w, W, at.met, *limits)
@@ -373,12 +375,12 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                 plgpu.commit_smem()
                 if packed:
 
-                    @pl.when(n == CHUNK)
+                    @_when(n == CHUNK)
                     def _():
                         plgpu.copy_smem_to_gmem(out, at.o.at[0, pl.ds(t, CHUNK), i_h, columns])
 
                     # The neighbours' rows are others' to write, and a bulk copy has whole tiles of rows only.
-                    @pl.when(n < CHUNK)
+                    @_when(n < CHUNK)
                     def _():
                         mine = plgpu.load(out, layout=_LAYOUT)
                         _store_rows(at.o.at[0, pl.ds(t, CHUNK), i_h, columns], mine, *limits)
@@ -391,7 +393,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     _store_rows(at.dgates.at[i_c, sequence.row, i_h, pl.ds(t, CHUNK)], dg, *chunks.rows(i))
                 if leave_states:
                     # The walk for dq starts a group with this chunk.
-                    @pl.when(lax.rem(chunks.ahead(i), GROUP) == 0)
+                    @_when(lax.rem(chunks.ahead(i), GROUP) == 0)
                     def _():
                         target = at.states_out.at[chunks.place(i, GROUP), i_h, :, columns]
                         plgpu.copy_smem_to_gmem(at.state_s.at[i_w], target)
@@ -415,13 +417,13 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                 state = lax.fori_loop(0, chunks.count, lambda i, state: step(i, (state, None))[0], state)
             if final:
 
-                @pl.when(sequence.is_last)
+                @_when(sequence.is_last)
                 def _():
                     at.final[sequence.index, i_h, :, columns] = state
 
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(i_w == W)
+        @_when(i_w == W)
         def _memory():
             _registers(W, _REGISTERS_MEMORY, "decrease")
             head_a, head_b, head_c = (over(i_h, n) for n in split)
@@ -441,7 +443,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     plgpu.copy_gmem_to_smem(at.gates.at[row, i_h, t], at.gates_s.at[slot], barrier)
                 if alone:
 
-                    @pl.when(i > 0)
+                    @_when(i > 0)
                     def _():
                         plgpu.barrier_wait(at.a_empty)
 
@@ -450,7 +452,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
             _ring(0, chunks.count, stages, at.full, at.empty, load)
             if alone:
 
-                @pl.when(chunks.count > 0)
+                @_when(chunks.count > 0)
                 def _():
                     plgpu.barrier_wait(at.a_empty)
 

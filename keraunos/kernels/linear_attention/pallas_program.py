@@ -165,7 +165,7 @@ def _clear_shared(tile, i_w, warpgroups, met, first, end):
     """The same for a tile ``[CHUNK, K]`` that all compute warpgroups read: each does its part, then they meet."""
     for i in range(tile.shape[1] // 64):
 
-        @pl.when(i_w == i % warpgroups)
+        @_when(i_w == i % warpgroups)
         def _(i=i):
             _clear([tile.at[:, pl.ds(i * 64, 64)]], first, end)
 
@@ -192,7 +192,7 @@ def _fill(first, last, before, stages, full, empty, load):
         n = before + i - first
         slot = lax.rem(n, stages)
 
-        @pl.when(n >= stages)
+        @_when(n >= stages)
         def _():
             plgpu.barrier_wait(empty.at[slot])
 
@@ -212,7 +212,7 @@ def _give_back(empty, i, stages):
 
     Not in step i itself: arriving there would not wait for the loads, and the copy of a later step could overtake them.
     """
-    pl.when(i >= 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(i, stages)]))
+    _when(i >= 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(i, stages)]))
 
 
 def _registers(warpgroups, n, action):

@@ -23,12 +23,14 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _clear,
     _clear_shared,
     _drain,
+    _either,
     _fill,
     _launch,
     _Names,
     _registers,
     _rows,
     _smem,
+    _when,
     _zeros,
 )
 from keraunos.kernels.linear_attention.pallas_walk import CHUNK, horizon, over
@@ -127,7 +129,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero=Fals
                     # From this chunk on, something is left at the end of the segment.
                     after = (walk.pieces - 1 - i_f) * (walk.segment // walk.pieces)
                     first = jnp.clip(chunks.count - 1 + after - over(horizon(g), CHUNK), 0, chunks.count)
-                pl.when(counts)(lambda: walk_through(Piece(i_s, i_f, i_h, i_v, chunks, first, g, done)))
+                _when(counts)(lambda: walk_through(Piece(i_s, i_f, i_h, i_v, chunks, first, g, done)))
                 return done + jnp.where(counts, chunks.count - first, 0)
 
             mine = over(walk.pieces * heads - indices[0] + programs - 1, programs)
@@ -144,7 +146,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero=Fals
                 plgpu.barrier_wait(at.full.at[slot])
                 if packed:
 
-                    @pl.when(n < CHUNK)
+                    @_when(n < CHUNK)
                     def _():
                         _clear([at.c_s.at[slot, i_w]], *limits)
                         _clear_shared(at.b_s.at[slot], i_w, W, at.met, *limits)
@@ -180,7 +182,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero=Fals
                 leave(at.local, my.slot, my.piece)
 
             if from_zero:
-                lax.cond(walk.is_last_piece_all(g), lambda: leave(at.starts, my.slot + 1), among_pieces)
+                _either(walk.is_last_piece_all(g), lambda: leave(at.starts, my.slot + 1), among_pieces)
             else:
                 among_pieces()
             if gated:
@@ -200,12 +202,12 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero=Fals
 
             _fill(my.first, my.chunks.count, my.done, stages, at.full, at.empty, load)
 
-        @pl.when(i_w < W)
+        @_when(i_w < W)
         def _compute():
             _registers(W, _REGISTERS, "increase")
             pieces(compute)
 
-        @pl.when(i_w == W)
+        @_when(i_w == W)
         def _memory():
             _registers(W, _REGISTERS_MEMORY, "decrease")
             _drain(pieces(copy), stages, at.empty)
@@ -264,7 +266,7 @@ def combine(local, total, decay, initial, starts, *, B, walk, cu_seqlens):
         def step(state, place, tile, passed):
             i_p, i_f = place
 
-            @pl.when((i_f == 0) & (i_p >= written) & (i_p < last))
+            @_when((i_f == 0) & (i_p >= written) & (i_p < last))
             def _():
                 at.starts[slot0 + i_p, i_h, part] = state
 
@@ -285,7 +287,7 @@ def combine(local, total, decay, initial, starts, *, B, walk, cu_seqlens):
                 now, asked = after(now), after(asked)
             return state, now, asked, tuple(tiles)
 
-        @pl.when(starts is None or jnp.logical_not(walk.is_last_piece_all(g)))
+        @_when(starts is None or jnp.logical_not(walk.is_last_piece_all(g)))
         def _walk():
             if initial is None:
                 state = plgpu.layout_cast(jnp.zeros((rows, V), jnp.float32), layout)
@@ -299,7 +301,7 @@ def combine(local, total, decay, initial, starts, *, B, walk, cu_seqlens):
             rounds = over(last * count + ahead - 1, ahead)
             state, *_ = lax.fori_loop(0, rounds, steps, (state, begin, asked, tuple(tiles)))
 
-            @pl.when(last >= written)
+            @_when(last >= written)
             def _last():
                 at.starts[slot0 + last, i_h, part] = state
 
