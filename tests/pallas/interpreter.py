@@ -28,6 +28,7 @@ from keraunos.kernels.linear_attention import (
     pallas_program,
     pallas_starts,
     pallas_tiles,
+    pallas_vectors,
 )
 
 
@@ -194,7 +195,7 @@ def interpreted():
     with contextlib.ExitStack() as stack:
         gates = pallas_gates, pallas_gates_program, pallas_gates_scan, pallas_gates_starts, pallas_gates_strong
         walk = pallas_gates_gradients, pallas_gates_chunk
-        shared = pallas_program, pallas_products, pallas_tiles
+        shared = pallas_program, pallas_products, pallas_tiles, pallas_vectors
         for module in (*shared, pallas_kernels, pallas_starts, *gates, *walk):
             known = {name: x for name, x in names.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **known))

@@ -48,8 +48,6 @@ from keraunos.kernels.linear_attention.pallas_program import (
 from keraunos.kernels.linear_attention.pallas_registers import _widened
 from keraunos.kernels.linear_attention.pallas_tiles import (
     _copy_rows,
-    _flat_columns,
-    _flat_rows,
     _load_bf16,
     _load_halves,
     _load_per_column,
@@ -59,6 +57,7 @@ from keraunos.kernels.linear_attention.pallas_tiles import (
     _Tile,
     _whole,
 )
+from keraunos.kernels.linear_attention.pallas_vectors import _flat_columns, _flat_rows
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 _F32 = jnp.float32

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention.pallas_gates import _F32, _Gates, _nought, _split
 from keraunos.kernels.linear_attention.pallas_program import COLUMNS, _axis, _clear, _when
-from keraunos.kernels.linear_attention.pallas_tiles import _flat_rows, _load_bf16, _Tile
+from keraunos.kernels.linear_attention.pallas_tiles import _load_bf16, _Tile
+from keraunos.kernels.linear_attention.pallas_vectors import _flat_rows
 
 
 def _decayed(ref: Any, factors: Any, rounded: bool = False) -> list[Any]:

@@ -54,11 +54,6 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _when,
 )
 from keraunos.kernels.linear_attention.pallas_tiles import (
-    _flat,
-    _flat_exp2,
-    _flat_sum,
-    _flat_zeros,
-    _here,
     _leave,
     _load_bf16,
     _load_per_row,
@@ -69,8 +64,8 @@ from keraunos.kernels.linear_attention.pallas_tiles import (
     _store_tiles,
     _taken,
     _Tile,
-    _unflat,
 )
+from keraunos.kernels.linear_attention.pallas_vectors import _flat, _flat_exp2, _flat_sum, _flat_zeros, _here, _unflat
 from keraunos.kernels.linear_attention.pallas_walk import over
 
 
