@@ -129,7 +129,7 @@ def measure_exchange(dump: Path, *, H, K=128, V=128, pieces, segment, size=4, ri
         return hand_over(local, total, seen, start, None if segment else plan, axis="tokens", size=size, right=right,
                          pieces=segment, walked=True, same=bool(segment))  # fmt: skip
 
-    given = (array(pieces, 1, H, K, V), array(pieces, 1, H), array(pieces, 1, H, dtype="int32"), array(1, H, K, V),
+    given = (array(1, pieces, H, K, V), array(1, pieces, H), array(1, pieces, H, dtype="int32"), array(1, H, K, V),
              array(4, dtype="int32"))  # fmt: skip
     call = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 5, out_specs=spec)
     # As in a process that has these devices.

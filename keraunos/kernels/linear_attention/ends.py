@@ -179,7 +179,8 @@ def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, s
     L = max(-(-T // (min(most, max(T // _MIN_PIECE, 1)) * BT)), 1) * BT
     if segment:
         L = segment // pieces(segment)
-    P = max(-(-T // L), 1)
+    whole = segment or L
+    P = max(-(-T // whole), 1) * (whole // L)
     near = min(-(-_NEAR // L), P) if gate and not segment else P
     unit = unit_of(k, v, g if gate == 2 else None)
     numbers = dict(
@@ -188,8 +189,8 @@ def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, s
         SEGMENT=segment or P * L,
     )  # fmt: skip
     outputs: dict[str, Any] = dict(
-        local=((P, B, H, K, V), "float32"), total=((P, B, H, K) if gate == 2 else (P, B, H), "float32"),
-        seen=((P, B, H), "int32"),
+        local=((B, P, H, K, V), "float32"), total=((B, P, H, K) if gate == 2 else (B, P, H), "float32"),
+        seen=((B, P, H), "int32"),
     )  # fmt: skip
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[2], RV=H // v.shape[2], UNIT=unit, BT=BT, BK=BK, BV=BV, GATE=gate,
@@ -218,7 +219,7 @@ def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, 
     M, BK = B * H, 8
     numbers = dict(row=row, P=P, M=M)
     merged = sizes if row else (copies * M * (K * V + gates),)
-    constants = dict(K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, BEFORE=row > 0,
+    constants = dict(H=H, K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, BEFORE=row > 0,
                      COPIES=copies)  # fmt: skip
     return Plan(
         ends_kernels.merge_kernel, (M * -(-K // BK),), numbers, dict(merged=(merged, "float32")), constants, 4, 4
@@ -226,7 +227,11 @@ def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, 
 
 
 def leave_local(x: Stretch, plan: Any, way: Way, segment: int) -> tuple[Any, Any, Any]:
-    """On a GPU: the states that pieces of a stretch leave, the sums of their gates, and which have any."""
+    """On a GPU: the states that pieces of a stretch leave, the sums of their gates, and which have any.
+
+    Pieces are in the order of the way, ``[B, P, H, ...]``; with ``segment`` all segments have as many, some of which
+    may have no tokens.
+    """
     k, v, g, gamma = map(spec_of, x)
     local = total = seen = None
     for launch in _leave_plans(k, v, g, gamma, way, segment):
@@ -243,9 +248,9 @@ def leave_pieces(x: Stretch, start: Any, plan: Any, way: Way, segment: int, copi
 
 def merge(local: Any, total: Any, seen: Any, start: Any, plan: Any, way: Way, copies: int = 1) -> Any:
     """What :func:`leave` gives, of what :func:`leave_local` gave."""
-    P, *sizes = local.shape
+    B, P, *sizes = local.shape
     gates = total.shape[3] if total.ndim == 4 else 1
-    launch = _merge_plan(tuple(sizes), gates, P, 0, way, start is not None, copies)
+    launch = _merge_plan((B, *sizes), gates, P, 0, way, start is not None, copies)
     return launch.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0]
 
 
@@ -269,8 +274,8 @@ def starts(left: Any, local: Any, total: Any, seen: Any, start: Any, plan: Any, 
         left, start, plan, way: as for :func:`arrive`; local, total, seen: what :func:`leave_pieces` gave.
         segment: its tokens. walked: segments lie in the order in which they are walked, not in that of their tokens.
     """
-    P, B, H, K, V = local.shape
-    launch = _starts_plan((B, H, K, V), total.shape[-1] if total.ndim == 4 else 1, P, pieces(segment), left.shape[0],
+    B, P, *sizes = local.shape
+    launch = _starts_plan((B, *sizes), total.shape[-1] if total.ndim == 4 else 1, P, pieces(segment), left.shape[0],
                           left.shape[1], way, start is not None, walked)  # fmt: skip
     return launch.launch(left=left, local=local, total=total, seen=seen, start=start, plan=plan)[0]
 
@@ -283,7 +288,7 @@ def _starts_plan(
     from keraunos.kernels.linear_attention import ends_kernels
 
     B, H, K, V = sizes
-    M, BK, S = B * H, 8, -(-P // N)
+    M, BK, S = B * H, 8, P // N
     constants = dict(H=H, K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, WALKED=walked)
-    return Plan(ends_kernels.starts_kernel, (M * -(-K // BK),), dict(stride_left=row, R=R, P=P, N=N, S=S, M=M),
+    return Plan(ends_kernels.starts_kernel, (M * -(-K // BK),), dict(stride_left=row, R=R, N=N, S=S, M=M),
                 dict(starts=((B * S, H, K, V), "float32")), constants, 4, 2)  # fmt: skip

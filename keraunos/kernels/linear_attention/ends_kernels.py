@@ -23,9 +23,9 @@ def leave_kernel(
 
     INCLUSIVE: the gate of token t counts too. GATE: 0 none, 1 per token, 2 per token and dimension. ``plan``: the first
     token that counts and one past the last. ``total`` has the sums of the pieces' gates, ``seen`` whether anything is
-    left of a piece at the end of its segment, SEGMENT tokens of the row: if not, ``local`` is not written. FAR: the
-    pieces but for the NEAR that are nearest to the end, which have been done: where gates forget all that is before
-    those, nothing is read.
+    left of a piece at the end of its segment, SEGMENT tokens of the row: if not, ``local`` is not written. All three
+    have the pieces in the order of the way: the last is nearest to the end. FAR: the pieces but for the NEAR that are
+    nearest, which have been done: where gates forget all that is before those, nothing is read.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -38,16 +38,15 @@ def leave_kernel(
         i_h = tl.program_id(0) // (NV * n_o)
         i_o = (tl.program_id(0) // NV) % n_o
     n_p = (P - NEAR) if FAR else NEAR
-    n_b = tl.num_programs(0) // (n_p * NV * H)
     i_d = i_o % n_p + (NEAR if FAR else 0)
     i_p = (P - 1 - i_d) if RIGHT else i_d
     i_b = (i_o // n_p).to(tl.int64)
     o_k = tl.arange(0, BK)
-    i_slot = (i_p * n_b + i_b) * H + i_h  # pieces first
+    i_slot = (i_b * P + P - 1 - i_d) * H + i_h
     if FAR:
         b_near = tl.zeros([BK], dtype=tl.float32)
         for i in range(NEAR):
-            i_near = (((P - 1 - i) if RIGHT else i) * n_b + i_b) * H + i_h
+            i_near = (i_b * P + P - 1 - i) * H + i_h
             if GATE == 2:
                 b_near += tl.load(total + i_near * K + o_k, mask=o_k < K, other=float("-inf"))
             else:
@@ -129,69 +128,15 @@ def leave_kernel(
 def merge_kernel(
     local, total, seen, start, plan, row, P, M,
     merged,
-    K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     RIGHT: tl.constexpr, START: tl.constexpr, BEFORE: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """The state that P stretches leave one after the other ``[M, K, V]``, from the ``local`` that each leaves alone.
+    """The state that P pieces leave one after the other ``[M, K, V]``, from what ``leave_kernel`` has of each.
 
-    BEFORE: of those only that lie before this one, of which ``plan`` says how many; else the sum of all their gates
-    follows, ``[M, KD]`` with KD of K or 1. They begin with ``start`` if there is no stretch before this one, or if
-    ``plan`` says that the sequence begins among the stretches: then nothing older passes, and the sum says so. With
-    BEFORE ``local`` and ``total`` are rows of one array, made by a launch without. COPIES: how often to write it all.
-    """
-    NK: tl.constexpr = (K + BK - 1) // BK
-    i_m = (tl.program_id(0) // NK).to(tl.int64)
-    o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
-    o_v = tl.arange(0, BV)
-    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
-    o_s = i_m * (K * V) + o_k[:, None] * V + o_v[None, :]
-    o_d = i_m * KD + (o_k if KD > 1 else o_k * 0)
-    p_total = total + o_d
-    if BEFORE:
-        stride_local = row
-        stride_total = row
-        p_total += M * (K * V)
-        n = tl.load(plan + 3)
-        fresh = n == 0
-    else:
-        stride_local = M * (K * V)
-        stride_total = M * KD
-        n = P
-        fresh = tl.load(plan + 2) != 0
-    b_s = tl.zeros([BK, BV], dtype=tl.float32)
-    if START:
-        b_s = tl.load(start + o_s, mask=m_s & fresh, other=0.0).to(tl.float32)
-    b_sum = tl.zeros([BK], dtype=tl.float32)
-    for i in tl.range(n, num_stages=4, loop_unroll_factor=4):
-        i_p = i_m * 0 + (i if RIGHT else (P - 1 - i))
-        m_l = m_s
-        if not BEFORE:
-            m_l = m_s & (tl.load(seen + i_p * M + i_m) != 0)
-        b_total = tl.load(p_total + i_p * stride_total, mask=o_k < K, other=0.0)  # [BK]
-        b_local = tl.load(local + i_p * stride_local + o_s, mask=m_l, other=0.0)  # [BK, BV]
-        b_decay = tl.exp2(b_total * LOG2E)[:, None]
-        # What is forgotten is nothing, even if it was no number.
-        b_s = tl.where(b_decay > 0, b_s * b_decay, 0.0) + b_local
-        b_sum += b_total
-    b_sum = tl.where(fresh, ANEW, b_sum)
-    for _ in tl.static_range(COPIES):
-        tl.store(merged + o_s, b_s, mask=m_s)
-        if not BEFORE:
-            tl.store(merged + M * (K * V) + o_d, b_sum, mask=(o_k < K) if KD > 1 else (o_k == 0))
-            merged += M * (K * V + KD)
-
-
-@triton.jit
-def starts_kernel(
-    left, local, total, seen, start, plan, stride_left, R, P, N, S, M,
-    starts,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    RIGHT: tl.constexpr, START: tl.constexpr, WALKED: tl.constexpr,
-):  # fmt: skip
-    """The state that each of S segments of a stretch starts from ``[B * S, H, K, V]``.
-
-    ``left`` is of all R stretches, as for ``merge_kernel``; ``local``, ``total`` and ``seen`` are of this one's P
-    pieces, N to a segment. WALKED: segments lie in the order in which they are walked, not in that of their tokens.
+    The sum of all their gates follows, ``[M, KD]`` with KD of K or 1. They begin with ``start`` if ``plan`` says that
+    the sequence begins among them: then nothing older passes, and the sum says so. COPIES: how often to write it all.
+    BEFORE: not pieces but P stretches, from left to right, ``local`` and ``total`` rows of one array, made by a launch
+    without; only those that lie before this one, of which ``plan`` says how many. If there are none, ``start``.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     i_m = (tl.program_id(0) // NK).to(tl.int64)
@@ -199,28 +144,84 @@ def starts_kernel(
     o_v = tl.arange(0, BV)
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
     o_s = o_k[:, None] * V + o_v[None, :]
-    o_d = i_m * KD + (o_k if KD > 1 else o_k * 0)
+    o_d = o_k if KD > 1 else o_k * 0
+    i_first = (i_m // H) * P * H + i_m % H
+    if BEFORE:
+        stride_local = row
+        stride_total = row
+        p_local = local + i_m * (K * V) + o_s
+        p_total = total + M * (K * V) + i_m * KD + o_d
+        n = tl.load(plan + 3)
+        fresh = n == 0
+    else:
+        stride_local = H * K * V
+        stride_total = H * KD
+        p_local = local + i_first * (K * V) + o_s
+        p_total = total + i_first * KD + o_d
+        n = P
+        fresh = tl.load(plan + 2) != 0
+    b_s = tl.zeros([BK, BV], dtype=tl.float32)
+    if START:
+        b_s = tl.load(start + i_m * (K * V) + o_s, mask=m_s & fresh, other=0.0).to(tl.float32)
+    b_sum = tl.zeros([BK], dtype=tl.float32)
+    for i in tl.range(n, num_stages=4, loop_unroll_factor=4):
+        i_p = i_m * 0 + (i if RIGHT or not BEFORE else (P - 1 - i))
+        m_l = m_s
+        if not BEFORE:
+            m_l = m_s & (tl.load(seen + i_first + i_p * H) != 0)
+        b_total = tl.load(p_total + i_p * stride_total, mask=o_k < K, other=0.0)  # [BK]
+        b_local = tl.load(p_local + i_p * stride_local, mask=m_l, other=0.0)  # [BK, BV]
+        b_decay = tl.exp2(b_total * LOG2E)[:, None]
+        # What is forgotten is nothing, even if it was no number.
+        b_s = tl.where(b_decay > 0, b_s * b_decay, 0.0) + b_local
+        b_sum += b_total
+    b_sum = tl.where(fresh, ANEW, b_sum)
+    for _ in tl.static_range(COPIES):
+        tl.store(merged + i_m * (K * V) + o_s, b_s, mask=m_s)
+        if not BEFORE:
+            tl.store(merged + M * (K * V) + i_m * KD + o_d, b_sum, mask=(o_k < K) if KD > 1 else (o_k == 0))
+            merged += M * (K * V + KD)
+
+
+@triton.jit
+def starts_kernel(
+    left, local, total, seen, start, plan, stride_left, R, N, S, M,
+    starts,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    RIGHT: tl.constexpr, START: tl.constexpr, WALKED: tl.constexpr,
+):  # fmt: skip
+    """The state that each of S segments of a stretch starts from ``[B * S, H, K, V]``.
+
+    ``left`` is of all R stretches, as for ``merge_kernel``; ``local``, ``total`` and ``seen`` are of this one's pieces,
+    N to a segment. WALKED: segments lie in the order in which they are walked, not in that of their tokens.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_m = (tl.program_id(0) // NK).to(tl.int64)
+    o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+    o_s = o_k[:, None] * V + o_v[None, :]
+    o_d = o_k if KD > 1 else o_k * 0
     n = tl.load(plan + 3)
     b_s = tl.zeros([BK, BV], dtype=tl.float32)
     if START:
         b_s = tl.load(start + i_m * (K * V) + o_s, mask=m_s & (n == 0), other=0.0).to(tl.float32)
     for i in tl.range(n, num_stages=4):
         p_left = left + (i_m * 0 + (i if RIGHT else (R - 1 - i))) * stride_left
-        b_total = tl.load(p_left + M * (K * V) + o_d, mask=o_k < K, other=0.0)  # [BK]
+        b_total = tl.load(p_left + M * (K * V) + i_m * KD + o_d, mask=o_k < K, other=0.0)  # [BK]
         b_local = tl.load(p_left + i_m * (K * V) + o_s, mask=m_s, other=0.0)  # [BK, BV]
         b_decay = tl.exp2(b_total * LOG2E)[:, None]
         b_s = tl.where(b_decay > 0, b_s * b_decay, 0.0) + b_local
     p_starts = starts + ((i_m // H) * S * H + i_m % H) * (K * V) + o_s
     # Nobody needs the pieces of the segment that is walked last.
-    for i in tl.range((S - 1) * N if RIGHT else P - N, num_stages=8):
-        i_p = i_m * 0 + (i if RIGHT else (P - 1 - i))
-        i_s = i_p // N
-        enters = (i_p % N == 0) if RIGHT else ((i == 0) | (i_p % N == N - 1))
-        i_slot = i_s if RIGHT or not WALKED else (S - 1 - i_s)
-        tl.store(p_starts + i_slot * (H * K * V), b_s, mask=m_s & enters)
-        m_l = m_s & (tl.load(seen + i_p * M + i_m) != 0)
-        b_total = tl.load(total + i_p * (M * KD) + o_d, mask=o_k < K, other=0.0)
-        b_local = tl.load(local + (i_p * M + i_m) * (K * V) + o_s, mask=m_l, other=0.0)
+    for i in tl.range((S - 1) * N, num_stages=8):
+        i_s = i_m * 0 + i // N
+        i_slot = i_s if RIGHT or WALKED else (S - 1 - i_s)
+        tl.store(p_starts + i_slot * (H * K * V), b_s, mask=m_s & (i % N == 0))
+        i_p = ((i_m // H) * S * N + i) * H + i_m % H
+        m_l = m_s & (tl.load(seen + i_p) != 0)
+        b_total = tl.load(total + i_p * KD + o_d, mask=o_k < K, other=0.0)
+        b_local = tl.load(local + i_p * (K * V) + o_s, mask=m_l, other=0.0)
         b_s = b_s * tl.exp2(b_total * LOG2E)[:, None] + b_local
     i_last = S - 1 if RIGHT or WALKED else 0
     tl.store(p_starts + i_last * (H * K * V), b_s, mask=m_s)

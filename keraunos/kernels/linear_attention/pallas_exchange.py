@@ -49,13 +49,13 @@ def leaves(x, segment):
 
 
 def leave(x, way, segment):
-    """What pieces of segments of so many tokens leave, in the order of the way, in place of ``ends.leave_local``.
+    """What pieces of segments of so many tokens leave, in place of ``ends.leave_local``.
 
     XLA launches what lies side by side as one CUDA graph, but nothing of Triton's.
 
     Returns:
-        Of P pieces the states ``[B, P, H, K, V]``, not written where nothing is left at the end of the segment, and not
-        scaled: here that would be done to values of 16 bits. The gate of each token ``[H]`` or ``[B, H]``; None.
+        The states, as there, not written where nothing is left at the end of the segment, and not scaled: here that
+        would be done to values of 16 bits. In place of sums the gate of each token ``[H]`` or ``[B, H]``; None.
     """
     B, T, _, K = x.key.shape
     walk = Walk(T, not way.right, way.inclusive, segment // CHUNK, ends.pieces(segment))
@@ -69,18 +69,16 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
     """What each segment of this stretch starts from ``[B * segments, H, K, V]``.
 
     Args:
-        local, total, seen: what ``ends.leave_local`` gave: of P pieces ``[P, B, H, ...]``, with one gate to a head.
-            With ``tokens``, those of a piece, what :func:`leave` gave, to be multiplied by ``scale``.
+        local, total, seen: what ``ends.leave_local`` gave, of one gate to a head. With ``tokens``, those of a piece,
+            what :func:`leave` gave, to be multiplied by ``scale``.
         start: see ``ends.py``. plan: as there, of packed sequences, whose ``start`` only leaves; else None.
         axis, size: of the mesh, the axis of the stretches, and how many there are.
         right: the way of the states.
-        pieces: of a segment, but for the last, which has the rest; None: one segment, so what arrives is the result.
+        pieces: of a segment; None: there is one segment, so what arrives is the result.
         walked: segments lie in the order in which they are walked.
         same: the sums of gates are those of all stretches.
     """
-    (P, B, H, K, V), R = local.shape, size
-    if tokens:
-        B, P = P, B
+    (B, P, H, K, V), R = local.shape, size
     M, n = B * H, K * V
     parts = n // PART
     # Pieces are taken in groups: those of a segment, or as many as are asked for at once.
@@ -91,8 +89,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
     distance = max(AHEAD // group, 1)
     layout = plgpu.Layout.WG_STRIDED((PART,), vec_size=4)
     inputs = dict(
-        local=local.reshape(*local.shape[:3], n), total=total if tokens else total.reshape(P, M),
-        seen=None if tokens else seen.reshape(P, M),
+        local=local.reshape(B, P, H, n), total=total, seen=seen,
         start=None if start is None else start.reshape(M, n).astype(jnp.float32), plan=plan,
     )  # fmt: skip
     outputs = dict(
@@ -129,8 +126,8 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
             return where(decay > 0, state * decay)
 
         def piece(i, j):
-            """Which piece is the j-th of group i, in the order of the way; and whether there is one."""
-            p = i * group + j if right or tokens else (groups - 1 - i) * group + group - 1 - j
+            """Which piece is the j-th of group i, and whether there is one."""
+            p = i * group + j
             return jnp.minimum(p, P - 1), p < P
 
         def passed(i, j):
@@ -138,7 +135,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
             if tokens:
                 return each
             p, there = piece(i, j)
-            return jnp.where(there, at.total[p, i_m], 0.0)
+            return jnp.where(there, at.total[i_b, p, i_h], 0.0)
 
         def known(i):
             """Of the pieces of a group: whose tile to read, whether it counts, the log of the decay."""
@@ -148,16 +145,13 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
             for j in range(group):
                 p, there = piece(i, j)
                 # By less than what :func:`leave` goes by: that has written what counts.
-                left = (group - 1 - j) * _LOG2E * each >= _NOTHING + 1 if tokens else at.seen[p, i_m] != 0
+                left = (group - 1 - j) * _LOG2E * each >= _NOTHING + 1 if tokens else at.seen[i_b, p, i_h] != 0
                 counts = there & left
                 found.append((jnp.where(counts, p, nearest), counts, passed(i, j)))
             return tuple(found)
 
         def ask(pieces):
-            return tuple(
-                (load(at.local.at[(i_b, p, i_h, part) if tokens else (p, i_b, i_h, part)]), counts, log)
-                for p, counts, log in pieces
-            )
+            return tuple((load(at.local.at[i_b, p, i_h, part]), counts, log) for p, counts, log in pieces)
 
         def slot(i):
             """Where the state has its place that segment i, in the order of the way, starts from."""
