@@ -73,7 +73,7 @@ class Shards:
         more = dict(axis=self.axis, size=self.size, right=way.right, **options)
         if packed is None and pallas_exchange.leaves(x, segment):
             local, total, seen = pallas_exchange.leave(x, way, segment)
-            more |= dict(tokens=segment // ends.pieces(segment), scale=way.scale)
+            more |= dict(tokens=segment // ends.pieces(segment))
         else:
             local, total, seen = ends.leave_local(x, plan, way, segment)
         return pallas_exchange.hand_over(local, total, seen, start, packed, **more)

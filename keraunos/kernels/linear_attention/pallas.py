@@ -211,12 +211,12 @@ class _Call:
         g = self.arrays.permute(g.reshape(1, -1, self.H), 0, 2, 1)
         return self.arrays.pad(g, 2, -g.shape[2] % kernels.TILE, self.row.lead)
 
-    def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale_in: float = 1.0) -> Any:
+    def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale: float = 1.0) -> Any:
         """The state that each segment starts from; where sequences are not cut, the initial ones."""
         if walk.segments == 1 or self.opts.started:
             return initial
         given = dict(b=b, c=c, decay=self.decay, plan=self.plan)
-        options: Any = dict(H=self.H, walk=walk, scale_in=scale_in, stages=3, from_zero=self.from_zero(initial))
+        options: Any = dict(H=self.H, walk=walk, scale=scale, stages=3, from_zero=self.from_zero(initial))
         local, total, starts = self.run(pallas_starts.local_states, given, **options)
         given = dict(local=local, total=total, decay=self.decay, initial=initial, starts=starts,
                      cu_seqlens=self.cu_seqlens)  # fmt: skip
@@ -301,7 +301,7 @@ class _VectorCall(_Call):
         static |= dict(H=self.H, walk=walk, scale=self.scale, stages=self.opts.cfg.num_stages)
         return self.run(kernel, dict(decay=self.decay, plan=self.plan, **arrays), **static)
 
-    def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale_in: float = 1.0) -> Any:
+    def starts(self, b: Any, c: Any, initial: Any, walk: Any, scale: float = 1.0) -> Any:
         """The state that each segment starts from; where sequences are not cut, the initial ones."""
         if walk.segments == 1:
             return initial

@@ -54,29 +54,29 @@ def leave(x, way, segment):
     XLA launches what lies side by side as one CUDA graph, but nothing of Triton's.
 
     Returns:
-        The states, as there, not written where nothing is left at the end of the segment, and not scaled: here that
-        would be done to values of 16 bits. In place of sums the gate of each token ``[H]`` or ``[B, H]``; None.
+        The states, as there, not written where nothing is left at the end of the segment; in place of sums the gate of
+        each token ``[H]`` or ``[B, H]``; None.
     """
     B, T, _, K = x.key.shape
     walk = Walk(T, not way.right, way.inclusive, segment // CHUNK, ends.pieces(segment))
     gamma = jnp.zeros(way.heads) if x.g_gamma is None else jnp.asarray(x.g_gamma, jnp.float32)
-    local, *_ = local_states(x.key, x.value, Decay(gamma), H=way.heads, walk=walk, plan=None, scale_in=1.0, stages=3,
+    local, *_ = local_states(x.key, x.value, Decay(gamma), H=way.heads, walk=walk, plan=None, scale=way.scale, stages=3,
                              last=True)  # fmt: skip
     return local.reshape(B, -1, way.heads, K, x.value.shape[-1]), gamma, None
 
 
-def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, walked, same, tokens=0, scale=1.0):
+def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, walked, same, tokens=0):
     """What each segment of this stretch starts from ``[B * segments, H, K, V]``.
 
     Args:
-        local, total, seen: what ``ends.leave_local`` gave, of one gate to a head. With ``tokens``, those of a piece,
-            what :func:`leave` gave, to be multiplied by ``scale``.
+        local, total, seen: what ``ends.leave_local`` gave, of one gate to a head; or :func:`leave`.
         start: see ``ends.py``. plan: as there, of packed sequences, whose ``start`` only leaves; else None.
         axis, size: of the mesh, the axis of the stretches, and how many there are.
         right: the way of the states.
         pieces: of a segment; None: there is one segment, so what arrives is the result.
         walked: segments lie in the order in which they are walked.
         same: the sums of gates are those of all stretches.
+        tokens: of a piece, where :func:`leave` gave them, else 0.
     """
     (B, P, H, K, V), R = local.shape, size
     M, n = B * H, K * V
@@ -169,7 +169,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
                     at.starts[slot(i)] = state
 
             for tile, counts, gate in now:
-                state = decayed(state, gate) + where(counts, tile if scale == 1 else tile * scale)
+                state = decayed(state, gate) + where(counts, tile)
                 log += gate
             return state, log, asked, later
 

@@ -64,8 +64,8 @@ class Piece(NamedTuple):
     done: Any
 
 
-def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero=False, last=False):
-    """The state at the end of each piece, had it started from zero, and the pieces' decay.
+def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, last=False):
+    """The state at the end of each piece, had it started from zero, times ``scale``; and the pieces' decay.
 
     Only of pieces that still count at the end of their segment, and not of the last segment, which has no successor:
     the others' places are not written.
@@ -163,7 +163,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero=Fals
                     across = jnp.exp2(g * n.astype(jnp.float32))
                 v = plgpu.load(at.c_s.at[slot, i_w], layout=_LAYOUT).astype(jnp.float32)
                 left = at.left_s.at[half, i_w]
-                left[...] = (v * _rows(leave * scale_in, COLUMNS)).astype(dtype)
+                left[...] = (v * _rows(leave, COLUMNS)).astype(dtype)
                 plgpu.commit_smem()
 
                 def write(state):
@@ -176,7 +176,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale_in, stages, from_zero=Fals
             state, total = lax.fori_loop(first, chunks.count, step, (_zeros(K, COLUMNS), jnp.float32(0)))
 
             def leave(ref, *index):
-                ref[*index, my.head, :, pl.ds((my.block * W + i_w) * COLUMNS, COLUMNS)] = state
+                ref[*index, my.head, :, pl.ds((my.block * W + i_w) * COLUMNS, COLUMNS)] = state * scale
 
             def among_pieces():
                 leave(at.local, my.slot, my.piece)
