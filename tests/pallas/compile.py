@@ -31,6 +31,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "vector gates": dict(H=64, T=16384, gate="vector", gamma=None),
     "vector gates, nothing kept": dict(H=64, T=16384, gate="vector", gamma=None, kept=False),
     "vector gates, packed": dict(H=64, T=65601, packed=32, gate="vector", gamma=None),
+    "vector gates, packed, nothing kept": dict(H=64, T=65601, packed=32, gate="vector", gamma=None, kept=False),
     "few heads, vector gates, packed, K < V": dict(
         K=64, H=4, G=1, T=65601, packed=3, gate="vector", gamma="learned", state=True
     ),
@@ -39,6 +40,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "256, few heads, gates, shared keys": dict(K=256, V=256, H=4, G=1, T=16384, gate="scalar"),
     "256 and 128, packed": dict(K=128, V=256, H=32, T=16384, packed=16, state=True),
     "an exchange between four GPUs": dict(H=16, pieces=32, segment=4),
+    "an exchange between four GPUs, constant decays": dict(H=16, pieces=32, segment=4, tokens=1024),
     "an exchange between eight GPUs, leftwards, packed": dict(H=4, pieces=64, segment=None, size=8, right=False),
 }
 
@@ -110,8 +112,12 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
     return reported(dump)
 
 
-def measure_exchange(dump: Path, *, H, K=128, V=128, pieces, segment, size=4, right=True) -> dict[str, dict[str, int]]:
-    """The same of the kernel in which so many GPUs hand over states; ``segment``: its pieces, None if packed."""
+def measure_exchange(dump: Path, *, H, K=128, V=128, pieces, segment, size=4, right=True,
+                     tokens=0) -> dict[str, dict[str, int]]:  # fmt: skip
+    """The same of the kernel in which so many GPUs hand over states; ``segment``: its pieces, None if packed.
+
+    ``tokens``: of a piece, with constant decays.
+    """
     import jax
     import jax.numpy as jnp
     from jax.experimental.mosaic.gpu import core
@@ -126,8 +132,9 @@ def measure_exchange(dump: Path, *, H, K=128, V=128, pieces, segment, size=4, ri
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
 
     def call(local, total, seen, start, plan):
+        total, seen = (total[:, 0], None) if tokens else (total, seen)
         return hand_over(local, total, seen, start, None if segment else plan, axis="tokens", size=size, right=right,
-                         pieces=segment, walked=True, same=bool(segment))  # fmt: skip
+                         pieces=segment, walked=True, same=bool(segment), tokens=tokens)  # fmt: skip
 
     given = (array(1, pieces, H, K, V), array(1, pieces, H), array(1, pieces, H, dtype="int32"), array(1, H, K, V),
              array(4, dtype="int32"))  # fmt: skip
