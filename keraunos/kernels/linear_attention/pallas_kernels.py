@@ -69,7 +69,8 @@ class Gradient(NamedTuple):
 
     Attributes:
         sums: ``[places of chunks, H, K / 64, 64]`` float32: for each token the sum of k dk over 64 dimensions.
-        states: ``[places of groups, H, V, K]``: the gradient, transposed, of the state before each group of chunks.
+        states: ``[places of groups, H, V, K]``: the gradient, transposed, of the state before each group of chunks,
+            without the mantissa of the scale.
     """
 
     sums: Any
@@ -100,6 +101,15 @@ def _steps(walk):
     """``[CHUNK, CHUNK]``: how many steps before the row's token the walk sees the column's."""
     row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), d, layout=_LAYOUT) for d in (0, 1))
     return (col - row if walk.reverse else row - col).astype(jnp.float32)
+
+
+def _split(scale):
+    """``(power, mantissa)``, whose product it is: a power of two, or 0, and a factor of 1 to 2 or of -1 to -2.
+
+    The power takes no digits from values that are rounded to 16 bits next, as the scale itself would.
+    """
+    mantissa, exponent = math.frexp(scale)
+    return (math.ldexp(1.0, exponent - 1), 2 * mantissa) if scale else (0.0, 1.0)
 
 
 def _gate_weights(walk, gates, sums, scale=1.0):
@@ -201,6 +211,8 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
     blocks = V // (W * COLUMNS)
     N = B if walk.packed is None else walk.packed
     split = [H // x.shape[2] for x in (a, b, c)]
+    # States are held without the mantissa of what enters them.
+    power, mantissa = _split(scale_in)
     leave_states = factor is not None and gradient is None
     dgates = gradient is not None
 
@@ -250,7 +262,8 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                 start = at.starts.at[i_s if walk.segments > 1 else sequence.index, i_h]
                 layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else _LAYOUT
                 start = start.at[columns].T if transposed else start.at[:, columns]
-                return plgpu.layout_cast(plgpu.load(start, layout=layout, optimized=False), _LAYOUT)
+                start = plgpu.layout_cast(plgpu.load(start, layout=layout, optimized=False), _LAYOUT)
+                return start if mantissa == 1 else start * (1 / mantissa)
 
             # Asked for before all else.
             if starts is None:
@@ -320,7 +333,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                         decays = _gate_weights(walk, gates, at.gates_s.at[stages + i_w], scale_in * scale_out)
                     enter, leave, across, *between_gates = decays if gated else constant
                     v = plgpu.load(c_t, layout=_LAYOUT).astype(jnp.float32)
-                    at.left_s[i_w] = (v * _rows(leave * scale_in, COLUMNS)).astype(dtype)
+                    at.left_s[i_w] = (v * _rows(leave * power, COLUMNS)).astype(dtype)
                     plgpu.commit_smem()
 
                     def rest(state):
@@ -344,7 +357,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                             plgpu.wgmma(o, p, c_t)
 
                         # Ends with all products done.
-                        read = pl.run_state(last)(plgpu.ACC.init(read * _rows(enter * scale_out, COLUMNS)))
+                        read = pl.run_state(last)(plgpu.ACC.init(read * _rows(enter * (scale_out * mantissa), COLUMNS)))
                         if factor is not None:
                             multiply(read)
                         plgpu.barrier_arrive(at.empty.at[slot])
@@ -405,7 +418,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                 def group(i_g, state):
                     place = chunks.place(i_g * GROUP, GROUP)
                     after = plgpu.load(at.states.at[place, i_h, :, columns], layout=_LAYOUT, optimized=False)
-                    at.border_s[i_w] = jnp.sum(state * after.astype(jnp.float32), axis=1)
+                    at.border_s[i_w] = jnp.sum(state * after.astype(jnp.float32), axis=1) * _split(scale_out)[1]
                     plgpu.commit_smem()
                     border = plgpu.load(at.border_s.at[i_w], layout=_PER_COLUMN)
                     border = jnp.sum(_columns(border, CHUNK), axis=1)
@@ -419,7 +432,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
 
                 @_when(sequence.is_last)
                 def _():
-                    at.final[sequence.index, i_h, :, columns] = state
+                    at.final[sequence.index, i_h, :, columns] = state if mantissa == 1 else state * mantissa
 
             plgpu.wait_smem_to_gmem(0)
 
