@@ -1,0 +1,100 @@
+"""Errors of linear attention on a GPU against float64, of all on the same inputs, so large that chance counts little.
+
+    PYTHONPATH=. python3 benchmarks/accuracy.py                         into benchmarks/results/accuracy/<gpu>.json
+    PYTHONPATH=. python3 benchmarks/accuracy.py gla_attention           one operation; the other's figures stay
+
+The truth is the platform ``torch`` on float64, which the tests compare with the recurrence token by token. An error is
+the relative distance in the Frobenius norm (keraunos/numerics.py); "rounded" is that of the truth in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+# JAX would take most of the memory for itself, and PyTorch is beside it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import torch
+from compile_fla import compile_all
+
+import keraunos
+from keraunos import frontends
+from keraunos.bench import measuring, report
+from keraunos.bench.contestants import find
+from keraunos.bench.workloads import Shape, Workload
+from keraunos.ops.cache import file_name
+
+OPERATIONS = ("lightning_attention", "gla_attention")
+RESULTS = Path(__file__).parent / "results" / "accuracy"
+SHAPE = Shape.parse("1,8192,64")
+NAMES = ("output", "dquery", "dkey", "dvalue", "dg")
+
+
+def truth(workload: Workload, inputs: list[Any], cotangents: list[Any], log_decay: Any) -> list[torch.Tensor]:
+    """Output and gradients in float64, a head after the other."""
+    options = {} if log_decay is None else {"log_decay": log_decay}
+    found = []
+    for h in range(SHAPE.H):
+        given = [x[:, :, h : h + 1].double().requires_grad_() for x in inputs]
+        of_head = {name: x[h : h + 1] for name, x in options.items()}
+        output = getattr(keraunos, workload.operation)(*given, **of_head, platform="torch")
+        found.append([output, *torch.autograd.grad(output, given, cotangents[0][:, :, h : h + 1].double())])
+    return [torch.cat([x.detach() for x in heads], 2) for heads in zip(*found, strict=True)]
+
+
+def errors(got: list[torch.Tensor], true: list[torch.Tensor]) -> dict[str, float]:
+    """The relative error of each result, on the device: they are large."""
+    pairs = zip(NAMES, got, true, strict=False)
+    return {name: float((x.double() - y).norm() / y.norm()) for name, x, y in pairs}
+
+
+def measure(operation: str, fla: str | None) -> dict[str, Any]:
+    """The errors of each contestant; of one that cannot run the reason."""
+    workload = Workload(operation, SHAPE, backward=True)
+    inputs, cotangents = workload.arguments("torch", 0)
+    assert cotangents is not None
+    log_decay = workload.log_decay()
+    true = truth(workload, inputs, cotangents, log_decay)
+    found: dict[str, Any] = {"rounded": errors([x.bfloat16() for x in true], true)}
+    for c in find(operation, ["pallas", "triton"], ["fla"]):
+        name, frontend = f"{c.name} ({c.framework})", frontends.get(f"{c.framework}_measure")
+        reason = fla if c.name == "fla" else c.unsupported(workload)
+        if reason is None:
+            given = [frontend.array(x.float().cpu().numpy(), "bfloat16", "gpu") for x in (*inputs, *cotangents)]
+            outputs, gradients = frontend.program(c.function(workload, log_decay), given[:-1], given[-1:])()
+            got = [torch.from_numpy(frontend.values(x).astype("float32")).cuda() for x in (*outputs, *gradients)]
+        found[name] = {"skipped": reason} if reason else errors(got, true)
+        print(operation, name, found[name], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("operations", nargs="*", metavar="OP", help=f"{' or '.join(OPERATIONS)}; both if none is named")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for <gpu>.json")
+    parser.add_argument("--fla-seconds", type=float, default=240.0, help="for compiling fla; 0 leaves it out")
+    arguments = parser.parse_args()
+    operations = arguments.operations or list(OPERATIONS)
+    if unknown := set(operations) - set(OPERATIONS):
+        parser.error(f"operation {unknown.pop()!r}; expected one of {', '.join(OPERATIONS)}")
+    if not measuring.on_gpu():
+        parser.error("no framework that is installed sees a GPU")
+    about = {key: value for key, value in report.about(0).items() if key != "copy_bandwidth"}
+    name = file_name(about["device"])
+    results = json.loads((RESULTS / name).read_text()) if (RESULTS / name).exists() else {}
+    fla = {operation: {SHAPE.H: "not asked for"} for operation in operations}
+    if arguments.fla_seconds:
+        fla = compile_all(operations, [SHAPE.H], arguments.fla_seconds, print)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for operation in operations:
+        found = measure(operation, fla[operation].get(SHAPE.H))
+        results[operation] = {"about": about, "shape": str(SHAPE), "errors": found}
+        report.write(arguments.out / name, results)
+
+
+if __name__ == "__main__":
+    main()
