@@ -5,8 +5,11 @@ import shutil
 import subprocess
 import tempfile
 
-# Parts of the names of tests that take half a minute or more.
-_LONGEST = ("test_in_the_interpreter", "test_demo", "compute_sanitizer")
+# Parts of the names of tests that take half a minute or more: without --gpu, and with it.
+_LONGEST = ("test_in_the_interpreter", "test_demo")
+_LONGEST_ON_GPUS = ("test_any_shape", "test_many_segments", "test_both_frameworks", "test_grad_and_checkpoint")
+# Keep a GPU busy, and a processor each that waits for it: few at a time.
+_WATCHED = "compute_sanitizer"
 
 
 def pytest_addoption(parser):
@@ -42,16 +45,20 @@ def _begin_with_another_gpu():
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Each of the processes that share the tests has some of the longest, first: all end at about the same time."""
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    longest = [item for item in items if any(name in item.nodeid for name in _LONGEST)]
-    others = [item for item in items if item not in longest]
-    left = len(items)
+    processes, gpu = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), config.getoption("gpu")
+    watched = [item for item in items if gpu and _WATCHED in item.nodeid]
+    longest = [item for item in items if any(name in item.nodeid for name in (_LONGEST_ON_GPUS if gpu else _LONGEST))]
+    first = {*watched, *longest}
+    others, left = [item for item in items if item not in first], len(items)
+    watchers = -(-processes // 4) if watched else 0
+    shares = [watched[i::watchers] if i < watchers else [] for i in range(processes)]
+    for i, item in enumerate(longest):
+        shares[-1 - i % max(processes - watchers, 1)].append(item)
     items.clear()
-    for i in range(processes):
-        own = longest[i::processes]
-        count = left // (processes - i) - len(own)  # each gets as many tests, one more the last ones
+    for i, own in enumerate(shares):
+        count = max(left // (processes - i) - len(own), 0)  # each gets as many tests, one more the last ones
         items += own + others[:count]
         left -= len(own) + count
         del others[:count]

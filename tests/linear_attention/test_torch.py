@@ -10,8 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from functorch.compile import make_boxed_func  # noqa: E402
-from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -110,6 +108,10 @@ def test_nothing_inside_reads_a_value():
 )
 def test_compile_without_breaks_and_once_for_all_lengths(case):
     """One graph forward and one backward, however long sequences are; in the interpreter the longer ones are cut."""
+    # Take seconds to import, in each of the processes that share the tests.
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
     torch._dynamo.reset()
     graphs = []
 

@@ -166,6 +166,10 @@ def test_float64():
         assert_within_rule(("output", "final_state"), got, truth, in_dtype, ("float64", "float64"))
 
 
+# Of batching alone, whatever the device; what XLA compiles for them would take it minutes on a GPU.
+of_batching = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
+
+
 def folded():
     """The XLA platform as if it had no batching rules, so that calls under vmap become one with a larger batch."""
     return interface.kernels(
@@ -177,6 +181,7 @@ GATED = Case(gate="vector", gamma=1, state=True, T=40)
 PACKED = Case(gate="vector", lengths=(3, 0, 20), state=True, B=1)
 
 
+@of_batching
 @pytest.mark.parametrize(("case", "mapped"), [
     (GATED, "all"), (GATED, "some"), (GATED, "twice"), (PACKED, "all"), (PACKED, "some"), (PACKED, "twice"),
     (Case(gate="scalar", gamma=2, G=1, reverse=True, T=40), "all"), (Case(gamma=1, lengths=(9, 14), B=1), "twice"),
@@ -215,6 +220,7 @@ def test_folding_into_the_batch_is_right(case, mapped):
         one.check(lambda case, _, found=(*outputs, *gradients): found)
 
 
+@of_batching
 def test_shared_arguments_get_the_sum_of_the_gradients():
     call = folded()[0].fn
     q, k, v, g, gamma, state = arrays()

@@ -155,7 +155,7 @@ def main(what: str) -> None:
         return
     pairs = [(call, cfg) for call in CALLS for cfg in configurations(call)]
     if what == "build":
-        with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:
             others = [*pool.map(serve, *zip(*SERVING, strict=True)), *pool.map(leave, *zip(*ENDS, strict=True))]
             launched = set().union(*pool.map(run, *zip(*pairs, strict=True)), *others)
     else:
