@@ -85,6 +85,14 @@ def test_without_the_state(run_gla_in_two, gates):
     Case(**gates, T=130, B=1, state=True).check(run_gla_in_two)
 
 
+# Some results are as small as the decay, so the relative error of that is all of theirs.
+@pytest.mark.parametrize("case", [
+    Case(gamma=1, seed=3697), Case(gate="scalar", seed=3697), Case(gate="vector", gamma=1, K=64, seed=160),
+], ids=str)  # fmt: skip
+def test_one_token_and_a_strong_decay(run_gla, case):
+    dataclasses.replace(case, B=1, T=1, H=1, decay="strong", state=True).check(run_gla)
+
+
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"]], ids=str)
 def test_every_length(run_gla, gates, T):

@@ -15,6 +15,7 @@ from keraunos.kernels.linear_attention.triton_kernels import (
     locate,
     locate_chunk,
     ones_dot,
+    power,
 )
 
 
@@ -39,17 +40,19 @@ def decay_kernel(
     stride_gamma_b, scale, T, N,
     qd, kd, sums, halved,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, GAMMA: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
+    PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What vector gates do inside a chunk, worked into q and k, so that a scan over chunks need not know them.
 
     ``qd = scale * q * factor``, ``kd = k / factor`` with ``factor = exp(gates from the chunk's start to the token)``;
-    ``sums`` are the gates (base 2) of the chunk. If those of any dimension sum below -MILD, factors may be too small
-    for the dtype: then the chunk is ``halved``, and ``kd = k exp(gates after the token to the chunk's end)``. Walks
-    token by token, two at a time.
+    ``sums`` are the gates of the chunk, base 2 or, EXACT, their own. If those of any dimension sum below -MILD, factors
+    may be too small for the dtype: then the chunk is ``halved``, and ``kd = k exp(gates after the token to the chunk's
+    end)``. Walks token by token, two at a time.
     """
     in_turn(OVERLAP)
+    EXACT: tl.constexpr = TERMS == 3
+    LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     i_h = tl.program_id(0) % H
     i_s = tl.program_id(0) // H
     i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, BT, PACKED, True, BN)
@@ -66,7 +69,7 @@ def decay_kernel(
     o_d = ((i_b * T + base) * H + i_h) * K + o_k
     b_gamma = 0.0
     if GAMMA:
-        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT)
 
     b_to = tl.zeros([BK], dtype=tl.float32)
     for i in range(0, left, 2):
@@ -77,8 +80,8 @@ def decay_kernel(
             b_q = tl.load(p_q + t * (stride_qt * UNIT), mask=m_t, other=0.0).to(tl.float32)
             if MILD > 0:
                 b_k = tl.load(p_k + t * (stride_kt * UNIT), mask=m_t, other=0.0).to(tl.float32)
-            b_to += tl.where(m_t, b_g * LOG2E + b_gamma, 0.0)
-            b_f = tl.exp2(b_to)
+            b_to += tl.where(m_t, b_g * LOG + b_gamma, 0.0)
+            b_f = power(b_to, EXACT)
             o_t = o_d + t * (H * K)
             tl.store(qd + o_t, (b_q * (b_f * scale)).to(qd.dtype.element_ty), mask=m_t)
             if MILD > 0:
@@ -93,8 +96,8 @@ def decay_kernel(
         for i in range(left):
             t = i if REVERSE else (left - 1 - i)
             b_k = tl.load(p_k + t * (stride_kt * UNIT), mask=m_k, other=0.0).to(tl.float32)
-            tl.store(kd + o_d + t * (H * K), (b_k * tl.exp2(b_left)).to(kd.dtype.element_ty), mask=m_k)
-            b_left += load_gate(p_g + t * (stride_gt * UNIT), m_k, CLOSED) * LOG2E + b_gamma
+            tl.store(kd + o_d + t * (H * K), (b_k * power(b_left, EXACT)).to(kd.dtype.element_ty), mask=m_k)
+            b_left += load_gate(p_g + t * (stride_gt * UNIT), m_k, CLOSED) * LOG + b_gamma
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -115,6 +118,8 @@ def halving_kernel(
     is ``[B, T, H, WIDTH]``, of which the query's row of a pair has the pairs with its chunk.
     """
     in_turn(OVERLAP)
+    EXACT: tl.constexpr = TERMS == 3
+    LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     NB: tl.constexpr = (H + BH - 1) // BH
     i_s = tl.program_id(0) // NB
     i_h0 = (tl.program_id(0) % NB) * BH
@@ -142,7 +147,7 @@ def halving_kernel(
             p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT
             b_gamma = 0.0
             if GAMMA:
-                b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b) / LOG2E
+                b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT) / LOG
 
             b_a = tl.zeros([BT, BT], dtype=tl.float32)  # [i, j]
             for i_k in range(0, K, BK):
@@ -159,7 +164,7 @@ def halving_kernel(
                 while m < BT:
                     later, m_sum, m_pair = level(o_p, m)
                     b_y = tl.where(later[:, None], b_q.to(tl.float32), b_k.to(tl.float32))
-                    b_y = (b_y * tl.exp2(ones_dot(m_sum, b_g, TERMS) * LOG2E)).to(dtype)  # [BT, BK]
+                    b_y = (b_y * power(ones_dot(m_sum, b_g, TERMS) * LOG, EXACT)).to(dtype)  # [BT, BK]
                     b_l = tl.dot(b_y, tl.trans(b_y), input_precision=PRECISION)
                     b_a += tl.where(m_pair & later[:, None], b_l, 0.0)
                     m *= 2
@@ -196,11 +201,13 @@ def halved_gradients(
     BT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same with any vector gates: pairs factor level by level, at the boundary of the halves of blocks."""
+    EXACT: tl.constexpr = TERMS == 3
+    LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     b_qf = b_q.to(tl.float32)
     b_kf = b_k.to(tl.float32)
     b_gc = tl.maximum(b_g.to(tl.float32), CLOSED)
-    b_dq *= tl.exp2(ones_dot(m_upto, b_gc, TERMS) * LOG2E) * scale
-    b_dk *= tl.exp2(ones_dot(m_after, b_gc, TERMS) * LOG2E)
+    b_dq *= power(ones_dot(m_upto, b_gc, TERMS) * LOG, EXACT) * scale
+    b_dk *= power(ones_dot(m_after, b_gc, TERMS) * LOG, EXACT)
     b_dg = ones_dot(o_p[:, None] <= o_p[None, :], b_qf * b_dq, DG_TERMS)
     b_dg += ones_dot(o_p[:, None] > o_p[None, :], b_kf * b_dk, DG_TERMS)
     b_dg += b_across[None, :]
@@ -212,7 +219,7 @@ def halved_gradients(
     m = 1
     while m < BT:
         later, m_sum, m_pair = level(o_p, m)
-        b_e = tl.exp2(ones_dot(m_sum, b_gc, TERMS) * LOG2E)
+        b_e = power(ones_dot(m_sum, b_gc, TERMS) * LOG, EXACT)
         b_y = tl.where(later[:, None], b_qf, b_kf) * b_e  # [BT, BK]
         b_z = tl.dot(tl.where(m_pair, b_w, 0.0).to(b_q.dtype), b_y.to(b_q.dtype), input_precision=PRECISION)
         b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_y * b_z, DG_TERMS)
@@ -229,19 +236,21 @@ def scalar_gradients(
     GATE: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same with one gate per token, ``b_g`` ``[BT]``, or a constant one only; dg is ``[BT]``."""
+    EXACT: tl.constexpr = TERMS == 3
+    LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     b_row = b_gamma * tl.maximum((left - o_t) if REVERSE else (o_t + 1), 0)
     b_col = b_gamma * tl.maximum(o_t if REVERSE else (left - 1 - o_t), 0)
     b_all = b_gamma * left
     b_between = b_gamma * tl.maximum(o_p[:, None] - o_p[None, :], 0)  # [BT (i), BT (j)]
     if GATE == 1:
-        b_row += tl.sum(tl.where(m_upto, b_g[None, :], 0.0), 1) * LOG2E
-        b_col += tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1) * LOG2E
-        b_all += tl.sum(b_g, 0) * LOG2E
+        b_row += tl.sum(tl.where(m_upto, b_g[None, :], 0.0), 1) * LOG
+        b_col += tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1) * LOG
+        b_all += tl.sum(b_g, 0) * LOG
         b_after = tl.where(o_p[:, None] > o_p[None, :], b_g[:, None], 0.0)  # [BT (t), BT (j)]
-        b_between += ones_dot(m_upto, b_after, TERMS) * LOG2E
-    b_pair = tl.where(m_upto, tl.exp2(b_between), 0.0)
-    b_dq *= (tl.exp2(b_row) * scale)[:, None]
-    b_dk *= tl.exp2(b_col)[:, None]
+        b_between += ones_dot(m_upto, b_after, TERMS) * LOG
+    b_pair = tl.where(m_upto, power(b_between, EXACT), 0.0)
+    b_dq *= (power(b_row, EXACT) * scale)[:, None]
+    b_dk *= power(b_col, EXACT)[:, None]
     b_rq = tl.sum(b_q.to(tl.float32) * b_dq, 1)  # [BT] what the token reads from before the chunk
     b_rk = tl.sum(b_k.to(tl.float32) * b_dk, 1)  # [BT] what it leaves to after the chunk
     b_da *= b_pair
@@ -254,7 +263,7 @@ def scalar_gradients(
     b_x = tl.dot(b_a.to(b_q.dtype), b_m, input_precision=PRECISION) + b_rq[:, None]  # [BT (i), BT (t)]
     b_dg = tl.sum(tl.where(m_upto, b_x, 0.0), 0)
     b_dg += tl.sum(tl.where(m_after, b_rk[:, None], 0.0), 0)
-    b_dg += tl.sum(b_across, 0) * tl.exp2(b_all)
+    b_dg += tl.sum(b_across, 0) * power(b_all, EXACT)
     return b_dq, b_dk, b_dg
 
 
@@ -291,6 +300,8 @@ def gradient_kernel(
     """
     if not HALVED:
         in_turn(OVERLAP)
+    EXACT: tl.constexpr = TERMS == 3
+    LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     NK: tl.constexpr = (K + BK - 1) // BK
     NB: tl.constexpr = (H + BH - 1) // BH
     i_k = tl.program_id(0) % NK
@@ -329,7 +340,7 @@ def gradient_kernel(
             i_state = (i_o.to(tl.int64) * H + i_h) * K * V
             b_gamma = 0.0
             if GAMMA:
-                b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+                b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT)
             UNIT_G: tl.constexpr = UNIT if GATE == 2 else 1
             if GATE > 0:
                 p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT_G
@@ -344,7 +355,7 @@ def gradient_kernel(
                 b_sums = tl.load(sums + i_slot * K + o_k, mask=o_k < K, other=0.0)  # [BK]
                 b_g = tl.load(p_g + o_t[:, None] * (stride_gt * UNIT_G) + o_k[None, :], mask=m_k, other=0.0)
                 if GAMMA:
-                    b_g = tl.where(m_k, b_g.to(tl.float32) + b_gamma / LOG2E, 0.0)
+                    b_g = tl.where(m_k, b_g.to(tl.float32) + b_gamma / LOG, 0.0)
             b_da = tl.zeros([BT, BT], dtype=tl.float32)
             b_dq = tl.zeros([BT, BK], dtype=tl.float32)
             b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -369,7 +380,7 @@ def gradient_kernel(
                 b_da *= scale
 
             if GATE == 2:
-                b_across *= tl.exp2(b_sums)
+                b_across *= power(b_sums, EXACT)
                 if MILD:
                     b_dq, b_dk, b_dg = mild_gradients(
                         b_q, b_k, b_g, b_sums, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,

@@ -6,7 +6,8 @@ running backwards is index arithmetic. An adjoint run (ADJOINT) carries the grad
 acts after the token, not before it, and the softmax scale acts on what enters the state, not on what is read from it.
 
 Every decay is ``exp2`` of a sum of gates over exactly the tokens that it spans, taken as a product with a 0/1 matrix:
-no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0, ``-inf`` included.
+no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0, ``-inf`` included. Sums are to the
+base 2; with float32 (EXACT) to the base of the gates: see ``power``.
 
 Strides of rows that are no constants come in units of UNIT, a constant: so the compiler knows that rows are aligned,
 also where the front end does not tell it what numbers are multiples of, and builds the same code for every front end.
@@ -23,6 +24,9 @@ CLOSED = tl.constexpr(-16384.0)
 FAINT = tl.constexpr(-100.0)
 # The log, base 2, of less than any float32 value.
 NOTHING = tl.constexpr(-150.0)
+# ln 2 in two parts, of which the first has few digits.
+LN2 = tl.constexpr(0.693359375)
+LN2_REST = tl.constexpr(-2.12194440e-4)
 
 
 @triton.jit
@@ -93,27 +97,43 @@ def load_gate(p_g, m_g, LOWEST: tl.constexpr):
 
 
 @triton.jit
-def load_gamma(gamma, i_b, i_h, stride_gamma_b):
-    """The constant gate of a head, base 2; finite, so that no tokens' worth of it is 0."""
-    return tl.maximum(tl.load(gamma + i_b * stride_gamma_b + i_h).to(tl.float32), CLOSED) * LOG2E
+def load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT: tl.constexpr = False):
+    """The constant gate of a head, base 2 (EXACT: as it is); finite, so that no tokens' worth of it is 0."""
+    b_gamma = tl.maximum(tl.load(gamma + i_b * stride_gamma_b + i_h).to(tl.float32), CLOSED)
+    return b_gamma if EXACT else b_gamma * LOG2E
 
 
 @triton.jit
-def reach(b_gamma, i_p, L, P, REVERSE: tl.constexpr):
+def power(x, EXACT: tl.constexpr):
+    """The decay of which x is the logarithm, base 2, or EXACT the natural one, at most 0.
+
+    A product with LOG2E would be rounded like any number of x's size: a relative error of the decay that grows with x.
+    So multiples of ln 2, of which exp2 is exact, are taken off first, without an error.
+    """
+    if EXACT:
+        x = tl.maximum(x, NOTHING)
+        n = tl.floor(x * LOG2E + 0.5)
+        return tl.exp2((x - n * LN2 - n * LN2_REST) * LOG2E) * tl.exp2(n)
+    return tl.exp2(x)
+
+
+@triton.jit
+def reach(b_gamma, i_p, L, P, REVERSE: tl.constexpr, EXACT: tl.constexpr):
     """How many tokens back from the end of piece i_p of a segment anything is left at the segment's end.
 
     Below 0: not even there. Not for pieces of the segment that is walked last, which may be a short one.
     """
     n_after = (i_p if REVERSE else (P - 1 - i_p)) * L
+    b_gamma *= LOG2E if EXACT else 1.0
     return tl.minimum(NOTHING / tl.minimum(b_gamma, -1e-6), 1e9).to(tl.int32) - n_after
 
 
 @triton.jit
-def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT: tl.constexpr):
+def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT: tl.constexpr, EXACT: tl.constexpr):
     """Constant decays of a chunk of ``left`` tokens: from its start to each ``[BT]``, from each to its end, across."""
-    b_to = tl.exp2(b_gamma * (o_p + (0 if ADJOINT else 1))) * scale_out
-    b_left = tl.exp2(b_gamma * tl.maximum(left - o_p - (0 if ADJOINT else 1), 0)) * scale_in
-    return b_to, b_left, tl.exp2(b_gamma * left)
+    b_to = power(b_gamma * (o_p + (0 if ADJOINT else 1)), EXACT) * scale_out
+    b_left = power(b_gamma * tl.maximum(left - o_p - (0 if ADJOINT else 1), 0), EXACT) * scale_in
+    return b_to, b_left, power(b_gamma * left, EXACT)
 
 
 @triton.jit
@@ -180,6 +200,7 @@ def scan_kernel(
     OVERLAP: see ``in_turn``.
     """
     in_turn(OVERLAP)
+    LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
@@ -217,10 +238,10 @@ def scan_kernel(
         size = tl.maximum(tl.minimum(size - F, M), 0)
     b_gamma = 0.0
     if GAMMA and GATE < 2:
-        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT)
     if FINAL == 2 and GAMMA and GATE == 0:
         # Only the tokens count of which anything is left at the segment's end.
-        n_seen = reach(b_gamma, (i_g % P).to(tl.int32), L, P, REVERSE)
+        n_seen = reach(b_gamma, (i_g % P).to(tl.int32), L, P, REVERSE, EXACT)
         if n_seen < 0:
             return
         unseen = tl.maximum(size - n_seen, 0) // BT * BT
@@ -278,11 +299,11 @@ def scan_kernel(
     # token's gate after the token, and scale what enters the state.
     m_pair = o_p[:, None] <= o_p[None, :]  # [BT (j), BT (i)]
     b_gap = b_gamma * tl.maximum(o_p[None, :] - o_p[:, None], 0)
-    b_pair = tl.where(m_pair, tl.exp2(b_gap) * scale, 0.0)
+    b_pair = tl.where(m_pair, power(b_gap, EXACT) * scale, 0.0)
     scale_out = 1.0 if ADJOINT else scale
     scale_in = scale if ADJOINT else 1.0
     left = tl.minimum(size - (n_c - 1) * BT if REVERSE else size, BT)
-    b_to, b_left, b_all = chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT)
+    b_to, b_left, b_all = chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT, EXACT)
     b_sum = tl.zeros([BK], dtype=tl.float32)
     b_sum1 = 0.0
 
@@ -326,9 +347,9 @@ def scan_kernel(
             b_g_to = tl.sum(tl.where(m_upto, b_g[:, None], 0.0), 0)  # [BT (i)]
             b_g_all = tl.sum(b_g, 0)
             b_g_left = tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1)  # [BT (j)]
-            b_to_c *= tl.exp2(b_g_to * LOG2E)
-            b_left_c *= tl.exp2(b_g_left * LOG2E)
-            b_all_c *= tl.exp2(b_g_all * LOG2E)
+            b_to_c *= power(b_g_to * LOG, EXACT)
+            b_left_c *= power(b_g_left * LOG, EXACT)
+            b_all_c *= power(b_g_all * LOG, EXACT)
             b_sum1 += b_g_all
             p_g += step * stride_gt
             if OUTPUT:
@@ -337,12 +358,12 @@ def scan_kernel(
                     b_between = ones_dot(m_after, tl.where(m_upto, b_g[:, None], 0.0), TERMS)
                 else:
                     b_between = b_g_to[None, :] + (b_g_left - b_g_all)[:, None]
-                b_between = tl.minimum(b_between, 0.0) * LOG2E + b_gap
-                b_pair = tl.where(m_pair, tl.exp2(b_between) * scale, 0.0)
+                b_between = tl.minimum(b_between, 0.0) * LOG + b_gap
+                b_pair = tl.where(m_pair, power(b_between, EXACT) * scale, 0.0)
         if GATE == 2:
             b_sums = tl.load(sums + i_slot * K + o_k, mask=o_k < K, other=0.0)
             b_sum += b_sums
-            b_decay = tl.exp2(b_sums)
+            b_decay = power(b_sums, EXACT)
             halves = True
             if MILD > 0:
                 halves = tl.load(halved + i_slot) != 0
@@ -399,7 +420,7 @@ def scan_kernel(
         # Only the sequence's last chunk may be shorter: the decays change once at most.
         following = BT if REVERSE else tl.maximum(tl.minimum(size - (i + 1) * BT, BT), 0)
         if following != left:
-            b_to, b_left, b_all = chunk_decay(b_gamma, o_p, following, scale_out, scale_in, ADJOINT)
+            b_to, b_left, b_all = chunk_decay(b_gamma, o_p, following, scale_out, scale_in, ADJOINT, EXACT)
         left = following
 
     if FINAL > 0:
@@ -418,7 +439,7 @@ def scan_kernel(
     if FINAL == 2 and i_v == 0:
         i_total = i_s.to(tl.int64) * H + i_h
         if GATE == 1:
-            tl.store(total + i_total, b_sum1 * LOG2E)
+            tl.store(total + i_total, b_sum1 * LOG)
         if GATE == 2:
             tl.store(total + i_total * K + o_k, b_sum, mask=o_k < K)
     if OVERLAP // 2 % 2 == 1:
@@ -431,7 +452,7 @@ def combine_kernel(
     starts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, INIT: tl.constexpr,
-    POOL: tl.constexpr, MAY_START: tl.constexpr,
+    EXACT: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -465,7 +486,7 @@ def combine_kernel(
         b_s = tl.zeros([BK, BV], dtype=tl.float32)
     b_gamma = 0.0
     if GAMMA and GATE < 2:
-        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT)
     # All pieces but those of the segment that is walked last: the segment, and the piece's place in it.
     i_s = (n_s - 1) if REVERSE else 0
     i_p = (n_g - 1 - i_s * P) if REVERSE else 0
@@ -477,14 +498,14 @@ def combine_kernel(
         i_slot = (piece0 + i_g) * H + i_h
         m_l = m_s
         if GATE == 2:
-            b_s *= tl.exp2(tl.load(total + i_slot * K + o_k, mask=o_k < K, other=0.0))[:, None]
+            b_s *= power(tl.load(total + i_slot * K + o_k, mask=o_k < K, other=0.0), EXACT)[:, None]
         else:
             b_all = b_gamma * tl.minimum(length - i_g * L, L).to(tl.float32)
             if GATE == 1:
                 b_all += tl.load(total + i_slot)
             else:
-                m_l = m_s & (reach(b_gamma, i_p, L, P, REVERSE) >= 0)
-            b_s *= tl.exp2(b_all)
+                m_l = m_s & (reach(b_gamma, i_p, L, P, REVERSE, EXACT) >= 0)
+            b_s *= power(b_all, EXACT)
         b_s += tl.load(local + i_slot * K * V + o_s, mask=m_l, other=0.0)
         i_p += -1 if REVERSE else 1
         over = (i_p < 0) if REVERSE else (i_p == P)
