@@ -1,5 +1,6 @@
 """The serving functions under JAX's transformations: what becomes of the pool's memory, references, loops, lowering."""
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -15,7 +16,7 @@ from keraunos import serving  # noqa: E402
 from keraunos.kernels.linear_attention.reference import linear_attention  # noqa: E402
 from tests.linear_attention.cases import GPU, INTERPRETED  # noqa: E402
 from tests.numerics import assert_within_rule  # noqa: E402
-from tests.serving.cases import Case, arguments, results  # noqa: E402
+from tests.serving.cases import Case, arguments, results, run_jax  # noqa: E402
 
 TRITON = GPU and importlib.util.find_spec("jax_triton") is not None
 pytestmark = [
@@ -193,6 +194,19 @@ def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, op, monkeypatch):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "triton_kernel_call" in text
     assert ("output_operand_alias" in text) == (op in WRITING)
+
+
+@pytest.mark.parametrize("boundaries", [False, True])
+@pytest.mark.parametrize("op", CASES)
+def test_where_64_bits_are_the_default(platform, op, boundaries):
+    """What has no dtype of its own is float64 there; states are float32."""
+    case = CASES[op]
+    if boundaries:
+        if op != "prefill":
+            pytest.skip("only prefill has boundaries")
+        case = dataclasses.replace(case, tokens=(11, 29), targets=(2, 3))
+    with jax.enable_x64(True):
+        case.check(functools.partial(run_jax, platform))
 
 
 def test_errors(platform):

@@ -44,7 +44,7 @@ def _steps(args: Args, opts: Options):
         return jnp.repeat(x, H // x.shape[2], 2) if x.shape[2] != H else x
 
     k, v = heads(args.key), heads(args.value)
-    gate = jnp.zeros((*k.shape[:3], 1))
+    gate = jnp.zeros((*k.shape[:3], 1), jnp.float32)
     if args.g is not None:
         g = tokens(args.g)
         gate = gate + (g if g.ndim == 4 else g[..., None])
@@ -123,7 +123,7 @@ def _in_pieces(call: linear_interface.Args, options: linear_interface.Options, a
 def _gates(call: linear_interface.Args, cuts: jax.Array) -> jax.Array:
     """The decay across each piece, ``[pieces, H, K or 1, 1]``: sums over its own tokens only, so that none cancels."""
     n, H = len(cuts) - 1, call.query.shape[2]
-    total = jnp.zeros((n, H, 1))
+    total = jnp.zeros((n, H, 1), jnp.float32)
     if call.g is not None:
         g = call.g[0].astype(jnp.float32)
         piece = jnp.searchsorted(cuts[1:], jnp.arange(len(g)), side="right")
