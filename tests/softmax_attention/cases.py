@@ -56,7 +56,8 @@ class Case:
     def arrays(self) -> tuple[Args, np.ndarray]:
         """The arguments without the seed, and a gradient for the output."""
         rng = np.random.default_rng(0)
-        B, T, S, H, K = self.B, self.T, self.S or self.T, self.H, self.K
+        B, T, H, K = self.B, self.T, self.H, self.K
+        S = T if self.S is None else self.S
         G, V = self.G or H, self.V or K
 
         def normal(*shape):
@@ -110,10 +111,11 @@ class Case:
         H = self.H
         if args.bias is not None:
             B, heads = args.bias.shape[:2]
-            dbias = dbias.reshape(B, -1, heads, H // heads, *dbias.shape[2:]).sum((1, 3))
+            dbias = dbias.reshape(B, self.B // max(B, 1), heads, H // heads, *dbias.shape[2:]).sum((1, 3))
         if args.sinks is not None:
             heads = 1 if args.sinks.ndim == 1 else len(args.sinks)
-            dsinks = dsinks.sum((0, 2)).reshape(heads, H // heads, -1).sum(1).reshape(args.sinks.shape)
+            shape = heads, H // heads, args.sinks.shape[-1]
+            dsinks = dsinks.sum((0, 2)).reshape(shape).sum(1).reshape(args.sinks.shape)
         return None if args.bias is None else dbias, None if args.sinks is None else dsinks
 
     def run_jax(self, platform):

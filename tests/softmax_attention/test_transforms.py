@@ -12,6 +12,7 @@ import keraunos
 from keraunos.kernels.softmax_attention.reference import attention
 from keraunos.types import MaskInfo
 from tests.numerics import assert_within_rule
+from tests.softmax_attention.cases import Case
 
 SMALL = keraunos.AttentionConfig(block_q=16, block_k=16)
 OPTIONS = dict(causal=True, logits_soft_cap=4.0, dtype="float32", platform="xla")
@@ -72,6 +73,11 @@ def test_shard_map_over_batch_and_heads(cfg):
         return jax.jit(jax.grad(lambda x: (f(*x) ** 2).sum()))(tuple(given))
 
     assert_right([split(*given), *gradients(split)], given, causal=True, soft_cap=4.0)
+
+
+def test_gradients_where_64_bits_are_the_default():
+    with jax.enable_x64(True):
+        Case(bias=4, sinks=4, dropout=0.3, block=16).check("xla", "jax")
 
 
 def test_a_traced_mask_info_is_a_pytree():

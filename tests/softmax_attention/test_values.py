@@ -56,6 +56,12 @@ CASES = [
     Case(H=6, G=2, dtype="bfloat16", causal=True),
     Case(B=1, H=6, G=1, dtype="bfloat16", causal=True, soft_cap=5.0, segments=True),
     Case(B=1, T=16, S=2752, H=8, G=4, dtype="bfloat16", window=4),
+    # A bias of every head where heads share keys.
+    Case(bias=4, G=2),
+    # Nothing to do, of each kind.
+    Case(B=0, window=3, sinks=2, G=2),
+    Case(T=0, S=20, bias=4, dropout=0.3),
+    Case(T=20, S=0, sinks=4),
 ]
 
 

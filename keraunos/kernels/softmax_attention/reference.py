@@ -14,7 +14,8 @@ def attention(query, key, value, bias=None, sinks=None, mask=None, query_segment
     """
     q, k, v = (np.asarray(x).astype(dtype) for x in (query, key, value))
     (B, T, H, K), (S, G, V) = q.shape, v.shape[1:]
-    q, k, v = q.reshape(B, T, G, -1, K).transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    R = H // G
+    q, k, v = q.reshape(B, T, G, R, K).transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     scale = dtype(K**-0.5 if softmax_scale is None else softmax_scale)
     capped = x = scale * np.einsum("bgrtk,bgsk->bgrts", q, k)
     if soft_cap is not None:
@@ -32,7 +33,7 @@ def attention(query, key, value, bias=None, sinks=None, mask=None, query_segment
         seen = seen & (own == key_segments[:, None, None, None, :]) & (own >= 0)
     x = np.where(seen, x, -np.inf)
     sink = np.zeros((1, G, 1, 0), dtype) if sinks is None else sinks_of(np.asarray(sinks).astype(dtype), G)
-    sink = np.broadcast_to(sink[..., None, :], (B, G, H // G, T, sink.shape[-1]))
+    sink = np.broadcast_to(sink[..., None, :], (B, G, R, T, sink.shape[-1]))
     top = np.concatenate([x, sink], -1).max(-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isfinite(top), top, 0)
     x, sink = np.exp(x - top), np.exp(sink - top)
@@ -40,18 +41,18 @@ def attention(query, key, value, bias=None, sinks=None, mask=None, query_segment
     total = np.where(total > 0, total, 1)
     p, sink, keep = x / total, sink / total, dtype(1)
     if dropout:
-        head = np.arange(B * H).astype(np.uint64).reshape(B, G, -1, 1, 1)
+        head = np.arange(B * H).astype(np.uint64).reshape(B, G, R, 1, 1)
         seed = np.asarray(seed).astype(np.uint64)
         keep = keeps(seed, head, t.astype(np.uint64), s.astype(np.uint64), dropout) / dtype(1 - dropout)
     weights = p * keep
     output = np.einsum("bgrts,bgsv->btgrv", weights, v).reshape(B, T, H, V)
     if doutput is None:
         return output, weights.reshape(B, H, T, S)
-    do = np.asarray(doutput).astype(dtype).reshape(B, T, G, -1, V).transpose(0, 2, 3, 1, 4)
+    do = np.asarray(doutput).astype(dtype).reshape(B, T, G, R, V).transpose(0, 2, 3, 1, 4)
     dp = np.einsum("bgrtv,bgsv->bgrts", do, v) * keep
     mean = (p * dp).sum(-1, keepdims=True)
     dx = p * (dp - mean)
     dz = scale * dx * (1 if soft_cap is None else 1 - (capped / dtype(soft_cap)) ** 2)
     dq = np.einsum("bgrts,bgsk->btgrk", dz, k).reshape(B, T, H, K)
     dk, dv = np.einsum("bgrts,bgrtk->bsgk", dz, q), np.einsum("bgrts,bgrtv->bsgv", weights, do)
-    return dq, dk, dv, dx.reshape(B, H, T, S), (-sink * mean).reshape(B, H, T, -1)
+    return dq, dk, dv, dx.reshape(B, H, T, S), (-sink * mean).reshape(B, H, T, sink.shape[-1])

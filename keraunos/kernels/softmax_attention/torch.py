@@ -85,7 +85,7 @@ class _Weights(NamedTuple):
 
 def _heads(x: torch.Tensor, G: int) -> torch.Tensor:
     """``[B, T, H, dim] -> [B, G, R, T, dim]``."""
-    return x.reshape(*x.shape[:2], G, -1, x.shape[3]).permute(0, 2, 3, 1, 4)
+    return x.reshape(*x.shape[:2], G, x.shape[2] // G, x.shape[3]).permute(0, 2, 3, 1, 4)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _weights(args: Args, opts: Options, t0: int, s0: int, logs: tuple[torch.Tens
     divisor = torch.where(total > 0, total, 1)
     keep: Any = 1.0
     if opts.dropout:
-        head = torch.arange(B * H, device=device).reshape(B, G, -1, 1, 1)
+        head = torch.arange(B * H, device=device).reshape(B, G, H // G, 1, 1)
         keep = keeps(args.seed.long(), head, t, s, opts.dropout).to(x.dtype) / (1 - opts.dropout)
     return _Weights(p / divisor, None if args.sinks is None else sinks / divisor, capped, keep, top, total)
 
@@ -198,9 +198,7 @@ def backward(args: Args, residuals, grads, opts: Options, logs: tuple = (), mean
         mean = (p * dp).sum(-1, keepdim=True) if means is None else means[..., t, :]
         dx = p * (dp - mean)
         if dbias is not None:
-            shape = over_groups(part.bias, G).shape
-            own = dx.sum([i for i, n in enumerate(shape[:3]) if n == 1], keepdim=True)
-            dbias[:, :, t, s] = own.reshape(part.bias.shape)
+            dbias[:, :, t, s] = dx.sum_to_size(over_groups(part.bias, G).shape).reshape(part.bias.shape)
         if dsinks is not None and w.sinks is not None:
             dsinks -= (w.sinks * mean).sum((0, 3))
         dz = opts.softmax_scale * dx
@@ -211,7 +209,7 @@ def backward(args: Args, residuals, grads, opts: Options, logs: tuple = (), mean
         dv[:, s] += torch.einsum("bgrts,bgrtv->bsgv", w.kept.to(work), do)
     if dsinks is not None:
         heads = 1 if args.sinks.ndim == 1 else args.sinks.shape[0]
-        dsinks = dsinks.reshape(heads, -1, args.sinks.shape[-1]).sum(1).reshape(args.sinks.shape)
+        dsinks = dsinks.reshape(heads, H // heads, args.sinks.shape[-1]).sum(1).reshape(args.sinks.shape)
     found = Args(dq, dk, dv, dbias, dsinks)
     return Args(*(None if d is None else d.to(x.dtype) for x, d in zip(args, found, strict=True)))
 
@@ -229,7 +227,7 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     for some, t, s in _parts(args, opts):
         w = _weights(some, opts, t.start, s.start)
         output[:, t] = _output(some, w.p)
-        top[..., t], total[..., t] = (x.reshape(B, H, -1) for x in (w.top, w.total))
+        top[..., t], total[..., t] = (x.flatten(1, 2)[..., 0] for x in (w.top, w.total))
     return output, torch.where(total > 0, top, torch.inf), torch.where(total > 0, total, 1).log()
 
 

@@ -266,7 +266,7 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
         dp = _kept(_product("bgrtv,bgsv->bgrts", do[i], w.v[j], w.work), tile, opts)
         dx = p * (dp - mean[i][..., None])
         if dbias is not None:
-            place = (0, 0, 0, i * w.sizes[0], j * w.sizes[1])
+            place = (*[i * 0] * 3, i * w.sizes[0], j * w.sizes[1])
             dbias = jax.lax.dynamic_update_slice(dbias, _summed(dx, dbias.shape[:3]).astype(dbias.dtype), place)
         dz = opts.softmax_scale * dx
         if opts.soft_cap is not None:
@@ -292,9 +292,9 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
     dsinks = None
     if args.sinks is not None:
         # [n, B, G, R, block, sinks]; queries that were padded have no gradient of their output.
-        dsinks = -(jnp.exp(w.sinks() - logs[..., None]) * mean[..., None]).sum((0, 1, 4)).reshape(w.H, -1)
+        dsinks = -(jnp.exp(w.sinks() - logs[..., None]) * mean[..., None]).sum((0, 1, 4))
         heads = 1 if args.sinks.ndim == 1 else args.sinks.shape[0]
-        dsinks = dsinks.reshape(heads, -1, dsinks.shape[-1]).sum(1).reshape(args.sinks.shape)
+        dsinks = dsinks.reshape(heads, w.H // heads, dsinks.shape[-1]).sum(1).reshape(args.sinks.shape)
     found = Args(w.rows(dq), dk, dv, dbias, dsinks)
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, found, strict=True)))
 
