@@ -15,7 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from keraunos import serving
 from keraunos.modules.gla_attention import gla_attention
 
-# Slopes are a model's constants: their negatives are made once.
+# Slopes are a model's constants: their negatives are made once, and again when they have changed, as far as PyTorch
+# counts changes: not those through ``.data``, but for a tensor put in its place.
 _negatives: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -73,7 +74,7 @@ def lightning_attention(
     outputs, states = [], [state[:, None]]
     if whole:
         # A block's own state, then the one before it, then the outputs: all blocks at once.
-        blocks = [x[:, :end].reshape(B * whole, block_size, H, -1) for x in (q, k, v)]
+        blocks = [x[:, :end].reshape(B * whole, block_size, H, x.shape[-1]) for x in (q, k, v)]
         _, own = gla_attention(*blocks, None, gamma, softmax_scale=1.0, return_state=True)
         states = [_carry(state, own.unflatten(0, (B, whole)), gamma * block_size)]
         before = states[0][:, :-1].flatten(0, 1)
@@ -92,7 +93,7 @@ def lightning_attention(
 
 
 def _differentiated(*tensors: torch.Tensor) -> bool:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._are_functorch_transforms_active():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
@@ -103,7 +104,9 @@ def _in_one_pass(q, k, v, gamma, block_size, state) -> tuple[torch.Tensor, torch
     blocks = -(-T // block_size)
     kv = torch.empty(H, blocks + 1, D, E, dtype=torch.float32, device=q.device)
     kv[:, 0] = kv[:, blocks] = state
-    slots, offsets, boundaries = _places(T, block_size, q.device)
+    # In a graph they are its own.
+    places = _places.__wrapped__ if torch.compiler.is_compiling() else _places
+    slots, offsets, boundaries = places(T, block_size, q.device)
     output, _ = serving.prefill(
         *(x.transpose(0, 1) for x in (q, k, v)), kv.transpose(0, 1), slots, offsets, g_gamma=gamma,
         boundaries=boundaries, softmax_scale=1.0,
@@ -179,16 +182,24 @@ def _check(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None
 
 def _gamma(name: str, slopes: torch.Tensor, H: int) -> torch.Tensor:
     """The log of the decay ``[H]``."""
+    if not isinstance(slopes, torch.Tensor):
+        raise TypeError(f"{name}: slopes are of type {type(slopes).__qualname__}; expected a torch.Tensor")
     if tuple(slopes.shape) not in ((H,), (H, 1, 1), (1, H, 1, 1)):
         raise ValueError(
             f"{name}: slopes have shape {tuple(slopes.shape)}; expected [H], [H, 1, 1] or [1, H, 1, 1] with H = {H}"
         )
-    # What a CUDA graph makes has no values yet; of what inference mode made, nobody knows whether it has changed.
-    if slopes.requires_grad or slopes.is_inference() or (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):
+    # What is traced, or captured in a CUDA graph, has no values yet; of what inference mode made, nobody knows whether
+    # it has changed.
+    if (
+        torch.compiler.is_compiling()
+        or slopes.requires_grad
+        or slopes.is_inference()
+        or (slopes.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         return -slopes.float().reshape(H)
-    made = _negatives.get(slopes)
-    if made is None or made[0] != slopes._version:
+    made, now = _negatives.get(slopes), (slopes._version, slopes.device, slopes.data_ptr())
+    if made is None or made[0] != now:
         # Kept for calls that gradients follow, too.
         with torch.inference_mode(False):
-            made = _negatives[slopes] = slopes._version, -slopes.detach().float().reshape(H)
+            made = _negatives[slopes] = now, -slopes.detach().float().reshape(H)
     return made[1]

@@ -71,6 +71,30 @@ def test_no_tokens():
     assert torch.equal(kv, history[:, :, None])
 
 
+def test_no_prompts():
+    """Of whole blocks, of parts of one, of both."""
+    for T in (16, 3, 20):
+        q, history = normal(0, 3, T, 16), normal(0, 3, 16, 16)
+        output, kv = vllm.lightning_attention(q, q, q, torch.ones(3, device=DEVICE), 16, history)
+        assert output.shape == q.shape
+        assert kv.shape == (0, 3, -(-T // 16) + 1, 16, 16)
+
+
+def test_compile_without_breaks():
+    torch._dynamo.reset()
+    slopes, slots = torch.tensor([0.1, 0.2, 0.3], device=DEVICE), torch.tensor([2, -1], device=DEVICE)
+    prompt = torch.compile(vllm.lightning_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for T in (40, 70):
+        q = normal(1, 3, T, 16)
+        assert all(map(torch.equal, prompt(q, q, q, slopes, 16), vllm.lightning_attention(q, q, q, slopes, 16)))
+    decode = torch.compile(vllm.linear_decode_forward_triton, fullgraph=True, backend="aot_eager")
+    functions = decode, vllm.linear_decode_forward_triton
+    q, caches = normal(2, 3, 1, 16), [normal(3, 3, 16, 16) for _ in range(2)]
+    found = [f(q, q, q, x, slopes, slots) for f, x in zip(functions, caches, strict=True)]
+    assert torch.equal(*found)
+    assert torch.equal(*caches)
+
+
 def test_a_batch_is_as_good_as_its_prompts():
     """With and without gradients, alone and not, states and outputs are within the rule of one another."""
     q, k, v = (normal(2, 3, 70, 16, seed=i) for i in range(3))
@@ -94,7 +118,10 @@ def test_slopes_of_every_shape(shape):
     assert torch.equal(output, again)
     assert torch.equal(kv, kv_again)
     slopes *= 2
-    assert not torch.equal(vllm.lightning_attention(q, q, q, slopes, 16)[0], output), "changed slopes went unseen"
+    changed = vllm.lightning_attention(q, q, q, slopes, 16)[0]
+    assert not torch.equal(changed, output), "changed slopes went unseen"
+    slopes.data = slopes / 2
+    assert torch.equal(vllm.lightning_attention(q, q, q, slopes, 16)[0], output), "other slopes went unseen"
 
 
 def test_gradients():
@@ -200,6 +227,8 @@ def test_errors():
         vllm.lightning_attention(q, q[:, :, :3], q, slopes)
     with pytest.raises(ValueError, match=r"slopes have shape \(3,\)"):
         vllm.lightning_attention(q, q, q, torch.ones(3, device=DEVICE))
+    with pytest.raises(TypeError, match="slopes are of type list; expected a torch"):
+        vllm.lightning_attention(q, q, q, [0.5, 0.25])
     with pytest.raises(ValueError, match="block_size is 0"):
         vllm.lightning_attention(q, q, q, slopes, 0)
     with pytest.raises(ValueError, match="kv_history has shape"):
