@@ -120,20 +120,33 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
     return lambda framework, opts, args: made(framework)(opts, args)
 
 
+def compiling() -> bool:
+    """Whether ``torch.compile`` reads this Python code, in place of running it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_dynamo_compiling()
+
+
 operations: list[Callable] = []
 
 
 def operation(fn: Callable) -> Callable:
     """Decorate a public function: to ``torch.compile`` it is one step, which chooses its kernel while it is traced."""
-    operations.append(fn)
+
+    @functools.wraps(fn)
+    def step(*args, **kwargs):
+        from keraunos.frontends.torch_compile import settled
+
+        return fn(*args, **{name: settled(x) for name, x in kwargs.items()})
+
+    operations.append(step)
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.compiler.is_dynamo_compiling():
+        if compiling():
             from keraunos.frontends.torch_compile import keep_whole
 
             keep_whole()
+            return step(*args, **kwargs)
         return fn(*args, **kwargs)
 
     return call
@@ -144,8 +157,7 @@ def apart(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.compiler.is_dynamo_compiling():
+        if compiling():
             from keraunos.frontends.torch_compile import untraced
 
             return untraced(fn, *args, **kwargs)

@@ -22,6 +22,8 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 
 
 _NUMBER = itertools.count()
+# Tokens of a call of which nothing is known.
+_USUAL = 4096
 
 
 def differentiable(forward: Callable, backward: Callable, outputs: Callable, differentiated: Callable) -> Callable:
@@ -391,8 +393,13 @@ def dtype_name(x: torch.Tensor) -> str:
 
 
 def length(n: int | torch.SymInt) -> int:
-    """A size as a number; of one that a graph leaves open, the one at hand while it is traced, without fixing it."""
-    return n if isinstance(n, int) else n.node.hint
+    """A size as a number; of one that a graph leaves open, the one at hand while it is traced, without fixing it.
+
+    Where none is at hand, as the size follows from values, a usual length stands for it.
+    """
+    if isinstance(n, int):
+        return n
+    return _USUAL if n.node.hint is None else n.node.hint
 
 
 def seed(rng: torch.Generator, like: torch.Tensor) -> torch.Tensor:

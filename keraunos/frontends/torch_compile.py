@@ -16,6 +16,15 @@ def keep_whole() -> None:
         torch.compiler.allow_in_graph(operation)
 
 
+def settled(option: Any) -> Any:
+    """An option of a call with its numbers, which a graph would leave open, as they are now: others, another graph."""
+    if isinstance(option, list | tuple):
+        return type(option)(map(settled, option))
+    if isinstance(option, torch.SymInt):
+        return int(option)
+    return float(option) if isinstance(option, torch.SymFloat) else option
+
+
 @torch.compiler.disable
 def untraced(fn: Callable, *args: Any, **kwargs: Any) -> Any:
     """``fn(*args, **kwargs)``, no part of a graph."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from keraunos.frontends import signature
+from keraunos.frontends import apart, signature
 from keraunos.kernels.registry import kernel_registry
 from keraunos.ops.cache import ConfigCache, PersistentCache
 from keraunos.ops.kernel import Config, Kernel
@@ -104,6 +104,7 @@ default_executor = functools.cache(create_default_executor)
 default_executor.__doc__ = "The executor that the public functions share, made at the first call."
 
 
+@apart
 def explain(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     """Which platform and configuration a call would get, from which tier, and why the others were passed over.
 

@@ -51,7 +51,7 @@ class MaskInfo:
     sliding_window: tuple[int, int] | None = None
 
     def __post_init__(self):
-        if "jax" in sys.modules and not _registered:
+        if "jax" in sys.modules and not _registered and not frontends.compiling():
             _register()
 
     @classmethod

@@ -18,6 +18,7 @@ import keraunos  # noqa: E402
 from keraunos.frontends import torch as frontend  # noqa: E402
 from keraunos.kernels.linear_attention import interface  # noqa: E402
 from keraunos.kernels.linear_attention import torch as platform  # noqa: E402
+from keraunos.types import MaskInfo  # noqa: E402
 from tests.linear_attention.cases import INTERPRETED, Case, runner  # noqa: E402
 from tests.linear_attention.test_values import GATES, gla  # noqa: E402
 
@@ -150,6 +151,49 @@ def test_compile_gradients(cfg):
     outputs, expected = compiled(*args), function(*args)
     assert same(outputs, expected)
     assert same(gradients(outputs, args), gradients(expected, args))
+
+
+def test_compile_takes_numbers_as_arguments():
+    """PyTorch makes symbols of numbers that change from call to call; they are options of the call all the same."""
+    torch._dynamo.reset()
+    q, k, v = arguments(H=4, T=40, grad=False)[:3]
+    ids = torch.zeros(q.shape[:2], dtype=torch.int32)
+    calls = [
+        lambda n: keraunos.lightning_attention(q, k, v, layer_idx=n, num_layers=8, platform=PLATFORM),
+        lambda n: keraunos.gla_attention(q, k, v, softmax_scale=n / 4, platform=PLATFORM),
+        lambda n: keraunos.attention(q, k, v, sliding_window=(n, 1), mask_info=MaskInfo.from_segments(ids)),
+    ]
+    for function in calls:
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        for n in (1, 2, 3):
+            assert torch.equal(compiled(n), function(n))
+
+
+def test_compile_takes_lengths_that_follow_from_values():
+    torch._dynamo.reset()
+    q, k, v = arguments(T=40, grad=False)[:3]
+
+    def function(kept):
+        where = kept.nonzero().squeeze(1)
+        return keraunos.gla_attention(*(x[:, where] for x in (q, k, v)), platform=PLATFORM)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        for n in (2, 3):
+            kept = torch.arange(40) % n == 0
+            assert torch.equal(compiled(kept), function(kept))
+
+
+def test_explain_within_a_compiled_function_leaves_later_calls_alone():
+    q = arguments(grad=False)[0]
+
+    def function(q):
+        tier = keraunos.explain(keraunos.gla_attention, q, q, q, platform=PLATFORM).tier
+        return keraunos.gla_attention(q, q, q, platform=PLATFORM), tier
+
+    output, tier = torch.compile(function, backend="eager")(q)
+    assert tier == "heuristic"
+    assert torch.equal(output, function(q)[0])
 
 
 def test_autocast_changes_nothing():

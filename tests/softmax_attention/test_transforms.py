@@ -1,5 +1,6 @@
 """Softmax attention under what frameworks do to functions, and what its memory must not hold."""
 
+import functools
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import keraunos
+from keraunos import types
 from keraunos.kernels.softmax_attention.reference import attention
 from keraunos.types import MaskInfo
 from tests.numerics import assert_within_rule
@@ -147,6 +149,22 @@ def test_torch_compiles_and_exact_ids_and_masks_agree():
     by_mask = keraunos.attention(q, k, v, mask_info=MaskInfo.from_attention_mask(mask), logits_soft_cap=4.0,
                                  dtype=torch.float32)  # fmt: skip
     torch.testing.assert_close(by_mask, run(q, k, v), rtol=0, atol=0)
+
+
+def test_torch_compiles_where_jax_is_loaded(monkeypatch):
+    """The first mask may be made while a graph is; JAX learns of masks later."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(types, "_registered", [])
+    # Like telling JAX, nothing that PyTorch's compiler can read.
+    monkeypatch.setattr(types, "_register", lambda: types._registered.append(jax.tree_util.tree_structure(0)))
+    q, ids = torch.ones(1, 6, 1, 8), torch.zeros(1, 6, dtype=torch.int32)
+    torch._dynamo.reset()
+
+    @functools.partial(torch.compile, fullgraph=True, backend="eager")
+    def run(q, ids):
+        return keraunos.attention(q, q, q, mask_info=MaskInfo.from_segments(ids), dtype=None)
+
+    torch.testing.assert_close(run(q, ids), q)
 
 
 @pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 4.0}, {"return_weights": True}], ids=str)
