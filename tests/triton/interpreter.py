@@ -103,30 +103,6 @@ def _tensor(self, handle, type):
     self.shape, self.numel = type.sizes if type.is_block() else _NO_SIZES
 
 
-def _operands(self, a, b, *options, **named):
-    """Most are of one type, which they keep, or one of them is a number."""
-    if a.__class__ is tl.tensor:
-        b = _number(self, b, a)
-    elif b.__class__ is tl.tensor:
-        a = _number(self, a, b)
-    if a.__class__ is b.__class__ is tl.tensor and a.type is b.type and a.dtype in _KEPT:
-        return a, b
-    return _OPERANDS(self, a, b, *options, **named)
-
-
-def _number(self, x, like):
-    """A number as a tensor of the type that the other operand keeps; others as they are."""
-    whole = x.__class__ is int and -(2**31) <= x < 2**31
-    if like.dtype not in (_KEPT if whole else (tl.float32,) if x.__class__ is float else ()):
-        return x
-    if (known := _NUMBERS.get((x, like.type.name))) is None:
-        known = self.scalar_constant(x, like.dtype)
-        if like.type.is_block():
-            known = self.splat(known, like.type.shape)
-        _NUMBERS[x, like.type.name] = known
-    return known
-
-
 def _broadcast(self, a, b):
     """Most operands have the same shape."""
     x, y = a.type, b.type
@@ -146,15 +122,13 @@ interpreter._get_np_dtype, _NP_DTYPE = _np_dtype, functools.cache(interpreter._g
 interpreter._patch_attr, _CHECKED = _patch_attr, tl.load.__code__
 tl.core.tuple.__init__, tl.core.tuple.type = _tuple, property(_type)
 tl.constexpr.__init__, tl.constexpr.type = _constexpr, property(lambda self: tl.core.constexpr_type(self.value))
-_BLOCK_TYPES, _NUMBERS, _NO_SIZES = {}, {}, (tl.core.tuple([]), tl.constexpr(1))
-_KEPT, _BARE = (tl.float32, tl.int32), (int, tl.dtype)
+_BLOCK_TYPES, _NO_SIZES, _BARE = {}, (tl.core.tuple([]), tl.constexpr(1)), (int, tl.dtype)
 _BLOCK_TYPE, tl.block_type.__init__ = tl.block_type.__init__, lambda *given: None
 tl.block_type.__new__ = staticmethod(_block_type)
 tl.tensor.__init__ = _tensor
 tl.dtype.__eq__, _EQUAL = lambda self, other: self is other or _EQUAL(self, other), tl.dtype.__eq__
 tl.core._unwrap_if_constexpr, _UNWRAP = _unwrap, tl.core._unwrap_if_constexpr
 semantic = interpreter.TritonSemantic
-semantic.binary_op_type_checking_impl, _OPERANDS = _operands, semantic.binary_op_type_checking_impl
 semantic.broadcast_impl_value, _BROADCAST = _broadcast, semantic.broadcast_impl_value
 # No index of arrays as small as these overflows.
 builder = interpreter.interpreter_builder

@@ -135,6 +135,11 @@ QUICK = {
     (tl.tensor, "__rsub__"): _operation(lambda a, b: np.subtract(b, a)),
     (tl.tensor, "__mul__"): _operation(np.multiply),
     (tl.tensor, "__rmul__"): _operation(np.multiply),
+    (tl.tensor, "__truediv__"): _operation(np.divide, (tl.float32,)),
+    (tl.tensor, "__rtruediv__"): _operation(lambda a, b: np.divide(b, a), (tl.float32,)),
+    # Towards zero, as on a GPU.
+    (tl.tensor, "__floordiv__"): _operation(lambda a, b: (a - np.fmod(a, b)) // b, _WHOLE),
+    (tl.tensor, "__mod__"): _operation(np.fmod, _WHOLE),
     (tl.tensor, "__lt__"): _operation(np.less, truth=True),
     (tl.tensor, "__le__"): _operation(np.less_equal, truth=True),
     (tl.tensor, "__gt__"): _operation(np.greater, truth=True),
