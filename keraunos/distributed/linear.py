@@ -310,7 +310,7 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: 
     if mesh is not None:
         from keraunos.distributed.mesh import over_mesh
 
-        output, state = over_mesh(name, _OPERATIONS[name], mesh, spec, arrays, options)
+        output, state = over_mesh(run, name, _OPERATIONS[name], mesh, spec, arrays, options)
     else:
         frontend = frontends.get(f"{framework}_shards")
         place = frontend.place(mine)

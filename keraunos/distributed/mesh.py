@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,18 +11,18 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from keraunos.distributed import linear
 from keraunos.kernels.linear_attention.interface import Args
 from keraunos.kernels.linear_attention.operation import LinearOperation
 from keraunos.ops.executor import default_executor
 
 
 def over_mesh(
-    name: str, operation: LinearOperation, mesh: Any, spec: Any, arrays: tuple, options: dict[str, Any]
+    run: Callable, name: str, operation: LinearOperation, mesh: Any, spec: Any, arrays: tuple, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """``(output, final state)``: the tokens that the devices share evenly in a ``shard_map``, the rest on all of them.
 
     Args:
+        run: :func:`keraunos.distributed.linear.run`, of the tokens that are shared.
         spec: ``P(batch, tokens, heads)``, mesh axes of the query's.
     """
     axes: list[Any] = [*spec] if isinstance(spec, P) else []
@@ -56,7 +57,7 @@ def over_mesh(
             flat = tuple(getattr(own, field) for field in operation.arguments)
             if tokens is None:
                 return default_executor()(operation, *flat, **options, return_state=True)
-            return linear.run(name, flat, (tokens, None, None, None), {**options, "return_state": True}, fixed)
+            return run(name, flat, (tokens, None, None, None), {**options, "return_state": True}, fixed)
 
         call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(per_token, per_state), check_vma=False)
         output, state = call(Args(*map(put, own, specs)))
