@@ -100,7 +100,11 @@ class MaskInfo:
         return replace(self, causal=True)
 
     def apply_sliding_window(self, sliding_window: int | tuple[int, int]) -> MaskInfo:
-        """The same, and only keys from ``t - left`` to ``t + right``; one number stands for both."""
+        """The same, and only keys from ``t - left`` to ``t + right``; one number stands for both.
+
+        Raises:
+            ValueError: it is no window.
+        """
         return replace(self, sliding_window=narrower(self.sliding_window, as_window(sliding_window)))
 
     def apply_kv_lengths(self, key_lengths: Any) -> MaskInfo:
@@ -117,15 +121,22 @@ class MaskInfo:
         return replace(self, key_lengths=key_lengths)
 
     def get_or_compute_attention_mask(self, T: int | None = None, S: int | None = None) -> Any:
-        """All of it as one boolean mask ``[1 or B, heads, T, S]``; T and S are needed if only limits are there."""
+        """All of it as one boolean mask ``[1 or B, heads, T, S]``.
+
+        Args:
+            T, S: how many queries and keys; needed if there is neither a mask nor segment ids.
+
+        Raises:
+            ValueError: they are needed, and one is not given.
+        """
         given = next((x for x in self._arrays() if x is not None), None)
-        if given is None and (T is None or S is None):
-            raise ValueError("get_or_compute_attention_mask: no arrays are there; give T and S")
         xp: Any = _namespace(given)
         if self.attention_mask is not None:
             T, S = self.attention_mask.shape[-2:]
         elif self.query_segments is not None:
             T, S = self.query_segments.shape[1], self.key_segments.shape[1]
+        elif T is None or S is None:
+            raise ValueError("get_or_compute_attention_mask: neither a mask nor segment ids are there; give T and S")
         # Where the arrays are.
         place = {"device": given.device} if given is not None and xp is sys.modules.get("torch") else {}
         t, s = xp.arange(T, **place)[:, None], xp.arange(S, **place)[None]

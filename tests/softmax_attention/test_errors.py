@@ -88,3 +88,6 @@ def test_limits_are_composed():
     only = MaskInfo().apply_kv_lengths(jnp.array([4]))
     _, weights = keraunos.attention(*given, mask_info=only, dtype="float32", return_weights=True)
     np.testing.assert_array_equal(np.asarray(weights[0, 0]) > 0, np.broadcast_to(s < 4, (6, 6)))
+    np.testing.assert_array_equal(only.get_or_compute_attention_mask(6, 6)[0, 0], np.broadcast_to(s < 4, (6, 6)))
+    with pytest.raises(ValueError, match="neither a mask nor segment ids are there; give T and S"):
+        only.get_or_compute_attention_mask(6)
