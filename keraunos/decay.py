@@ -42,19 +42,28 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def minimax(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
-    """``-alibi * (1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)``: MiniMax as in Hugging Face transformers."""
+    """``-alibi * (1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)``, with :func:`alibi_slopes`.
+
+    Source: MiniMax-01 (arXiv:2501.08313), as in Hugging Face transformers.
+    """
     _check("minimax", num_heads, layer_idx, num_layers)
     return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)
 
 
 def minimax_vllm(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
-    """``-alibi * (1 - layer_idx / (num_layers - 1) + 1e-5)``: MiniMax as in vLLM."""
+    """``-alibi * (1 - layer_idx / (num_layers - 1) + 1e-5)``, with :func:`alibi_slopes`; two layers or more.
+
+    Source: the same model, as in vLLM.
+    """
     _check("minimax_vllm", num_heads, layer_idx, num_layers, least=2)
     return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - layer_idx / (num_layers - 1) + 1e-5)
 
 
 def bailing(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
-    """``-alibi * (1 - (layer_idx - 1) / (num_layers - 1) + 1e-5)``: Ring and Ling linear."""
+    """``-alibi * (1 - (layer_idx - 1) / (num_layers - 1) + 1e-5)``, with :func:`alibi_slopes`; two layers or more.
+
+    Source: the code published with the weights of Ring and Ling linear, in which the first layer is 0, too.
+    """
     _check("bailing", num_heads, layer_idx, num_layers, least=2)
     return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - (layer_idx - 1) / (num_layers - 1) + 1e-5)
 

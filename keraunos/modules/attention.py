@@ -171,12 +171,12 @@ def attention(
         query: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; a ``jax.Array`` or a ``torch.Tensor``.
         key: ``[B, S, G, K]``, the query's dtype. Query head h reads key/value head ``h // (H // G)``.
         value: ``[B, S, G, V]``, the query's dtype.
-        bias: ``[1 or B, 1 or G or H, T, S]``, added to the logits; where it is given, the mask of ``mask_info`` is not
-            used. May be ``-inf``.
+        bias: ``[1 or B, 1 or G or H, T, S]``, added to the logits; where it is given, only the causality and the
+            window of ``mask_info`` are used: no mask, segment ids or lengths. May be ``-inf``.
         dropout_rng: a key of ``jax.random`` or a ``torch.Generator``; the same one drops the same weights.
         softmax_aux: attention sinks, ``[sinks]`` or ``[G or H, sinks]``: logits that take probability, for no value.
         mask_info: which keys are visible, a :class:`keraunos.types.MaskInfo`.
-        init_bias: makes a bias; called only if there is neither a bias nor a mask.
+        init_bias: makes a bias; called only if there is neither a bias nor a mask, segment ids or lengths.
         deterministic: without dropout.
         softmax_scale: factor of the logits; ``K ** -0.5`` if None.
         logits_soft_cap: bound of the logits' magnitude, before the bias; None: none.

@@ -83,7 +83,7 @@ def decode(
         query: ``[N, H, K]``, bfloat16, float16 or float32; like key and value possibly a slice of a fused projection.
         key: ``[N, G, K]``. Query head h reads key/value head ``h // (H // G)``.
         value: ``[N, G, V]``.
-        states: ``[slots, H, K, V]``, the pool; see above.
+        states: ``[slots, H, K, V]``, the pool; see :mod:`keraunos.serving`.
         slots: ``[N]``, int32 or int64; -1: padding.
         log_decay: another name of g_gamma; give one of them at most.
         g: ``[N, H, K]`` or ``[N, H]``, the token's gates, natural log, <= 0.
