@@ -39,11 +39,11 @@ bench-gpu:
 	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/gpu.py
 
 # On a machine with a GPU, with its own python3: jax, torch, triton, pytest and hypothesis must be there. What plugins
-# and warnings its versions bring is no failure of ours. XLA would compile and time many forms of each product, make a
-# kernel of its own for each that it could leave to cuBLAS, and compile with the threads of all other processes.
+# and warnings its versions bring is no failure of ours. XLA would compile and time many forms of each product, with as
+# many threads in each process as there are processors.
 test-gpu:
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0 \
-		--xla_gpu_enable_triton_gemm=false --xla_gpu_force_compilation_parallelism=1" PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/linear_attention tests/softmax_attention tests/triton tests/pallas tests/serving tests/distributed/test_gpu.py tests/test_contract.py --gpu -p no:benchmark -W default -n $(GPU_JOBS) --dist worksteal
+		--xla_gpu_force_compilation_parallelism=1" PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/linear_attention tests/softmax_attention tests/triton tests/pallas tests/serving tests/distributed/test_gpu.py tests/test_contract.py --gpu -p no:benchmark -W default -n $(GPU_JOBS) --dist worksteal
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

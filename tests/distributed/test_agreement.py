@@ -164,6 +164,15 @@ def test_a_rank_that_dies_is_named(size):
     assert len({found[:2] for found in ranks[:-1]}) == 1
 
 
+def silent(rank, size):
+    time.sleep(0 if rank == 0 else 1000)
+
+
+def test_a_world_that_hangs_is_ended():
+    with pytest.raises(TimeoutError, match="rank 1 does not answer"):
+        run_world(silent, 2, patience=4)
+
+
 def test_without_a_group():
     from keraunos.distributed import agreement
 
