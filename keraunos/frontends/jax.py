@@ -230,13 +230,23 @@ def _describe(device: jax.Device) -> Device:
     return Device(backend, device.device_kind)
 
 
+def place_of(x: Any) -> None:
+    """Where the array is: JAX sees to it that those of a call are together."""
+
+
 def dtype_name(x: Any) -> str:
     """The dtype's name: "bfloat16", "float32", "int32", ..."""
     return np.dtype(x.dtype).name
 
 
 def length(n: int) -> int:
-    """A size as a number."""
+    """A size as a number.
+
+    Raises:
+        TypeError: it is a symbol of ``jax.export``.
+    """
+    if not isinstance(n, int):
+        raise TypeError(f"keraunos: a size is {n}, a symbol of jax.export; expected a number: export each size")
     return n
 
 

@@ -387,6 +387,11 @@ def _describe(kind: str, index: int | None) -> Device:
     return Device("gpu", torch.cuda.get_device_name(index)) if kind == "cuda" else Device(kind, kind)
 
 
+def place_of(x: torch.Tensor) -> Any:
+    """Where the tensor is, for those of a call must be together."""
+    return x.device
+
+
 def dtype_name(x: torch.Tensor) -> str:
     """The dtype's name: "bfloat16", "float32", "int32", ..."""
     return str(x.dtype).removeprefix("torch.")
@@ -404,4 +409,6 @@ def length(n: int | torch.SymInt) -> int:
 
 def seed(rng: torch.Generator, like: torch.Tensor) -> torch.Tensor:
     """Two integers of 32 bits, the next that a generator gives, on the device of ``like``."""
+    if not isinstance(rng, torch.Generator):
+        raise TypeError(f"attention: dropout_rng is of type {type(rng).__qualname__}; expected a torch.Generator")
     return torch.randint(1 << 32, (2,), generator=rng, device=rng.device).to(like.device, non_blocking=True)

@@ -217,6 +217,8 @@ def attention(
         mask, segments = None, (None, None)
     framework = frontends.framework_of(query)
     wanted = None if framework is None else _name(dtype) or frontends.get(framework).dtype_name(query)
+    if dtype is not None and wanted and wanted not in interface.FLOATS:
+        raise TypeError(f"attention: dtype is {dtype!r}; expected {' or '.join(interface.FLOATS)}, or None")
     if wanted:
         frontend = frontends.get(framework)
         # What is none of these arrays stays as it is, and is refused.
@@ -245,8 +247,16 @@ def _segments(limits: MaskInfo, query: Any, key: Any) -> tuple[Any, Any]:
     own, other = limits.query_segments, limits.key_segments
     if limits.key_lengths is None:
         return own, other
-    frontend = frontends.get(frontends.framework_of(query))
+    framework = frontends.framework_of(query)
+    if framework is None or query.ndim != 4 or getattr(key, "ndim", 0) != 4:
+        return own, other  # the call is refused
+    frontend = frontends.get(framework)
     (B, T), S = query.shape[:2], key.shape[1]
+    if frontends.framework_of(limits.key_lengths) != framework:
+        kind = type(limits.key_lengths).__name__
+        raise TypeError(f"attention: key_lengths is a {kind}; expected an array of {framework}, like query")
+    if tuple(limits.key_lengths.shape) != (B,):
+        raise ValueError(f"attention: key_lengths has shape {tuple(limits.key_lengths.shape)}; expected [B] = {(B,)}")
     if own is None:
         own, other = (frontend.zeros((B, n), "int32", query) for n in (T, S))
     within = frontend.numbers(S, query)[None] < limits.key_lengths[:, None]
@@ -258,7 +268,12 @@ def _name(dtype: Any) -> str | None:
     """A dtype of JAX, NumPy or PyTorch, or a name, as a name."""
     if dtype is None or isinstance(dtype, str):
         return dtype
-    return str(dtype).removeprefix("torch.") if str(dtype).startswith("torch.") else np.dtype(dtype).name
+    if str(dtype).startswith("torch."):
+        return str(dtype).removeprefix("torch.")
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
 
 
 def _softmax_dtype(dtype: str | None, softmax_dtype: Any) -> str:

@@ -10,6 +10,8 @@ import numpy as np
 
 from keraunos import frontends
 
+# A window that reaches further reaches everything; places and this can be added in 32 bits.
+_FAR = 1 << 30
 _ARRAYS = ("attention_mask", "query_segments", "key_segments", "key_lengths")
 
 
@@ -22,9 +24,10 @@ def as_window(sliding_window: int | tuple[int, int] | None) -> tuple[int, int] |
     if sliding_window is None:
         return None
     pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
-    if len(pair) != 2 or not all(isinstance(n, int | np.integer) and n >= 0 for n in pair):
+    whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 0 for n in pair)
+    if len(pair) != 2 or not whole:
         raise ValueError(f"sliding_window is {sliding_window!r}; expected w or (left, right), whole numbers >= 0")
-    return int(pair[0]), int(pair[1])
+    return min(int(pair[0]), _FAR), min(int(pair[1]), _FAR)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class MaskInfo:
     sliding_window: tuple[int, int] | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "sliding_window", as_window(self.sliding_window))
         if "jax" in sys.modules and not _registered and not frontends.compiling():
             _register()
 
@@ -114,10 +118,15 @@ class MaskInfo:
             key_lengths: ``[B]``, integers.
 
         Raises:
-            ValueError: there are lengths already.
+            TypeError: it is no array of integers.
+            ValueError: there are lengths already, or it has other dimensions.
         """
         if self.key_lengths is not None:
             raise ValueError("apply_kv_lengths: there are lengths already; combine them first")
+        if not _dtype(key_lengths).startswith(("int", "uint")):
+            raise TypeError(f"apply_kv_lengths: key_lengths is {_kind(key_lengths)}; expected an array of integers")
+        if key_lengths.ndim != 1:
+            raise ValueError(f"apply_kv_lengths: key_lengths has shape {tuple(key_lengths.shape)}; expected [B]")
         return replace(self, key_lengths=key_lengths)
 
     def get_or_compute_attention_mask(self, T: int | None = None, S: int | None = None) -> Any:

@@ -128,6 +128,13 @@ def test_errors_come_while_tracing_too():
         jax.jit(lambda g: call(g=g))(jnp.zeros((1, 1)))
 
 
+def test_sizes_that_are_symbols_are_refused():
+    shape = jax.export.symbolic_shape("b, t, 2, 8")
+    q = jax.ShapeDtypeStruct(shape, jnp.float32)
+    with pytest.raises(TypeError, match=r"a size is b, a symbol of jax\.export; expected a number"):
+        jax.export.export(jax.jit(keraunos.gla_attention))(q, q, q)
+
+
 def test_no_platform_gives_every_reason(monkeypatch):
     rows = keraunos.kernel_registry.rows("gla")
     monkeypatch.setattr(keraunos.kernel_registry, "_rows", [r for r in rows if "jax" not in r.frameworks])

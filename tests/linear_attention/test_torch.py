@@ -196,6 +196,15 @@ def test_explain_within_a_compiled_function_leaves_later_calls_alone():
     assert torch.equal(output, function(q)[0])
 
 
+@pytest.mark.parametrize("name", ["key", "g", "initial_state"])
+def test_arrays_elsewhere_are_refused(name):
+    args = arguments(gate="vector", state=True)
+    place = interface.Args._fields.index(name)
+    args[place] = args[place].to("meta")
+    with pytest.raises(ValueError, match=f"gla: {name} is on meta; expected cpu, like query"):
+        call(*args)
+
+
 def test_autocast_changes_nothing():
     args = arguments(gate="vector", K=32)
     expected = call(*args)

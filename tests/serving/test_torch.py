@@ -328,6 +328,13 @@ def test_the_choice_of_a_platform_is_told(platform):
     assert keraunos.compat.vllm.lightning_attention
 
 
+def test_arrays_elsewhere_are_refused(platform):
+    given = whole(CASES["decode"])
+    args, gates = arguments("decode", given | {"slots": given["slots"].to("meta")})
+    with pytest.raises(ValueError, match=r"decode: slots is on meta; expected (cpu|cuda:0), like key"):
+        serving.decode(*args, **gates, platform=platform)
+
+
 @pytest.mark.parametrize("op", CASES)
 def test_torch_compile_takes_it_as_one_step(platform, op):
     case = CASES[op]

@@ -26,6 +26,12 @@ KV = jnp.ones((2, 6, 2, 8))
     ((Q, KV, KV), {"mask_info": MaskInfo.from_segments(jnp.ones((2, 5), int))}, ValueError, "query_segments has shape"),
     ((Q, KV, KV), {"sliding_window": -1}, ValueError, "sliding_window is -1"),
     ((Q, KV, KV), {"sliding_window": (1, 2, 3)}, ValueError, "sliding_window is"),
+    ((Q, KV, KV), {"sliding_window": True}, ValueError, "sliding_window is True"),
+    ((Q, KV, KV), {"dtype": "brainfloat"}, TypeError, "dtype is 'brainfloat'; expected bfloat16 or"),
+    ((Q, KV, KV), {"dtype": 3}, TypeError, "dtype is 3; expected bfloat16 or"),
+    ((Q, KV, KV), {"mask_info": MaskInfo(key_lengths=jnp.ones(3, int))}, ValueError,
+     r"key_lengths has shape \(3,\); expected \[B\] = \(2,\)"),
+    ((Q, KV, KV), {"mask_info": MaskInfo(key_lengths=[1, 2])}, TypeError, "key_lengths is a list"),
     ((Q, KV, KV), {"logits_soft_cap": 0.0}, TypeError, "a finite number above 0"),
     ((Q, KV, KV), {"softmax_scale": float("nan")}, TypeError, "softmax_scale is nan"),
     ((Q, KV, KV), {"dropout_prob": 1.0, "deterministic": False}, ValueError, "dropout_prob is 1.0"),
@@ -38,6 +44,46 @@ KV = jnp.ones((2, 6, 2, 8))
 def test_what_is_refused(args, kwargs, error, message):
     with pytest.raises(error, match=message):
         keraunos.attention(*args, **kwargs)
+
+
+def test_what_torch_refuses():
+    torch = pytest.importorskip("torch")
+    q = torch.ones(2, 6, 4, 8)
+    with pytest.raises(TypeError, match=r"dropout_rng is of type int; expected a torch\.Generator"):
+        keraunos.attention(q, q, q, None, 42, dropout_prob=0.5, deterministic=False)
+    with pytest.raises(ValueError, match="attention: key is on meta; expected cpu, like query"):
+        keraunos.attention(q, q.to("meta"), q)
+    with pytest.raises(TypeError, match=r"dtype is torch\.int8; expected bfloat16 or"):
+        keraunos.attention(q, q, q, dtype=torch.int8)
+
+
+def test_what_masks_refuse():
+    with pytest.raises(TypeError, match=r"key_lengths is a list; expected an array of integers"):
+        MaskInfo().apply_kv_lengths([1, 2])
+    with pytest.raises(TypeError, match=r"key_lengths is a .* of float32; expected an array of integers"):
+        MaskInfo().apply_kv_lengths(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"key_lengths has shape \(\); expected \[B\]"):
+        MaskInfo().apply_kv_lengths(jnp.array(3))
+    with pytest.raises(ValueError, match="neither a mask nor segments are there; give T and S"):
+        MaskInfo().apply_kv_lengths(jnp.array([3])).get_or_compute_attention_mask()
+    with pytest.raises(ValueError, match="sliding_window is -2"):
+        MaskInfo(sliding_window=-2)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("cfg", [None, keraunos.AttentionConfig(block_q=4, block_k=4)], ids=["at_once", "blocks"])
+@pytest.mark.parametrize("window", [2**31 - 1, (2**31, 0), (0, 2**40), (2**63 - 1, 2**63 - 1)], ids=str)
+def test_windows_may_be_wider_than_any_sequence(window, cfg, x64):
+    given = [jax.random.normal(jax.random.key(i), (1, 6, 2, 8)) for i in range(3)]
+    pair = window if isinstance(window, tuple) else (window, window)
+    narrow = tuple(min(n, 6) for n in pair)
+    with jax.enable_x64(x64):
+        got, want = (keraunos.attention(*given, sliding_window=w, dtype="float32", cfg=cfg) for w in (window, narrow))
+        np.testing.assert_array_equal(got, want)
+        masks = [MaskInfo(sliding_window=w).get_or_compute_attention_mask(6, 6) for w in (window, narrow)]
+        np.testing.assert_array_equal(*masks)
+        in_jax = MaskInfo.from_segments(jnp.zeros((1, 6), int)).apply_sliding_window(window)
+        np.testing.assert_array_equal(in_jax.get_or_compute_attention_mask(), masks[1])
 
 
 def test_a_bias_wins_over_a_mask_and_init_bias_is_asked_last():

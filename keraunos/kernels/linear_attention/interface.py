@@ -72,8 +72,11 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
             if name in ("query", "key", "value"):
                 fail(TypeError, name, "is None", "an array", "")
             continue
-        if frontends.framework_of(x) != framework and not (name == "g_gamma" and isinstance(x, np.ndarray)):
-            fail(TypeError, name, f"is {_kind(x)}", f"an array of {framework}", "like query")
+        if name != "g_gamma" or not isinstance(x, np.ndarray):
+            if frontends.framework_of(x) != framework:
+                fail(TypeError, name, f"is {_kind(x)}", f"an array of {framework}", "like query")
+            if (place := frontend.place_of(x)) != frontend.place_of(args.query):
+                fail(ValueError, name, f"is on {place}", frontend.place_of(args.query), "like query")
         own = _dtype(frontend, x)
         if name == "cu_seqlens":
             if own not in ("int32", "int64"):

@@ -85,6 +85,8 @@ def describe(
             continue
         if frontends.framework_of(x) != framework:
             fail(TypeError, name, f"is a {type(x).__name__}", f"an array of {framework}", "like query")
+        if (place := frontend.place_of(x)) != frontend.place_of(args.query):
+            fail(ValueError, name, f"is on {place}", frontend.place_of(args.query), "like query")
         own = dtypes[name] = frontend.dtype_name(x)
         if name == "mask":
             if own != "bool":

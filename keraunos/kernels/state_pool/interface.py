@@ -157,6 +157,8 @@ def _dtypes(args: Args, frontend, framework, op_id, fail) -> dict[str, str]:
         constant = name == "g_gamma" and isinstance(x, np.ndarray)
         if frontends.framework_of(x) != framework and not constant:
             fail(TypeError, name, f"is {_kind(x)}", f"an array of {framework}", "like key")
+        if not constant and (place := frontend.place_of(x)) != frontend.place_of(args.key):
+            fail(ValueError, name, f"is on {place}", frontend.place_of(args.key), "like key")
         found[name] = own = x.dtype.name if constant else frontend.dtype_name(x)
         allowed = (
             INTEGERS if name in integers else ("bool",) if name == "has_initial"
