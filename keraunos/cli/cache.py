@@ -76,4 +76,6 @@ def _cache() -> Any:
 
 def _files() -> dict[Path, dict[str, dict]]:
     store = _cache()
-    return {file: store.entries(file) for file in store.files() if file.exists()}
+    found = {file: store.entries(file) for file in store.files()}
+    # A damaged one is moved aside when it is read.
+    return {file: entries for file, entries in found.items() if file.exists()}

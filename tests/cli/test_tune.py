@@ -47,6 +47,16 @@ def test_tune_then_look_then_clear(run, tmp_path):
     assert run("cache", "show", "--json") == {"entries": {}}
 
 
+@pytest.mark.parametrize("command", ["list", "show", "clear"])
+def test_a_damaged_file_is_moved_aside(run, tmp_path, command):
+    folder = tmp_path / "user" / "configurations"
+    folder.mkdir(parents=True)
+    (folder / "cpu.json").write_bytes(b"\xff{")
+    run("cache", command)
+    assert run("cache", "list", "--json")["files"] == []
+    assert (folder / "cpu.json.aside-1").exists()
+
+
 def test_the_table_has_every_candidate(run):
     table = run("tune", "lightning_attention", "--shape", "T=8,H=1,K=16,dtype=float32", "--budget", "120")
     for size in (16, 32, 64, 128, 256):
