@@ -1,6 +1,7 @@
 """What ranks raise that were called with different arguments, or miss one of them: the same everywhere, in time."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -171,6 +172,15 @@ def silent(rank, size):
 def test_a_world_that_hangs_is_ended():
     with pytest.raises(TimeoutError, match="rank 1 does not answer"):
         run_world(silent, 2, patience=4)
+
+
+def lingering(rank, size):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    return rank
+
+
+def test_a_rank_that_has_answered_and_does_not_end_is_ended():
+    assert run_world(lingering, 2, timeout=2) == [0, 1]
 
 
 def test_without_a_group():
