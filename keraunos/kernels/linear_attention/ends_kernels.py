@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from keraunos.kernels.linear_attention.triton_kernels import CLOSED, LOG2E, NOTHING, load_gamma, load_gate, ones_dot
+from keraunos.kernels.linear_attention.triton_shared import CLOSED, LOG2E, NOTHING, load_gamma, load_gate, ones_dot
 
 # The log of the decay over stretches of which one begins anew.
 ANEW = tl.constexpr(-1e30)
@@ -66,7 +66,7 @@ def leave_kernel(
     size = tokens
     b_gamma = 0.0
     if GAMMA:
-        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b)
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, False)
     if GAMMA and GATE == 0:
         # Only the tokens of which anything is left at the segment's end.
         i_first = i_p * L // SEGMENT * SEGMENT

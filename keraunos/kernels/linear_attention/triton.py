@@ -100,9 +100,9 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
     constants = dict(
         H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2],
         **strides_of(like_q, "q", 1, "t"), **strides_of(k, "k", 1, "t"), **strides_of(v, "v", 1, "t"),
-        UNIT=unit, BT=call.BT, BK=tile(K), BV=BV, BN=pow2(call.N), GATE=call.gate, TERMS=call.terms, MILD=call.mild,
+        UNIT=unit, BT=call.BT, BK=tile(K), BV=BV, BN=pow2(call.N), GATE=call.gate, MILD=call.mild,
         ADJOINT=adjoint, SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final),
-        OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t, EXACT=call.exact, PRECISION=call.precision, EXPORT=False,
+        OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t, PRECISION=call.precision, EXPORT=False,
         OVERLAP=int(overlap), **NO_POOL, **call.flags(reverse),
     )  # fmt: skip
     if pool:
@@ -133,7 +133,7 @@ class _Save(IntEnum):
 
 
 class _Overlap(IntFlag):
-    """Which of two launches may run side by side: see ``triton_kernels.in_turn``.
+    """Which of two launches may run side by side: see ``triton_shared.in_turn``.
 
     A walk of few programs leaves most of the GPU to another one. WITH_LAST: neither reads what the other writes, and
     what the first reads must live until the second ends. WITH_NEXT: the next one is such a launch, or waits itself:
@@ -188,8 +188,8 @@ def _scan(call: Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, i
 def _combine_plan(call: Call, K: int, V: int, reverse: bool, init: bool, pool: Pool | None = None) -> Plan:
     BK, flags = 8, pool.flags() if pool else NO_POOL
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L // call.P, P=call.P)
-    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=tile(V), GATE=call.gate, INIT=init, EXACT=call.exact,
-                     OVERLAP=_IN_TURN, **flags, **call.flags(reverse))  # fmt: skip
+    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=tile(V), GATE=call.gate, INIT=init, OVERLAP=_IN_TURN,
+                     **flags, **call.flags(reverse))  # fmt: skip
     outputs = dict(starts=((call.slots(call.L), call.H, K, V), "float32"))
     return Plan(triton_kernels.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
@@ -229,8 +229,8 @@ def _decay_plans(call: Call, width: int) -> tuple[Plan, Plan]:
         **strides_of(q, "q", unit), **strides_of(k, "k", unit), **strides_of(g, "g", unit),
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N,
     )  # fmt: skip
-    common = dict(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BN=pow2(call.N), TERMS=call.terms,
-                  MILD=call.mild, OVERLAP=_IN_TURN, **call.flags(call.reverse))  # fmt: skip
+    common = dict(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BN=pow2(call.N), MILD=call.mild,
+                  OVERLAP=_IN_TURN, **call.flags(call.reverse))  # fmt: skip
     tokens, chunks = (call.B, call.T, call.H), (call.chunks, call.H)
     mild, decayed, sums = call.mild > 0, ((*tokens, call.K), call.dtype), ((*chunks, call.K), "float32")
     outputs: dict[str, Any] = dict(qd=decayed, kd=decayed, sums=sums, halved=(chunks, "int32") if mild else None)
@@ -240,7 +240,7 @@ def _decay_plans(call: Call, width: int) -> tuple[Plan, Plan]:
     BK, num_warps, num_stages = _HALVING
     BH = min(pow2(call.H), _HEADS)
     grid, outputs = (call.chunks * -(-call.H // BH),), dict(intra=((*tokens, width), call.dtype))
-    constants = dict(**common, BK=min(tile(call.K), BK), BH=BH, PRECISION=call.precision)
+    constants = dict(**common, BK=min(tile(call.K), BK), BH=BH, TERMS=call.terms, PRECISION=call.precision)
     halving = Plan(triton_chunks.halving_kernel, grid, {**numbers, "WIDTH": width}, outputs, constants, num_warps,
                     num_stages)  # fmt: skip
     return decay, halving

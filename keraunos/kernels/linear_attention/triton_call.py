@@ -247,7 +247,7 @@ class Call:
 
     def flags(self, reverse: bool) -> dict[str, Any]:
         """The constants that every kernel of the recurrence has."""
-        return dict(GAMMA=self.has_gamma, REVERSE=reverse, PACKED=self.packed)
+        return dict(GAMMA=self.has_gamma, EXACT=self.exact, REVERSE=reverse, PACKED=self.packed)
 
 
 @remember

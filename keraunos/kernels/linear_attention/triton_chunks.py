@@ -1,14 +1,15 @@
 """The Triton kernels that are parallel over chunks: what vector gates do inside one, and the gradients of gates.
 
-The conventions are those of ``triton_kernels.py``, which walks over sequences; so are the helpers of both.
+The conventions are those of ``triton_kernels.py``, which walks over sequences.
 """
 
 import triton
 import triton.language as tl
 
-from keraunos.kernels.linear_attention.triton_kernels import (
+from keraunos.kernels.linear_attention.triton_shared import (
     CLOSED,
     LOG2E,
+    decay,
     in_turn,
     load_gamma,
     load_gate,
@@ -40,7 +41,7 @@ def decay_kernel(
     stride_gamma_b, scale, T, N,
     qd, kd, sums, halved,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
+    BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
     PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What vector gates do inside a chunk, worked into q and k, so that a scan over chunks need not know them.
@@ -51,7 +52,6 @@ def decay_kernel(
     end)``. Walks token by token, two at a time.
     """
     in_turn(OVERLAP)
-    EXACT: tl.constexpr = TERMS == 3
     LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     i_h = tl.program_id(0) % H
     i_s = tl.program_id(0) // H
@@ -107,8 +107,8 @@ def halving_kernel(
     stride_gamma_b, scale, T, N, WIDTH,
     intra,
     H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr,
-    REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr,
+    MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Pairs j <= i of chunks that are ``halved``: ``intra_ij = scale * sum_k q_ik k_jk exp(gates between j and i)``.
 
@@ -118,7 +118,6 @@ def halving_kernel(
     is ``[B, T, H, WIDTH]``, of which the query's row of a pair has the pairs with its chunk.
     """
     in_turn(OVERLAP)
-    EXACT: tl.constexpr = TERMS == 3
     LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     NB: tl.constexpr = (H + BH - 1) // BH
     i_s = tl.program_id(0) // NB
@@ -164,7 +163,7 @@ def halving_kernel(
                 while m < BT:
                     later, m_sum, m_pair = level(o_p, m)
                     b_y = tl.where(later[:, None], b_q.to(tl.float32), b_k.to(tl.float32))
-                    b_y = (b_y * power(ones_dot(m_sum, b_g, TERMS) * LOG, EXACT)).to(dtype)  # [BT, BK]
+                    b_y = (b_y * decay(ones_dot(m_sum, b_g, TERMS), EXACT)).to(dtype)  # [BT, BK]
                     b_l = tl.dot(b_y, tl.trans(b_y), input_precision=PRECISION)
                     b_a += tl.where(m_pair & later[:, None], b_l, 0.0)
                     m *= 2
@@ -198,16 +197,14 @@ def mild_gradients(
 @triton.jit
 def halved_gradients(
     b_q, b_k, b_g, b_da, b_dq, b_dk, b_across, o_p, m_upto, m_after, scale,
-    BT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same with any vector gates: pairs factor level by level, at the boundary of the halves of blocks."""
-    EXACT: tl.constexpr = TERMS == 3
-    LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     b_qf = b_q.to(tl.float32)
     b_kf = b_k.to(tl.float32)
     b_gc = tl.maximum(b_g.to(tl.float32), CLOSED)
-    b_dq *= power(ones_dot(m_upto, b_gc, TERMS) * LOG, EXACT) * scale
-    b_dk *= power(ones_dot(m_after, b_gc, TERMS) * LOG, EXACT)
+    b_dq *= decay(ones_dot(m_upto, b_gc, TERMS), EXACT) * scale
+    b_dk *= decay(ones_dot(m_after, b_gc, TERMS), EXACT)
     b_dg = ones_dot(o_p[:, None] <= o_p[None, :], b_qf * b_dq, DG_TERMS)
     b_dg += ones_dot(o_p[:, None] > o_p[None, :], b_kf * b_dk, DG_TERMS)
     b_dg += b_across[None, :]
@@ -219,7 +216,7 @@ def halved_gradients(
     m = 1
     while m < BT:
         later, m_sum, m_pair = level(o_p, m)
-        b_e = power(ones_dot(m_sum, b_gc, TERMS) * LOG, EXACT)
+        b_e = decay(ones_dot(m_sum, b_gc, TERMS), EXACT)
         b_y = tl.where(later[:, None], b_qf, b_kf) * b_e  # [BT, BK]
         b_z = tl.dot(tl.where(m_pair, b_w, 0.0).to(b_q.dtype), b_y.to(b_q.dtype), input_precision=PRECISION)
         b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_y * b_z, DG_TERMS)
@@ -233,10 +230,9 @@ def halved_gradients(
 @triton.jit
 def scalar_gradients(
     b_q, b_k, b_g, b_gamma, b_da, b_dq, b_dk, b_across, o_t, o_p, m_upto, m_after, left, scale,
-    GATE: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same with one gate per token, ``b_g`` ``[BT]``, or a constant one only; dg is ``[BT]``."""
-    EXACT: tl.constexpr = TERMS == 3
     LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     b_row = b_gamma * tl.maximum((left - o_t) if REVERSE else (o_t + 1), 0)
     b_col = b_gamma * tl.maximum(o_t if REVERSE else (left - 1 - o_t), 0)
@@ -284,8 +280,8 @@ def gradient_kernel(
     dq, dk, dg,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
-    GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, MILD: tl.constexpr,
-    HALVED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr,
+    MILD: tl.constexpr, HALVED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of one chunk, for a tile of BK of the K dimensions.
@@ -300,7 +296,6 @@ def gradient_kernel(
     """
     if not HALVED:
         in_turn(OVERLAP)
-    EXACT: tl.constexpr = TERMS == 3
     LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     NK: tl.constexpr = (K + BK - 1) // BK
     NB: tl.constexpr = (H + BH - 1) // BH
@@ -389,7 +384,7 @@ def gradient_kernel(
                 else:
                     b_dq, b_dk, b_dg = halved_gradients(
                         b_q, b_k, b_g, b_da, b_dq, b_dk, b_across, o_p, m_upto, m_after, scale,
-                        BT, TERMS, DG_TERMS, PRECISION,
+                        BT, EXACT, TERMS, DG_TERMS, PRECISION,
                     )  # fmt: skip
                 tl.store(dg + o_d, b_dg.to(dg.dtype.element_ty), mask=m_k)
             else:
@@ -398,7 +393,7 @@ def gradient_kernel(
                     b_g = load_gate(p_g + o_t * (stride_gt * UNIT_G), m_t, CLOSED)  # [BT]
                 b_dq, b_dk, b_dg = scalar_gradients(
                     b_q, b_k, b_g, b_gamma, b_da, b_dq, b_dk, b_across, o_t, o_p, m_upto, m_after, left, scale,
-                    GATE, TERMS, REVERSE, PRECISION,
+                    GATE, EXACT, TERMS, REVERSE, PRECISION,
                 )  # fmt: skip
                 i_kb = i_k * (1 if PACKED else N) + i_b
                 tl.store(dg + (i_kb * T + base + o_t) * H + i_h, b_dg, mask=m_t)

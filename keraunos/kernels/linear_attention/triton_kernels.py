@@ -5,116 +5,29 @@ to a segment. Rows of a tile are in the order of memory; ``o_p`` is their place 
 running backwards is index arithmetic. An adjoint run (ADJOINT) carries the gradient of the state: a token's own gate
 acts after the token, not before it, and the softmax scale acts on what enters the state, not on what is read from it.
 
-Every decay is ``exp2`` of a sum of gates over exactly the tokens that it spans, taken as a product with a 0/1 matrix:
-no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0, ``-inf`` included. Sums are to the
-base 2; with float32 (EXACT) to the base of the gates: see ``power``.
-
 Strides of rows that are no constants come in units of UNIT, a constant: so the compiler knows that rows are aligned,
 also where the front end does not tell it what numbers are multiples of, and builds the same code for every front end.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-LOG2E = tl.constexpr(1.4426950408889634)
-# Stands for -inf in sums of gates: 0 * CLOSED is 0, exp of it is 0, and every 16-bit format holds it exactly.
-CLOSED = tl.constexpr(-16384.0)
+from keraunos.kernels.linear_attention.triton_shared import (
+    CLOSED,
+    LOG2E,
+    decay,
+    in_turn,
+    load_gamma,
+    load_gate,
+    locate,
+    ones_dot,
+    power,
+    span,
+)
+
 # The log of less than any 16-bit value.
 FAINT = tl.constexpr(-100.0)
-# The log, base 2, of less than any float32 value.
-NOTHING = tl.constexpr(-150.0)
-# ln 2 in two parts, of which the first has few digits.
-LN2 = tl.constexpr(0.693359375)
-LN2_REST = tl.constexpr(-2.12194440e-4)
-
-
-@triton.jit
-def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr):
-    """Slot -> (sequence, its first token, its length, part). Sequence n owns the slots from ``begin // L + n``."""
-    if PACKED:
-        i_n = i_s
-        if SPLIT:
-            o_n = tl.arange(0, BN)
-            m_n = o_n < N - 1
-            b_begin = tl.load(cu_seqlens + 1 + o_n, mask=m_n, other=0).to(tl.int64)
-            i_n = tl.sum((m_n & (b_begin // L + o_n + 1 <= i_s)).to(tl.int32), 0)
-        begin = tl.load(cu_seqlens + i_n).to(tl.int64)
-        length = tl.load(cu_seqlens + i_n + 1).to(tl.int64) - begin
-        i_g = i_s - (begin // L + i_n) if SPLIT else begin * 0
-    else:
-        count = tl.cdiv(T, L) if SPLIT else 1
-        i_n = i_s // count
-        begin = tl.full([], 0, tl.int64)
-        length = begin + T
-        i_g = begin + i_s % count
-    return i_n, begin, length, i_g
-
-
-@triton.jit
-def locate_chunk(cu_seqlens, i_o, T, N, L, M, F, W, BT, PACKED: tl.constexpr, BN: tl.constexpr):
-    """Slot among the chunks of a part -> (sequence, its first token, its length, chunk, slot among all chunks).
-
-    The part has M tokens from the F-th on of each walk (L tokens) from the W-th on. A slot for no chunk gets one beyond
-    the sequence.
-    """
-    if PACKED:
-        i_n, begin, length, i_c = locate(cu_seqlens, i_o, T, N, BT, True, True, BN)
-        i_s = i_o.to(tl.int64)
-    else:
-        count = tl.cdiv(M, BT)
-        i_n, begin, length, i_g = locate(cu_seqlens, i_o // count + W, T, N, L, False, True, 1)
-        i_c = F // BT + i_o % count
-        i_c = tl.where(i_c * BT < L, i_g * (L // BT) + i_c, length)
-        i_s = i_n.to(tl.int64) * tl.cdiv(T, BT) + i_c
-    return i_n, begin, length, i_c, i_s
-
-
-@triton.jit
-def upper(x):
-    """The upper 8 bits of x, which bf16 holds; by their mask: arithmetic could be contracted away."""
-    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def ones_dot(m, x, TERMS: tl.constexpr):
-    """``m @ x`` of a 0/1 matrix, exact to ``8 * TERMS`` bits of x: the tensor cores see x as that many bf16 parts."""
-    # By way of float32: the interpreter casts only that to bf16 by value.
-    m = m.to(tl.float32).to(tl.bfloat16)
-    x = x.to(tl.float32)
-    b_y = tl.zeros(x.shape, dtype=tl.float32)
-    for _ in tl.static_range(TERMS - 1):
-        b_x = upper(x)
-        b_y = tl.dot(m, b_x.to(tl.bfloat16), b_y)
-        x -= b_x
-    return tl.dot(m, x.to(tl.bfloat16), b_y)
-
-
-@triton.jit
-def load_gate(p_g, m_g, LOWEST: tl.constexpr):
-    """Gates, at least LOWEST, 0 outside the sequence."""
-    return tl.maximum(tl.load(p_g, mask=m_g, other=0.0).to(tl.float32), LOWEST)
-
-
-@triton.jit
-def load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT: tl.constexpr = False):
-    """The constant gate of a head, base 2 (EXACT: as it is); finite, so that no tokens' worth of it is 0."""
-    b_gamma = tl.maximum(tl.load(gamma + i_b * stride_gamma_b + i_h).to(tl.float32), CLOSED)
-    return b_gamma if EXACT else b_gamma * LOG2E
-
-
-@triton.jit
-def power(x, EXACT: tl.constexpr):
-    """The decay of which x is the logarithm, base 2, or EXACT the natural one, at most 0.
-
-    A product with LOG2E would be rounded like any number of x's size: a relative error of the decay that grows with x.
-    So multiples of ln 2, of which exp2 is exact, are taken off first, without an error.
-    """
-    if EXACT:
-        x = tl.maximum(x, NOTHING)
-        n = tl.floor(x * LOG2E + 0.5)
-        return tl.exp2((x - n * LN2 - n * LN2_REST) * LOG2E) * tl.exp2(n)
-    return tl.exp2(x)
 
 
 @triton.jit
@@ -124,8 +37,7 @@ def reach(b_gamma, i_p, L, P, REVERSE: tl.constexpr, EXACT: tl.constexpr):
     Below 0: not even there. Not for pieces of the segment that is walked last, which may be a short one.
     """
     n_after = (i_p if REVERSE else (P - 1 - i_p)) * L
-    b_gamma *= LOG2E if EXACT else 1.0
-    return tl.minimum(NOTHING / tl.minimum(b_gamma, -1e-6), 1e9).to(tl.int32) - n_after
+    return span(b_gamma, EXACT) - n_after
 
 
 @triton.jit
@@ -146,20 +58,6 @@ def clear_rows(o, begin, end, i_h, o_v, H: tl.constexpr, V: tl.constexpr, BT: tl
         tl.store(o + o_o, tl.zeros([BT, BV], dtype=o.dtype.element_ty), mask=m_o)
 
 
-@triton.jit
-def in_turn(OVERLAP: tl.constexpr):
-    """Where a program begins that may share the GPU with other launches.
-
-    OVERLAP, a sum: 1 the next launch may begin once all programs have come here; 2 this one may have begun beside the
-    one before, and ends after it; 4 it may have begun, and waits here for the end of the one before.
-    """
-    if OVERLAP // 4 % 2 == 1:
-        gdc_wait()
-    # Not before the wait: what begins then may rely on all that came before this launch.
-    if OVERLAP % 2 == 1:
-        gdc_launch_dependents()
-
-
 @triton.jit(do_not_specialize=["N", "W", "ROWS"])
 def scan_kernel(
     q, k, v, g, gamma, sums, halved, intra, h0, into, cu_seqlens, pool, slots, has_initial, exports,
@@ -169,10 +67,10 @@ def scan_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
     stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    GATE: tl.constexpr, GAMMA: tl.constexpr, TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
     ADJOINT: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr,
     INIT: tl.constexpr, FINAL: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, STATE_T: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, EXPORT: tl.constexpr,
+    PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, EXPORT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -347,15 +245,15 @@ def scan_kernel(
             b_g_to = tl.sum(tl.where(m_upto, b_g[:, None], 0.0), 0)  # [BT (i)]
             b_g_all = tl.sum(b_g, 0)
             b_g_left = tl.sum(tl.where(m_after, b_g[None, :], 0.0), 1)  # [BT (j)]
-            b_to_c *= power(b_g_to * LOG, EXACT)
-            b_left_c *= power(b_g_left * LOG, EXACT)
-            b_all_c *= power(b_g_all * LOG, EXACT)
+            b_to_c *= decay(b_g_to, EXACT)
+            b_left_c *= decay(b_g_left, EXACT)
+            b_all_c *= decay(b_g_all, EXACT)
             b_sum1 += b_g_all
             p_g += step * stride_gt
             if OUTPUT:
                 if EXACT:
                     # Rows t, columns i: the gates up to i; the product with m_after keeps those after j.
-                    b_between = ones_dot(m_after, tl.where(m_upto, b_g[:, None], 0.0), TERMS)
+                    b_between = ones_dot(m_after, tl.where(m_upto, b_g[:, None], 0.0), 3)
                 else:
                     b_between = b_g_to[None, :] + (b_g_left - b_g_all)[:, None]
                 b_between = tl.minimum(b_between, 0.0) * LOG + b_gap
@@ -451,8 +349,8 @@ def combine_kernel(
     local, total, gamma, h0, cu_seqlens, slots, has_initial, stride_gamma_b, T, N, L, P,
     starts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GATE: tl.constexpr, GAMMA: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, INIT: tl.constexpr,
-    EXACT: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    INIT: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip

@@ -4,14 +4,14 @@ Nothing but the state's bytes matters to their speed, so a program has one tile 
 V, loads it at once, and needs no other program. The products are written as fused ones, so that compilers cannot fuse
 them in one way for one token and in another for several: verify and commit give the bits that decode gives.
 
-Helpers and conventions are those of ``linear_attention/triton_kernels.py``.
+The conventions are those of ``linear_attention/triton_kernels.py``.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from keraunos.kernels.linear_attention.triton_kernels import LOG2E, locate
+from keraunos.kernels.linear_attention.triton_shared import LOG2E, locate
 
 
 @triton.jit
