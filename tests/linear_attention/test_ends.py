@@ -47,10 +47,10 @@ def stack(framework, rows):
     return torch.stack(rows)
 
 
-def after_all(framework, key, value, args, start, way):
+def after_all(framework, key, value, args, start, way, lengths=LENGTHS):
     """The state after all stretches."""
-    rows, n, B = [], len(LENGTHS), key.shape[0]
-    for i, (begin, end) in enumerate(zip(np.cumsum([0, *LENGTHS]), np.cumsum(LENGTHS), strict=False)):
+    rows, n, B = [], len(lengths), key.shape[0]
+    for i, (begin, end) in enumerate(zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False)):
         place = i if way.right else n - 1 - i
         own = (x if x is None else np.ascontiguousarray(x[:, begin:end]) for x in (key, value, args.g))
         stretch = ends.Stretch(*(to(framework, x) for x in (*own, args.g_gamma)))
@@ -82,6 +82,21 @@ def test_a_state_and_its_gradient(framework, gates, reverse, dtype):
     (truth, _), (in_dtype, _) = case.reference(), case.reference(np.float32)
     assert_within_rule(["state", "dinitial"], [state, dinitial], [truth[1], truth[7]], [in_dtype[1], in_dtype[7]],
                        [dtype] * 2)  # fmt: skip
+
+
+# The gradient of the state is as small as the decays, so the relative error of these is all of its.
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("case", [
+    Case(gamma=1, seed=703), Case(gate="scalar", seed=1182), Case(gate="vector", gamma=1, seed=1182),
+], ids=str)  # fmt: skip
+def test_strong_decays(framework, case):
+    case = dataclasses.replace(case, B=1, T=2, H=1, decay="strong", state=True)
+    args, doutput, dstate = case.arrays
+    args.query[:, 0] = 0.0
+    way = ends.Way(1, False, True, args.query.shape[-1] ** -0.5)
+    dinitial = after_all(framework, args.query, doutput, args, dstate, way, (1, 1))
+    (truth, _), (in_dtype, _) = case.reference(), case.reference(np.float32)
+    assert_within_rule(["dinitial"], [dinitial], [truth[7]], [in_dtype[7]], ["float32"])
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -83,3 +83,15 @@ def test_prefill_with_every_gate(platform, framework, prefill, gate):
 @pytest.mark.parametrize("shape", list(SHAPES)[:3])
 def test_prefill_with_every_shape(platform, framework, shape):
     also(PREFILLS["exported"], **different(SHAPES[shape])).check(runner(platform, framework))
+
+
+# Keys of 0: states are as small as the decay, so the relative error of that is all of theirs.
+@pytest.mark.parametrize("gate", ["constant", "scalar", STRONG])
+@pytest.mark.parametrize("call", [
+    Case(), Case(op="commit", T=2, counts=(1, 2, 0, 2)),
+    Case(op="prefill", lengths=(1, 1, 1, 1), tokens=(0, 2, 3), targets=(1, 2, 4)),
+], ids=lambda call: call.op)  # fmt: skip
+def test_states_that_only_decay(platform, framework, gate, call):
+    case = also(call, **{**different(GATES[gate]), "decay": 8.0})
+    case.arrays["key"][:] = 0.0
+    case.check(runner(platform, framework))

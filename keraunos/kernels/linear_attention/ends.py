@@ -194,7 +194,7 @@ def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, s
     )  # fmt: skip
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[2], RV=H // v.shape[2], UNIT=unit, BT=BT, BK=BK, BV=BV, GATE=gate,
-        GAMMA=gamma is not None, TERMS=3 if exact else 2, RIGHT=way.right, INCLUSIVE=way.inclusive,
+        GAMMA=gamma is not None, EXACT=exact, RIGHT=way.right, INCLUSIVE=way.inclusive,
         PRECISION="tf32" if not exact else "ieee" if INTERPRETED else "bf16x6",
     )  # fmt: skip
     warps, stages = 8 if BK * BV > 8192 else 4, 4 if halves and not exact else 3

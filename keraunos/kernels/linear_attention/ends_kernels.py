@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from keraunos.kernels.linear_attention.triton_shared import CLOSED, LOG2E, NOTHING, load_gamma, load_gate, ones_dot
+from keraunos.kernels.linear_attention.triton_shared import (
+    CLOSED,
+    LOG2E,
+    NOTHING,
+    decay,
+    load_gamma,
+    load_gate,
+    ones_dot,
+    power,
+    span,
+)
 
 # The log of the decay over stretches of which one begins anew.
 ANEW = tl.constexpr(-1e30)
@@ -17,7 +27,7 @@ def leave_kernel(
     local, total, seen,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
-    TERMS: tl.constexpr, RIGHT: tl.constexpr, INCLUSIVE: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, RIGHT: tl.constexpr, INCLUSIVE: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``sum_t exp(gates between t and the end) k_t v_t^T`` over each of P pieces of L tokens; the end is right or left.
 
@@ -27,6 +37,8 @@ def leave_kernel(
     have the pieces in the order of the way: the last is nearest to the end. FAR: the pieces but for the NEAR that are
     nearest, which have been done: where gates forget all that is before those, nothing is read.
     """
+    LOG: tl.constexpr = 1.0 if EXACT else LOG2E
+    TERMS: tl.constexpr = 3 if EXACT else 2
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
@@ -66,12 +78,12 @@ def leave_kernel(
     size = tokens
     b_gamma = 0.0
     if GAMMA:
-        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, False)
+        b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT)
     if GAMMA and GATE == 0:
         # Only the tokens of which anything is left at the segment's end.
         i_first = i_p * L // SEGMENT * SEGMENT
         n_after = (tl.minimum(i_first + SEGMENT, high) - end) if RIGHT else (begin - tl.maximum(i_first, low))
-        n_seen = tl.minimum(NOTHING / tl.minimum(b_gamma, -1e-6), 1e9).to(tl.int32) + 1 - n_after
+        n_seen = span(b_gamma, EXACT) + 1 - n_after
         size = tl.minimum(size, tl.maximum(n_seen, 0))
 
     o_t = tl.arange(0, BT)
@@ -97,17 +109,17 @@ def leave_kernel(
         b_w = b_gamma * (i * BT + o_d + (1 if INCLUSIVE else 0))  # [BT]
         if GATE == 1:
             b_g = load_gate(p_g, m_t, CLOSED)
-            b_w += (tl.sum(tl.where(nearer, b_g[None, :], 0.0), 1) + b_sum1) * LOG2E
+            b_w += (tl.sum(tl.where(nearer, b_g[None, :], 0.0), 1) + b_sum1) * LOG
             b_sum1 += tl.sum(b_g, 0)
             p_g += step * (stride_gt * UNIT_G)
         if GATE == 2:
             b_gk = load_gate(p_g[:, None] + o_k[None, :], m_t[:, None] & (o_k < K)[None, :], CLOSED)  # [BT, BK]
-            b_wk = (ones_dot(nearer, b_gk, TERMS) + b_sum[None, :]) * LOG2E + b_w[:, None]
+            b_wk = (ones_dot(nearer, b_gk, TERMS) + b_sum[None, :]) * LOG + b_w[:, None]
             b_sum += tl.sum(b_gk, 0)
             p_g += step * (stride_gt * UNIT_G)
-            b_x = b_k.to(tl.float32) * tl.exp2(b_wk)
+            b_x = b_k.to(tl.float32) * power(b_wk, EXACT)
         else:
-            b_x = b_k.to(tl.float32) * tl.exp2(b_w)[:, None]
+            b_x = b_k.to(tl.float32) * power(b_w, EXACT)[:, None]
         b_s = tl.dot(tl.trans(b_v), b_x.to(k.dtype.element_ty), b_s, input_precision=PRECISION)
         p_k += step * (stride_kt * UNIT)
         p_v += step * (stride_vt * UNIT)
@@ -117,11 +129,20 @@ def leave_kernel(
     tl.store(p_s, b_s * scale, mask=(o_v < V)[:, None] & (o_k < K)[None, :] & there)
     if i_v == 0:
         tl.store(seen + i_slot, there.to(tl.int32))
-        b_all = b_gamma / LOG2E * tokens
+        b_all = b_gamma / LOG * tokens
         if GATE == 2:
             tl.store(total + i_slot * K + o_k, b_sum + b_all, mask=o_k < K)
         else:
             tl.store(total + i_slot, b_sum1 + b_all)
+
+
+@triton.jit
+def after(b_s, b_total, b_local):
+    """The state ``[BK, BV]`` after one more piece or stretch, which leaves ``b_local`` and has gates of ``b_total``."""
+    # A state is float32, whatever its tokens are.
+    b_decay = decay(b_total, True)[:, None]
+    # What is forgotten is nothing, even if it was no number.
+    return tl.where(b_decay > 0, b_s * b_decay, 0.0) + b_local
 
 
 @triton.jit
@@ -171,9 +192,7 @@ def merge_kernel(
             m_l = m_s & (tl.load(seen + i_first + i_p * H) != 0)
         b_total = tl.load(p_total + i_p * stride_total, mask=o_k < K, other=0.0)  # [BK]
         b_local = tl.load(p_local + i_p * stride_local, mask=m_l, other=0.0)  # [BK, BV]
-        b_decay = tl.exp2(b_total * LOG2E)[:, None]
-        # What is forgotten is nothing, even if it was no number.
-        b_s = tl.where(b_decay > 0, b_s * b_decay, 0.0) + b_local
+        b_s = after(b_s, b_total, b_local)
         b_sum += b_total
     b_sum = tl.where(fresh, ANEW, b_sum)
     for _ in tl.static_range(COPIES):
@@ -210,8 +229,7 @@ def starts_kernel(
         p_left = left + (i_m * 0 + (i if RIGHT else (R - 1 - i))) * stride_left
         b_total = tl.load(p_left + M * (K * V) + i_m * KD + o_d, mask=o_k < K, other=0.0)  # [BK]
         b_local = tl.load(p_left + i_m * (K * V) + o_s, mask=m_s, other=0.0)  # [BK, BV]
-        b_decay = tl.exp2(b_total * LOG2E)[:, None]
-        b_s = tl.where(b_decay > 0, b_s * b_decay, 0.0) + b_local
+        b_s = after(b_s, b_total, b_local)
     p_starts = starts + ((i_m // H) * S * H + i_m % H) * (K * V) + o_s
     # Nobody needs the pieces of the segment that is walked last.
     for i in tl.range((S - 1) * N, num_stages=8):
@@ -222,6 +240,6 @@ def starts_kernel(
         m_l = m_s & (tl.load(seen + i_p) != 0)
         b_total = tl.load(total + i_p * KD + o_d, mask=o_k < K, other=0.0)
         b_local = tl.load(local + i_p * (K * V) + o_s, mask=m_l, other=0.0)
-        b_s = b_s * tl.exp2(b_total * LOG2E)[:, None] + b_local
+        b_s = after(b_s, b_total, b_local)
     i_last = S - 1 if RIGHT or WALKED else 0
     tl.store(p_starts + i_last * (H * K * V), b_s, mask=m_s)

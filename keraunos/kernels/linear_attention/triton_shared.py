@@ -98,12 +98,13 @@ def power(x, EXACT: tl.constexpr):
     """The decay of which x is the logarithm, base 2, or EXACT the natural one, at most 0.
 
     A product with LOG2E would be rounded like any number of x's size: a relative error of the decay that grows with x.
-    So multiples of ln 2, of which exp2 is exact, are taken off first, without an error.
+    So multiples of ln 2, of which exp2 is exact, are taken off first, without an error. Products are fused by name, for
+    the same bits in every kernel.
     """
     if EXACT:
         x = tl.maximum(x, NOTHING)
-        n = tl.floor(x * LOG2E + 0.5)
-        return tl.exp2((x - n * LN2 - n * LN2_REST) * LOG2E) * tl.exp2(n)
+        n = tl.floor(tl.fma(x, LOG2E, 0.5))
+        return tl.exp2(tl.fma(n, -LN2_REST, tl.fma(n, -LN2, x)) * LOG2E) * tl.exp2(n)
     return tl.exp2(x)
 
 

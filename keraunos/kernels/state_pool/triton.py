@@ -62,8 +62,8 @@ def _step_plan(specs: Args, opts: Options) -> Plan:
     BV = min(cast(int, opts.cfg.block_d), tile(V))
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[-2], UNIT=unit, **_strides(states), BK=tile(K), BV=BV, GATE=gate,
-        GAMMA=specs.g_gamma is not None, MANY=many, COUNTED=specs.counts is not None, OUTPUT=opts.reads,
-        STORE=opts.writes, OVERLAP=4,
+        GAMMA=specs.g_gamma is not None, EXACT=k.dtype == "float32", MANY=many,
+        COUNTED=specs.counts is not None, OUTPUT=opts.reads, STORE=opts.writes, OVERLAP=4,
     )  # fmt: skip
     outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),
                    pool="states" if opts.writes else None)  # fmt: skip
@@ -100,7 +100,8 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     """What says where the walk copies states to, and what takes these to the tokens that are asked for."""
     N, M, (_, H, K, V) = specs.slots.shape[0], specs.tokens.shape[0], specs.states.shape
     BT, BN, sizes = cast(int, opts.cfg.block_q), pow2(N), dict(N=N, M=M)
-    precision = "tf32" if specs.key.dtype != "float32" else "ieee" if INTERPRETED else "bf16x6"
+    exact = specs.key.dtype == "float32"
+    precision = "tf32" if not exact else "ieee" if INTERPRETED else "bf16x6"
     chunks = _bucket(specs.key.shape[0]) // BT + N
     plan = Plan(triton_steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
                         dict(BT=BT, BN=BN), 1, 1)  # fmt: skip
@@ -109,7 +110,7 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     BV = min(_EXPORT[0], tile(V))
     constants = dict(
         H=H, K=K, V=V, RK=H // specs.key.shape[-2], UNIT=unit, **_strides(specs.states), BK=tile(K), BV=BV,
-        BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, PRECISION=precision,
+        BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, EXACT=exact, PRECISION=precision,
     )  # fmt: skip
     return plan, Plan(
         triton_steps.export_kernel, (M * H * -(-V // BV),), {name: strides[name] for name in names} | sizes,

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from keraunos.kernels.linear_attention.triton_shared import LOG2E, locate
+from keraunos.kernels.linear_attention.triton_shared import decay, locate
 
 
 @triton.jit
 def load_token(
     p_q, p_k, p_v, p_g, m_k, m_v, b_gamma,
-    GATE: tl.constexpr, GAMMA: tl.constexpr, OUTPUT: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, OUTPUT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A token's q ``[BK]``, k ``[BK]``, v ``[BV]`` and decay ``[BK]``."""
     b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)
@@ -32,7 +32,7 @@ def load_token(
         b_d += tl.load(p_g).to(tl.float32)
     if GAMMA:
         b_d += b_gamma
-    return b_q, b_k, b_v, tl.exp2(b_d * LOG2E)
+    return b_q, b_k, b_v, decay(b_d, EXACT)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def step_kernel(
     o, pool,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
     MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Tokens of one request, for a tile of BV of the V dimensions.
@@ -107,7 +107,7 @@ def step_kernel(
     o_s = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_s = m_k[:, None] & m_v[None, :]
     b_s = tl.load(states + i_state + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
-    b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, OUTPUT, BK)
+    b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, EXACT, OUTPUT, BK)
     DECAYS: tl.constexpr = GATE > 0 or GAMMA
     if MANY:
         for i in range(n_t):
@@ -120,7 +120,7 @@ def step_kernel(
             p_v += tl.where(more, stride_vt * UNIT, 0)
             if GATE > 0:
                 p_g += tl.where(more, stride_gt * UNIT_G, 0)
-            b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, OUTPUT, BK)
+            b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, EXACT, OUTPUT, BK)
             if OUTPUT:
                 b_o = tl.sum(b_s * b_qi[:, None], 0) * scale
                 tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
@@ -167,7 +167,9 @@ def plan_kernel(cu_seqlens, tokens, targets, N, M, exports, BT: tl.constexpr, BN
 
 
 @triton.jit
-def decays_up_to(p_g, stride_gt, n_t, o_t, o_k, m_k, b_gamma, GATE: tl.constexpr, BK: tl.constexpr):
+def decays_up_to(
+    p_g, stride_gt, n_t, o_t, o_k, m_k, b_gamma, GATE: tl.constexpr, EXACT: tl.constexpr, BK: tl.constexpr
+):
     """The decay from after each token through the n_t-th ``[BT, BK]``, and from before the first ``[BK]``."""
     m_g = o_t + 1 < n_t
     if GATE == 2:
@@ -185,7 +187,7 @@ def decays_up_to(p_g, stride_gt, n_t, o_t, o_k, m_k, b_gamma, GATE: tl.constexpr
         b_all += tl.sum(b_g, 0)
         b_left = tl.sum(tl.where(o_t[:, None] <= o_t[None, :], b_g[None, :], 0.0), 1)[:, None]
     b_all += tl.where(n_t > 0, b_gamma, 0.0)
-    return tl.exp2(b_left * LOG2E), tl.exp2(b_all * LOG2E)
+    return decay(b_left, EXACT), decay(b_all, EXACT)
 
 
 @triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["slots", "tokens", "targets"])
@@ -196,7 +198,7 @@ def export_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The states that are exported within a chunk, from the one before it.
 
@@ -253,7 +255,7 @@ def export_kernel(
     b_s = tl.load(states + slot * stride_ss + i_head + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
     while end <= most:
         n_t = (end - start).to(tl.int32)
-        b_left, b_all = decays_up_to(p_g, stride_gt * UNIT_G, n_t, o_t, o_k, m_k, b_gamma, GATE, BK)
+        b_left, b_all = decays_up_to(p_g, stride_gt * UNIT_G, n_t, o_t, o_k, m_k, b_gamma, GATE, EXACT, BK)
         b_e = tl.where(o_t[:, None] < n_t, b_k.to(tl.float32) * b_left, 0.0).to(b_k.dtype)  # [BT, BK]
         b_h = tl.dot(tl.trans(b_e), b_v, b_s * b_all[:, None], input_precision=PRECISION)
         slot = tl.load(targets + i_m).to(tl.int64)
