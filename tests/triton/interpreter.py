@@ -18,27 +18,14 @@ import triton.runtime.interpreter as interpreter
 
 from tests.triton.quick import QUICK
 
-_DOT = interpreter.InterpreterBuilder.create_dot
 _CONVERT = interpreter._convert_float
-
-
-def _widened(x):
-    """The operand in float32 if it is bf16: its bits are the upper half of a float32's."""
-    if x.dtype.scalar.is_bf16():
-        data = (x.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(data, tl.float32)
-    return x
-
-
-def _dot(self, a, b, d, *rest):
-    return _DOT(self, _widened(a), _widened(b), d, *rest)
 
 
 def _convert(x, source, target, rounding):
     """Casts from float32 to bf16 round to nearest even, like the GPU's."""
     if not (source.is_fp32() and target.is_bf16()):
         return _CONVERT(x, source, target, rounding)
-    bits = np.frombuffer(x.tobytes(), np.uint32).astype(np.uint64).reshape(x.shape)
+    bits = x.view(np.uint32)
     rounded = np.where(np.isnan(x), bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1))
     return (rounded >> 16).astype(np.uint16)
 
@@ -115,7 +102,6 @@ def _unwrap(x):
     return x.value if x.__class__ is tl.constexpr else x if x.__class__ in _BARE else _UNWRAP(x)
 
 
-interpreter.InterpreterBuilder.create_dot = _dot
 interpreter._convert_float = _convert
 interpreter._patch_lang, _PATCH_LANG = _patch_lang, interpreter._patch_lang
 interpreter._get_np_dtype, _NP_DTYPE = _np_dtype, functools.cache(interpreter._get_np_dtype)

@@ -10,16 +10,23 @@ import triton.runtime.interpreter as interpreter
 _WHOLE = (tl.int32, tl.int64)
 _NUMBERS = (tl.float32, *_WHOLE)
 _BITS = (*_WHOLE, tl.int1)
-# Casts that NumPy does alike.
-_CASTS = {("int32", "int64"), ("int64", "int32"), ("int32", "fp32"), ("int1", "int32")}
+# Casts that NumPy does alike; and of the bits.
+_CASTS = {("int32", "int64"), ("int64", "int32"), ("int32", "fp32"), ("int1", "int32"), ("int1", "fp32")}
+_BITCASTS = {("fp32", "int32"), ("int32", "fp32")}
+# A scalar is an array of one element, and so may a block be. By type and sizes: the type of blocks.
+_ONE, _BLOCKS = (1,), {}
 
 
 def _tensor(data, dtype, *like):
     """A tensor of this dtype: a block, where any of those that it is made of is one, or a scalar."""
-    handle = object.__new__(interpreter.TensorHandle)
+    handle, shape = object.__new__(interpreter.TensorHandle), data.shape
     handle.data, handle.dtype, handle.attr = data, dtype, {}
-    block = any(x.__class__ is tl.tensor and x.type.is_block() for x in like)
-    return tl.tensor(handle, tl.block_type(dtype, list(data.shape)) if block else dtype)
+    if shape == _ONE and not any(x.__class__ is tl.tensor and x.type.is_block() for x in like):
+        return tl.tensor(handle, dtype)
+    if (kind := _BLOCKS.get((id(dtype), shape))) is None:
+        # It holds the dtype, so that no other gets that id.
+        kind = _BLOCKS[id(dtype), shape] = tl.block_type(dtype, list(shape))
+    return tl.tensor(handle, kind)
 
 
 def _value(x):
@@ -54,6 +61,22 @@ def _operation(apply, kinds=_NUMBERS, truth=False):
     return quick
 
 
+def _function(apply):
+    """One of float32 values, or of some and numbers."""
+
+    def quick(slow):
+        def call(*given):
+            given = [_value(x) for x in given]
+            if any(x.__class__ is tl.tensor and x.dtype is not tl.float32 for x in given):
+                return slow(*given)
+            data = apply(*[x.handle.data if x.__class__ is tl.tensor else np.float32(x) for x in given])
+            return _tensor(data, tl.float32, *given)
+
+        return call
+
+    return quick
+
+
 def _add(slow):
     values = _operation(np.add)(slow)
 
@@ -76,9 +99,19 @@ def _expand(slow):
     return call
 
 
+def _floats(x):
+    """The values of a float32, bf16 or fp16 in float32; bf16 is the upper half of that."""
+    data = x.handle.data
+    if x.dtype is tl.bfloat16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data if x.dtype is tl.float32 else data.astype(np.float32)
+
+
 def _cast(slow):
     def call(x, dtype, **options):
         dtype = _value(dtype)
+        if options == {"bitcast": True} and (x.dtype.name, dtype.name) in _BITCASTS:
+            return _tensor(x.handle.data.view(interpreter._get_np_dtype(dtype)), dtype, x)
         if options:
             return slow(x, dtype, **options)
         if dtype is x.dtype:
@@ -86,7 +119,7 @@ def _cast(slow):
         if x.dtype is tl.float32 and dtype is tl.bfloat16:
             return _tensor(interpreter._convert_float(x.handle.data, tl.float32, dtype, None), dtype, x)
         if x.dtype is tl.bfloat16 and dtype is tl.float32:
-            return _tensor((x.handle.data.astype(np.uint32) << 16).view(np.float32), dtype, x)
+            return _tensor(_floats(x), dtype, x)
         if (x.dtype.name, dtype.name) in _CASTS:
             return _tensor(x.handle.data.astype(interpreter._get_np_dtype(dtype)), dtype, x)
         return slow(x, dtype)
@@ -104,10 +137,38 @@ def _load(slow):
         )  # fmt: skip
         if not fits:
             return slow(pointer, mask, other, **options)
-        dtype = interpreter._get_np_dtype(element)
-        mask = np.broadcast_to(mask.handle.data, place.shape)
+        dtype, mask = interpreter._get_np_dtype(element), mask.handle.data
+        if mask.shape != place.shape:
+            mask = np.broadcast_to(mask, place.shape)
         data = interpreter._interpreter.load(place, mask, np.zeros(place.shape, dtype), dtype)
         return _tensor(data, element, pointer)
+
+    return call
+
+
+def _store(slow):
+    def call(pointer, value, mask=None, **options):
+        place, element = pointer.handle.data, pointer.dtype.element_ty
+        fits = (
+            not options and pointer.type.is_block() and element is not tl.int1
+            and value.__class__ is mask.__class__ is tl.tensor and value.dtype is element and mask.dtype is tl.int1
+            and place.shape == value.handle.data.shape == mask.handle.data.shape
+        )  # fmt: skip
+        if not fits:
+            return slow(pointer, value, mask, **options)
+        return interpreter._interpreter.store(place, value.handle.data, mask.handle.data)
+
+    return call
+
+
+def _dot(_):
+    """Never the slow one, which multiplies the raw integers of bf16."""
+
+    def call(a, b, acc=None, input_precision=None):
+        assert a.dtype is b.dtype
+        assert acc is None or acc.dtype is tl.float32
+        data = np.matmul(_floats(a), _floats(b))
+        return _tensor(data if acc is None else data + acc.handle.data, tl.float32, a)
 
     return call
 
@@ -152,7 +213,12 @@ QUICK = {
     (tl.tensor, "__getitem__"): _expand,
     (tl.tensor, "to"): _cast,
     (tl, "load"): _load,
+    (tl, "store"): _store,
+    (tl, "dot"): _dot,
     (tl, "where"): _where,
     (tl, "maximum"): _operation(np.maximum),
     (tl, "minimum"): _operation(np.minimum),
+    (tl, "exp2"): _function(np.exp2),
+    (tl, "floor"): _function(np.floor),
+    (tl, "fma"): _function(lambda x, y, z: x * y + z),
 }
