@@ -88,7 +88,8 @@ def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable
             return get("torch").differentiable(*pair, *shapes)
         if folding:
             if axes:
-                pair = get("jax_partition").partitioned(*pair, axes)
+                # The partitioner calls them later.
+                pair = get("jax_partition").partitioned(*map(get("jax").as_written, pair), axes)
             pair = get("jax").batched(*pair, *folding)
         return get("jax").differentiable(*pair, axes)
 

@@ -13,11 +13,23 @@ import numpy as np
 from keraunos.frontends import Device, alone, jax_partition
 
 
+def as_written(fn: Callable) -> Callable:
+    """``fn`` under JAX's own rules of promotion: stricter ones, which a user may set, are for the user's code."""
+
+    @functools.wraps(fn)
+    def run(*args):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return fn(*args)
+
+    return run
+
+
 def differentiable(forward: Callable, backward: Callable, axes: Callable | None = None) -> Callable:
     """``prepare(opts)``, which gives ``args -> outputs`` under ``jit``, with ``backward`` as its gradient.
 
     ``axes``: what may be sharded by explicit axes of a mesh; see :func:`keraunos.frontends.jax_partition.partitioned`.
     """
+    forward, backward = as_written(forward), as_written(backward)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
     def call(args, opts):
@@ -47,6 +59,7 @@ def differentiable(forward: Callable, backward: Callable, axes: Callable | None 
 def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
     """``prepare(opts)``, which gives ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`."""
 
+    @as_written
     def call(states, args, opts):
         if not isinstance(states, jax.Ref):
             return compute(args._replace(**{pool: states}), opts)
@@ -78,6 +91,7 @@ def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Calla
             axis; None if there is none, and the calls are made one after the other.
         unfold: ``(x, size, shape) -> x``: the outputs, each of ``shape``, of the ``size`` calls from that of the one.
     """
+    forward, backward = as_written(forward), as_written(backward)
 
     def run_forward(args, opts):
         @jax.custom_batching.custom_vmap

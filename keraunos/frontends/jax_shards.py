@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from keraunos.distributed import agreement
 from keraunos.frontends import alone
-from keraunos.frontends.jax import vary, varying
+from keraunos.frontends.jax import as_written, vary, varying
 
 # So many devices at most each send their own to all the others at once. An all-gather hands it from one to the next.
 _AT_ONCE = 8
@@ -123,6 +123,7 @@ def arguments(where: Any) -> AbstractContextManager:
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:
     """``prepare(opts, shards, args)``: ``args -> (output, final state or None)``; see PyTorch's front end."""
+    forward, backward = as_written(forward), as_written(backward)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
     def call(args, opts, shards):

@@ -261,7 +261,7 @@ def _segments(limits: MaskInfo, query: Any, key: Any) -> tuple[Any, Any]:
         own, other = (frontend.zeros((B, n), "int32", query) for n in (T, S))
     within = frontend.numbers(S, query)[None] < limits.key_lengths[:, None]
     # What is past the end has an id that no query has.
-    return own, other * within - 1 * ~within
+    return own, frontend.xp.where(within, other, -1)
 
 
 def _name(dtype: Any) -> str | None:

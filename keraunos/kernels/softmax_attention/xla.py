@@ -332,7 +332,7 @@ def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: 
 
 
 _by_block = frontend.differentiable(_forward, _backward, lambda args, opts: (*axes(args, opts), None))
-_jitted = jax.jit(_at_once, static_argnums=1)
+_jitted = jax.jit(frontend.as_written(_at_once), static_argnums=1)
 
 
 def _not_for_cudnn(inv) -> str | None:
