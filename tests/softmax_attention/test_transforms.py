@@ -151,6 +151,17 @@ def test_torch_compiles_and_exact_ids_and_masks_agree():
     torch.testing.assert_close(by_mask, run(q, k, v), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("heads", [4, 2])
+def test_torch_compiles_with_open_sizes(heads):
+    torch = pytest.importorskip("torch")
+    torch._dynamo.reset()
+    run = functools.partial(keraunos.attention, causal=True, dtype=torch.float32, platform="torch")
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="eager")
+    for length in (20, 33):
+        q, k, v = (torch.randn(2, length, n, 8) for n in (4, heads, heads))
+        torch.testing.assert_close(compiled(q, k, v), run(q, k, v))
+
+
 def test_torch_compiles_where_jax_is_loaded(monkeypatch):
     """The first mask may be made while a graph is; JAX learns of masks later."""
     torch = pytest.importorskip("torch")

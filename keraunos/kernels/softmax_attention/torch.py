@@ -270,7 +270,8 @@ def attention(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | N
     """See ``interface.py``."""
     if _is_plain(args, opts):
         q, k, v = (x.transpose(1, 2) for x in args[:3])
-        shared = q.shape[1] != k.shape[1]
+        # Of sizes that a graph leaves open, it is a symbol.
+        shared = bool(q.shape[1] != k.shape[1])
         o = scaled_dot_product_attention(q, k, v, is_causal=opts.causal, scale=opts.softmax_scale, enable_gqa=shared)
         return o.transpose(1, 2), None
     if opts.return_weights:
