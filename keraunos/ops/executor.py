@@ -42,6 +42,10 @@ class Executor:
         self._remembered: dict[Any, Callable] = {}
         self._seen: set[str] = set()
 
+    def __reduce__(self):
+        # Copied and pickled as part of a model; what it remembers of calls is made again.
+        return type(self), (self.chain,)
+
     def __call__(self, kernel: Kernel, *args: Any, _cfg: Config | None = None, platform: str | None = None,
                  **kwargs: Any) -> Any:  # fmt: skip
         """Run ``kernel`` on ``args``.

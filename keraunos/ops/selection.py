@@ -151,6 +151,10 @@ class ConfigSelectorChain:
         # One tuning at a time: two would disturb each other's clocks, and one key needs only one.
         self._tuning = threading.Lock()
 
+    def __reduce__(self):
+        # A lock is not copied or pickled.
+        return type(self), (self.cache, self._own_policy, self.tuner, self.persistent)
+
     @property
     def policy(self) -> AutotunePolicy:
         """The policy in force."""

@@ -1,6 +1,8 @@
 """The order of the tiers, what each stores, the policies, and what explain tells."""
 
 import asyncio
+import copy
+import pickle
 import threading
 
 import jax
@@ -63,6 +65,23 @@ def test_explicit_and_heuristic_configurations_are_never_stored(toy, tmp_path):
     run(toy, X, _cfg=Config(block_q=16))
     assert not list(tmp_path.iterdir())
     assert choose(run, toy, X).missed["memory"] == "no entry"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_an_executor_can_be_copied_with_the_model_that_has_it(copied):
+    given = [jnp.ones((1, 8, 2, 4))] * 3
+    run = executor(cache_miss_fallback="heuristics")
+    gla = keraunos.GLAttention()
+    output, _ = run(gla, *given)
+    cfg = Config(block_q=4)
+    run.chain.cache.put(choose(run, gla, *given).key, cfg)
+    other = copied(run)
+    assert choose(other, gla, *given).cfg.block_q == 4
+    assert other.chain.policy == run.chain.policy
+    assert jnp.array_equal(other(gla, *given)[0], output)
+    # What one of them learns from now on the other does not.
+    other.chain.cache.put(choose(run, gla, *given).key, Config(block_q=2))
+    assert choose(run, gla, *given).cfg.block_q == 4
 
 
 def test_a_winner_is_stored_with_all_measurements_and_found_by_the_next_process(toy, tmp_path):
