@@ -16,6 +16,8 @@ app = typer.Typer(
     help="Attention kernels for JAX and PyTorch.",
     no_args_is_help=True,
     add_completion=False,
+    # What is in brackets is text, and lines are as long as the terminal is wide.
+    rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
 )
 

@@ -69,3 +69,8 @@ def test_help_is_quick_because_no_framework_is_loaded():
     assert done.stdout.strip() == "set()"
     for command in ((), ("demo",), ("doctor",)):
         assert CliRunner().invoke(app, [*command, "--help"]).exit_code == 0
+
+
+def test_help_shows_what_is_in_brackets():
+    output = CliRunner().invoke(app, ["demo", "--help"], env={"COLUMNS": "200"}).output
+    assert "[default: the sources of the Python standard library]" in output
