@@ -17,7 +17,7 @@ _OPERATIONS = {
 
 
 def tune(
-    operation: Annotated[str, typer.Argument(metavar="OP", help=f"The operation: {', '.join(_OPERATIONS)}.")],
+    operation: Annotated[str, typer.Argument(metavar="OP", help="lightning_attention, gla_attention or attention.")],
     shape: Annotated[
         list[str] | None,
         typer.Option(help="A call's sizes, such as B=1,T=2048,H=8,K=64,gate=scalar,dtype=float32. May be repeated."),
@@ -42,7 +42,7 @@ def tune(
         calls[name] = known[name]
     if not calls:
         raise typer.BadParameter("expected --shape, --case or --cases: what to tune for", param_hint="--shape")
-    framework = framework or _framework()
+    framework = _framework(framework)
     invocations = {}
     for name, sizes in calls.items():
         try:
@@ -71,18 +71,22 @@ _PUBLIC = {"lightning_attention": "lightning_attn", "gla_attention": "gla"}
 def _operation(name: str) -> tuple[Any, dict[str, dict[str, Any]]]:
     name = _PUBLIC.get(name, name)
     if name not in _OPERATIONS:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(_OPERATIONS)}", param_hint="OP")
+        names = ", ".join([*_PUBLIC, "attention"])
+        raise typer.BadParameter(f"{name!r} is none of {names}", param_hint="OP")
     target, family = _OPERATIONS[name]
     module, _, kernel = target.partition(":")
     cases = importlib.import_module(f"keraunos.kernels.{family}.cases").CASES[name]
     return getattr(importlib.import_module(module), kernel)(), cases
 
 
-def _framework() -> str:
-    for name in ("jax", "torch"):
+def _framework(asked: str | None) -> str:
+    names = ("jax", "torch") if asked is None else (asked,)
+    for name in names:
+        if name not in ("jax", "torch"):
+            raise typer.BadParameter(f"{name!r} is none of jax, torch", param_hint="--framework")
         if importlib.util.find_spec(name):
             return name
-    raise typer.BadParameter("neither jax nor torch is installed", param_hint="--framework")
+    raise typer.BadParameter(f"not installed: {', '.join(names)}", param_hint="--framework")
 
 
 def _sizes(text: str) -> dict[str, Any]:

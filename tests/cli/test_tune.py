@@ -67,7 +67,7 @@ def test_the_table_has_every_candidate(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gal", "--cases"], "'gal' is none of lightning_attn, gla, attention"),
+        (["gal", "--cases"], "'gal' is none of lightning_attention, gla_attention, attention"),
         (["gla"], "what to tune for"),
         (["gla", "--shape", "T"], "expected NAME=VALUE"),
         (["gla", "--shape", "T=8,H=1,K=16,gate=no"], "gate is 'no'; expected one of"),
@@ -78,6 +78,7 @@ def test_the_table_has_every_candidate(run):
         (["gla", "--shape", "B=1,T=-8,H=1,K=16"], "T is '-8'; expected a whole number"),
         (["gla", "--case", "no model"], "'no model' is none of"),
         (["gla", "--shape", SHAPE, "--platform", "tritom"], "unknown platform 'tritom'"),
+        (["gla", "--shape", SHAPE, "--framework", "numpy"], "for --framework: 'numpy' is none of jax, torch"),
         (["gla", "--shape", SHAPE, "--budget", "0"], "no positive number of seconds"),
     ],
 )
