@@ -78,7 +78,8 @@ def gla_attention(
         g_gamma: ``[H]`` or ``[B, H]``, a constant gate per head, natural log, <= 0. Added to ``g``.
         initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
         cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
-            (B = 1). It stays on the device: the offsets must rise from 0 to T, which is not checked.
+            (B = 1). It stays on the device: the offsets must rise from 0 to T, which is not checked. Padding is a
+            sequence too, the last: what is of no sequence gets undefined results and gradients.
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         reverse: run from the last token to the first; ``initial_state`` enters after the last token.
         return_state: return the final state too.

@@ -78,7 +78,8 @@ def lightning_attention(
         value: ``[B, T, G, V]``, the query's dtype.
         initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
         cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
-            (B = 1). It stays on the device: the offsets must rise from 0 to T, which is not checked.
+            (B = 1). It stays on the device: the offsets must rise from 0 to T, which is not checked. Padding is a
+            sequence too, the last: what is of no sequence gets undefined results and gradients.
         layer_idx: the layer, counted from 0; an integer, or a tracer in a loop over layers (then its range is not
             checked).
         num_layers: the number of layers.
