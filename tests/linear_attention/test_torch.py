@@ -66,6 +66,16 @@ def test_gradcheck(case):
     assert torch.autograd.gradcheck(function, given)
 
 
+@pytest.mark.parametrize("case", [{}, {"lengths": (9, 0, 11)}], ids=str)
+def test_results_may_be_changed_in_place(case):
+    args = arguments(gate="scalar", state=True, **case)
+    outputs, changed = call(*args), call(*args)
+    for x in changed:
+        x.mul_(2)
+    for got, want in zip(gradients(changed, args), gradients(outputs, args), strict=True):
+        torch.testing.assert_close(got, 2 * want, rtol=0, atol=0)
+
+
 class Recorder(TorchDispatchMode):
     """Keeps the calls of our operators, and refuses whatever reads a value of a tensor."""
 

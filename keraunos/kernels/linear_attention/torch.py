@@ -154,7 +154,8 @@ class _Walker:
         return torch.empty(self.B, self.T + self.packed, *shape, dtype=dtype, device=self.device)
 
     def written(self, buffer):
-        return buffer[:, : self.T]
+        # Not a view, which the caller could not change in place. Packed sequences are one row, which ends earlier.
+        return buffer.resize_(self.B, self.T, *buffer.shape[2:])
 
     def qkv(self, group):
         q, k, v = (self.read(x, group) for x in self.args[:3])
@@ -209,7 +210,7 @@ class _Walker:
 
     def final(self, state, states):
         # Not a view, which would keep its whole group in memory.
-        return states[:-1] if self.packed else state.clone()
+        return states.resize_(len(states) - 1, *states.shape[1:]) if self.packed else state.clone()
 
 
 def _products_are_rounded(device: torch.device) -> bool:
