@@ -401,9 +401,14 @@ def length(n: int | torch.SymInt) -> int:
     """A size as a number; of one that a graph leaves open, the one at hand while it is traced, without fixing it.
 
     Where none is at hand, as the size follows from values, a usual length stands for it.
+
+    Raises:
+        TypeError: it is a tensor of ``torch.jit.trace``.
     """
     if isinstance(n, int):
         return n
+    if not isinstance(n, torch.SymInt):
+        raise TypeError("keraunos: torch.jit.trace does not see what kernels do; use torch.export or torch.compile")
     return _USUAL if n.node.hint is None else n.node.hint
 
 
