@@ -259,3 +259,11 @@ def test_no_tokens(run_gla):
     assert output.shape == (2, 0, 2, 16)
     np.testing.assert_array_equal(state, case.arrays[0].initial_state)
     np.testing.assert_array_equal(grads[5], case.arrays[2])
+
+
+@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector"]], ids=str)
+def test_no_sequences(run_gla, gates):
+    # Long ones would be cut into segments, and their gradients made in parts.
+    case = Case(**gates, B=0, T=2100, state=True)
+    for got, like in zip(run_gla(case, True), [*case.arrays[1:], *case.arrays[0]], strict=False):
+        assert got is like is None or (got.shape == like.shape and not got.any())

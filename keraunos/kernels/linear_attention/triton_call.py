@@ -178,7 +178,7 @@ class Call:
         self.walk = self.L or max(-(-self.T // self.BT), 1) * self.BT
         self.M, self.in_pairs = 0, False
         self.parts: list[Part] = []
-        if self.need_gate and not self.packed:
+        if self.need_gate and self.N and not self.packed:
             self._part(_programs(specs, opts))
 
     def _part(self, programs: int) -> None:
@@ -279,7 +279,7 @@ def segmentation(T: int, heads: int, programs: int, BT: int, forgets: bool) -> t
         BT: tokens per chunk; forgets: the decay is constant.
     """
     count = min(_most_segments(programs), T // _MIN_SEGMENT)
-    if count < 2:
+    if count < 2 or not heads:
         return 0, 1
     most = _PIECES_FORGETTING // (count * heads) if forgets else _PIECES // ((count - 1) * heads)
     pieces = max(min(T // count // _MIN_PIECE, most), 1)
