@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -320,7 +321,7 @@ def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str
     Args:
         algorithm: such as ``"gla"``.
         platform: a name is checked and returned; ``"auto"`` or None asks for the best one for the device and the
-            framework loaded (JAX if both are).
+            framework loaded, or if none is, installed (JAX if both are).
 
     Returns:
         The platform's name, of a call in bfloat16 with 4,096 tokens and 16 heads of 128. Others may get another one:
@@ -337,8 +338,8 @@ def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str
     from keraunos.modules.gla_attention import GLAttention
     from keraunos.modules.lightning_attention import LightningAttention
 
-    framework = "torch" if "torch" in sys.modules and "jax" not in sys.modules else "jax"
+    there = [x for x in ("jax", "torch") if sys.modules.get(x)] or [x for x in ("jax", "torch") if find_spec(x)]
     # The steps on a pool of states are asked what gated linear attention is.
     operation: Any = {"attention": Attention, "lightning_attn": LightningAttention}.get(algorithm, GLAttention)
-    inv = replace(operation().invocation(framework, T=4096, H=16, K=128), op_id=algorithm)
+    inv = replace(operation().invocation((*there, "jax")[0], T=4096, H=16, K=128), op_id=algorithm)
     return kernel_registry.choose(inv)[0].platform
