@@ -74,3 +74,10 @@ def test_help_is_quick_because_no_framework_is_loaded():
 def test_help_shows_what_is_in_brackets():
     output = CliRunner().invoke(app, ["demo", "--help"], env={"COLUMNS": "200"}).output
     assert "[default: the sources of the Python standard library]" in output
+
+
+def test_what_is_not_installed_is_named():
+    code = "import sys, keraunos.cli; sys.modules['typer'] = None; keraunos.cli.run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "keraunos: the command line needs typer: pip install 'keraunos[cli]'\n"
+    assert done.returncode == 1
