@@ -166,6 +166,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048 if gpu else 64)
     parser.add_argument("--graph", action="store_true", help="capture a step in a CUDA graph")
     args = parser.parse_args()
+    if args.graph and not gpu:
+        parser.error("--graph needs a GPU that PyTorch can use")
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     log_decay = torch.from_numpy(decay.minimax(args.heads, 5, 32))
     engine = Engine(args.slots, args.budget, 8, log_decay, args.dim, device, dtype, args.graph)

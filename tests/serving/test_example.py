@@ -41,3 +41,11 @@ def test_every_request_gets_its_own_recurrence(graph):
         )
         got = torch.cat(request.outputs).cpu().numpy()
         assert_within_rule(("output",), [got], [truth], [near], ["float32"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_graph_without_a_gpu_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["continuous_batching.py", "--graph"])
+    with pytest.raises(SystemExit):
+        load().main()
+    assert "--graph needs a GPU" in capsys.readouterr().err
