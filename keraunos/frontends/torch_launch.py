@@ -213,7 +213,8 @@ class _Recording:
     def finish(self, results) -> _Launches | None:
         """What repeats the calls; None where something else than launches made the results."""
         made = [None if x is None else self.slots.get(x, -1) for x in results]
-        if not self.complete or -1 in made or not self._unchanged():
+        # In inference mode and within an operator PyTorch counts no changes: what launched nothing may have made some.
+        if not self.steps or not self.complete or -1 in made or not self._unchanged():
             return None
         last = {slot: step for step in self.steps for _, slot in step.arrays}
         for slot, step in last.items():

@@ -133,6 +133,17 @@ def test_what_does_more_than_launch_runs_each_time(kernel, other):
     assert len(ran) == 3
 
 
+@pytest.mark.usefixtures("kernel")
+def test_what_launches_nothing_runs_each_time():
+    """Also where PyTorch does not count what is changed in place."""
+    call, ran = counted(lambda tensors, number: (tensors[0].add_(number),))
+    with torch.inference_mode():
+        x = torch.zeros(2)
+        for times in range(1, 4):
+            assert torch.equal(call([x], 2)[0], torch.full((2,), 2.0 * times))
+    assert len(ran) == 3
+
+
 def test_what_nothing_reads_any_more_is_freed(kernel):
     alive = []
 

@@ -339,13 +339,15 @@ def test_arrays_elsewhere_are_refused(platform):
 def test_torch_compile_takes_it_as_one_step(platform, op):
     case = CASES[op]
     want = call(case, whole(case), platform)
-    given = whole(case)
-    args, gates = arguments(op, given)
+    gates = arguments(op, whole(case))[1]
     compiled = torch.compile(
         lambda *args: getattr(serving, op)(*args, **gates, platform=platform), fullgraph=True, backend="aot_eager"
     )
-    assert same(want, map(array, results(op, given, compiled(*args))))
-    assert same(want[1:], [array(given["states"])])
+    # The second time as what the first has left behind says.
+    for _ in range(2):
+        given = whole(case)
+        assert same(want, map(array, results(op, given, compiled(*arguments(op, given)[0]))))
+        assert same(want[1:], [array(given["states"])])
 
 
 def test_a_step_may_have_no_requests(platform):
