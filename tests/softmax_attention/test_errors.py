@@ -69,18 +69,18 @@ def test_what_masks_refuse():
 
 
 @pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("cfg", [None, keraunos.AttentionConfig(block_q=4, block_k=4)], ids=["at_once", "blocks"])
+@pytest.mark.parametrize("cfg", [None, keraunos.AttentionConfig(block_q=16, block_k=16)], ids=["at_once", "blocks"])
 @pytest.mark.parametrize("window", [2**31 - 1, (2**31, 0), (0, 2**40), (2**63 - 1, 2**63 - 1)], ids=str)
 def test_windows_may_be_wider_than_any_sequence(window, cfg, x64):
-    given = [jax.random.normal(jax.random.key(i), (1, 6, 2, 8)) for i in range(3)]
+    given = [jax.random.normal(jax.random.key(i), (1, 20, 2, 8)) for i in range(3)]
     pair = window if isinstance(window, tuple) else (window, window)
-    narrow = tuple(min(n, 6) for n in pair)
+    narrow = tuple(min(n, 20) for n in pair)
     with jax.enable_x64(x64):
         got, want = (keraunos.attention(*given, sliding_window=w, dtype="float32", cfg=cfg) for w in (window, narrow))
         np.testing.assert_array_equal(got, want)
-        masks = [MaskInfo(sliding_window=w).get_or_compute_attention_mask(6, 6) for w in (window, narrow)]
+        masks = [MaskInfo(sliding_window=w).get_or_compute_attention_mask(20, 20) for w in (window, narrow)]
         np.testing.assert_array_equal(*masks)
-        in_jax = MaskInfo.from_segments(jnp.zeros((1, 6), int)).apply_sliding_window(window)
+        in_jax = MaskInfo.from_segments(jnp.zeros((1, 20), int)).apply_sliding_window(window)
         np.testing.assert_array_equal(in_jax.get_or_compute_attention_mask(), masks[1])
 
 
