@@ -64,6 +64,7 @@ def environment(dump: str) -> dict[str, str]:
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={cuda} --xla_gpu_autotune_level=0",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_HOST_LLVM": "1",
         "MOSAIC_GPU_DUMP_TO": dump,
     }
 
@@ -165,6 +166,10 @@ def reported(dump: Path) -> dict[str, dict[str, int]]:
     for report in sorted(dump.glob("*.ptxas")):
         text, kernel = report.read_text(), report.stem.rsplit("_", 1)[0]
         asked = report.with_suffix(".resources.txt").read_text()
+        host = report.with_suffix(".ll").read_text()
+        descriptors = host.count("call void @mosaic_gpu_init_tma_desc")
+        passed = re.findall(r"load \[(\d+ x i\d+)\]", host)
+        assert passed == ([f"{16 * descriptors} x i64"] if descriptors else []), f"{kernel} is passed {passed}"
         used = {
             "registers": int(re.findall(r"Used (\d+) registers", text)[-1]),
             "spills": sum(map(int, re.findall(r"(\d+) bytes spill", text))),

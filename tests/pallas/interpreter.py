@@ -161,6 +161,7 @@ def interpreted():
     names = dict(
         plgpu=_With(plgpu, wgmma=_wgmma, wgmma_accumulator_load=_accumulator_load, ACC=_ACC),
         pl=_With(pl, run_scoped=_run_scoped, run_state=_run_state),
+        _descriptors_in_words=lambda: None,
         _store_rows=_store_rows,
         _zero_rows=_zero_rows,
         _copy_rows_out=_copy_rows_out,

@@ -20,6 +20,7 @@ from jax.experimental.pallas import run_state
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, scf, vector
+from jaxlib.mlir.dialects import llvm
 
 from keraunos.frontends.jax import vary, varying
 from keraunos.kernels.linear_attention.pallas_walk import CHUNK
@@ -226,6 +227,24 @@ def _axis(name):
     return f"keraunos.{name}"
 
 
+@plgpu.inline_mgpu()
+def _descriptors_in_words(launch):
+    """Have a kernel's descriptors of bulk copies passed to it as an array of words.
+
+    JAX passes an array of bytes, by value: LLVM then loads and stores each of them, for longer than it takes to make
+    the kernel of what it is given.
+    """
+
+    def pass_words(room):
+        for use in room.uses:
+            if isinstance(load := use.owner.opview, llvm.LoadOp):
+                size = llvm.ArrayType(load.result.type).num_elements
+                load.result.set_type(llvm.ArrayType.get(ir.IntegerType.get_signless(64), size // 8))
+
+    # JAX calls these when it knows how many there are.
+    launch.scratch.host_init.append(pass_words)
+
+
 def _launch(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(), in_place=0, between_warps=True,
             lanes=False, barriers=False):  # fmt: skip
     """Run a kernel on arrays (None: left out).
@@ -239,6 +258,7 @@ def _launch(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(),
     arrays = [x for x in arrays if x is not None]
 
     def program(*refs):
+        _descriptors_in_words()
         # One axis of CUDA's: the others end at 65,535.
         rest, indices = lax.axis_index(_axis("program")), list[Any]()
         for size in reversed(grid):
