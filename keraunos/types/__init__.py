@@ -217,6 +217,10 @@ def _namespace(x: Any) -> Any:
 
 
 def _concrete(x: Any) -> bool:
+    if frontends.compiling():
+        return False
+    if frontends.framework_of(x) == "torch":
+        return frontends.get("torch").signature([x]) is not None
     jax = sys.modules.get("jax")
     return jax is None or not isinstance(x, jax.core.Tracer)
 

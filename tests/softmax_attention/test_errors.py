@@ -120,6 +120,22 @@ def test_masks_become_segments_and_back():
         MaskInfo.from_attention_mask(jnp.tril(jnp.ones((4, 4), bool))).get_or_compute_segment_ids()
 
 
+def test_segments_of_masks_whose_values_cannot_be_looked_at():
+    torch = pytest.importorskip("torch")
+
+    def segments(mask):
+        return MaskInfo.from_attention_mask(mask).get_or_compute_segment_ids()
+
+    ids = torch.arange(12) // 5
+    mask = (ids[:, None] == ids)[None]
+    compiled = torch.compile(segments, fullgraph=True, backend="eager")
+    for got, want in zip(compiled(mask), segments(mask), strict=True):
+        torch.testing.assert_close(got, want)
+    for got, want in zip(torch.vmap(segments)(mask[None]), segments(mask), strict=True):
+        torch.testing.assert_close(got[0], want)
+    assert segments(mask.to("meta"))[0].shape == (1, 12)
+
+
 def test_limits_are_composed():
     info = MaskInfo.from_segments(jnp.zeros((1, 6), int)).apply_causal().apply_sliding_window((2, 9))
     info = info.apply_sliding_window((4, 0)).apply_kv_lengths(jnp.array([5]))
