@@ -224,9 +224,10 @@ def prefill(
     Raises:
         ValueError, TypeError: as :func:`decode`.
     """
-    if boundaries is not None and (not isinstance(boundaries, tuple | list) or len(boundaries) != 2):
+    pair = (None, None) if boundaries is None else boundaries
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or (pair[0] is None) != (pair[1] is None):
         raise TypeError(f"prefill: boundaries is {boundaries!r}; expected a pair (tokens, targets)")
-    tokens, targets = boundaries or (None, None)
+    tokens, targets = pair
     gamma = _decay(PREFILL, log_decay, g_gamma)
     args = Args(key, value, query, g, gamma, states, slots, None, cu_seqlens, has_initial, tokens, targets, out)
     return _call(PREFILL, args, softmax_scale, platform, cfg)

@@ -238,6 +238,9 @@ def test_more_errors(platform):
     args, gates = arguments("prefill", given)
     with pytest.raises(TypeError, match="expected a pair"):
         serving.prefill(*args, **gates | {"boundaries": given["tokens"]})
+    for one in ((given["slots"], None), (None, given["slots"])):
+        with pytest.raises(TypeError, match=r"boundaries is .*None.*; expected a pair"):
+            serving.prefill(*args, **gates | {"boundaries": one})
     with pytest.raises(ValueError, match="cu_seqlens has shape"):
         serving.prefill(*args[:-1], args[-1][1:], **gates)
     room = torch.empty(*CASES["prefill"].rows, 8, 16, device=DEVICE)[:, :4]
