@@ -83,9 +83,9 @@ def lightning_attention(
         layer_idx: the layer, counted from 0; an integer, or a tracer in a loop over layers (then its range is not
             checked).
         num_layers: the number of layers.
-        log_decay: ``[H]``, in place of ``layer_idx`` and ``num_layers``: the decay of one step back, natural log,
-            <= 0. Other models' formulas are in :mod:`keraunos.decay`. Heads sharded over devices need it too: each
-            device passes its own heads' part.
+        log_decay: ``[H]`` or ``[B, H]``, in place of ``layer_idx`` and ``num_layers``: the decay of one step back,
+            natural log, <= 0. Other models' formulas are in :mod:`keraunos.decay`. Heads sharded over devices need it
+            too: each device passes its own heads' part.
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         reverse: run from the last token to the first; ``initial_state`` enters after the last token.
         return_state: return the final state too.

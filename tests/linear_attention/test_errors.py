@@ -92,8 +92,9 @@ def test_packed(changes, error, message):
     ({}, ValueError, "expected layer_idx and num_layers, or log_decay"),
     ({"layer_idx": 0}, ValueError, "expected layer_idx and num_layers, or log_decay"),
     ({"layer_idx": 0, "num_layers": 4, "log_decay": [0, 0, 0, 0]}, ValueError, "expected one or the other"),
-    ({"log_decay": [0, 0, 0, 0.1]}, ValueError, "has a value 0.1.*; expected <= 0"),
-    ({"log_decay": [0, 0, 0]}, ValueError, r"has shape \(3,\); expected \[H\] = \(4,\)"),
+    ({"log_decay": [0, 0, 0, 0.1]}, ValueError, "log_decay has a value 0.1.*; expected <= 0"),
+    ({"log_decay": [0, 0, 0]}, ValueError, r"log_decay has shape \(3,\); expected \[H\] = \(4,\)"),
+    ({"log_decay": jnp.zeros(H, int)}, TypeError, "log_decay has dtype int32"),
 ], ids=str)  # fmt: skip
 def test_lightning(options, error, message):
     q, k, v = jnp.zeros((B, T, H, K)), jnp.zeros((B, T, G, K)), jnp.zeros((B, T, G, V))
