@@ -28,7 +28,12 @@ def spread(call: Callable, axes: Callable, args: Any, opts: Any) -> Any:
     """
     sharding = jax.typeof(args[0]).sharding
     if not any(sharding.spec):
-        return call(args, opts)
+        explicit = sharding.mesh.explicit_axes
+        if not explicit:
+            return call(args, opts)
+        # What ``vmap`` goes over may be sharded, which is not seen here, and JAX's rules do not take all that is done.
+        whole = NamedSharding(sharding.mesh, P())
+        return jax.sharding.auto_axes(lambda args: call(args, opts), axes=explicit, out_sharding=whole)(args)
     own, outputs, _ = axes(args, opts)
     shards = _Shards.of(sharding, own[0], args[0].shape, args[1].shape)
     if shards.spec(own[0]) != P(*sharding.spec, *[None] * (4 - len(sharding.spec))):

@@ -119,6 +119,20 @@ def test_nothing_is_resharded(name, kind):
         assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
 
 
+@pytest.mark.parametrize("name", ["gla", "gla in a box", "attention by blocks"])
+def test_vmap_over_what_explicit_axes_shard(name):
+    f, given = CALLS[name]
+    mesh = jax.make_mesh((2,), ("calls",), axis_types=(AxisType.Explicit,))
+    both = [jnp.stack([jnp.asarray(x)] * 2) for x, _ in given]
+    put = [jax.device_put(x, NamedSharding(mesh, P("calls"))) for x in both]
+    run = jax.jit(jax.vmap(results_and_gradients(f)))
+    compiled = run.lower(*put).compile()
+    assert not re.search(r"\b(all-gather|all-to-all|collective-permute|reduce-scatter|all-reduce)", compiled.as_text())
+    for a, b in zip(jax.tree.leaves(compiled(*put)), jax.tree.leaves(run(*both)), strict=True):
+        assert a.sharding.spec[0] == "calls"
+        assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
+
+
 @pytest.mark.parametrize("name", ["lightning_attention", "attention"])
 def test_shards_of_tokens_beside_those_of_batch_and_heads(name):
     """Only the operations' own exchanges, of states, or of shards of keys and values from one device to another."""
