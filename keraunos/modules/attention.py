@@ -173,7 +173,9 @@ def attention(
         value: ``[B, S, G, V]``, the query's dtype.
         bias: ``[1 or B, 1 or G or H, T, S]``, added to the logits; where it is given, only the causality and the
             window of ``mask_info`` are used: no mask, segment ids or lengths. May be ``-inf``.
-        dropout_rng: a key of ``jax.random`` or a ``torch.Generator``; the same one drops the same weights.
+        dropout_rng: a key of ``jax.random``, or a ``torch.Generator``, which each call draws from: the same key, or
+            state, drops the same weights. ``torch.utils.checkpoint`` sets no such generator back: make it, from a seed,
+            within the function that runs again.
         softmax_aux: attention sinks, ``[sinks]`` or ``[G or H, sinks]``: logits that take probability, for no value.
         mask_info: which keys are visible, a :class:`keraunos.types.MaskInfo`.
         init_bias: makes a bias; called only if there is neither a bias nor a mask, segment ids or lengths.
