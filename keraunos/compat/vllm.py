@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keraunos import serving
@@ -104,14 +105,18 @@ def _in_one_pass(q, k, v, gamma, block_size, state) -> tuple[torch.Tensor, torch
     blocks = -(-T // block_size)
     kv = torch.empty(H, blocks + 1, D, E, dtype=torch.float32, device=q.device)
     kv[:, 0] = kv[:, blocks] = state
-    # In a graph they are its own.
-    places = _places.__wrapped__ if torch.compiler.is_compiling() else _places
+    places = _places.__wrapped__ if _traced() else _places
     slots, offsets, boundaries = places(T, block_size, q.device)
     output, _ = serving.prefill(
         *(x.transpose(0, 1) for x in (q, k, v)), kv.transpose(0, 1), slots, offsets, g_gamma=gamma,
         boundaries=boundaries, softmax_scale=1.0,
     )  # fmt: skip
     return output.transpose(0, 1), kv
+
+
+def _traced() -> bool:
+    """Whether tensors made now belong to a graph, or are without values, and must not outlive the call."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -191,7 +196,7 @@ def _gamma(name: str, slopes: torch.Tensor, H: int) -> torch.Tensor:
     # What is traced, or captured in a CUDA graph, has no values yet; of what inference mode made, nobody knows whether
     # it has changed.
     if (
-        torch.compiler.is_compiling()
+        _traced()
         or slopes.requires_grad
         or slopes.is_inference()
         or (slopes.is_cuda and torch.cuda.is_current_stream_capturing())

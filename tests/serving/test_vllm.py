@@ -95,6 +95,23 @@ def test_compile_without_breaks():
     assert torch.equal(*caches)
 
 
+def test_what_is_traced_leaves_nothing_behind():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # A length of its own, of which nothing is known.
+    q, slopes = normal(1, 2, 611, 8), torch.tensor([0.5, 1.0], device=DEVICE)
+    want = vllm.lightning_attention(q, q, q, slopes.clone(), 64)
+
+    def run(q, slopes):
+        return vllm.lightning_attention(q, q, q, slopes, 256)
+
+    make_fx(run, tracing_mode="fake")(q, slopes)
+    make_fx(lambda q: run(q, slopes), tracing_mode="fake", _allow_non_fake_inputs=True)(q)
+    output, kv = run(q, slopes)
+    torch.testing.assert_close(output, want[0])
+    torch.testing.assert_close(kv[:, :, -1], want[1][:, :, -1])
+
+
 def test_a_batch_is_as_good_as_its_prompts():
     """With and without gradients, alone and not, states and outputs are within the rule of one another."""
     q, k, v = (normal(2, 3, 70, 16, seed=i) for i in range(3))
