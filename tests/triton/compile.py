@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -125,19 +126,26 @@ def measure(call: str) -> dict[str, dict[str, int]]:
         found[f"{kernel.__name__} {number}"] = resources(kernel, inputs, made, constants, num_warps, num_stages)
         return tuple(made)
 
-    with mock.patch.object(triton_call, "launch", launch), mock.patch.object(frontends, "launch", launch):
-        kinds = {serve: SERVING, soften: SOFTMAX, leave: ENDS, exchange: PEERS, attend: CALLS}
-        next(fn for fn, calls in kinds.items() if call in calls)(call)
+    kinds = {serve: SERVING, soften: SOFTMAX, leave: ENDS, exchange: PEERS, attend: CALLS}
+    make, sizes = next((fn, calls[call]) for fn, calls in kinds.items() if call in calls)
+    with launching(launch):
+        make(*sizes)
     return found
+
+
+@contextlib.contextmanager
+def launching(launch):
+    """Kernels are launched by this function."""
+    with mock.patch.object(triton_call, "launch", launch), mock.patch.object(frontends, "launch", launch):
+        yield
 
 
 def empty(*shape, dtype):
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
-def attend(call: str) -> None:
+def attend(dtype, K, V, H, G, gate, gamma, B, T, packed) -> None:
     """A call of linear attention, forward and backward."""
-    dtype, K, V, H, G, gate, gamma, B, T, packed = CALLS[call]
     args = interface.Args(
         empty(B, T, H, K, dtype=dtype), empty(B, T, G, K, dtype=dtype), empty(B, T, G, V, dtype=dtype),
         {None: None, "scalar": empty(B, T, H, dtype=dtype), "vector": empty(B, T, H, K, dtype=dtype)}[gate],
@@ -150,28 +158,26 @@ def attend(call: str) -> None:
     platform.backward(args, residuals, (empty(B, T, H, V, dtype=dtype), None), opts)
 
 
-def leave(call: str) -> None:
+def leave(dtype, K, V, H, G, gate, gamma, B=1, T=32768) -> None:
     """The state that a stretch of a sequence leaves, and the one that arrives from others."""
-    dtype, K, V, H, G, gate, gamma = ENDS[call]
-    T = 32768
     x = ends.Stretch(
-        empty(1, T, G, K, dtype=dtype), empty(1, T, G, V, dtype=dtype),
-        {None: None, "scalar": empty(1, T, H, dtype=dtype), "vector": empty(1, T, H, K, dtype=dtype)}[gate],
+        empty(B, T, G, K, dtype=dtype), empty(B, T, G, V, dtype=dtype),
+        {None: None, "scalar": empty(B, T, H, dtype=dtype), "vector": empty(B, T, H, K, dtype=dtype)}[gate],
         empty(H, dtype="float32") if gamma else None,
     )  # fmt: skip
-    start, plan, way = empty(1, H, K, V, dtype="float32"), empty(4, dtype="int32"), ends.Way(H, True, False)
+    start, plan, way = empty(B, H, K, V, dtype="float32"), empty(4, dtype="int32"), ends.Way(H, True, False)
     for to in (way, way.adjoint):
         ends.leave_pieces(x, start, plan, to, 0)
         left = empty(8, ends.length(x, to), dtype="float32")
-        ends._arrive_on_gpu(left, start, plan, to, (1, H, K, V))
+        ends._arrive_on_gpu(left, start, plan, to, (B, H, K, V))
         _, *pieces = ends.leave_pieces(x, start, plan, to, 4096)
         ends.starts(left, *pieces, start, plan, to, 4096, False)
 
 
-def exchange(call: str) -> None:
+def exchange(size, rank) -> None:
     """What ranks exchange without a collective."""
     peers = object.__new__(torch_peers.Peers)
-    peers.size, peers.rank = PEERS[call]
+    peers.size, peers.rank = size, rank
     peers.programs, peers.patience, peers.stream, peers.late = 132, 600, None, torch.zeros(1).int()
     x = empty(16 * (128 * 128 + 1), dtype="float32")
     own, addresses = empty(1 << 24, dtype="float32"), empty(peers.size, dtype="int64")
@@ -180,10 +186,8 @@ def exchange(call: str) -> None:
         peers._gather(right, [x])
 
 
-def soften(call: str) -> None:
+def soften(dtype, K, V, H, G, bias, mask, sinks, segments, options, B=2, T=8192, S=4096) -> None:
     """A call of softmax attention, forward and backward."""
-    dtype, K, V, H, G, bias, mask, sinks, segments, options = SOFTMAX[call]
-    B, T, S = 2, 8192, 4096
 
     def array(*shape, wanted=1, dtype=dtype):
         return empty(*shape, dtype=dtype) if wanted else None
@@ -201,9 +205,8 @@ def soften(call: str) -> None:
     softmax_platform.backward(args, residuals, (array(B, T, H, V), None), opts)
 
 
-def serve(call: str) -> None:
+def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> None:
     """A call of a serving function."""
-    op_id, dtype, pool, K, V, H, G, gate, N, T, exports = SERVING[call]
     rows = {"decode": (N,), "prefill": (T,)}.get(op_id, (N, T))
     prefill, indices = op_id == "prefill", empty(N, dtype="int32")
     boundaries = empty(exports, dtype="int32") if exports else None
@@ -211,7 +214,7 @@ def serve(call: str) -> None:
         empty(*rows, G, K, dtype=dtype), empty(*rows, G, V, dtype=dtype),
         None if op_id == "commit" else empty(*rows, H, K, dtype=dtype),
         {None: None, "scalar": empty(*rows, H, dtype=dtype), "vector": empty(*rows, H, K, dtype=dtype)}[gate],
-        None if gate else empty(H, dtype="float32"), empty(512, H, K, V, dtype=pool), indices,
+        None if gate else empty(H, dtype="float32"), empty(slots, H, K, V, dtype=pool), indices,
         indices if op_id == "commit" else None, empty(N + 1, dtype="int32") if prefill else None,
         empty(N, dtype="bool") if prefill else None, boundaries, boundaries,
     )  # fmt: skip

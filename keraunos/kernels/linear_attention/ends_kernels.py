@@ -49,6 +49,9 @@ def leave_kernel(
         n_o = tl.num_programs(0) // (NV * H)
         i_h = tl.program_id(0) // (NV * n_o)
         i_o = (tl.program_id(0) // NV) % n_o
+    if UNIT < 16:
+        # No GPU has so long an array that its heads are 2**31 units of 16 apart.
+        i_h = i_h.to(tl.int64)
     n_p = (P - NEAR) if FAR else NEAR
     i_d = i_o % n_p + (NEAR if FAR else 0)
     i_p = (P - 1 - i_d) if RIGHT else i_d
@@ -160,7 +163,7 @@ def merge_kernel(
     without; only those that lie before this one, of which ``plan`` says how many. If there are none, ``start``.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
-    i_m = (tl.program_id(0) // NK).to(tl.int64)
+    i_m, M = (tl.program_id(0) // NK).to(tl.int64), tl.cast(M, tl.int64)
     o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
     o_v = tl.arange(0, BV)
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
@@ -215,7 +218,7 @@ def starts_kernel(
     N to a segment. WALKED: segments lie in the order in which they are walked, not in that of their tokens.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
-    i_m = (tl.program_id(0) // NK).to(tl.int64)
+    i_m, M = (tl.program_id(0) // NK).to(tl.int64), tl.cast(M, tl.int64)
     o_k = (tl.program_id(0) % NK) * BK + tl.arange(0, BK)
     o_v = tl.arange(0, BV)
     m_s = (o_k < K)[:, None] & (o_v < V)[None, :]

@@ -428,7 +428,9 @@ def _gamma_gradient(call: Call, dg):
 
 @remember
 def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str) -> Plan:
-    BD, BR, unit = min(tile(D), 256 if R > 1 else 4096), min(pow2(R), 16), math.gcd(16, D)
+    BD, BR = min(tile(D), 256 if R > 1 else 4096), min(pow2(R), 16)
+    # So long a row that the kernel needs 64 bits has no units: the number then comes in 64 bits.
+    unit = math.gcd(16, D) if D < 2**31 else 1
     return Plan(triton_chunks.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
                  dict(UNIT=unit, BR=BR, BD=BD, OVERLAP=_IN_TURN), 4, 2)  # fmt: skip
 

@@ -63,9 +63,9 @@ def decay_kernel(
     left = tl.minimum(length - i_c * BT, BT).to(tl.int32)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
-    p_q = q + (i_b * stride_qb + base * stride_qt + i_h * stride_qh) * UNIT + o_k
-    p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh) * UNIT + o_k
-    p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT + o_k
+    p_q = q + (i_b * stride_qb + base * stride_qt + i_h.to(tl.int64) * stride_qh) * UNIT + o_k
+    p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + o_k
+    p_g = g + (i_b * stride_gb + base * stride_gt + i_h.to(tl.int64) * stride_gh) * UNIT + o_k
     o_d = ((i_b * T + base) * H + i_h) * K + o_k
     b_gamma = 0.0
     if GAMMA:
@@ -141,9 +141,9 @@ def halving_kernel(
     for i in range(BH):
         i_h = i_h0 + i
         if tl.max(tl.where(o_h == i, m_strong.to(tl.int32), 0), 0) != 0:
-            p_q = q + (i_b * stride_qb + base * stride_qt + i_h * stride_qh) * UNIT
-            p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh) * UNIT
-            p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT
+            p_q = q + (i_b * stride_qb + base * stride_qt + i_h.to(tl.int64) * stride_qh) * UNIT
+            p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
+            p_g = g + (i_b * stride_gb + base * stride_gt + i_h.to(tl.int64) * stride_gh) * UNIT
             b_gamma = 0.0
             if GAMMA:
                 b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT) / LOG
@@ -315,6 +315,9 @@ def gradient_kernel(
             return
     for i in range(BH):
         i_h = i_h0 + i
+        if UNIT < 16:
+            # No GPU has so long an array that its heads are 2**31 units of 16 apart.
+            i_h = i_h.to(tl.int64)
         run = True
         if HALVED:
             run = tl.max(tl.where(o_h == i, m_h, 0), 0) != 0

@@ -81,7 +81,7 @@ def step_kernel(
     m_k = o_k < K
     m_v = o_v < V
     if OUTPUT:
-        p_o = o + (i_n * stride_on + i_h * stride_oh) * UNIT + o_v
+        p_o = o + (i_n * stride_on + i_h.to(tl.int64) * stride_oh) * UNIT + o_v
     if slot < 0:
         if OUTPUT:
             for _ in range(T if MANY else 1):
@@ -92,12 +92,12 @@ def step_kernel(
         if n_t <= 0:
             return
 
-    p_q = q + (i_n * stride_qn + i_h * stride_qh) * UNIT + o_k
-    p_k = k + (i_n * stride_kn + (i_h // RK) * stride_kh) * UNIT + o_k
-    p_v = v + (i_n * stride_vn + (i_h // RK) * stride_vh) * UNIT + o_v
+    p_q = q + (i_n * stride_qn + i_h.to(tl.int64) * stride_qh) * UNIT + o_k
+    p_k = k + (i_n * stride_kn + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + o_k
+    p_v = v + (i_n * stride_vn + (i_h // RK).to(tl.int64) * stride_vh) * UNIT + o_v
     p_g = p_k
     if GATE > 0:
-        p_g = g + (i_n * stride_gn + i_h * stride_gh) * UNIT_G
+        p_g = g + (i_n * stride_gn + i_h.to(tl.int64) * stride_gh) * UNIT_G
     if GATE == 2:
         p_g += o_k
     b_gamma = 0.0
@@ -239,13 +239,14 @@ def export_kernel(
     m_v = o_v < V
     o_t = tl.arange(0, BT)
     m_t = (start + o_t < last)[:, None]
-    p_k = k + (start * stride_kt + (i_h // RK) * stride_kh) * UNIT + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :]
-    p_v = v + (start * stride_vt + (i_h // RK) * stride_vh) * UNIT + o_t[:, None] * (stride_vt * UNIT) + o_v[None, :]
+    i_g = (i_h // RK).to(tl.int64)
+    p_k = k + (start * stride_kt + i_g * stride_kh) * UNIT + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :]
+    p_v = v + (start * stride_vt + i_g * stride_vh) * UNIT + o_t[:, None] * (stride_vt * UNIT) + o_v[None, :]
     b_k = tl.load(p_k, mask=m_t & m_k[None, :], other=0.0)  # [BT, BK]
     b_v = tl.load(p_v, mask=m_t & m_v[None, :], other=0.0)  # [BT, BV]
     p_g = k
     if GATE > 0:
-        p_g = g + (start * stride_gt + i_h * stride_gh) * UNIT_G
+        p_g = g + (start * stride_gt + i_h.to(tl.int64) * stride_gh) * UNIT_G
     b_gamma = 0.0
     if GAMMA:
         b_gamma = tl.load(gamma + i_h).to(tl.float32)
