@@ -166,6 +166,10 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
 
     def exchange(borders, x, states, way):
         """The state that arrives at this shard; those that its segments start from, if it is cut."""
+        if not x.key.shape[0]:
+            # There is no state: no kernel has a program, and no exchange anything to say.
+            dtype = "float64" if borders.frontend.dtype_name(x.key) == "float64" else "float32"
+            return borders.frontend.zeros((0, way.heads, x.key.shape[-1], x.value.shape[-1]), dtype, x.key)
         start, plan = borders.leaving(states, way.right)
         shards, packed = borders.shards, borders.cu is not None
         copies = shards.copies if ends.is_for_gpu(x.key) else 1

@@ -60,14 +60,16 @@ def over_mesh(
             return run(name, flat, (tokens, None, None, None), {**options, "return_state": True}, fixed)
 
         call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(per_token, per_state), check_vma=False)
-        output, state = call(Args(*map(put, own, specs)))
-        return put(output, P(batch, None, heads)) if T % size else output, state
+        output, state = call(Args(*map(put, own, specs))) if given.query.size else local(own)
+        return put(output, P(batch, None, heads)) if T % size and given.query.size else output, state
 
     options = {key: x for key, x in options.items() if key != "return_state"}
-    parts = [(0, T - T % size, tokens), (T - T % size, T, None)]
+    # XLA crashes on a shard_map of arrays without values: each device has all of these.
+    shared = T - T % size if given.query.size else 0
+    parts = [(0, shared, tokens), (shared, T, None)]
     made, state = {}, given.initial_state
     for begin, end, axis in reversed(parts) if options["reverse"] else parts:
-        if end > begin or not T:
+        if end > begin or (axis is None and not T):
             made[begin], state = part(begin, end, state, axis)
     outputs = [made[begin] for begin in sorted(made)]
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, 1), state

@@ -15,3 +15,10 @@ CASES = [
     Case(**_PACKED, gate="scalar", decay="infinite"),
     Case(**_PACKED, gate="vector", gamma=1),
 ]
+# No sequences, or none with tokens.
+EMPTY = [
+    Case(B=0, gate="vector", gamma=2, state=True),
+    Case(B=0, T=5, gamma=1, reverse=True),
+    Case(T=0, gate="scalar", gamma=1, state=True),
+    Case(lengths=(0, 0), gate="scalar", state=True, reverse=True),
+]

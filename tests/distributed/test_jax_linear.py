@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from keraunos import distributed
-from tests.distributed.cases import CASES
+from tests.distributed.cases import CASES, EMPTY
 from tests.linear_attention.cases import GPU, Case, run_jax
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs several devices")
@@ -29,7 +29,7 @@ def over_mesh(args, case, platform):
 
 
 # Each is compiled for seconds: on the CPU some of those that PyTorch runs all.
-@pytest.mark.parametrize("case", CASES if GPU else CASES[::3], ids=str)
+@pytest.mark.parametrize("case", [*(CASES if GPU else CASES[::3]), *EMPTY], ids=str)
 def test_shards_give_what_the_whole_gives(case):
     case.check(functools.partial(run_jax, PLATFORM, over_mesh))
 

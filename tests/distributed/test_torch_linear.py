@@ -12,7 +12,7 @@ import torch
 
 from keraunos import distributed
 from keraunos.distributed import agreement
-from tests.distributed.cases import CASES
+from tests.distributed.cases import CASES, EMPTY
 from tests.distributed.worlds import run_world
 from tests.linear_attention.cases import INTERPRETED, Case
 
@@ -74,7 +74,7 @@ def refusal(rank: int, K: int = 16, V: int = 24) -> str:
 @functools.cache
 def ranks(size: int) -> dict[Any, tuple]:
     """What the ranks of a world gave, case by case."""
-    cases = [*CASES, LIGHTNING, *(ODD if size == 4 else [])]
+    cases = [*CASES, *EMPTY, LIGHTNING, *(ODD if size == 4 else [])]
     found = zip(*run_world(all_on_rank, size, cases), strict=True)
     return dict(zip([*cases, "others", "wrong"], found, strict=True))
 
@@ -93,7 +93,7 @@ def over_ranks(size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", [*CASES, LIGHTNING], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *EMPTY, LIGHTNING], ids=str)
 def test_shards_give_what_the_whole_gives(case, size):
     case.check(over_ranks(size))
 

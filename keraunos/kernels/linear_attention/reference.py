@@ -23,7 +23,7 @@ def linear_attention(query, key, value, g=None, g_gamma=None, initial_state=None
     scale = np.asarray(K**-0.5 if softmax_scale is None else softmax_scale, dtype)
     gate = np.zeros((B, T, H, K), dtype)
     if g is not None:
-        gate = gate + np.asarray(g).astype(dtype).reshape(B, T, H, -1)
+        gate = gate + np.asarray(g).astype(dtype).reshape(*np.shape(g), *[1] * (4 - np.ndim(g)))
     if g_gamma is not None:
         gate = gate + np.broadcast_to(np.asarray(g_gamma).astype(dtype), (B, H))[:, None, :, None]
     sequences = [(b, 0, T) for b in range(B)]

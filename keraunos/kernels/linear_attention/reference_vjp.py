@@ -19,7 +19,7 @@ def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlen
     scale = np.asarray(K**-0.5 if softmax_scale is None else softmax_scale, dtype)
     gate = np.zeros((B, T, H, K), dtype)
     if g is not None:
-        gate = gate + np.asarray(g).astype(dtype).reshape(B, T, H, -1)
+        gate = gate + np.asarray(g).astype(dtype).reshape(*np.shape(g), *[1] * (4 - np.ndim(g)))
     if g_gamma is not None:
         gate = gate + np.broadcast_to(np.asarray(g_gamma).astype(dtype), (B, H))[:, None, :, None]
     sequences = [(b, 0, T) for b in range(B)]
@@ -46,7 +46,7 @@ def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlen
             decayed = np.exp(gate[b, t])[..., None] * dstate
             dgate[b, t] = (decayed * state).sum(-1)
             dstates[n] = decayed
-    dk, dv = (x.reshape(B, T, G, H // G, -1).sum(3) for x in (dk, dv))
+    dk, dv = (x.reshape(B, T, G, H // G, x.shape[-1]).sum(3) for x in (dk, dv))
     dg = None if g is None else (dgate if np.ndim(g) == 4 else dgate.sum(-1))
     dgamma = None
     if g_gamma is not None:
