@@ -50,7 +50,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
     # Operators may not return a tensor twice.
     residuals = {name: shape for name, shape in given_back.items() if shape is not OUTPUT}
     n, shared = len(names), len(given_back) - len(residuals)
-    fits = [torch.Tensor.is_contiguous if name in _DENSE else _has_rows for name in names]
+    fits = fitting(names)
     name = f"{forward.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
 
     @functools.lru_cache(maxsize=4096)
@@ -162,7 +162,7 @@ def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bo
     """
     names = kind._fields
     place = names.index("out")
-    fits = [None if name in (pool, "out") else _has_rows for name in names]
+    fits = [None if name in (pool, "out") else fit for name, fit in zip(names, fitting(names), strict=True)]
     name = f"{compute.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
 
     @functools.lru_cache(maxsize=4096)
@@ -196,8 +196,10 @@ def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bo
     return prepare
 
 
-# Arguments that kernels take without strides.
-_DENSE = ("g_gamma", "initial_state")
+# Arguments that kernels take without strides, and those of tokens.
+_DENSE, _TOKENS = ("g_gamma", "initial_state"), ("query", "key", "value", "g")
+# Kernels count the values between the rows of a tile, which has 128 at most, in 32 bits.
+_FAR = 2**31 // 128
 _PLAIN = {torch.Tensor, torch.nn.Parameter, np.ndarray, type(None)}
 
 
@@ -289,13 +291,26 @@ def _absent(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None or x.dtype == torch.uint8 else x
 
 
+def fitting(names: Sequence[str]) -> list[Callable]:
+    """For each argument, what says whether kernels can take a tensor as it is."""
+    return [
+        torch.Tensor.is_contiguous if name in _DENSE else _has_near_rows if name in _TOKENS else _has_rows
+        for name in names
+    ]
+
+
 def _has_rows(x: torch.Tensor) -> bool:
     """Kernels take any strides but the last one's, which is 1."""
     return x.stride(-1) == 1
 
 
+def _has_near_rows(x: torch.Tensor) -> bool:
+    """Nor do they take tokens so far apart as those of a huge batch that lies in memory token by token."""
+    return _has_rows(x) and (x.ndim < 4 or x.shape[1] == 1 or x.stride(1) < _FAR)
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if _has_rows(x) else x.contiguous()
+    return x if _has_near_rows(x) else x.contiguous()
 
 
 @functools.lru_cache(maxsize=4096)

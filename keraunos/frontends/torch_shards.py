@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from keraunos.distributed import agreement
 from keraunos.frontends import alone
-from keraunos.frontends.torch import _changes, _flat, _has_rows, _rows, _watched, constant
+from keraunos.frontends.torch import _changes, _flat, _rows, _watched, constant, fitting
 from keraunos.frontends.torch_launch import fixed, recorded
 from keraunos.frontends.torch_launch import remembered as remembered
 from keraunos.frontends.torch_peers import peers
@@ -160,7 +160,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     def prepare(opts, shards, args):
         kind: Any = type(args)
-        fits = [_has_rows] * len(args)
+        fits = fitting(kind._fields)
         changes = _changes(args, fits)
         launch, launch_backward = launchers(kind, opts, shards)
         launch_alone, _ = launchers(kind, alone(opts), shards)

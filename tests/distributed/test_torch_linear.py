@@ -133,6 +133,24 @@ def test_calls_that_are_alike():
         assert made == (2 if INTERPRETED else 6)
 
 
+def strided(rank: int, size: int) -> bool:
+    """Whether states and decays that lie otherwise in memory make the same output."""
+    if INTERPRETED:
+        import tests.triton.interpreter  # noqa: F401
+    draw = torch.Generator().manual_seed(0)
+    q, state = torch.randn(2, 20, 3, 16, generator=draw), torch.randn(3, 2, 16, 16, generator=draw).transpose(0, 1)
+    gamma = torch.tensor([-0.1, -0.2, -0.3]).expand(2, 3)
+    made = [
+        distributed.gla_attention(q, q, q, None, *x, None, platform=PLATFORM)
+        for x in ((gamma, state), (gamma.contiguous(), state.contiguous()))
+    ]
+    return torch.equal(*made)
+
+
+def test_strided_states_are_alike():
+    assert run_world(strided, 2) == [True, True]
+
+
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_shards_of_other_lengths(case):
     case.check(over_ranks(4))

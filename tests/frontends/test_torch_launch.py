@@ -304,3 +304,15 @@ def test_what_is_changed_in_place_is_so_when_it_is_repeated(kernel):
     for x in torch.randn(3, 8):
         assert torch.equal(call([x, x], 2)[0], 2 * (x + 2 * x))
     assert len(ran) == 1
+
+
+def test_tokens_that_are_too_far_apart_are_copied():
+    """The rows of a tile are counted in 32 bits; heads and sequences may be anywhere."""
+    from keraunos.frontends.torch import fitting
+
+    (fits,) = fitting(["query"])
+    far = torch.empty(100, 4096, 64, 128, device="meta").transpose(0, 1)
+    assert not fits(far)
+    assert fits(far[:1].contiguous())
+    assert fits(far[:, :1])
+    assert fits(torch.empty(64, 4096, 8192, 128, device="meta").transpose(1, 2))
