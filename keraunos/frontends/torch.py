@@ -306,7 +306,7 @@ def _has_rows(x: torch.Tensor) -> bool:
 
 def _has_near_rows(x: torch.Tensor) -> bool:
     """Nor do they take tokens so far apart as those of a huge batch that lies in memory token by token."""
-    return _has_rows(x) and (x.ndim < 4 or x.shape[1] == 1 or x.stride(1) < _FAR)
+    return _has_rows(x) and (x.ndim < 4 or x.stride(1) < _FAR or x.shape[1] == 1)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
