@@ -53,7 +53,7 @@ def differentiable(forward: Callable, backward: Callable, axes: Callable | None 
         return same_axes(args, opts) if axes is None else jax_partition.spread(same_axes, axes, args, opts)
 
     jitted = jax.jit(spread, static_argnums=1)
-    return lambda opts, like=None: lambda args: jitted(_with_constants(args), opts)
+    return lambda opts, like=None: lambda args: jitted(args, opts)
 
 
 def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
@@ -75,30 +75,11 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
         def run(args):
             states = getattr(args, pool)
             donate = writes(opts) and not isinstance(states, jax.Ref)
-            return (given_up if donate else kept)(states, _with_constants(args._replace(**{pool: None})), opts)
+            return (given_up if donate else kept)(states, args._replace(**{pool: None}), opts)
 
         return run
 
     return prepare
-
-
-def _with_constants(args: Any) -> Any:
-    """The arguments with NumPy arrays, constants of a call, on the device.
-
-    ``jit`` would copy them there in every call, which ``jax.transfer_guard`` can forbid.
-    """
-    return type(args)(*[_constant(x) if isinstance(x, np.ndarray) else x for x in args])
-
-
-def _constant(x: np.ndarray) -> jax.Array:
-    return _kept(x.tobytes(), x.dtype, x.shape, _default())
-
-
-@functools.lru_cache(maxsize=1024)
-def _kept(data: bytes, dtype: np.dtype, shape: tuple[int, ...], device: jax.Device) -> jax.Array:
-    # Not on the device by name: the array then goes where those of the call are.
-    with jax.ensure_compile_time_eval(), jax.default_device(device):
-        return jax.device_put(np.frombuffer(data, dtype).reshape(shape))
 
 
 def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Callable) -> tuple[Callable, Callable]:
@@ -251,12 +232,10 @@ def device_of(x: Any) -> Device:
 
 def default_device() -> Device:
     """The device on which JAX puts new arrays."""
-    return _describe(_default())
-
-
-def _default() -> jax.Device:
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.devices(device)[0] if device is None or isinstance(device, str) else device
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return _describe(device)
 
 
 @functools.cache

@@ -58,14 +58,3 @@ def test_strict_rules_of_promotion_and_a_pool():
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         got = results()
     assert all(map(jnp.array_equal, got, want))
-
-
-def test_eager_calls_transfer_nothing_that_nobody_asked_for():
-    """Constants go to the device by name, gradients included."""
-    q, pool, slots = jnp.ones(SHAPE), jnp.zeros((3, *SHAPE[2:], SHAPE[3])), jnp.zeros(SHAPE[0], jnp.int32)
-    token = q[:, 0]
-    with jax.transfer_guard("disallow"):
-        output, pull = jax.vjp(lambda q: keraunos.lightning_attention(q, q, q, layer_idx=1, num_layers=4), q)
-        pull(output)
-        keraunos.gla_attention(q, q, q, -q, [-0.5] * SHAPE[2])
-        serving.decode(token, token, token, pool, slots, g_gamma=[-0.5] * SHAPE[2])
