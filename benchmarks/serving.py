@@ -79,7 +79,7 @@ def device_seconds(call: Callable[[int], object], turns: int, rounds: int = 9) -
     call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for turn in range(turns):
             call(turn)
     times = []

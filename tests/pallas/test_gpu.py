@@ -349,7 +349,7 @@ def test_torch_runs_on_the_current_stream(T):
     for a, b in zip(want, got, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         got = lightning_of_torch(*late)
     for x in late:
         x.mul_(-1)

@@ -263,7 +263,7 @@ def test_a_captured_call_serves_other_requests(platform, op):
     function(*args, **gates, platform=platform)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         made = function(*args, **gates, platform=platform)
     other = dict(slots=(-1, 8, 4, 7), counts=(3, 0, 2, 3)) if op != "prefill" else dict(
         slots=(8, -1, 7, 4), lengths=(64, 0, 5, 3), tail=7, fresh=(0, 3), tokens=(63, 66), targets=(-1, 1)
@@ -300,7 +300,7 @@ def test_steps_that_follow_at_once_wait_for_one_another(platform):
     decode()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         made = decode()
     for _ in range(5):
         states.copy_(start)

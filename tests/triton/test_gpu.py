@@ -51,7 +51,7 @@ def test_cuda_graph_capture(gate):
     gla(q, k, v, g, gamma)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = gla(q, k, v, g, gamma)[0]
     q.normal_()
     graph.replay()

@@ -1,15 +1,11 @@
 """Launches that may run side by side: none reads what another one writes, none writes what another one reads."""
 
-from unittest import mock
-
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
 
-from keraunos import frontends
-from keraunos.kernels.linear_attention import triton_call
 from tests.triton import compile as calls
 
 NEXT, BESIDE, WAITS = 1, 2, 4
@@ -25,8 +21,8 @@ def launches(call):
         found.append((kernel.__name__, constants, arrays, [x for x in made if x is not None]))
         return tuple(made)
 
-    with mock.patch.object(triton_call, "launch", launch), mock.patch.object(frontends, "launch", launch):
-        calls.attend(call)
+    with calls.launching(launch):
+        calls.attend(*calls.CALLS[call])
     return found
 
 
