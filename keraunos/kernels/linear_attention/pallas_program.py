@@ -231,8 +231,8 @@ def _axis(name):
 def _descriptors_in_words(launch):
     """Have a kernel's descriptors of bulk copies passed to it as an array of words.
 
-    JAX passes an array of bytes, by value: LLVM then loads and stores each of them, for longer than it takes to make
-    the kernel of what it is given.
+    JAX passes an array of bytes, by value, and LLVM loads and stores each of them on the host: a quarter of what it
+    took to compile the largest kernel. Where a version of JAX does otherwise nothing is changed.
     """
 
     def pass_words(room):
@@ -242,7 +242,8 @@ def _descriptors_in_words(launch):
                 load.result.set_type(llvm.ArrayType.get(ir.IntegerType.get_signless(64), size // 8))
 
     # JAX calls these when it knows how many there are.
-    launch.scratch.host_init.append(pass_words)
+    if (calls := getattr(getattr(launch, "scratch", None), "host_init", None)) is not None:
+        calls.append(pass_words)
 
 
 def _launch(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(), in_place=0, between_warps=True,
