@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from keraunos import compat as compat
     from keraunos import decay as decay
     from keraunos import distributed as distributed
+    from keraunos import kernels as kernels
+    from keraunos import ops as ops
     from keraunos import serving as serving
     from keraunos import types as types
     from keraunos.kernels.registry import Backend as Backend
@@ -59,7 +61,7 @@ _HOME = {
     "overlay_cache": "ops.selection",
     "policy_override": "ops.selection",
 }
-_MODULES = ("compat", "decay", "distributed", "serving", "types")
+_MODULES = ("compat", "decay", "distributed", "kernels", "ops", "serving", "types")
 
 __all__ = ["__version__", *_MODULES, *_HOME]
 

@@ -32,6 +32,11 @@ def test_importing_touches_no_file_of_the_user(tmp_path):
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["kernels.kernel_registry", "ops.Tuner", "types.MaskInfo"])
+def test_importing_the_package_is_enough_to_reach_its_modules(name):
+    assert python(f"import keraunos; print(keraunos.{name} is not None)") == "True\n"
+
+
 def test_every_public_name_is_there_and_documented():
     for name in keraunos.__all__:
         value = getattr(keraunos, name)
