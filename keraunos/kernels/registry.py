@@ -226,15 +226,17 @@ class KernelRegistry:
         """The rows that the names allow, best first.
 
         Raises:
-            ValueError: no such algorithm, or no such platform for it.
+            ValueError: no such algorithm, platform or backend.
+            UnsupportedError: the platform has nothing for the algorithm.
         """
         rows = self.rows(algorithm)
         if not rows:
             raise ValueError(f"no algorithm {algorithm!r}; registered: {sorted({r.algorithm for r in self._rows})}")
         if platform not in (None, Platform.AUTO) and platform not in self.platforms(algorithm):
-            raise ValueError(
-                f"{algorithm}: unknown platform {platform!r}; expected one of {[*self.platforms(algorithm), 'auto']}"
-            )
+            wanted = f"expected one of {[*self.platforms(algorithm), 'auto']}"
+            if platform in list(Platform):
+                raise UnsupportedError(f"{algorithm}: platform {str(platform)!r} does not have it; {wanted}")
+            raise ValueError(f"{algorithm}: unknown platform {platform!r}; {wanted}")
         if backend not in list(Backend):
             raise ValueError(f"{algorithm}: unknown backend {backend!r}; expected one of {[str(b) for b in Backend]}")
         return [

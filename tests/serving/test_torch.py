@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from keraunos import serving  # noqa: E402
+from keraunos import UnsupportedError, serving  # noqa: E402
 from tests.linear_attention.cases import GPU, INTERPRETED  # noqa: E402
 from tests.numerics import assert_within_rule  # noqa: E402
 from tests.serving.cases import Case, arguments, array, results, run_torch, tensor  # noqa: E402
@@ -230,7 +230,7 @@ def test_more_errors(platform):
     args, gates = arguments("decode", given)
     with pytest.raises(ValueError, match="got log_decay and g_gamma"):
         serving.decode(*args, **gates, log_decay=gates["g_gamma"])
-    with pytest.raises(ValueError, match="unknown platform 'cuda'"):
+    with pytest.raises(UnsupportedError, match="decode: platform 'cuda' does not have it; expected one of"):
         serving.decode(*args, **gates, platform="cuda")
     with pytest.raises(TypeError, match="softmax_scale is 'x'"):
         serving.decode(*args, **gates, softmax_scale="x")
