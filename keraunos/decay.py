@@ -35,7 +35,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     Source: ALiBi (arXiv:2108.12409).
     """
     _check("alibi_slopes", num_heads)
-    n = 1 << (num_heads.bit_length() - 1)
+    n = 1 << (int(num_heads).bit_length() - 1)
     slopes = 2.0 ** (-8 * np.arange(1, n + 1) / n)
     extra = 2.0 ** (-8 * np.arange(1, 2 * n + 1, 2) / (2 * n))
     return np.concatenate([slopes, extra])[:num_heads].astype(np.float32)
@@ -77,14 +77,15 @@ def _scale(per_head: np.ndarray, factor: Any) -> Any:
 
 
 def _check(name: str, num_heads: int, layer_idx: Any = 0, num_layers: int = 1, least: int = 1) -> None:
-    if not isinstance(num_heads, int | np.integer) or num_heads < 1:
+    if not isinstance(num_heads, int | np.integer) or isinstance(num_heads, bool) or num_heads < 1:
         raise ValueError(f"{name}: num_heads is {num_heads!r}; expected an integer >= 1")
     if not isinstance(num_layers, int | np.integer) or isinstance(num_layers, bool) or num_layers < least:
         raise ValueError(f"{name}: num_layers is {num_layers!r}; expected an integer >= {least}")
-    if isinstance(layer_idx, int | np.integer) and not isinstance(layer_idx, bool):
-        if not 0 <= layer_idx < num_layers:
-            raise ValueError(
-                f"{name}: layer_idx is {layer_idx}; expected 0 <= layer_idx < num_layers = {num_layers} (0-based)"
-            )
-    elif not hasattr(layer_idx, "dtype"):
+    dims = getattr(layer_idx, "ndim", 0)
+    kind = str(getattr(layer_idx, "dtype", type(layer_idx).__name__)).removeprefix("torch.")
+    if not kind.startswith(("int", "uint")) or dims:
         raise TypeError(f"{name}: layer_idx is {layer_idx!r}; expected an integer (0-based)")
+    if isinstance(layer_idx, int | np.integer | np.ndarray) and not 0 <= layer_idx < num_layers:
+        raise ValueError(
+            f"{name}: layer_idx is {layer_idx}; expected 0 <= layer_idx < num_layers = {num_layers} (0-based)"
+        )

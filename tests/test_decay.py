@@ -39,11 +39,38 @@ def test_every_decay_of_every_layer_is_a_decay(formula):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ((0, 0, 1), "num_heads is 0"), ((4, 2, 2), "0-based"), ((4, 0, 1.5), "num_layers is 1.5"),
+    ((0, 0, 1), "num_heads is 0"), ((True, 0, 1), "num_heads is True"), ((4, 2, 2), "0-based"),
+    ((4, np.int64(2), 2), "0-based"), ((4, np.array(2), 2), "0-based"), ((4, 0, 1.5), "num_layers is 1.5"),
 ])  # fmt: skip
 def test_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         decay.lightning(*arguments)
+
+
+@pytest.mark.parametrize(
+    "layer", [0.5, True, np.float32(1), np.bool_(True), np.array([0, 1]), jnp.float32(1), jnp.array([0, 1])], ids=repr
+)
+def test_what_is_no_layer(layer):
+    with pytest.raises(TypeError, match="expected an integer"):
+        decay.lightning(2, layer, 4)
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("formula", [decay.lightning, decay.minimax, decay.minimax_vllm, decay.bailing])
+def test_a_layer_that_torch_traces(formula):
+    torch = pytest.importorskip("torch")
+    compiled = torch.compile(lambda i: formula(6, i, 5), backend="eager", fullgraph=True)
+    np.testing.assert_allclose(compiled(torch.tensor(2)), formula(6, 2, 5), rtol=1e-6)
+
+
+def test_what_is_traced_is_no_layer_either_if_it_is_no_integer():
+    with pytest.raises(TypeError, match="expected an integer"):
+        jax.jit(lambda layer: decay.lightning(2, layer, 4))(1.0)
+
+
+@pytest.mark.parametrize("number", [int, np.int64, np.uint8])
+def test_numbers_of_numpy_are_numbers(number):
+    np.testing.assert_array_equal(decay.minimax(number(6), number(1), number(4)), decay.minimax(6, 1, 4))
 
 
 def test_one_layer_is_refused_where_the_formula_divides_by_zero():

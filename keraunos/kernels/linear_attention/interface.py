@@ -235,7 +235,7 @@ def constant_decay(op_id: str, num_heads: int, layer_idx: Any, num_layers: Any, 
     if log_decay is None:
         if layer_idx is None or num_layers is None:
             raise ValueError(f"{op_id}: expected layer_idx and num_layers, or log_decay; got neither pair nor decay")
-        if isinstance(layer_idx, int):
+        if isinstance(layer_idx, int) and isinstance(num_layers, int):
             # A number, also where the compiler leaves sizes open: the decay is a constant of its graph.
             return _lightning(int(num_heads), layer_idx, num_layers)
         return decay.lightning(num_heads, layer_idx, num_layers)
