@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -77,6 +79,11 @@ class Config:
         if unknown:
             raise ValueError(f"{cls.__name__}: unknown fields {sorted(unknown)}")
         return cls(**data)
+
+
+def is_number(x: Any) -> bool:
+    """Whether an option is a finite number: no truth value, no text, no array."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def bucket(n: int) -> int:

@@ -232,8 +232,9 @@ def test_more_errors(platform):
         serving.decode(*args, **gates, log_decay=gates["g_gamma"])
     with pytest.raises(UnsupportedError, match="decode: platform 'cuda' does not have it; expected one of"):
         serving.decode(*args, **gates, platform="cuda")
-    with pytest.raises(TypeError, match="softmax_scale is 'x'"):
-        serving.decode(*args, **gates, softmax_scale="x")
+    for scale in ("x", True, float("nan")):
+        with pytest.raises(TypeError, match=f"softmax_scale is {scale!r}; expected a finite number"):
+            serving.decode(*args, **gates, softmax_scale=scale)
     given = whole(CASES["prefill"])
     args, gates = arguments("prefill", given)
     with pytest.raises(TypeError, match="expected a pair"):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,7 +21,7 @@ import numpy as np
 
 from keraunos import decay, frontends
 from keraunos.kernels.registry import Implementation, UnsupportedError
-from keraunos.ops.kernel import Config, Invocation
+from keraunos.ops.kernel import Config, Invocation, is_number
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -118,8 +117,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
     if args.initial_state is not None and tuple(args.initial_state.shape) != (N, H, K, V):
         fail(ValueError, "initial_state", f"has shape {tuple(args.initial_state.shape)}",
              f"[N, H, K, V] = {(N, H, K, V)}", "one state per sequence and query head")  # fmt: skip
-    real = isinstance(softmax_scale, numbers.Real) and not isinstance(softmax_scale, bool)
-    if softmax_scale is not None and not (real and math.isfinite(softmax_scale)):
+    if softmax_scale is not None and not is_number(softmax_scale):
         fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number", "to learn it, scale the query")
     if not isinstance(reverse, bool | np.bool_):
         fail(TypeError, "reverse", f"is {reverse!r}", "True or False", "")

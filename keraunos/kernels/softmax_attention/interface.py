@@ -20,14 +20,12 @@ comes; ``opts.window`` counts from the part's first key and may be negative.
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from keraunos import frontends
 from keraunos.kernels.registry import Implementation, UnsupportedError
-from keraunos.ops.kernel import Config, Invocation
+from keraunos.ops.kernel import Config, Invocation, is_number
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -131,9 +129,9 @@ def describe(
         if x is not None and tuple(x.shape) != (B, n):
             fail(ValueError, name, f"has shape {tuple(x.shape)}", f"{(B, n)}")
     for name, x, lowest in (("softmax_scale", softmax_scale, None), ("logits_soft_cap", soft_cap, 0)):
-        if x is not None and not (_is_number(x) and (lowest is None or x > lowest)):
+        if x is not None and not (is_number(x) and (lowest is None or x > lowest)):
             fail(TypeError, name, f"is {x!r}", f"a finite number{'' if lowest is None else ' above 0'}")
-    if not (_is_number(dropout) and 0 <= dropout < 1):
+    if not (is_number(dropout) and 0 <= dropout < 1):
         fail(ValueError, "dropout_prob", f"is {dropout!r}", "a number from 0 to less than 1")
     if dropout and args.seed is None:
         fail(ValueError, "dropout_rng", "is None", "a key or generator", "dropout_prob is above 0")
@@ -156,10 +154,6 @@ def describe(
                  "softmax_dtype": softmax_dtype, "return_weights": return_weights},
         arguments=args._asdict(),
     )  # fmt: skip
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def is_for_libraries(arrays: Iterable[str], dtype: str, dims: Mapping[str, int], options: Mapping[str, Any]) -> bool:

@@ -11,8 +11,6 @@ a new one, for which the front end gives the old one's memory up.
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +18,7 @@ import numpy as np
 
 from keraunos import frontends
 from keraunos.kernels.registry import Implementation, UnsupportedError
-from keraunos.ops.kernel import Config, Invocation
+from keraunos.ops.kernel import Config, Invocation, is_number
 
 FLOATS = ("bfloat16", "float16", "float32")
 POOLS = ("float32", "bfloat16")
@@ -123,7 +121,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         shape("targets", [tuple(args.tokens.shape)], ["M"], "one slot for each token")
     if isinstance(args.g_gamma, np.ndarray) and not (args.g_gamma <= 0).all():
         fail(ValueError, "g_gamma", f"has a value {args.g_gamma.max()}", "<= 0", "it is the log of a decay")
-    if softmax_scale is not None and not (isinstance(softmax_scale, numbers.Real) and math.isfinite(softmax_scale)):
+    if softmax_scale is not None and not is_number(softmax_scale):
         fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number")
     if args.out is not None and framework == "jax":
         fail(TypeError, "out", "is given", "None", "JAX returns new arrays; donate the old ones to reuse their memory")
