@@ -90,6 +90,27 @@ def test_low_level_kernel_works_under_jit_and_returns_the_state():
     assert jnp.allclose(state, want[1])
 
 
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_low_level_attention_returns_the_weights(framework):
+    xp = pytest.importorskip({"jax": "jax.numpy"}.get(framework, framework))
+    q, k, v = xp.ones((2, 6, 4, 8)), xp.ones((2, 5, 2, 8)), xp.ones((2, 5, 2, 16))
+    fn = kernel_registry.get("attention", platform={"jax": "xla"}.get(framework, framework))
+    output, weights = fn(q, k, v, causal=True)
+    assert (tuple(output.shape), tuple(weights.shape)) == ((2, 6, 4, 16), (2, 4, 6, 5))
+    assert abs(weights.sum(-1) - 1).max() < 1e-5
+    assert fn(q, k, v, causal=True, return_weights=False)[1] is None
+    assert keraunos.create_default_executor()(keraunos.Attention(), q, k, v)[1] is None
+
+
+def test_low_level_attention_without_weights_refuses():
+    import jax.numpy as jnp
+
+    fn, q = kernel_registry.get("attention", platform="triton"), jnp.ones((1, 8, 2, 16))
+    for cfg in (None, keraunos.AttentionConfig(block_q=64, block_k=64, num_warps=4, num_stages=3)):
+        with pytest.raises(keraunos.UnsupportedError, match=r"attention: (needs a GPU|never forms the weights)"):
+            fn(q, q, q, cfg=cfg)
+
+
 def test_detect_platform():
     import jax  # noqa: F401
 

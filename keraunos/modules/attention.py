@@ -35,7 +35,7 @@ class Attention(Kernel):
         return interface.describe(Args(*args), **kwargs)
 
     def run(self, *args, cfg, **kwargs):
-        return self.get_impl(cfg).fn(*args, cfg=cfg, **kwargs)
+        return self.get_impl(cfg).fn(*args, cfg=cfg, **{"return_weights": False, **kwargs})
 
     def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
         """See :meth:`Kernel.prepare`."""

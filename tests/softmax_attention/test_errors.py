@@ -36,7 +36,7 @@ KV = jnp.ones((2, 6, 2, 8))
     ((Q, KV, KV), {"softmax_scale": float("nan")}, TypeError, "softmax_scale is nan"),
     ((Q, KV, KV), {"dropout_prob": 1.0, "deterministic": False}, ValueError, "dropout_prob is 1.0"),
     ((Q, KV, KV), {"dropout_prob": 0.1, "deterministic": False}, ValueError, "dropout_rng is None"),
-    ((Q, KV, KV), {"platform": "pallas"}, keraunos.UnsupportedError, "platform 'pallas' does not have it; expected one"),
+    ((Q, KV, KV), {"platform": "pallas"}, keraunos.UnsupportedError, "platform 'pallas' does not have it"),
     ((Q, KV, KV), {"softmax_dtype": "int8"}, TypeError, "softmax_dtype is int8"),
     ((Q + 0j, KV, KV), {}, TypeError, "query has dtype complex64"),
     ((Q, KV, KV.astype(int)), {"dtype": None}, TypeError, "value has dtype int32"),

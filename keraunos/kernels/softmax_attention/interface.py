@@ -278,8 +278,11 @@ def kernel(
 
     def fn(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None, *,
            softmax_scale=None, soft_cap=None, causal=False, window=None, dropout=0.0, softmax_dtype="float32",
-           return_weights=False, cfg=None):  # fmt: skip
-        """Softmax attention, ``(output, weights or None)``; see :func:`keraunos.attention`."""
+           return_weights=True, cfg=None):  # fmt: skip
+        """Softmax attention, ``(output, weights)``; without ``return_weights`` ``(output, None)``, in less memory.
+
+        See :func:`keraunos.attention`.
+        """
         args = Args(query, key, value, bias, sinks, mask, query_segments, key_segments, seed)
         options = dict(softmax_scale=softmax_scale, soft_cap=soft_cap, causal=causal, window=window, dropout=dropout,
                        softmax_dtype=softmax_dtype, return_weights=return_weights)  # fmt: skip

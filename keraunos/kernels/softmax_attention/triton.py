@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from keraunos import frontends
+from keraunos.kernels.registry import UnsupportedError
 from keraunos.kernels.softmax_attention import triton_gradients, triton_kernels
 from keraunos.kernels.softmax_attention.interface import Args, Options, axes, kernel
 
@@ -26,6 +27,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LOG2E = math.log2(math.e)
 # Queries whose means one program makes; tiles of the bias's gradient.
 _MEANS, _BIAS = 64, 64
+_NO_WEIGHTS = "never forms the weights; return_weights needs xla or torch"
 
 
 def _pow2(n: int) -> int:
@@ -312,7 +314,7 @@ def unsupported(inv) -> str | None:
     if max(inv.dims["K"], inv.dims["V"]) > 256:
         return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
     if inv.options["return_weights"]:
-        return "never forms the weights; return_weights needs xla or torch"
+        return _NO_WEIGHTS
     if "bias" in inv.arrays and {"mask", "query_segments"} & set(inv.arrays):
         return "takes a bias or a mask, not both; add the mask to the bias as -inf"
     if inv.arrays.get("query_segments", ("",))[0] in ("uint32", "uint64"):
@@ -394,6 +396,9 @@ _differentiable = frontends.differentiable(forward, backward, (_shapes, _differe
 
 def attention(args: Args, opts: Options) -> tuple[Any, None]:
     """See ``interface.py``."""
+    if opts.return_weights:
+        # Of the low-level function, whose configuration is given, nobody else has asked.
+        raise UnsupportedError(f"attention: {_NO_WEIGHTS}")
     return _differentiable(frontends.framework_of(args.query), opts)(args)[0], None
 
 
