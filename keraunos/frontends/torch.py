@@ -137,7 +137,7 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
 
     def prepare(opts, args):
         if _watched(args):
-            return lambda args: tuple(map(_absent, forward_op(*_flat(args, _changes(args, fits)), encode(opts))[:2]))
+            return lambda args: tuple(map(_absent, forward_op(*_seen(args, fits), encode(opts))[:2]))
         changes = _changes(args, fits)
         launch, launch_alone = launchers(opts)[0].alike(), launchers(alone(opts))[0].alike()
 
@@ -185,7 +185,7 @@ def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bo
             return lambda args: launch(_flat(args, changes))
 
         def run(args):
-            flat = _flat(args, _changes(args, fits))
+            flat = _seen(args, fits)
             if flat[place] is None and (made := output(args, opts)):
                 flat[place] = _room(made, args[0])
             operators[writes(opts)](*(x if x is None else x.detach() for x in flat), encode(opts))
@@ -223,6 +223,20 @@ def _flat(args: Sequence[Any], changes: list[tuple[int, torch.Tensor | None]]) -
     for i, made in changes:
         flat[i] = flat[i].contiguous() if made is None else made
     return flat
+
+
+def _seen(args: Sequence[Any], fits: Sequence[Callable | None]) -> list[Any]:
+    """The same for the operator of a call that is watched.
+
+    Raises:
+        TypeError: an argument is a DTensor; PyTorch would say that the operator has no sharding strategy.
+    """
+    if any(type(x).__name__ == "DTensor" for x in args):
+        raise TypeError(
+            "keraunos: got a DTensor; expected each rank's own heads or sequences, x.to_local() of every argument, and "
+            "DTensor.from_local(...) of the output; where tokens are sharded, see keraunos.distributed"
+        )
+    return _flat(args, _changes(args, fits))
 
 
 def _watched(tensors: Sequence[Any]) -> bool:

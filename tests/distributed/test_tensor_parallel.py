@@ -43,6 +43,31 @@ def sharded(rank, size):
     return [z.full_tensor().detach().numpy() for z in (y, x.grad, outer.grad)]
 
 
+def refusals(rank, size):
+    """What linear attention and a step of serving say to DTensors."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    import keraunos
+
+    mesh = init_device_mesh("cpu", (size,))
+    q, pool = (
+        distribute_tensor(torch.ones(shape), mesh, [Shard(n)]) for shape, n in (((B, T, H, K), 2), ((3, H, K, K), 1))
+    )
+    slots = torch.tensor([0, 1])
+    found = []
+    for call in (
+        lambda: keraunos.gla_attention(q, q, q),
+        lambda: keraunos.lightning_attention(q, q, q, layer_idx=0, num_layers=2),
+        lambda: keraunos.gla_attention(q.to_local(), q.to_local(), q.to_local(), q),
+        lambda: keraunos.serving.decode(q[:, 0], q[:, 0], q[:, 0], pool, slots),
+    ):
+        try:
+            call()
+        except TypeError as error:
+            found.append(str(error))
+    return found
+
+
 def whole(dtype):
     """The same in NumPy."""
     x, *inner, outer, gradient = weights(dtype)
@@ -53,6 +78,13 @@ def whole(dtype):
     found = linear_attention_vjp(q, k, v, None, gamma, None, None, do, None, dtype=dtype)
     dx = sum(d.reshape(B, T, -1) @ w.T for d, w in zip(found[:3], inner, strict=True))
     return [o.reshape(B, T, -1) @ outer, dx, np.einsum("bti,btj->ij", o.reshape(B, T, -1), gradient)]
+
+
+@pytest.mark.skipif(GPU, reason="runs on the host's processes")
+def test_dtensors_are_refused_with_what_to_do():
+    (said,) = run_world(refusals, 1)
+    assert len(said) == 4
+    assert all("got a DTensor; expected each rank's own heads or sequences, x.to_local()" in text for text in said)
 
 
 @pytest.mark.skipif(GPU, reason="runs on the host's processes")
