@@ -115,7 +115,8 @@ class Tuner:
     Args:
         warmup: untimed runs of each candidate.
         iters: rounds of timing, at most.
-        budget: seconds for all of it; then the best so far wins.
+        budget: seconds for all of it; then the best so far wins. The heuristic's configuration is always compiled and
+            timed once, however long that takes; so is, if that one fails, the first that is right.
         progress: show a progress bar on standard error; None: if it is a terminal.
 
     Raises:
