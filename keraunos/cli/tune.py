@@ -25,7 +25,9 @@ def tune(
     cases: Annotated[bool, typer.Option("--cases", help="All shapes of real models.")] = False,
     case: Annotated[list[str] | None, typer.Option(help="One of these shapes, by name. May be repeated.")] = None,
     backward: Annotated[bool, typer.Option("--backward", help="Time and check forward plus backward.")] = False,
-    budget: Annotated[float, typer.Option(help="Seconds for each shape.")] = 60.0,
+    budget: Annotated[
+        float, typer.Option(help="Seconds for each shape; the heuristic's configuration is waited for.")
+    ] = 60.0,
     framework: Annotated[str | None, typer.Option(help="jax or torch; the first that is installed.")] = None,
     platform: Annotated[str, typer.Option(help="The platform to tune.")] = "auto",
     ship: Annotated[bool, typer.Option("--ship", help="Store the winners in the package too.")] = False,
@@ -50,7 +52,7 @@ def tune(
             invocations[name] = kernel.invocation(framework, **sizes)
         except (TypeError, ValueError, ImportError) as error:
             raise typer.BadParameter(f"{name}: {error}") from None
-    if budget <= 0:
+    if not budget > 0:
         raise typer.BadParameter(f"{budget} is no positive number of seconds", param_hint="--budget")
     done = []
     for name, inv in invocations.items():

@@ -42,7 +42,7 @@ class AutotunePolicy:
         if self.cache_miss_fallback not in ("autotune", "heuristics"):
             raise ValueError(
                 f"AutotunePolicy: cache_miss_fallback is {self.cache_miss_fallback!r}; "
-                "expected 'autotune' or 'heuristics' (KERAUNOS_AUTOTUNE_POLICY sets it for the linear operations)"
+                "expected 'autotune' or 'heuristics' (KERAUNOS_AUTOTUNE_POLICY sets the default)"
             )
 
 
