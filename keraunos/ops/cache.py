@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,11 @@ class ConfigCache:
         entries: what it holds at first, taken as good for forward and backward.
     """
 
-    def __init__(self, entries: dict[str, Config] | None = None):
-        self._entries = {key: (cfg, True) for key, cfg in (entries or {}).items()}
+    def __init__(self, entries: Mapping[str, Config] | None = None):
+        self._entries: dict[str, tuple[Config, bool]] = {}
         self.generation = 0
+        for key, cfg in (entries or {}).items():
+            self.put(key, cfg)
 
     def get(self, key: str, backward: bool = False) -> Config | None:
         """The configuration stored under ``key``; with ``backward`` only if its gradient was checked too."""
@@ -87,7 +89,13 @@ class ConfigCache:
         return cfg if checked or not backward else None
 
     def put(self, key: str, cfg: Config, backward: bool = True) -> None:
-        """Store a configuration; ``backward``: its gradient is known to be right."""
+        """Store a configuration; ``backward``: its gradient is known to be right.
+
+        Raises:
+            TypeError: it is none.
+        """
+        if not isinstance(cfg, Config):
+            raise TypeError(f"ConfigCache: {key!r} has {cfg!r}; expected a configuration such as keraunos.ops.Config")
         self._entries[key] = cfg, backward
         self.generation += 1
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,11 +82,14 @@ def policy_override(policy: AutotunePolicy | None = None, **changes: Any) -> Ite
 
 
 @contextlib.contextmanager
-def overlay_cache(cache: ConfigCache | dict[str, Config]) -> Iterator[ConfigCache]:
+def overlay_cache(cache: ConfigCache | Mapping[str, Config]) -> Iterator[ConfigCache]:
     """Look configurations up here first inside the block, in this thread or task only; the innermost overlay wins.
 
     Args:
         cache: from keys (as ``keraunos.explain`` shows them) to configurations.
+
+    Raises:
+        TypeError: an entry is no configuration.
     """
     overlay = cache if isinstance(cache, ConfigCache) else ConfigCache(cache)
     token = _overlays.set((overlay, *_overlays.get()))

@@ -59,6 +59,14 @@ def test_the_order_of_the_tiers(toy, tmp_path, monkeypatch):
     cache_module._shipped_entries.cache_clear()
 
 
+def test_what_is_no_configuration_is_refused_by_the_memory_tier():
+    with (
+        pytest.raises(TypeError, match=r"ConfigCache: 'a key' has \{'block_q': 16\}; expected a configuration"),
+        keraunos.overlay_cache({"a key": {"block_q": 16}}),
+    ):
+        pass
+
+
 def test_explicit_and_heuristic_configurations_are_never_stored(toy, tmp_path):
     run = executor(tmp_path, cache_miss_fallback="heuristics")
     run(toy, X)
