@@ -119,6 +119,21 @@ def _cells(case, found, against) -> list[Any]:
     ]  # fmt: skip
 
 
+def check_plot(path: Path) -> None:
+    """Whether :func:`plot` can draw into such a file, asked before anything is measured.
+
+    Raises:
+        ValueError: there is no matplotlib, or the file's ending is of no format that it knows.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"--plot needs matplotlib: pip install 'keraunos[demo]' ({error})") from error
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ValueError(f"--plot is {str(path)!r}; expected an ending such as .png or .svg")
+
+
 def plot(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw every contestant's time over the floor: a panel for each operation and pass, a group of bars for each shape.
 

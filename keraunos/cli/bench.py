@@ -66,6 +66,10 @@ def bench(
             for shape in parsed for name in _names(variant) or [""] for stage in stages
         ]  # fmt: skip
         found = contestants.find(operation, _names(platform), peers)
+        if plot is not None:
+            report.check_plot(plot)
+        if not measuring.backends():
+            raise ValueError("neither jax nor torch can be imported")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with console.status("Measuring the copy bandwidth") as status:

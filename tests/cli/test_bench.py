@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,12 +165,21 @@ def test_shapes():
         (["gla_attention", "--against", "flash"], "peer is 'flash'; expected one of fla, "),
         (["gla_attention", "--platform", "tritom"], "platform is 'tritom'; expected one of "),
         (["gla_attention", "--shapes", " "], "--shapes has none; expected B,T,H"),
+        (["gla_attention", "--plot", "bench.text"], "--plot is 'bench.text'; expected an ending such as .png"),
         (["gla_attention", "--dtype", "int8"], "dtype is 'int8'; expected one of bfloat16, float16, float32"),
     ],
 )
 def test_what_is_wrong_is_said(run, arguments, message):
     output = " ".join(run(*arguments, code=2).replace("│", " ").split())
     assert message in output
+
+
+def test_what_is_not_installed_is_said_before_anything_is_measured(run, monkeypatch):
+    monkeypatch.setattr(measuring, "copy_bandwidth", lambda: pytest.fail("it measured"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "--plot needs matplotlib: pip install 'keraunos[demo]'" in run("gla_attention", "--plot", "x.png", code=2)
+    monkeypatch.setattr(measuring, "backends", dict)
+    assert "neither jax nor torch can be imported" in run("gla_attention", "--shapes", "1,8,1", code=2)
 
 
 def test_every_registered_platform_takes_part():
