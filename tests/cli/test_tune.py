@@ -1,6 +1,8 @@
 """`keraunos tune` and `keraunos cache`."""
 
+import errno
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -8,6 +10,7 @@ from typer.testing import CliRunner
 from keraunos.cli.main import app
 from keraunos.kernels.linear_attention import cases as linear
 from keraunos.kernels.softmax_attention import cases as softmax
+from keraunos.ops import PersistentCache
 from keraunos.ops import cache as cache_module
 
 CASES = linear.CASES | softmax.CASES
@@ -86,6 +89,23 @@ def test_the_table_has_every_candidate(run):
 def test_what_is_wrong_is_said(run, arguments, message):
     output = run("tune", *arguments, code=2)
     assert message in " ".join(output.replace("│", " ").split())
+
+
+def test_what_could_not_be_done_is_the_exit_code(run, tmp_path, monkeypatch):
+    (tuned,) = run("tune", "gla", "--shape", SHAPE, "--platform", "pallas", "--json", code=1)["tuned"]
+    assert "pallas: needs a gpu device" in tuned["error"]
+    (tuned,) = run("tune", "attention", "--shape", "T=8,H=1,K=16", "--platform", "pallas", "--json", code=1)["tuned"]
+    assert "platform 'pallas' does not have it" in tuned["error"]
+
+    PersistentCache("configurations").put("a key", "cpu", {"winner": {"block_q": 16}})
+
+    def fail(*args):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert "not stored: " in run("tune", "gla", "--shape", SHAPE, "--budget", "120", code=1)
+    file = str(tmp_path / "user" / "configurations" / "cpu.json")
+    assert run("cache", "clear", "--json", code=1) == {"dropped": 0, "failed": [file]}
 
 
 @pytest.mark.parametrize(("operation", "name"), [(op, name) for op, cases in CASES.items() for name in cases])
