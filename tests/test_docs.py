@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import keraunos
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"\bkeraunos ([a-z]+)")
+COMMAND = re.compile(r"^(?: {4})?(keraunos [a-z].*)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -35,15 +36,22 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_commands_exist(page):
+def test_commands_are_understood(page):
     from typer.main import get_command
 
     from keraunos.cli.main import app
 
-    known = set(get_command(app).commands)
-    blocks = re.findall(r"^```(?:sh|console|bash)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    for name in COMMAND.findall("\n".join(blocks)):
-        assert name in known, f"{page.name} shows `keraunos {name}`"
+    text = page.read_text()
+    blocks = re.findall(r"^```(?:sh|console|bash)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks += re.findall(r"^ {4}keraunos .*", text, re.MULTILINE)
+    for line in COMMAND.findall("\n".join(blocks)):
+        command, words = get_command(app), shlex.split(line, comments=True)[1:]
+        while hasattr(command, "commands"):
+            assert words, f"{page.name} shows `{line}`, which names no command"
+            assert words[0] in command.commands, f"{page.name} shows `{line}`"
+            command = command.commands[words.pop(0)]
+        if "--help" not in words:
+            command.make_context(line, words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
