@@ -266,4 +266,6 @@ def length(n: int) -> int:
 
 def seed(rng: jax.Array, like: jax.Array) -> jax.Array:
     """Two integers of 32 bits that follow from a key."""
+    if not isinstance(rng, jax.Array | np.ndarray):
+        raise TypeError(f"attention: dropout_rng is of type {type(rng).__qualname__}; expected a key of jax.random")
     return jax.random.bits(rng, (2,), jnp.uint32)

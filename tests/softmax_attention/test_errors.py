@@ -36,6 +36,8 @@ KV = jnp.ones((2, 6, 2, 8))
     ((Q, KV, KV), {"softmax_scale": float("nan")}, TypeError, "softmax_scale is nan"),
     ((Q, KV, KV), {"dropout_prob": 1.0, "deterministic": False}, ValueError, "dropout_prob is 1.0"),
     ((Q, KV, KV), {"dropout_prob": 0.1, "deterministic": False}, ValueError, "dropout_rng is None"),
+    ((Q, KV, KV, None, 42), {"dropout_prob": 0.1, "deterministic": False}, TypeError,
+     r"dropout_rng is of type int; expected a key of jax\.random"),
     ((Q, KV, KV), {"platform": "pallas"}, keraunos.UnsupportedError, "platform 'pallas' does not have it"),
     ((Q, KV, KV), {"softmax_dtype": "int8"}, TypeError, "softmax_dtype is int8"),
     ((Q + 0j, KV, KV), {}, TypeError, "query has dtype complex64"),
