@@ -117,7 +117,8 @@ def explain(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
         args, kwargs: the call's own.
 
     Returns:
-        A :class:`Choice`; printing it tells the whole. Nothing is launched, tuned or stored.
+        A :class:`Choice`; printing it tells the whole. No kernel is launched, nothing tuned or stored; but what the
+        call does before, it does: softmax attention casts its arguments, and draws from a ``torch.Generator``.
 
     Raises:
         ValueError, TypeError: what the call itself would raise.

@@ -165,7 +165,7 @@ class MaskInfo:
         return mask
 
     def get_or_compute_segment_ids(self) -> tuple[Any, Any]:
-        """``(query_segments, key_segments)``, ``[B, T]`` and ``[B, S]``, int32, without the limits.
+        """``(query_segments, key_segments)``, ``[B, T]`` and ``[B, S]``, as given or int32, without the limits.
 
         Of a mask: the id of a key is the first query that sees it. It must be made of blocks, the same for all heads.
 
