@@ -108,7 +108,7 @@ def test_low_level_attention_without_weights_refuses():
     fn, q = kernel_registry.get("attention", platform="triton"), jnp.ones((1, 8, 2, 16))
     for cfg in (None, keraunos.AttentionConfig(block_q=64, block_k=64, num_warps=4, num_stages=3)):
         with pytest.raises(keraunos.UnsupportedError, match=r"attention: (needs a GPU|never forms the weights)"):
-            fn(q, q, q, cfg=cfg)
+            fn(q, q, q, cfg=cfg, return_weights=True)
 
 
 def test_detect_platform():

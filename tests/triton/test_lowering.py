@@ -47,7 +47,7 @@ def attention(triton):
             options = dict(sinks=extra, query_segments=ids, key_segments=ids, soft_cap=20.0, window=(100, 7))
         else:
             options = dict(bias=extra, dropout=0.1, seed=jnp.zeros(2, jnp.uint32))
-        return run(q, k, v, causal=True, return_weights=False, **options)[0]
+        return run(q, k, v, causal=True, **options)[0]
 
     return call
 

@@ -260,6 +260,7 @@ def kernel(
     heuristic: Callable,
     candidates: Callable,
     unsupported: Callable = lambda inv: None,
+    forms_weights: bool = True,
 ) -> Implementation:
     """The implementation that a platform module registers; see :class:`Implementation`.
 
@@ -267,6 +268,7 @@ def kernel(
         source: the module's ``__file__``.
         attention: as at the top of this page.
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
+        forms_weights: it can return them.
     """
 
     def prepare(args, *, softmax_scale=None, soft_cap=None, causal=False, window=None, dropout=0.0,
@@ -278,11 +280,12 @@ def kernel(
 
     def fn(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None, *,
            softmax_scale=None, soft_cap=None, causal=False, window=None, dropout=0.0, softmax_dtype="float32",
-           return_weights=True, cfg=None):  # fmt: skip
-        """Softmax attention, ``(output, weights)``; without ``return_weights`` ``(output, None)``, in less memory.
+           return_weights=None, cfg=None):  # fmt: skip
+        """Softmax attention, ``(output, weights)``; see :func:`keraunos.attention`.
 
-        See :func:`keraunos.attention`.
+        Where the platform never forms the weights, or ``return_weights`` is False, ``(output, None)``, in less memory.
         """
+        return_weights = forms_weights if return_weights is None else return_weights
         args = Args(query, key, value, bias, sinks, mask, query_segments, key_segments, seed)
         options = dict(softmax_scale=softmax_scale, soft_cap=soft_cap, causal=causal, window=window, dropout=dropout,
                        softmax_dtype=softmax_dtype, return_weights=return_weights)  # fmt: skip

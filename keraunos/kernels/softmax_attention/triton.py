@@ -425,5 +425,11 @@ def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: 
 
 
 implementation = kernel(
-    __file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates, unsupported=unsupported
+    __file__,
+    attention,
+    fields=FIELDS,
+    heuristic=heuristic,
+    candidates=candidates,
+    unsupported=unsupported,
+    forms_weights=False,
 )
