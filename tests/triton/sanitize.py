@@ -22,13 +22,14 @@ from keraunos.kernels.state_pool import triton_steps
 from keraunos.ops import Config
 
 # dtype, T, K, V, gate, packed, every tile (or the heuristic's only). Two chunks of the longest, and a shorter one; the
-# long ones are cut into segments.
+# long ones are cut into segments, and of one gradients walk these in pairs.
 CALLS = [
     ("bfloat16", 150, 128, 128, None, True, True),
     ("bfloat16", 150, 128, 128, "scalar", False, True),
     ("bfloat16", 150, 128, 128, "vector", False, True),
     ("bfloat16", 1100, 64, 64, "scalar", True, False),
     ("bfloat16", 1100, 64, 64, "vector", False, False),
+    ("bfloat16", 1100, 128, 128, "vector", False, False),
     ("float16", 150, 192, 256, "vector", True, False),
     ("float32", 150, 64, 64, "scalar", True, False),
     ("float32", 150, 64, 64, "vector", False, False),
@@ -78,8 +79,8 @@ def run(call, cfg: Config) -> set[str]:
         return frontends.launch(kernel, *args, **options)
 
     args, opts = arguments(*call), interface.Options(0.1, False, cfg)
-    # Gradients in parts, which longer calls have.
-    least = dict(_MIN_PART=1, _MIN_SEGMENT_PART=1)
+    # Gradients in parts, and in pairs of segments, which longer calls have.
+    least = dict(_MIN_PART=1, _MIN_SEGMENT_PART=2)
     with mock.patch.object(triton_call, "launch", launch), mock.patch.multiple(triton_call, **least):
         outputs, residuals = platform.forward(args, opts)
         platform.backward(args, residuals, outputs, opts)
