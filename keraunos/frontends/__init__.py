@@ -144,10 +144,10 @@ def operation(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def call(*args, **kwargs):
         if compiling():
-            from keraunos.frontends.torch_compile import keep_whole
+            from keraunos.frontends.torch_compile import keep_whole, made_again
 
             keep_whole()
-            return step(*args, **kwargs)
+            return step(*args, **{name: made_again(x) for name, x in kwargs.items()})
         return fn(*args, **kwargs)
 
     return call

@@ -1,12 +1,16 @@
 """What ``torch.compile`` needs to know; imported while it traces, for it loads PyTorch's compiler."""
 
+import operator
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch._dynamo import assume_constant_result
 
 from keraunos import frontends
+from keraunos.ops.kernel import Config
+from keraunos.types import MaskInfo
 
 
 @assume_constant_result
@@ -14,6 +18,18 @@ def keep_whole() -> None:
     """Have the operations made nodes of the graph, whose Python code is run, not translated."""
     for operation in frontends.operations:
         torch.compiler.allow_in_graph(operation)
+
+
+def made_again(option: Any) -> Any:
+    """An option with its whole numbers settled: a graph makes dataclasses again, and their checks want numbers.
+
+    This code is translated: :func:`operator.index` is where the compiler settles a number.
+    """
+    if isinstance(option, Config | MaskInfo):
+        return type(option)(**{x.name: made_again(getattr(option, x.name)) for x in fields(option)})
+    if isinstance(option, tuple):
+        return tuple([made_again(x) for x in option])
+    return operator.index(option) if isinstance(option, int) and not isinstance(option, bool) else option
 
 
 def settled(option: Any) -> Any:

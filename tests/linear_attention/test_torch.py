@@ -179,6 +179,9 @@ def test_compile_takes_numbers_as_arguments():
         lambda n: keraunos.lightning_attention(q, k, v, layer_idx=n, num_layers=8, platform=PLATFORM),
         lambda n: keraunos.gla_attention(q, k, v, softmax_scale=n / 4, platform=PLATFORM),
         lambda n: keraunos.attention(q, k, v, sliding_window=(n, 1), mask_info=MaskInfo.from_segments(ids)),
+        lambda n: keraunos.attention(q, k, v, mask_info=MaskInfo.from_segments(ids).apply_sliding_window((n, 1))),
+        lambda n: keraunos.gla_attention(q, k, v, cfg=keraunos.GLAttentionConfig(block_q=16 * 2**n)),
+        lambda n: keraunos.lightning_attention(q, k, v, log_decay=-n * np.ones(4, np.float32)),
     ]
     for function in calls:
         compiled = torch.compile(function, fullgraph=True, backend="eager")
