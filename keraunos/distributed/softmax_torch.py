@@ -135,7 +135,7 @@ class _OverShards(torch.autograd.Function):
                 continue
             steps.finish(returned)
             add(came, [1, 2][: len(came)])
-            came = () if holder is None else tuple(map(torch.empty_like, args[1:3]))
+            came = () if holder is None else tuple(map(torch.empty_like, keys[:2]))
             out = tuple(x.contiguous() for x in grads[1:])
             returned = steps.start(out, source, came, holder)
         steps.finish(returned)

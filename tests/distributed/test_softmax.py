@@ -19,7 +19,7 @@ T = 64
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call over the whole sequence. sinks: for so many heads, -1: for all."""
+    """One call over the whole sequence. sinks: for so many heads, -1: for all; views: heads lie before tokens."""
 
     causal: bool = False
     window: tuple[int, int] | None = None
@@ -30,6 +30,7 @@ class Case:
     G: int = 2
     dtype: str = "float32"
     scale: float | None = None
+    views: bool = False
 
     @functools.cached_property
     def arrays(self):
@@ -92,7 +93,7 @@ CASES = [
     Case(window=(40, 17), soft_cap=3.0, lengths=True), Case(window=(0, 0), sinks=-1),
 ]  # fmt: skip
 MORE = [
-    Case(), Case(causal=True), Case(causal=True, window=(20, 3)), Case(window=(3, 25)), Case(window=(0, 40)),
+    Case(), Case(causal=True, views=True), Case(causal=True, window=(20, 3)), Case(window=(3, 25)), Case(window=(0, 40)),
     Case(causal=True, lengths=True, segments=True), Case(causal=True, window=(20, 0), dtype="bfloat16"),
 ]  # fmt: skip
 
@@ -200,7 +201,8 @@ def on_torch(rank, size, cases, platform=None, device="cpu"):
 
     def shard(x):
         n = T // size
-        return None if x is None else tensor(x[:, rank * n : (rank + 1) * n])
+        x = None if x is None else tensor(x[:, rank * n : (rank + 1) * n])
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None and case.views else x
 
     found = []
     for case in cases:
