@@ -111,15 +111,15 @@ def sinks_gradient(xp: Any, sinks: Any, found: Merged, means: Any, unit: float) 
     own = _by_head(xp, sinks, found)[:, None] / unit
     weights = xp.exp(unit * ((own - finite[..., None]) - found.rest[..., None]))
     each = -(weights * means[..., None]).sum((0, 2))
-    heads = 1 if sinks.ndim == 1 else sinks.shape[0]
-    return xp.asarray(each.reshape(heads, -1, each.shape[-1]).sum(1).reshape(sinks.shape), dtype=sinks.dtype)
+    (H, n), heads = each.shape, 1 if sinks.ndim == 1 else sinks.shape[0]
+    return xp.asarray(each.reshape(heads, H // heads, n).sum(1).reshape(sinks.shape), dtype=sinks.dtype)
 
 
 def _by_head(xp: Any, sinks: Any, like: Merged) -> Any:
     """``[H, n]``."""
-    H, n = like.top.shape[1], sinks.shape[-1]
-    sinks = xp.asarray(sinks, dtype=like.top.dtype).reshape(-1, 1, n)
-    return xp.broadcast_to(sinks, (sinks.shape[0], H // sinks.shape[0], n)).reshape(H, n)
+    H, n, heads = like.top.shape[1], sinks.shape[-1], 1 if sinks.ndim == 1 else sinks.shape[0]
+    sinks = xp.asarray(sinks, dtype=like.top.dtype).reshape(heads, 1, n)
+    return xp.broadcast_to(sinks, (heads, H // heads, n)).reshape(H, n)
 
 
 def whole(xp: Any, found: Merged) -> tuple[Any, Any, Any]:

@@ -19,11 +19,15 @@ T = 64
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call over the whole sequence. sinks: for so many heads, -1: for all; views: heads lie before tokens."""
+    """One call over the whole sequence. sinks: for so many heads, each of them; -1: for all.
+
+    views: heads lie before tokens in memory.
+    """
 
     causal: bool = False
     window: tuple[int, int] | None = None
     sinks: int = 0
+    each: int = 3
     soft_cap: float | None = None
     segments: bool = False
     lengths: bool = False
@@ -41,7 +45,7 @@ class Case:
             return rng.standard_normal(shape).astype(DTYPES[self.dtype])
 
         q, k, v, do = normal(2, T, 4, 16), normal(2, T, self.G, 16), normal(2, T, self.G, 8), normal(2, T, 4, 8)
-        sinks = None if not self.sinks else normal(2) if self.sinks < 0 else normal(self.sinks, 3)
+        sinks = None if not self.sinks else normal(2) if self.sinks < 0 else normal(self.sinks, self.each)
         ids = np.sort(rng.integers(-1, 4, (2, T)), 1).astype(np.int32) if self.segments else None
         return (q, k, v, sinks), ids, np.array([T - 5, T // 3], np.int32) if self.lengths else None, do
 
@@ -84,7 +88,7 @@ class Case:
         if sinks is None:
             return None
         heads = 1 if sinks.ndim == 1 else len(sinks)
-        return dsinks.sum((0, 2)).reshape(heads, 4 // heads, -1).sum(1).reshape(sinks.shape)
+        return dsinks.sum((0, 2)).reshape(heads, 4 // heads, sinks.shape[-1]).sum(1).reshape(sinks.shape)
 
 
 CASES = [
@@ -93,8 +97,9 @@ CASES = [
     Case(window=(40, 17), soft_cap=3.0, lengths=True), Case(window=(0, 0), sinks=-1),
 ]  # fmt: skip
 MORE = [
-    Case(), Case(causal=True, views=True), Case(causal=True, window=(20, 3)), Case(window=(3, 25)), Case(window=(0, 40)),
-    Case(causal=True, lengths=True, segments=True), Case(causal=True, window=(20, 0), dtype="bfloat16"),
+    Case(), Case(causal=True, views=True), Case(causal=True, window=(20, 3)), Case(window=(3, 25)),
+    Case(window=(0, 40)), Case(causal=True, lengths=True, segments=True), Case(sinks=4, each=0),
+    Case(causal=True, window=(20, 0), dtype="bfloat16"),
 ]  # fmt: skip
 
 
