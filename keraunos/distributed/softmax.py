@@ -265,6 +265,6 @@ def hidden_by_length(args: Args, lengths: Any, first: Any) -> Args:
     """With ids that hide the keys from ``lengths`` on; ``first`` is this rank's first key."""
     if lengths is None:
         return args
-    limits = MaskInfo(query_segments=args.query_segments, key_segments=args.key_segments, key_lengths=lengths - first)
-    own, other = module._segments(limits, args.query, args.key)
+    limits = MaskInfo(query_segments=args.query_segments, key_segments=args.key_segments, key_lengths=lengths)
+    own, other = module._segments(limits, args.query, args.key, first)
     return args._replace(query_segments=own, key_segments=other)

@@ -244,15 +244,22 @@ def attention(
     return (output, weights) if return_weights else output
 
 
-def _segments(limits: MaskInfo, query: Any, key: Any) -> tuple[Any, Any]:
-    """Segment ids of queries and keys; lengths of keys are ids too."""
-    own, other = limits.query_segments, limits.key_segments
-    if limits.key_lengths is None:
-        return own, other
+def _segments(limits: MaskInfo, query: Any, key: Any, first: Any = 0) -> tuple[Any, Any]:
+    """Segment ids of queries and keys; lengths of keys are ids too. ``first`` is the place of the first key."""
     framework = frontends.framework_of(query)
+    own, other = limits.query_segments, limits.key_segments
     if framework is None or query.ndim != 4 or getattr(key, "ndim", 0) != 4:
         return own, other  # the call is refused
     frontend = frontends.get(framework)
+
+    def signed(ids):
+        """Ids of a type that has numbers below 0; what is no array of the framework is refused."""
+        narrow = frontends.framework_of(ids) == framework and frontend.dtype_name(ids) in ("uint8", "uint16")
+        return frontend.cast(ids, "int32") if narrow else ids
+
+    own, other = signed(own), signed(other)
+    if limits.key_lengths is None:
+        return own, other
     (B, T), S = query.shape[:2], key.shape[1]
     if frontends.framework_of(limits.key_lengths) != framework:
         kind = type(limits.key_lengths).__name__
@@ -261,7 +268,7 @@ def _segments(limits: MaskInfo, query: Any, key: Any) -> tuple[Any, Any]:
         raise ValueError(f"attention: key_lengths has shape {tuple(limits.key_lengths.shape)}; expected [B] = {(B,)}")
     if own is None:
         own, other = (frontend.zeros((B, n), "int32", query) for n in (T, S))
-    within = frontend.numbers(S, query)[None] < limits.key_lengths[:, None]
+    within = (frontend.numbers(S, query) + first)[None] < limits.key_lengths[:, None]
     # What is past the end has an id that no query has.
     return own, frontend.xp.where(within, other, -1)
 

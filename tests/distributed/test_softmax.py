@@ -47,7 +47,8 @@ class Case:
         q, k, v, do = normal(2, T, 4, 16), normal(2, T, self.G, 16), normal(2, T, self.G, 8), normal(2, T, 4, 8)
         sinks = None if not self.sinks else normal(2) if self.sinks < 0 else normal(self.sinks, self.each)
         ids = np.sort(rng.integers(-1, 4, (2, T)), 1).astype(np.int32) if self.segments else None
-        return (q, k, v, sinks), ids, np.array([T - 5, T // 3], np.int32) if self.lengths else None, do
+        # Lengths of a type without numbers below 0, which is what is left of them on later ranks.
+        return (q, k, v, sinks), ids, np.array([T - 5, T // 3], np.uint8) if self.lengths else None, do
 
     @property
     def options(self):

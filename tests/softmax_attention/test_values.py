@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+import keraunos
+from keraunos.types import MaskInfo
 from tests.linear_attention.cases import GPU, INTERPRETED
 from tests.softmax_attention.cases import Case, platforms
 
@@ -75,3 +78,27 @@ def test_values_and_gradients(platform, case, block):
         # Programs take long there.
         case = dataclasses.replace(case, B=1)
     dataclasses.replace(case, block=block).check(*platform)
+
+
+def test_ids_may_have_no_numbers_below_zero(platform):
+    """Of bytes, where the id of a key past its sequence's end, -1, would be 255."""
+    name, framework = platform
+    rng = np.random.default_rng(0)
+    given = [rng.standard_normal((2, 24, 2, 16)).astype(np.float32) for _ in range(3)]
+    ids, lengths = np.sort(rng.choice([3, 200, 255], (2, 24)), 1), np.array([20, 24])
+
+    def run(dtype):
+        arrays = *given, ids.astype(dtype), lengths
+        if framework == "jax":
+            import jax.numpy as jnp
+
+            *x, ids_, lengths_ = map(jnp.asarray, arrays)
+        else:
+            import torch
+
+            *x, ids_, lengths_ = (torch.from_numpy(x).to("cuda" if GPU else "cpu") for x in arrays)
+        info = MaskInfo.from_segments(ids_).apply_kv_lengths(lengths_)
+        output = keraunos.attention(*x, mask_info=info, dtype=None, platform=name)
+        return np.asarray(output if framework == "jax" else output.cpu())
+
+    np.testing.assert_array_equal(run("uint8"), run("int32"))

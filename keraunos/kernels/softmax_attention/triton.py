@@ -317,8 +317,8 @@ def unsupported(inv) -> str | None:
         return _NO_WEIGHTS
     if "bias" in inv.arrays and {"mask", "query_segments"} & set(inv.arrays):
         return "takes a bias or a mask, not both; add the mask to the bias as -inf"
-    if inv.arrays.get("query_segments", ("",))[0] in ("uint32", "uint64"):
-        return "takes segment ids of signed integers, or of 8 or 16 bits"
+    if any(inv.arrays.get(name, ("",))[0].startswith("u") for name in ("query_segments", "key_segments")):
+        return "takes segment ids of signed integers"
     return None
 
 
