@@ -65,6 +65,8 @@ CASES = [
     Case(B=0, window=3, sinks=2, G=2),
     Case(T=0, S=20, bias=4, dropout=0.3),
     Case(T=20, S=0, sinks=4),
+    # A cap next to which the tangent of a logit is small.
+    Case(dtype="float16", soft_cap=1e6),
 ]
 
 

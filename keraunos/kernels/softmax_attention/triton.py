@@ -25,6 +25,8 @@ FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 # With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LOG2E = math.log2(math.e)
+# Times a cap up to this the error of the tangents' difference from 1 is nothing next to 16 bits' own.
+_SMALL_CAP = 1000.0
 # Queries whose means one program makes; tiles of the bias's gradient.
 _MEANS, _BIAS = 64, 64
 _NO_WEIGHTS = "never forms the weights; return_weights needs xla or torch"
@@ -83,7 +85,7 @@ class _Call:
         unit = cap or (abs(scale) if self.negative else scale)
         if not unit:
             unit = 1e-30
-        inner = (scale / cap if cap else 0.0) * (1 if self.exact else 2 * _LOG2E)
+        inner = (scale / cap if cap else 0.0) * (1 if self.flags["CAP"] == 1 else 2 * _LOG2E)
         self.numbers = dict(inner=inner, unit=unit * _LOG2E, keep=1 / (1 - opts.dropout))
         # Weights from exp(-60) to exp(60) are in bfloat16's range, and so are their sums; in float32's also, but the
         # logs of such sums have fewer digits than its results.
@@ -94,7 +96,7 @@ class _Call:
         """How the tangent is computed. NVIDIA's instruction for all of it is not exact enough for large logits."""
         if self.opts.soft_cap is None:
             return 0
-        if self.exact:
+        if self.exact or self.opts.soft_cap > _SMALL_CAP:
             return 1
         device = frontends.get(frontends.framework_of(self.args.query)).device_of(self.args.query).kind
         return 2 if _INTERPRETED or "AMD" in device else 3
