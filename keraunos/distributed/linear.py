@@ -74,8 +74,9 @@ class _Borders:
 
     def _arrives(self, right: bool) -> Any:
         """Which of the sequences ``[N, 1, 1, 1]`` takes the state that arrives."""
-        cu, n = self.cu, self.first if right else self.last
-        crosses = cu[n] < self.begin if right else cu[n + 1] > self.end
+        cu, (n, border) = self.cu, (self.first, self.begin) if right else (self.last, self.end)
+        # At the border of a shard without tokens may be none.
+        crosses = (cu[n] < border) & (cu[n + 1] > border)
         return ((self.frontend.numbers(self.N, self.like) == n) & crosses)[:, None, None, None]
 
     def taking(self, states: Any, arrived: Any, right: bool) -> Any:

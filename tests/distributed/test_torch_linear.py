@@ -21,6 +21,8 @@ ODD = {
     Case(T=40, gate="scalar", state=True): (0, 0, 25, 25, 40),
     Case(T=40, gate="scalar", state=True, reverse=True): (0, 0, 25, 25, 40),
     Case(lengths=(3, 0, 9), B=1, gamma=1, state=True): (0, 6, 12, 12, 12),
+    Case(lengths=(5, 7), B=1, gamma=1, state=True): (0, 0, 0, 0, 12),
+    Case(lengths=(5, 7), B=1, gamma=1, state=True, reverse=True): (0, 4, 8, 12, 12),
 }
 PLATFORM = "triton" if INTERPRETED else "torch"
 LIGHTNING = Case(gamma=1, state=True, T=50, H=4)
