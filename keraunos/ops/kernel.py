@@ -12,6 +12,9 @@ from typing import Any, ClassVar, Self
 
 from keraunos.kernels.registry import Backend, Implementation, Platform, Row, kernel_registry
 
+# As text: PyTorch's compiler, which reads the checks of configurations, does not know classes of such names.
+_BACKENDS = tuple(map(str, Backend))
+
 
 @dataclass(frozen=True)
 class Config:
@@ -47,8 +50,8 @@ class Config:
         if not isinstance(self.platform, str) or not self.platform:
             raise ValueError(f"{type(self).__name__}: platform is {self.platform!r}; expected a platform's name")
         object.__setattr__(self, "platform", str(self.platform))
-        if self.backend not in list(Backend):
-            wanted = ", ".join(Backend)
+        if self.backend not in _BACKENDS:
+            wanted = ", ".join(_BACKENDS)
             raise ValueError(f"{type(self).__name__}: backend is {self.backend!r}; expected one of {wanted}")
         object.__setattr__(self, "backend", str(self.backend))
 
