@@ -32,6 +32,9 @@ from keraunos.kernels.softmax_attention.interface import Args
 
 def attention(args: Args, lengths: Any, *, settle: Callable[[Args, int], Ring], place: Any) -> jax.Array:
     """The output of this device's queries; ``settle`` makes the options from the number of shards."""
+    if args.sinks is not None and not args.sinks.shape[-1]:
+        # They change nothing, and XLA's compiler for GPUs has crashed on gradients of no values here.
+        args = args._replace(sinks=None)
     ring = settle(args, agreement.axis_size("attention", place))
     first = jax.lax.axis_index(place) * args.key.shape[1]
     return _over_shards(ring)(hidden_by_length(args, lengths, first))
