@@ -1,5 +1,6 @@
 """compute-sanitizer over a module of the tests that runs kernels."""
 
+import faulthandler
 import os
 import shutil
 import subprocess
@@ -8,6 +9,13 @@ import sys
 import pytest
 
 CHECKS = ("memcheck", "racecheck")
+# Seconds that a module may take: a quarter or less is what it takes.
+_LONGEST = 240
+
+
+def limit_time() -> None:
+    """Have the module that is watched say where it is, and end, if it does not end by itself."""
+    faulthandler.dump_traceback_later(_LONGEST, exit=True)
 
 
 def watched(check: str, module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:

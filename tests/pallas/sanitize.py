@@ -28,6 +28,7 @@ from keraunos.kernels.linear_attention import (
 from keraunos.kernels.linear_attention.interface import Options
 from keraunos.ops import Config
 from tests.pallas.cases import case
+from tests.sanitizer import limit_time
 
 GATES = dict(gate="scalar", gamma=0, state=True)
 # And how sequences are cut.
@@ -105,4 +106,5 @@ def main(part: int = 0, parts: int = 1) -> None:
 
 
 if __name__ == "__main__":
+    limit_time()
     planted() if sys.argv[1:] == ["planted"] else main(*map(int, sys.argv[1:]))

@@ -20,6 +20,7 @@ from keraunos.kernels.linear_attention import ends, ends_kernels, interface, tri
 from keraunos.kernels.linear_attention import triton as platform
 from keraunos.kernels.state_pool import triton_steps
 from keraunos.ops import Config
+from tests.sanitizer import limit_time
 
 # dtype, T, K, V, gate, packed, every tile (or the heuristic's only). Two chunks of the longest, and a shorter one; the
 # long ones are cut into segments, and of one gradients walk these in pairs.
@@ -169,4 +170,5 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
+    limit_time()
     main(sys.argv[1])
