@@ -81,9 +81,12 @@ def _check(name: str, num_heads: int, layer_idx: Any = 0, num_layers: int = 1, l
         raise ValueError(f"{name}: num_heads is {num_heads!r}; expected an integer >= 1")
     if not isinstance(num_layers, int | np.integer) or isinstance(num_layers, bool) or num_layers < least:
         raise ValueError(f"{name}: num_layers is {num_layers!r}; expected an integer >= {least}")
-    dims = getattr(layer_idx, "ndim", 0)
-    kind = str(getattr(layer_idx, "dtype", type(layer_idx).__name__)).removeprefix("torch.")
-    if not kind.startswith(("int", "uint")) or dims:
+    if isinstance(layer_idx, int):
+        whole = not isinstance(layer_idx, bool)
+    else:
+        kind = str(getattr(layer_idx, "dtype", None)).removeprefix("torch.")
+        whole = kind.startswith(("int", "uint")) and not layer_idx.ndim
+    if not whole:
         raise TypeError(f"{name}: layer_idx is {layer_idx!r}; expected an integer (0-based)")
     if isinstance(layer_idx, int | np.integer | np.ndarray) and not 0 <= layer_idx < num_layers:
         raise ValueError(

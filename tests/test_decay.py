@@ -68,8 +68,12 @@ def test_what_is_traced_is_no_layer_either_if_it_is_no_integer():
         jax.jit(lambda layer: decay.lightning(2, layer, 4))(1.0)
 
 
-@pytest.mark.parametrize("number", [int, np.int64, np.uint8])
-def test_numbers_of_numpy_are_numbers(number):
+class _Number(int):
+    """Such as a member of an enum.IntEnum."""
+
+
+@pytest.mark.parametrize("number", [int, _Number, np.int64, np.uint8])
+def test_whole_numbers_of_any_type_are_numbers(number):
     np.testing.assert_array_equal(decay.minimax(number(6), number(1), number(4)), decay.minimax(6, 1, 4))
 
 
