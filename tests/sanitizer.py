@@ -9,7 +9,7 @@ import sys
 import pytest
 
 CHECKS = ("memcheck", "racecheck")
-# Seconds that a module may take: a quarter or less is what it takes.
+# Seconds that a module may take, several times what it takes.
 _LONGEST = 240
 
 
