@@ -43,6 +43,7 @@ class Case:
     closed: bool = False  # some of the bias is -inf, and all of it for some queries
     mask: int = 0
     sinks: int = 0  # -1: [2], for all heads
+    sink_size: float = 1.0
     segments: bool = False
     soft_cap: float | None = None
     causal: bool = False
@@ -71,6 +72,8 @@ class Case:
         if self.mask:
             mask[:, :, T // 3] = False
         sinks = {0: None, -1: normal(2)}.get(self.sinks) if self.sinks <= 0 else normal(self.sinks, 3)
+        if sinks is not None:
+            sinks *= sinks.dtype.type(self.sink_size)
         # Padding on both sides, and ids that the other side has not.
         own, other = (np.sort(rng.integers(-1, 4, (B, n)), 1).astype(np.int32) for n in (T, S))
         segments = (own, other) if self.segments else (None, None)

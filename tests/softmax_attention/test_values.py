@@ -47,6 +47,9 @@ CASES = [
     Case(segments=True, causal=True, window=(9, 9), sinks=4),
     Case(sinks=-1),
     Case(sinks=2, G=2, causal=True),
+    # Far above all logits, and far below: of such a number a float32 has few digits behind the point.
+    Case(B=1, T=1, S=33, H=1, sinks=1, sink_size=52.0),
+    Case(sinks=4, sink_size=30.0),
     Case(soft_cap=1.5, scale=0.7),
     Case(soft_cap=50.0, scale=3.0, causal=True),
     Case(soft_cap=70.0, scale=2.0),

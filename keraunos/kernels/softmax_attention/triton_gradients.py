@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from keraunos.kernels.softmax_attention.triton_kernels import (
-    LOG2E,
     bounds,
     kept,
     load_log,
     load_rows,
     narrowed,
     scores,
+    sink_logits,
     store_rows,
 )
 
@@ -45,11 +45,11 @@ def mean_kernel(
     if SINKS:
         o_n = tl.arange(0, BN)
         p_sink = sinks + (i_h // RN) * stride_sinksh + o_n
-        b_sink = tl.load(p_sink, mask=o_n < SINKS, other=float("-inf")).to(tl.float32) * LOG2E
+        b_sink, b_low = sink_logits(p_sink, o_n < SINKS)
         EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
         p_lse = lse + (i_bh.to(tl.int64) * 2 * T + o_t if EXACT else row)
         b_top, b_rest = load_log(p_lse, o_t, T, 1, True, EXACT)
-        b_d = tl.sum(tl.exp2(b_sink[None, :] - b_top - b_rest) * b_mean[:, None], 0)
+        b_d = tl.sum(tl.exp2(b_sink[None, :] - b_top + (b_low[None, :] - b_rest)) * b_mean[:, None], 0)
         tl.store(dsinks + tl.program_id(0).to(tl.int64) * SINKS + o_n, -b_d, mask=o_n < SINKS)
 
 

@@ -174,6 +174,19 @@ def load_log(p, o_t, T, AXIS: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.cons
 
 
 @triton.jit
+def sink_logits(p, mask):
+    """Those of the sinks at p, base 2, as sums of two: one would be rounded like any number of its size.
+
+    The first is exact, a product of the leading 12 bits of both factors, and so in a fused multiply-add too.
+    """
+    LEADING: tl.constexpr = 2954 / 2048
+    x = tl.load(p, mask=mask, other=0.0).to(tl.float32)
+    high = (x.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+    rest = high * (LOG2E - LEADING) + (x - high) * LOG2E
+    return tl.where(mask, high * LEADING, float("-inf")), tl.where(tl.abs(x) < float("inf"), rest, 0.0)
+
+
+@triton.jit
 def mixed(x):
     """A permutation of the numbers of 32 bits; ``interface.keeps`` says how the dropout follows from it."""
     x = (x ^ (x >> 16)) * 0x21F0AAAD
@@ -329,11 +342,13 @@ def forward_kernel(
     if SINKS:
         o_n = tl.arange(0, BN)
         p_sink = sinks + (i_h // RN) * stride_sinksh + o_n
-        b_sink = tl.load(p_sink, mask=o_n < SINKS, other=float("-inf")).to(tl.float32) * LOG2E
-        b_all = tl.maximum(b_top, tl.max(b_sink, 0))
+        b_sink, b_rest = sink_logits(p_sink, o_n < SINKS)
+        b_all = tl.maximum(b_top, tl.max(b_sink + b_rest, 0))
         b_all = tl.where(b_all == float("-inf"), 0.0, b_all)
-        b_decay = tl.exp2(b_top - b_all)
-        b_sum = b_sum * b_decay + tl.sum(tl.exp2(b_sink[None, :] - b_all[:, None]), 1)
+        # The difference, and what rounding it loses, of large sinks as many digits of all weights of the row.
+        b_past = tl.maximum(b_top - b_all, -200.0)
+        b_decay = tl.exp2(b_past) * tl.exp2(b_top - (b_past + b_all))
+        b_sum = b_sum * b_decay + tl.sum(tl.exp2(b_sink[None, :] - b_all[:, None] + b_rest[None, :]), 1)
         acc *= b_decay[:, None]
         b_top = b_all
     m_any = b_sum > 0
