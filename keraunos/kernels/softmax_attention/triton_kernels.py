@@ -345,7 +345,8 @@ def forward_kernel(
         b_sink, b_rest = sink_logits(p_sink, o_n < SINKS)
         b_all = tl.maximum(b_top, tl.max(b_sink + b_rest, 0))
         b_all = tl.where(b_all == float("-inf"), 0.0, b_all)
-        # The difference, and what rounding it loses, of large sinks as many digits of all weights of the row.
+        # What keys weigh beside sinks: of the difference rounding loses the more, the larger the sink, and as much of
+        # all weights of a row; it is added. 2^-200 is 0.
         b_past = tl.maximum(b_top - b_all, -200.0)
         b_decay = tl.exp2(b_past) * tl.exp2(b_top - (b_past + b_all))
         b_sum = b_sum * b_decay + tl.sum(tl.exp2(b_sink[None, :] - b_all[:, None] + b_rest[None, :]), 1)
