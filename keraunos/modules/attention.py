@@ -133,7 +133,6 @@ def _options(kwargs: dict) -> dict:
 _OPERATION = Attention()
 
 
-@frontends.operation
 def attention(
     query: Any,
     key: Any,
@@ -211,9 +210,33 @@ def attention(
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
         raise TypeError(f"attention: mask_info is a {type(mask_info).__name__}; expected a keraunos.types.MaskInfo")
     limits = mask_info or MaskInfo()
-    mask, segments = limits.attention_mask, _segments(limits, query, key)
-    if bias is None and mask is None and segments[0] is None and init_bias is not None:
+    hidden = (limits.attention_mask, limits.query_segments, limits.key_lengths)
+    if init_bias is not None and all(x is None for x in (bias, *hidden)):
         bias = init_bias()
+    dropout = 0.0 if deterministic else dropout_prob
+    seed = None
+    if dropout and dropout_rng is not None and frontends.framework_of(query):
+        seed = _seed(dropout_rng, query)
+    return _attention(
+        query, key, value, bias, softmax_aux, seed, limits=limits, softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap, dtype=dtype, softmax_dtype=softmax_dtype, dropout=dropout, causal=causal,
+        sliding_window=sliding_window, platform=platform, cfg=cfg, return_weights=return_weights,
+    )  # fmt: skip
+
+
+@frontends.apart
+def _seed(dropout_rng, query):
+    """Of a key or a generator, which is no part of PyTorch's graphs."""
+    return frontends.get(frontends.framework_of(query)).seed(dropout_rng, query)
+
+
+@frontends.operation
+def _attention(
+    query, key, value, bias, softmax_aux, seed, *, limits, softmax_scale, logits_soft_cap, dtype, softmax_dtype,
+    dropout, causal, sliding_window, platform, cfg, return_weights,
+):  # fmt: skip
+    """:func:`attention` without what ``torch.compile`` cannot make a node of: a function, and a generator."""
+    mask, segments = limits.attention_mask, _segments(limits, query, key)
     if bias is not None:
         # A bias wins over a mask.
         mask, segments = None, (None, None)
@@ -230,10 +253,6 @@ def attention(
             else x
             for x in (query, key, value)
         )
-    dropout = 0.0 if deterministic else dropout_prob
-    seed = None
-    if dropout and dropout_rng is not None and framework:
-        seed = frontends.get(framework).seed(dropout_rng, query)
     output, weights = default_executor()(
         _OPERATION, query, key, value, bias, softmax_aux, mask, *segments, seed,
         softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=bool(causal or limits.causal),

@@ -151,6 +151,32 @@ def test_torch_compiles_and_exact_ids_and_masks_agree():
     torch.testing.assert_close(by_mask, run(q, k, v), rtol=0, atol=0)
 
 
+# PyTorch looks whether what comes from one graph into the next has a gradient.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_torch_compiles_functions_that_make_the_bias_and_runs_generators_between_graphs():
+    torch = pytest.importorskip("torch")
+    torch._dynamo.reset()
+    q, k, v = (torch.from_numpy(np.array(x)).requires_grad_() for x in arrays(2, 20, 2, 16))
+    slopes, rng = torch.tensor([[[[0.3]], [[-0.2]]]], requires_grad=True), torch.Generator()
+
+    def with_bias(q, k, v, slopes):
+        return keraunos.attention(q, k, v, init_bias=lambda: slopes * torch.arange(20.0).expand(1, 1, 20, 20),
+                                  dtype=torch.float32)  # fmt: skip
+
+    def with_dropout(q, k, v, slopes):
+        output = keraunos.attention(q, k, v, None, rng, dropout_prob=0.5, deterministic=False, dtype=None)
+        return output * slopes.sum()
+
+    for run, whole in ((with_bias, True), (with_dropout, False)):
+        compiled = torch.compile(run, fullgraph=whole, backend="aot_eager")
+        found = []
+        for f in (run, compiled):
+            rng.manual_seed(3)
+            found.append(torch.autograd.grad((f(q, k, v, slopes) ** 2).sum(), (q, k, v, slopes)))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("heads", [4, 2])
 def test_torch_compiles_with_open_sizes(heads):
     torch = pytest.importorskip("torch")
