@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import os
+
+_log = logging.getLogger("keraunos")
 
 # Of the driver's attributes of two devices: one can do atomic operations in the memory of the other.
 _ATOMIC = 3
@@ -13,12 +17,20 @@ REFUSED = "KERAUNOS_PEERS is 0"
 
 def refused() -> bool:
     """Whether the user wants no memory to be shared."""
-    return os.environ.get("KERAUNOS_PEERS") == "0"
+    return _checked(os.environ.get("KERAUNOS_PEERS", "")) == "0"
 
 
 def demanded() -> bool:
     """Whether the user wants it also where it has not been tried."""
-    return os.environ.get("KERAUNOS_PEERS") == "1"
+    return _checked(os.environ.get("KERAUNOS_PEERS", "")) == "1"
+
+
+@functools.cache
+def _checked(value: str) -> str:
+    """The value; others than 0 and 1 get a warning, once. An error on one rank would leave the others waiting."""
+    if value not in ("", "0", "1"):
+        _log.warning("KERAUNOS_PEERS is %r; expected 0 or 1: it counts as not set", value)
+    return value
 
 
 def without_atomics(device: int, others: set[int]) -> str:

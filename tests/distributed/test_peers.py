@@ -92,6 +92,20 @@ def reasons(rank, size, facts, failing):
     return found.reason, ready, [str(x.message) for x in caught]
 
 
+def test_what_the_user_wants_is_0_or_1(monkeypatch, caplog):
+    from keraunos.frontends import peers
+
+    peers._checked.cache_clear()
+    for value, found in (("0", (True, False)), ("1", (False, True)), ("off", (False, False)), ("off", (False, False))):
+        monkeypatch.setenv("KERAUNOS_PEERS", value)
+        assert (peers.refused(), peers.demanded()) == found
+    monkeypatch.delenv("KERAUNOS_PEERS")
+    assert (peers.refused(), peers.demanded()) == (False, False)
+    assert [x.getMessage() for x in caplog.records] == [
+        "KERAUNOS_PEERS is 'off'; expected 0 or 1: it counts as not set"
+    ]
+
+
 @pytest.mark.parametrize(("facts", "failing", "reason"), [
     ([("a", "0", 8, False), ("b", "1", 8, False)], (), "the ranks are on several hosts"),
     ([("a", "0", 8, False), ("a", "0", 8, False)], (), "ranks share a GPU"),
