@@ -271,10 +271,17 @@ def _segments(limits: MaskInfo, query: Any, key: Any, first: Any = 0) -> tuple[A
         return own, other  # the call is refused
     frontend = frontends.get(framework)
 
+    # What holds them and has numbers below 0; PyTorch has no comparisons of its larger unsigned numbers.
+    wider = {"uint8": "int32", "uint16": "int32", **({"uint32": "int64"} if framework == "torch" else {})}
+
     def signed(ids):
-        """Ids of a type that has numbers below 0; what is no array of the framework is refused."""
-        narrow = frontends.framework_of(ids) == framework and frontend.dtype_name(ids) in ("uint8", "uint16")
-        return frontend.cast(ids, "int32") if narrow else ids
+        """Ids of a type that has numbers below 0, where it must; what is no array of the framework is refused."""
+        if frontends.framework_of(ids) != framework:
+            return ids
+        name = frontend.dtype_name(ids)
+        if framework == "torch" and name == "uint64":
+            raise TypeError("attention: segment ids have dtype uint64; expected int64 or narrower integers")
+        return frontend.cast(ids, wider[name]) if name in wider else ids
 
     own, other = signed(own), signed(other)
     if limits.key_lengths is None:

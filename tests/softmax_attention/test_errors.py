@@ -59,6 +59,19 @@ def test_what_torch_refuses():
         keraunos.attention(q, q, q, dtype=torch.int8)
 
 
+def test_ids_of_larger_unsigned_types_in_torch():
+    torch = pytest.importorskip("torch")
+    q, ids, lengths = torch.randn(2, 6, 1, 8), torch.tensor([[0, 0, 1, 1, 2, 2]] * 2), torch.tensor([5, 3])
+
+    def run(dtype, hidden=lambda info: info):
+        return keraunos.attention(q, q, q, mask_info=hidden(MaskInfo.from_segments(ids.to(dtype))), dtype=None)
+
+    for hidden in (lambda info: info, lambda info: info.apply_kv_lengths(lengths)):
+        torch.testing.assert_close(run(torch.uint32, hidden), run(torch.int32, hidden), rtol=0, atol=0)
+    with pytest.raises(TypeError, match="segment ids have dtype uint64; expected int64"):
+        run(torch.uint64)
+
+
 def test_what_masks_refuse():
     with pytest.raises(TypeError, match=r"key_lengths is a list; expected an array of integers"):
         MaskInfo().apply_kv_lengths([1, 2])
