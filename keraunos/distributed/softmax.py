@@ -1,8 +1,8 @@
 """Softmax attention over shards of the tokens: the public function, and what both frameworks share.
 
 Every rank keeps its queries. Keys and values come from the ranks whose shards these queries may see, one shard at a
-time, and each shard's output and log of sums are merged into those of the ones before. The backward fetches the shards
-again, computes the weights from the log of the whole sum, and returns to each rank the gradients of its keys and
+time, and each shard's output and sums are merged into those of the ones before. The backward fetches the shards
+again, computes the weights from the whole sum, and returns to each rank the gradients of its keys and
 values. Memory stays that of a shard; what is not visible is neither sent (where the framework lets ranks differ) nor
 computed.
 """
@@ -23,7 +23,7 @@ from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config
 from keraunos.types import MaskInfo, as_window, narrower
 
-# Those that give the log of the sums, best first.
+# Those that give the sums, best first.
 _PLATFORMS = (Platform.TRITON, Platform.XLA, Platform.TORCH)
 
 
@@ -36,11 +36,6 @@ class Ring(NamedTuple):
     right: int | None  # and after
     platform: str
     opts: Options  # of a part; causal and window say nothing
-
-    @property
-    def unit(self) -> float:
-        """The natural log of the base of the platform's logs."""
-        return math.log(self.kernels.BASE)
 
     @property
     def kernels(self) -> Any:
@@ -70,46 +65,47 @@ class Merged(NamedTuple):
     """The attention of queries to the keys so far."""
 
     output: Any  # [B, T, H, V]
-    top: Any  # [B, H, T]; the log of a query's sum is top + rest, top is -inf where it sees nothing
-    rest: Any
+    top: Any  # [B, H, T]; a query's sum is exp(top) total, top is -inf where it sees nothing
+    total: Any
 
 
-def merged(xp: Any, a: Merged, b: Merged, unit: float) -> Merged:
+def merged(xp: Any, a: Merged, b: Merged) -> Merged:
     """To the keys of both; ``xp`` is ``jax.numpy`` or ``torch``."""
     top = xp.maximum(a.top, b.top)
     finite = xp.where(xp.isfinite(top), top, xp.zeros_like(top))
-    shares = [xp.exp(unit * ((x.top - finite) + x.rest)) for x in (a, b)]
+    shares = [xp.exp(x.top - finite) * x.total for x in (a, b)]
     total = shares[0] + shares[1]
     total = xp.where(total > 0, total, xp.ones_like(total))
     outputs = [x.output * xp.swapaxes(s / total, 1, 2)[..., None] for x, s in zip((a, b), shares, strict=True)]
-    return Merged(outputs[0] + outputs[1], top, xp.log(total) / unit)
+    return Merged(outputs[0] + outputs[1], top, total)
 
 
 def of_part(xp: Any, found: tuple) -> Merged:
     """What a platform's ``part`` gave."""
-    output, top, rest = found
-    return Merged(xp.asarray(output, dtype=top.dtype), xp.where(top == math.inf, -top, top), rest)
+    output, top, total = found
+    return Merged(xp.asarray(output, dtype=top.dtype), xp.where(top == math.inf, -top, top), total)
 
 
-def with_sinks(xp: Any, found: Merged, sinks: Any, unit: float) -> Merged:
+def with_sinks(xp: Any, found: Merged, sinks: Any) -> Merged:
     """And to the sinks, which are keys without values."""
     if sinks is None or not sinks.shape[-1]:
         return found
-    own = _by_head(xp, sinks, found) / unit
-    top = xp.amax(own, -1)
+    own = _by_head(xp, sinks, found)[:, None]
+    # The top stays near the keys' logits: differences from a far one have few digits.
+    top = xp.maximum(found.top, xp.amax(own, -1) - 80)
     finite = xp.where(xp.isfinite(top), top, xp.zeros_like(top))
-    rest = xp.log(xp.exp(unit * (own - finite[:, None])).sum(-1)) / unit
-    zeros = xp.zeros_like(found.top)
-    return merged(xp, found, Merged(xp.zeros_like(found.output), zeros + top[:, None], zeros + rest[:, None]), unit)
+    keys = found.total * xp.exp(found.top - finite)
+    total = keys + xp.exp(own - finite[..., None]).sum(-1)
+    total = xp.where(total > 0, total, xp.ones_like(total))
+    return Merged(found.output * xp.swapaxes(keys / total, 1, 2)[..., None], top, total)
 
 
-def sinks_gradient(xp: Any, sinks: Any, found: Merged, means: Any, unit: float) -> Any:
+def sinks_gradient(xp: Any, sinks: Any, found: Merged, means: Any) -> Any:
     """The sinks' gradient, of this rank's queries; ``means``, ``[B, H, T]``, are of the products of output and its."""
     if sinks is None:
         return None
     finite = xp.where(xp.isfinite(found.top), found.top, xp.zeros_like(found.top))
-    own = _by_head(xp, sinks, found)[:, None] / unit
-    weights = xp.exp(unit * ((own - finite[..., None]) - found.rest[..., None]))
+    weights = xp.exp(_by_head(xp, sinks, found)[:, None] - finite[..., None]) / found.total[..., None]
     each = -(weights * means[..., None]).sum((0, 2))
     (H, n), heads = each.shape, 1 if sinks.ndim == 1 else sinks.shape[0]
     return xp.asarray(each.reshape(heads, H // heads, n).sum(1).reshape(sinks.shape), dtype=sinks.dtype)
@@ -123,8 +119,8 @@ def _by_head(xp: Any, sinks: Any, like: Merged) -> Any:
 
 
 def whole(xp: Any, found: Merged) -> tuple[Any, Any, Any]:
-    """What a platform's ``part_gradients`` takes: output and logs of all keys."""
-    return found.output, xp.where(xp.isfinite(found.top), found.top, math.inf), found.rest
+    """What a platform's ``part_gradients`` takes: output and sums of all keys."""
+    return found.output, xp.where(xp.isfinite(found.top), found.top, math.inf), found.total
 
 
 def attention(
@@ -241,7 +237,7 @@ def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Confi
     reasons = []
     for name in _PLATFORMS if platform is None else (platform,):
         if name not in _PLATFORMS:
-            raise UnsupportedError(f"attention: platform {name!r} gives no logs of sums, which shards are merged with;"
+            raise UnsupportedError(f"attention: platform {name!r} gives no sums, which shards are merged with;"
                                    f" expected one of {[str(p) for p in _PLATFORMS]}")  # fmt: skip
         try:
             chosen = default_executor().chain.choose(module._OPERATION, inv, cfg, name, measure=False)

@@ -74,7 +74,7 @@ def _forward(args: Args, ring: Ring):
         def attend():
             part = _with(args, keys)
             made = of_part(jnp, ring.kernels.part(part, ring.part(shift, T)))
-            return made if found is None else merged(jnp, found, made, ring.unit)
+            return made if found is None else merged(jnp, found, made)
 
         return attend() if seen is None else jax.lax.cond(seen, attend, lambda: found)
 
@@ -93,7 +93,7 @@ def _forward(args: Args, ring: Ring):
         found = add(None, own, 0)
         for shift in _shifts(ring, T):
             found = add(found, _send(own, shift, ring), shift, _is_there(shift, place, ring))
-    found = with_sinks(jnp, found, args.sinks, ring.unit)
+    found = with_sinks(jnp, found, args.sinks)
     found = found._replace(output=found.output.astype(args.query.dtype))
     return found.output, found
 
@@ -141,7 +141,7 @@ def _backward(args: Args, found: Merged, doutput: Any, ring: Ring) -> Args:
             new = gradients(_send(own, shift, ring), shift, _is_there(shift, place, ring))
             dq, *dkeys = plus((dq, *dkeys), (new[0], *_send(new[1:], -shift, ring)))
     means = (known[0].astype(work) * doutput.astype(work)).sum(-1).swapaxes(1, 2)
-    dsinks = sinks_gradient(jnp, args.sinks, found, means, ring.unit)
+    dsinks = sinks_gradient(jnp, args.sinks, found, means)
     dq, dk, dv = (d.astype(x.dtype) for d, x in zip((dq, *dkeys), args[:3], strict=True))
     return Args(dq, dk, dv, None, dsinks)
 

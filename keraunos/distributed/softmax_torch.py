@@ -101,9 +101,9 @@ class _OverShards(torch.autograd.Function):
             if source is not None:
                 made = ring.kernels.part(_with(args, keys), ring.part(steps.me - source, steps.T))
                 new = of_part(torch, made)
-                found = new if found is None else merged(torch, found, new, ring.unit)
+                found = new if found is None else merged(torch, found, new)
         assert found is not None  # this rank's own keys come first
-        found = with_sinks(torch, found, args.sinks, ring.unit)
+        found = with_sinks(torch, found, args.sinks)
         found = found._replace(output=found.output.to(query.dtype))
         ctx.ring, ctx.group = ring, group
         ctx.save_for_backward(*args, *found)
@@ -141,7 +141,7 @@ class _OverShards(torch.autograd.Function):
         steps.finish(returned)
         add(came, [1, 2][: len(came)])
         means = (known[0].to(work) * doutput.to(work)).sum(-1).transpose(1, 2)
-        dsinks = sinks_gradient(torch, args.sinks, found, means, ring.unit)
+        dsinks = sinks_gradient(torch, args.sinks, found, means)
         dq, dk, dv = (d.to(x.dtype) for d, x in zip(sums, args[:3], strict=True))
         return None, None, dq, dk, dv, dsinks, None, None
 

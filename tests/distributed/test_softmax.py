@@ -274,7 +274,7 @@ def test_shards_that_do_not_fit_raise_on_all_ranks():
     (dict(axis_name=None), ValueError, "expected axis_name="),
     (dict(axis_name="rows"), ValueError, "no axis of a shard_map"),
     (dict(S=8, causal=True), ValueError, "T = 4 queries and S = 2 keys"),
-    (dict(platform="pallas"), UnsupportedError, "gives no logs of sums"),
+    (dict(platform="pallas"), UnsupportedError, "gives no sums"),
 ], ids=str)  # fmt: skip
 def test_what_is_refused(options, error, message):
     import jax

@@ -40,10 +40,12 @@ class Case:
     V: int | None = None
     bias: int = 0
     bias_batch: int | None = None
+    bias_size: float = 1.0
     closed: bool = False  # some of the bias is -inf, and all of it for some queries
     mask: int = 0
     sinks: int = 0  # -1: [2], for all heads
     sink_size: float = 1.0
+    sink_mean: float = 0.0
     segments: bool = False
     soft_cap: float | None = None
     causal: bool = False
@@ -65,6 +67,8 @@ class Case:
             return rng.standard_normal(shape).astype(DTYPES[self.dtype])
 
         bias = normal(self.bias_batch or B, self.bias, T, S) if self.bias else None
+        if self.bias:
+            bias *= bias.dtype.type(self.bias_size)
         if self.closed:
             bias[..., rng.random(S) < 0.3] = -np.inf
             bias[:, :, rng.random(T) < 0.2] = -np.inf
@@ -73,7 +77,7 @@ class Case:
             mask[:, :, T // 3] = False
         sinks = {0: None, -1: normal(2)}.get(self.sinks) if self.sinks <= 0 else normal(self.sinks, 3)
         if sinks is not None:
-            sinks *= sinks.dtype.type(self.sink_size)
+            sinks = (sinks * self.sink_size + self.sink_mean).astype(sinks.dtype)
         # Padding on both sides, and ids that the other side has not.
         own, other = (np.sort(rng.integers(-1, 4, (B, n)), 1).astype(np.int32) for n in (T, S))
         segments = (own, other) if self.segments else (None, None)

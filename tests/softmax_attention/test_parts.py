@@ -56,13 +56,13 @@ def test_parts_give_what_the_whole_gives(case, platform, framework):
         parts = [softmax.of_part(xp, ring.kernels.part(call(i, j), ring.part(i - j, n))) for j in seen]
         found = parts[0]
         for part in parts[1:]:
-            found = softmax.merged(xp, found, part, ring.unit)
-        found = softmax.with_sinks(xp, found, sinks, ring.unit)
+            found = softmax.merged(xp, found, part)
+        found = softmax.with_sinks(xp, found, sinks)
         known = found._replace(output=xp.asarray(found.output, dtype=shards[0][i].dtype))
         grads = {j: ring.kernels.part_gradients(call(i, j), softmax.whole(xp, known), gradients[i],
                                                 ring.part(i - j, n)) for j in seen}  # fmt: skip
         means = (numpy(known.output) * numpy(gradients[i])).sum(-1).swapaxes(1, 2)
-        dsinks = softmax.sinks_gradient(xp, sinks, known, xp.asarray(array(means), dtype=found.top.dtype), ring.unit)
+        dsinks = softmax.sinks_gradient(xp, sinks, known, xp.asarray(array(means), dtype=found.top.dtype))
         rows.append((known.output, grads, dsinks))
     summed = [[sum(numpy(grads[j][x]).astype(np.float64) for _, grads, _ in rows if j in grads)
                for j in range(SHARDS)] for x in (1, 2)]  # fmt: skip

@@ -39,6 +39,7 @@ CASES = [
     Case(bias=1, bias_batch=1, causal=True),
     Case(bias=2, G=2, soft_cap=3.0),
     Case(bias=4, closed=True),
+    Case(bias=2, G=2, bias_size=300.0, causal=True),
     Case(bias=1, closed=True, sinks=-1),
     Case(mask=1),
     Case(mask=4, G=2, sinks=2),
@@ -50,6 +51,9 @@ CASES = [
     # Far above all logits, and far below: of such a number a float32 has few digits behind the point.
     Case(B=1, T=1, S=33, H=1, sinks=1, sink_size=52.0),
     Case(sinks=4, sink_size=30.0),
+    Case(causal=True, sinks=4, sink_size=100.0),
+    # Queries that see no key beside sinks whose sum, without a running maximum, has no finite reciprocal.
+    Case(T=60, S=20, window=(4, 4), sinks=4, sink_size=2.0, sink_mean=-93.0, soft_cap=30.0, dtype="bfloat16"),
     Case(soft_cap=1.5, scale=0.7),
     Case(soft_cap=50.0, scale=3.0, causal=True),
     Case(soft_cap=70.0, scale=2.0),

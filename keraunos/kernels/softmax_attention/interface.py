@@ -9,13 +9,12 @@ framework, and hands it to :func:`kernel`. For each query, with every step in at
 
 For sequences in shards (``keraunos.distributed``), a module also has what parts of the keys are merged with::
 
-    part(args, opts)                                -> (output, top, rest)
-    part_gradients(args, (output, top, rest), doutput, opts) -> gradients of query, key and value, as Args
-    BASE                                            of the logs
+    part(args, opts)                                          -> (output, top, total)
+    part_gradients(args, (output, top, total), doutput, opts) -> gradients of query, key and value, as Args
 
-``top + rest``, ``[B, H, T]``, is the log of each query's sum over the part's keys, inf where it sees none; two terms
-have more digits. ``part_gradients`` is given the output and the logs of all keys. No bias, sinks, mask or dropout
-comes; ``opts.window`` counts from the part's first key and may be negative.
+A query's sum over the part's keys is ``exp(top) total``, both ``[B, H, T]``, top being inf where it sees none: the log
+of the sum would have fewer digits. ``part_gradients`` is given the output and the sum of all keys. No bias, sinks, mask
+or dropout comes; ``opts.window`` counts from the part's first key and may be negative.
 """
 
 from __future__ import annotations

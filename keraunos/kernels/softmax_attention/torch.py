@@ -10,7 +10,6 @@ Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B,
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -74,7 +73,7 @@ class _Weights(NamedTuple):
     sinks: torch.Tensor | None  # [B, G, R, T, n]
     capped: torch.Tensor  # the logits before the bias
     keep: torch.Tensor | float  # factors of the dropout
-    top: torch.Tensor  # [B, G, R, T, 1]; the log of the sum is top + log(total)
+    top: torch.Tensor  # [B, G, R, T, 1]; the sum is exp(top) total
     total: torch.Tensor
 
     @property
@@ -93,8 +92,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _weights(args: Args, opts: Options, t0: int, s0: int, logs: tuple[torch.Tensor, ...] | None = None) -> _Weights:
-    """Those of queries and keys whose first places are given; ``logs``, if known: of the queries' sums, two terms."""
+def _weights(args: Args, opts: Options, t0: int, s0: int, sums: tuple[torch.Tensor, ...] | None = None) -> _Weights:
+    """Those of queries and keys whose first places are given; ``sums``, if known: the queries' top and total."""
     (B, T, H, _), (S, G) = args.query.shape, args.key.shape[1:3]
     work, device = _working(args.query, opts), args.query.device
     q, k = _heads(args.query.to(work), G), args.key.to(work).transpose(1, 2)
@@ -119,15 +118,15 @@ def _weights(args: Args, opts: Options, t0: int, s0: int, logs: tuple[torch.Tens
         x = torch.where(seen, x, -torch.inf)
     x = x.to(getattr(torch, opts.softmax_dtype))
     sinks = x.new_zeros(1, 1, 1, 1, 0) if args.sinks is None else sinks_of(args.sinks.to(x.dtype), G)[..., None, :]
-    if logs is None:
+    if sums is None:
         lowest = x.new_full((*x.shape[:-1], 1), -torch.inf)
         top = torch.cat([lowest, x.detach(), sinks.detach().expand(*x.shape[:-1], -1)], -1).amax(-1, keepdim=True)
         top = torch.where(torch.isfinite(top), top, 0)
         p, sinks = torch.exp(x - top), torch.exp(sinks - top)
         total = p.sum(-1, keepdim=True) + sinks.sum(-1, keepdim=True)
     else:
-        top = logs[0]
-        p, total = torch.exp(x - top - logs[1]), torch.ones_like(top)
+        top, total = sums
+        p = torch.exp(x - top)
     divisor = torch.where(total > 0, total, 1)
     keep: Any = 1.0
     if opts.dropout:
@@ -177,10 +176,10 @@ def forward(args: Args, opts: Options):
 
 
 @_as_called
-def backward(args: Args, residuals, grads, opts: Options, logs: tuple = (), means: Any = None) -> Args:
+def backward(args: Args, residuals, grads, opts: Options, sums: tuple = (), means: Any = None) -> Args:
     """The gradients of ``args`` from that of the output.
 
-    ``logs`` and ``means``, ``[B, G, R, T, 1]``, are of all keys where these are a part of them.
+    ``sums`` and ``means``, ``[B, G, R, T, 1]``, are of all keys where these are a part of them.
     """
     work, G, H = _working(args.query, opts), args.key.shape[2], args.query.shape[2]
 
@@ -190,7 +189,7 @@ def backward(args: Args, residuals, grads, opts: Options, logs: tuple = (), mean
     dq, dk, dv, dbias = zeros(args.query), zeros(args.key, work), zeros(args.value, work), zeros(args.bias)
     dsinks = None if args.sinks is None else args.sinks.new_zeros(G, H // G, args.sinks.shape[-1], dtype=work)
     for part, t, s in _parts(args, opts):
-        w = _weights(part, opts, t.start, s.start, tuple(x[..., t, :] for x in logs) or None)
+        w = _weights(part, opts, t.start, s.start, tuple(x[..., t, :] for x in sums) or None)
         p = w.p.to(work)
         q, do = _heads(part.query.to(work), G), _heads(grads[0][:, t].to(work), G)
         k, v = part.key.to(work).transpose(1, 2), part.value.to(work).transpose(1, 2)
@@ -214,10 +213,6 @@ def backward(args: Args, residuals, grads, opts: Options, logs: tuple = (), mean
     return Args(*(None if d is None else d.to(x.dtype) for x, d in zip(args, found, strict=True)))
 
 
-# Of the logs of sums.
-BASE = math.e
-
-
 @_as_called
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     """See ``interface.py``."""
@@ -228,17 +223,17 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
         w = _weights(some, opts, t.start, s.start)
         output[:, t] = _output(some, w.p)
         top[..., t], total[..., t] = (x.flatten(1, 2)[..., 0] for x in (w.top, w.total))
-    return output, torch.where(total > 0, top, torch.inf), torch.where(total > 0, total, 1).log()
+    return output, torch.where(total > 0, top, torch.inf), torch.where(total > 0, total, 1)
 
 
 def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
     """See ``interface.py``."""
     (B, T, H, _), G = args.query.shape, args.key.shape[2]
-    output, *logs = whole
+    output, *sums = whole
     work = _working(args.query, opts)
     means = (output.to(work) * doutput.to(work)).sum(-1).transpose(1, 2)
-    top, rest, means = (x.reshape(B, G, H // G, T, 1) for x in (*logs, means))
-    return backward(args, (), (doutput, None), opts, (top, rest), means)
+    top, total, means = (x.reshape(B, G, H // G, T, 1) for x in (*sums, means))
+    return backward(args, (), (doutput, None), opts, (top, total), means)
 
 
 def _shapes(args: Args, opts: Options):

@@ -86,7 +86,7 @@ class _Call:
         if not unit:
             unit = 1e-30
         inner = (scale / cap if cap else 0.0) * (1 if self.flags["CAP"] == 1 else 2 * _LOG2E)
-        self.numbers = dict(inner=inner, unit=unit * _LOG2E, keep=1 / (1 - opts.dropout))
+        self.numbers = dict(inner=inner, unit=unit * (1 if self.exact else _LOG2E), keep=1 / (1 - opts.dropout))
         # Weights from exp(-60) to exp(60) are in bfloat16's range, and so are their sums; in float32's also, but the
         # logs of such sums have fewer digits than its results.
         self.bounded = cap is not None and cap <= 60 and args.bias is None and self.dtype == "bfloat16"
@@ -183,7 +183,7 @@ class _Call:
 
 
 def forward(args: Args, opts: Options):
-    """``((output, None), (output, the log of each query's sum))``."""
+    """``((output, None), (output, the log of each query's sum, or its top and its sum))``."""
     w = _Call(args, opts)
     strides, fixed = w.rows(q=args.query, k=args.key, v=args.value)
     BT, BS = w.cfg.block_q, w.cfg.block_k
@@ -404,25 +404,21 @@ def attention(args: Args, opts: Options) -> tuple[Any, None]:
     return _differentiable(frontends.framework_of(args.query), opts)(args)[0], None
 
 
-# Of the logs of sums.
-BASE = 2.0
-
-
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     """See ``interface.py``."""
     _, (output, lse) = forward(args, opts)
     if lse.ndim == 4:
         return output, lse[:, :, 0], lse[:, :, 1]
     frontend = frontends.get(frontends.framework_of(lse))
-    return output, lse, frontend.zeros(tuple(lse.shape), "float32", lse)
+    return output, lse / _LOG2E, frontend.zeros(tuple(lse.shape), "float32", lse) + 1
 
 
 def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
     """See ``interface.py``."""
-    output, top, rest = whole
-    lse = top + rest
-    if _name(args.query) == "float32":
-        lse = frontends.get(frontends.framework_of(args.query)).stack([top, rest], 2)
+    output, top, total = whole
+    frontend = frontends.get(frontends.framework_of(top))
+    exact = _name(args.query) == "float32"
+    lse = frontend.stack([top, total], 2) if exact else (top + frontend.xp.log(total)) * _LOG2E
     return backward(args, (output, lse), (doutput, None), opts)
 
 

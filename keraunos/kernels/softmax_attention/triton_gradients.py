@@ -18,8 +18,9 @@ from keraunos.kernels.softmax_attention.triton_kernels import (
     load_log,
     load_rows,
     narrowed,
+    power,
     scores,
-    sink_logits,
+    sink_power,
     store_rows,
 )
 
@@ -44,12 +45,11 @@ def mean_kernel(
     tl.store(mean + row, b_mean, mask=o_t < T)
     if SINKS:
         o_n = tl.arange(0, BN)
-        p_sink = sinks + (i_h // RN) * stride_sinksh + o_n
-        b_sink, b_low = sink_logits(p_sink, o_n < SINKS)
+        b_sink = tl.load(sinks + (i_h // RN) * stride_sinksh + o_n, mask=o_n < SINKS, other=float("-inf"))
         EXACT: tl.constexpr = do.dtype.element_ty == tl.float32
         p_lse = lse + (i_bh.to(tl.int64) * 2 * T + o_t if EXACT else row)
-        b_top, b_rest = load_log(p_lse, o_t, T, 1, True, EXACT)
-        b_d = tl.sum(tl.exp2(b_sink[None, :] - b_top + (b_low[None, :] - b_rest)) * b_mean[:, None], 0)
+        b_top, b_one = load_log(p_lse, o_t, T, 1, True, EXACT)
+        b_d = tl.sum(sink_power(b_sink.to(tl.float32)[None, :], b_top, EXACT) * b_one * b_mean[:, None], 0)
         tl.store(dsinks + tl.program_id(0).to(tl.int64) * SINKS + o_n, -b_d, mask=o_n < SINKS)
 
 
@@ -69,7 +69,7 @@ def sum_kernel(x, B, stride_b, stride_g, n, y, N: tl.constexpr, BR: tl.constexpr
 
 @triton.jit
 def to_queries(
-    dq, b_q, b_do, b_top, b_rest, b_mean, b_own, o_t, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast,
+    dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast,
     stride_maskt, inner, unit, keep, threshold, left, right, T, S,
     K: tl.constexpr, V: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, BS: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -77,6 +77,7 @@ def to_queries(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """What one block of keys adds to the gradient of the queries."""
+    EXACT: tl.constexpr = b_q.dtype == tl.float32
     s0 = tl.full([], 0, tl.int64) + i_s * BS
     o_s = (i_s * BS + tl.arange(0, BS))[None, :]
     b_other = tl.load(key_ids + o_s, mask=o_s < S, other=-1) if SEGMENTS and MASKED else o_s
@@ -85,8 +86,8 @@ def to_queries(
     b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
-                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
-    b_p = tl.exp2(b_x * (1.0 if BIAS else unit) - b_top - b_rest)
+                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)  # fmt: skip
+    b_p = power(b_x * (1.0 if BIAS else unit) - b_top, EXACT) * b_one
     if DROPOUT:
         b_dp = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_dp * keep, 0.0)
     b_dz = b_p * (b_dp - b_mean)
@@ -131,7 +132,7 @@ def query_kernel(
     b_do = load_rows(do, stride_dot, T - t0, BT, V, BV, True)
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     row = i_bh.to(tl.int64) * T + o_r
-    b_top, b_rest = load_log(lse + (i_bh.to(tl.int64) * 2 * T + o_r if EXACT else row), o_r, T, 1, True, EXACT)
+    b_top, b_one = load_log(lse + (i_bh.to(tl.int64) * 2 * T + o_r if EXACT else row), o_r, T, 1, True, EXACT)
     b_mean = tl.load(mean + row, mask=o_r < T, other=0.0)[:, None]
     lo, hi, whole_lo, whole_hi = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
     b_id, b_own, NS = o_r, o_t, tl.cdiv(S, BS)
@@ -150,13 +151,13 @@ def query_kernel(
     n_whole = whole_hi - whole_lo
     for i in range(lo, hi - n_whole):
         b_dq = to_queries(
-            b_dq, b_q, b_do, b_top, b_rest, b_mean, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v,
+            b_dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v,
             key_ids, bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K,
             V, stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, True,
         )  # fmt: skip
     for i in range(whole_lo, whole_hi):
         b_dq = to_queries(
-            b_dq, b_q, b_do, b_top, b_rest, b_mean, b_own, o_t, i, i_bh, k, v, key_ids,
+            b_dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, i, i_bh, k, v, key_ids,
             bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K, V,
             stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, False,
         )  # fmt: skip
@@ -182,13 +183,13 @@ def to_keys(
     b_q = load_rows(q + t0 * stride_qt, stride_qt, T - i_t * BQ, BT, K, BK, MASKED, N, stride_qn)
     b_do = load_rows(do + t0 * stride_dot, stride_dot, T - i_t * BQ, BT, V, BV, MASKED, N, stride_don)
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
-    b_top, b_rest = load_log(lse + (o_n * ((2 if EXACT else 1) * T) + o_r), o_r, T, 0, MASKED, EXACT)
+    b_top, b_one = load_log(lse + (o_n * ((2 if EXACT else 1) * T) + o_r), o_r, T, 0, MASKED, EXACT)
     mean += o_n * T + o_r
     b_mean = tl.load(mean, mask=o_r < T, other=0.0) if MASKED else tl.load(mean)
     b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
     b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
-                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
-    b_p = tl.exp2(b_x * (1.0 if BIAS else unit) - b_top - b_rest)
+                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)  # fmt: skip
+    b_p = power(b_x * (1.0 if BIAS else unit) - b_top, EXACT) * b_one
     m_keep = kept(seed, i_bh + o_n[None, :], o_t, o_s, threshold) if DROPOUT else o_t
     if DV:
         b_w = tl.where(m_keep, b_p * keep, 0.0) if DROPOUT else b_p
@@ -339,18 +340,18 @@ def bias_kernel(
         p_do = do + (i_b * stride_dob + i_h.to(tl.int64) * stride_doh) * UNIT + t0.to(tl.int64) * stride_dot
         EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
         row = (i_b * H + i_h) * T + o_r
-        b_top, b_rest = load_log(lse + (row + (i_b * H + i_h) * T if EXACT else row), o_r, T, 1, True, EXACT)
+        b_top, b_one = load_log(lse + (row + (i_b * H + i_h) * T if EXACT else row), o_r, T, 1, True, EXACT)
         b_mean = tl.load(mean + row, mask=o_r < T, other=0.0)[:, None]
         b_q = load_rows(p_q, stride_qt, T - t0, BT, K, BK, True)
         b_k = load_rows(p_k, stride_kt, S - s0, BS, K, BK, True)
         b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_x, _tanh = scores(b_x, o_t, o_s, o_t, o_s, bias, bias, stride_biast, stride_biast, inner, unit, left, right,
-                            T, S, CAP, LEFT, RIGHT, False, True, False, True)  # fmt: skip
+                            T, S, CAP, LEFT, RIGHT, False, True, False, True, EXACT)  # fmt: skip
         b_do = load_rows(p_do, stride_dot, T - t0, BT, V, BV, True)
         b_v = load_rows(p_v, stride_vt, S - s0, BS, V, BV, True)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         if DROPOUT:
             b_dp = tl.where(kept(seed, i_b * H + i_h, o_t, o_s, threshold), b_dp * keep, 0.0)
-        acc += tl.exp2(b_x - b_top - b_rest) * (b_dp - b_mean)
+        acc += power(b_x - b_top, EXACT) * b_one * (b_dp - b_mean)
     p_d = dbias + (i_n.to(tl.int64) * T + o_t) * S + o_s
     tl.store(p_d, acc.to(dbias.dtype.element_ty), mask=(o_t < T) & (o_s < S))

@@ -4,14 +4,16 @@ A program holds a tile of rows and walks over the blocks of the other side that 
 of BS keys, or for the gradients of keys BS keys over blocks of BT queries. Blocks in which everything is visible have a
 loop of their own, without a single comparison; what is nowhere visible is in no loop.
 
-Logits are base 2 and in units: ``b_x * unit`` is the logit, so that the scale is part of one fused multiply-add. With a
-cap, ``b_x`` is the hyperbolic tangent; with a bias, the unit is 1. BOUNDED: a cap keeps the logits so small that the
-weights need no running maximum, and sums no rescaling. Offsets inside a tile are of 32 bits, those of tiles of
-64. Strides that are no constants come in units of UNIT, a constant, as in the linear recurrence's kernels.
+Logits are in units: ``b_x * unit`` is the logit, so that the scale is part of one fused multiply-add. With a cap,
+``b_x`` is the hyperbolic tangent; with a bias, the unit is 1. BOUNDED: a cap keeps the logits so small that the weights
+need no running maximum, and sums no rescaling. Offsets inside a tile are of 32 bits, those of tiles of 64. Strides that
+are no constants come in units of UNIT, a constant, as in the linear recurrence's kernels.
 
-EXACT, of float32: the log of a query's sum is kept in two parts, its maximum and the rest, since a sum of tens has few
-digits behind the point. And the running maximum is kept as the rounded logit: a fused ``maximum * unit - logit`` is not
-0 where nothing but rounding is between the two, and would scale the sums at every block.
+Logits are base 2, which saves a multiplication for each. EXACT, of float32, they are natural: a bias or a sink of
+hundreds would be rounded on the way to base 2, and what is lost is a factor of its weight. And a query's sum is kept
+as a maximum ``top`` near its logits, and the sum relative to it, since the log of a sum has few digits behind the point
+where it is tens. The running maximum is the rounded logit: a fused ``maximum * unit - logit`` is not 0 where nothing
+but rounding is between the two, and would scale the sums at every block.
 """
 
 import triton
@@ -164,26 +166,43 @@ def tanh(b_x, CAP: tl.constexpr):
 
 
 @triton.jit
-def load_log(p, o_t, T, AXIS: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """The log of queries' sums, with a new axis, and 0, or where EXACT the rest; inf past T queries (where MASKED)."""
-    b_top = tl.load(p, mask=o_t < T, other=float("inf")) if MASKED else tl.load(p)
-    b_rest = 0.0
-    if EXACT:
-        b_rest = tl.expand_dims(tl.load(p + T, mask=o_t < T, other=0.0), AXIS)
-    return tl.expand_dims(b_top, AXIS), b_rest
+def power(b_x, EXACT: tl.constexpr):
+    """The weight of a logit, to the logits' base."""
+    return tl.exp(b_x) if EXACT else tl.exp2(b_x)
 
 
 @triton.jit
-def sink_logits(p, mask):
-    """Those of the sinks at p, base 2, as sums of two: one would be rounded like any number of its size.
+def sink_power(b_sink, b_top, EXACT: tl.constexpr):
+    """The weight of natural logits ``b_sink`` relative to ``b_top``, which is to the logits' base.
 
-    The first is exact, a product of the leading 12 bits of both factors, and so in a fused multiply-add too.
+    EXACT: to some ulp, however far they are apart. The difference is that of both numbers and what its rounding lost;
+    of its product with log2(e), the leading 12 bits of both factors make the whole part, which is then exact.
     """
+    if not EXACT:
+        return tl.exp2(b_sink * LOG2E - b_top)
     LEADING: tl.constexpr = 2954 / 2048
-    x = tl.load(p, mask=mask, other=0.0).to(tl.float32)
-    high = (x.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
-    rest = high * (LOG2E - LEADING) + (x - high) * LOG2E
-    return tl.where(mask, high * LEADING, float("-inf")), tl.where(tl.abs(x) < float("inf"), rest, 0.0)
+    b_sink, b_top = tl.maximum(b_sink, -1e30), tl.minimum(b_top, 1e30)
+    b_x = b_sink - b_top
+    b_back = b_sink - b_x
+    b_lost = tl.where(b_x > -200.0, (b_sink - (b_x + b_back)) + (b_back - b_top), 0.0)
+    b_x = tl.maximum(b_x, -200.0)  # the weight is 0
+    b_high = (b_x.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+    b_rest = b_high * (LOG2E - LEADING) + (b_x - b_high + b_lost) * LOG2E
+    return tl.exp2(b_high * LEADING) * tl.exp2(b_rest)
+
+
+@triton.jit
+def load_log(p, o_t, T, AXIS: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """``(top, factor)`` of queries, with a new axis: a weight is ``power(logit - top) factor``.
+
+    The top is the log of a query's sum, and the factor 1, or where EXACT they are kept apart. Past T queries (where
+    MASKED) the top is inf.
+    """
+    b_top = tl.load(p, mask=o_t < T, other=float("inf")) if MASKED else tl.load(p)
+    b_one = 1.0
+    if EXACT:
+        b_one = tl.expand_dims(1.0 / tl.load(p + T, mask=o_t < T, other=1.0), AXIS)
+    return tl.expand_dims(b_top, AXIS), b_one
 
 
 @triton.jit
@@ -206,7 +225,7 @@ def kept(seed, i_bh, o_t, o_s, threshold):
 def scores(
     b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left, right, T, S,
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, MASKED: tl.constexpr,
+    MASK: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """``(logits in units, -inf where not visible; their tanh)`` of products ``b_x``.
 
@@ -218,7 +237,7 @@ def scores(
     if BIAS:
         p_bias = bias + o_t.to(tl.int64) * stride_biast + o_s
         b_bias = tl.load(p_bias, mask=(o_t < T) & (o_s < S), other=0.0)
-        b_x = b_x * unit + b_bias.to(tl.float32) * LOG2E
+        b_x = b_x * unit + (b_bias.to(tl.float32) if EXACT else b_bias.to(tl.float32) * LOG2E)
     if MASKED:
         m_seen = (o_t < T) & (o_s < S)
         if MASK:
@@ -249,20 +268,20 @@ def attend(
     b_other = tl.load(key_ids + o_s, mask=o_s < S, other=-1) if SEGMENTS and MASKED else o_s
     b_k = load_rows(k + s0 * stride_kt, stride_kt, S - i_s * BS, BS, K, BK, MASKED)
     b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    EXACT: tl.constexpr = b_q.dtype == tl.float32
     b_x, _ = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left, right,
-                    T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)  # fmt: skip
+                    T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)  # fmt: skip
     factor = 1.0 if BIAS else unit
     if BOUNDED:
-        b_p = tl.exp2(b_x * factor)
+        b_p = power(b_x * factor, EXACT)
         b_sum += tl.sum(b_p, 1)
     else:
-        EXACT: tl.constexpr = b_q.dtype == tl.float32
         before = factor if EXACT else 1.0
         after = 1.0 if EXACT else factor
         b_top = tl.maximum(b_max, tl.max(b_x, 1) * before)
         b_zero = tl.where(b_top == float("-inf"), 0.0, b_top) * after
-        b_p = tl.exp2(b_x * factor - b_zero[:, None])
-        b_decay = tl.exp2(b_max * after - b_zero)
+        b_p = power(b_x * factor - b_zero[:, None], EXACT)
+        b_decay = power(b_max * after - b_zero, EXACT)
         b_max, b_sum, acc = b_top, b_sum * b_decay + tl.sum(b_p, 1), acc * b_decay[:, None]
     if DROPOUT:
         b_p = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_p, 0.0)
@@ -285,7 +304,7 @@ def forward_kernel(
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The output, and for each query the log, base 2, of its sum; inf where it has none. Where EXACT, in two parts.
+    """The output, and for each query the log of its sum, base 2; inf where it has none. EXACT: its top and its sum.
 
     Heads of arrays that query heads share: R query heads for each of keys and values, RB of the bias, RM of the mask,
     RN of the sinks. NEGATIVE: the scale is, and ``unit`` its magnitude.
@@ -341,23 +360,23 @@ def forward_kernel(
     b_top = b_max * (1.0 if BIAS or EXACT else unit)
     if SINKS:
         o_n = tl.arange(0, BN)
-        p_sink = sinks + (i_h // RN) * stride_sinksh + o_n
-        b_sink, b_rest = sink_logits(p_sink, o_n < SINKS)
-        b_all = tl.maximum(b_top, tl.max(b_sink + b_rest, 0))
+        b_sink = tl.load(sinks + (i_h // RN) * stride_sinksh + o_n, mask=o_n < SINKS, other=float("-inf"))
+        b_sink = b_sink.to(tl.float32)
+        # The top stays near the keys' logits, whose differences from it then lose no digits, as long as the sinks' part
+        # of the sum is in range.
+        b_all = tl.maximum(b_top, (tl.max(b_sink, 0) - 80.0) * (1.0 if EXACT else LOG2E))
         b_all = tl.where(b_all == float("-inf"), 0.0, b_all)
-        # What keys weigh beside sinks: of the difference rounding loses the more, the larger the sink, and as much of
-        # all weights of a row; it is added. 2^-200 is 0.
-        b_past = tl.maximum(b_top - b_all, -200.0)
-        b_decay = tl.exp2(b_past) * tl.exp2(b_top - (b_past + b_all))
-        b_sum = b_sum * b_decay + tl.sum(tl.exp2(b_sink[None, :] - b_all[:, None] + b_rest[None, :]), 1)
+        b_decay = power(b_top - b_all, EXACT)
+        b_sum = b_sum * b_decay + tl.sum(sink_power(b_sink[None, :], b_all[:, None], EXACT), 1)
         acc *= b_decay[:, None]
         b_top = b_all
-    m_any = b_sum > 0
+    # BOUNDED, the sum of a query that sees no key may be smaller, of its sinks, and have no finite reciprocal.
+    m_any = b_sum > 1e-30
     b_sum = tl.where(m_any, b_sum, 1.0)
     if EXACT:
         lse += i_bh.to(tl.int64) * 2 * T + o_r
         tl.store(lse, tl.where(m_any, b_top, float("inf")), mask=o_r < T)
-        tl.store(lse + T, tl.log2(b_sum), mask=o_r < T)
+        tl.store(lse + T, b_sum, mask=o_r < T)
     else:
         b_lse = tl.where(m_any, b_top + tl.log2(b_sum), float("inf"))
         tl.store(lse + i_bh.to(tl.int64) * T + o_r, b_lse, mask=o_r < T)

@@ -2,7 +2,7 @@
 
 At once is the definition, and JAX differentiates it. Block by block, a scan takes the pairs of blocks of queries and
 keys of which any see each other, in the order of the queries. It carries the running maximum and sum of a block of
-queries (the online softmax) and keeps, for the backward, the log of each query's sum: memory is linear in T and S. The
+queries (the online softmax) and keeps both for the backward, for each query: memory is linear in T and S. The
 backward is a scan over the same pairs, which computes the weights again. Work grows with what is visible: blocks that a
 causal mask or a window leaves out are no pairs.
 
@@ -11,7 +11,6 @@ Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B,
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -211,18 +210,18 @@ class _Blocks:
         return top, total, self.zeros((*self.q.shape[1:-1], self.V))
 
 
-def _log(top: Any, total: Any) -> Any:
-    """Of queries' sums; inf where nothing is visible, so that weights computed from it are 0."""
-    return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), jnp.inf)
+def _sums(top: Any, total: Any) -> tuple[Any, Any]:
+    """As ``interface.py`` has them: inf where nothing is visible, so that weights computed from it are 0."""
+    return jnp.where(total > 0, jnp.where(jnp.isfinite(top), top, 0), jnp.inf), jnp.where(total > 0, total, 1)
 
 
 def _forward(args: Args, opts: Options):
-    """``(output, what the backward needs: the output and, for each query, the log of its sum)``."""
+    """``(output, what the backward needs: the output and, for each query, its maximum and the sum relative to it)``."""
     w = _Blocks(args, opts)
     start = w.start()
 
     def step(carry, pair):
-        (top, total, acc), outputs, logs = carry
+        (top, total, acc), outputs, sums = carry
         i, j, is_first = pair
         top, total, acc = (jnp.where(is_first, new, old) for new, old in zip(start, (top, total, acc), strict=True))
         tile = w.tile(i, j)
@@ -233,25 +232,24 @@ def _forward(args: Args, opts: Options):
         total = total * kept + p.sum(-1)
         p = _kept(p, tile, opts).astype(args.value.dtype)
         acc = acc * kept[..., None] + _product("bgrts,bgsv->bgrtv", p, w.v[j], w.work)
-        divisor = jnp.where(total > 0, total, 1)
-        outputs = outputs.at[i].set((acc / divisor[..., None]).astype(outputs.dtype))
-        logs = logs.at[i].set(_log(finite, total))
-        return ((higher, total, acc), outputs, logs), None
+        own = _sums(higher, total)
+        outputs = outputs.at[i].set((acc / own[1][..., None]).astype(outputs.dtype))
+        sums = tuple(of.at[i].set(x) for of, x in zip(sums, own, strict=True))
+        return ((higher, total, acc), outputs, sums), None
 
     n = w.q.shape[0]
     top, total, acc = start
-    finite = jnp.where(jnp.isfinite(top), top, 0)
-    logs = jnp.broadcast_to(_log(finite, total), (n, *total.shape))
+    sums = tuple(jnp.broadcast_to(x, (n, *x.shape)) for x in _sums(top, total))
     outputs = frontend.zeros((n, *acc.shape), args.query.dtype, args.query)
     if w.pairs:
-        (_, outputs, logs), _ = jax.lax.scan(step, (start, outputs, logs), w.pairs)
+        (_, outputs, sums), _ = jax.lax.scan(step, (start, outputs, sums), w.pairs)
     output = w.rows(outputs)
-    return output, (output, logs)
+    return output, (output, *sums)
 
 
 def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
     """The gradients of ``args``."""
-    output, logs = residuals
+    output, tops, totals = residuals
     w = _Blocks(args, opts)
     by_block = [w.cut(_heads(args._replace(query=x))[0], 3, 0) for x in (doutput, output)]
     do = by_block[0]
@@ -262,7 +260,7 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
         i, j, is_first = pair
         tile, q, k = w.tile(i, j), w.q[i], w.k[j]
         x, capped = _logits(q, k, tile, opts, w.S)
-        p = jnp.exp(x - logs[i][..., None])
+        p = jnp.exp(x - tops[i][..., None]) / totals[i][..., None]
         dp = _kept(_product("bgrtv,bgsv->bgrts", do[i], w.v[j], w.work), tile, opts)
         dx = p * (dp - mean[i][..., None])
         if dbias is not None:
@@ -292,7 +290,8 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
     dsinks = None
     if args.sinks is not None:
         # [n, B, G, R, block, sinks]; queries that were padded have no gradient of their output.
-        dsinks = -(jnp.exp(w.sinks() - logs[..., None]) * mean[..., None]).sum((0, 1, 4))
+        weights = jnp.exp(w.sinks() - tops[..., None]) / totals[..., None]
+        dsinks = -(weights * mean[..., None]).sum((0, 1, 4))
         heads = 1 if args.sinks.ndim == 1 else args.sinks.shape[0]
         dsinks = dsinks.reshape(heads, w.H // heads, dsinks.shape[-1]).sum(1).reshape(args.sinks.shape)
     found = Args(w.rows(dq), dk, dv, dbias, dsinks)
@@ -302,10 +301,6 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
 def _summed(x: Any, shape: tuple[int, ...]) -> Any:
     """Over the first axes that are 1 in ``shape``."""
     return x.sum([i for i, n in enumerate(shape) if n == 1], keepdims=True)
-
-
-# Of the logs of sums.
-BASE = math.e
 
 
 def _small(args: Args, opts: Options) -> Options:
@@ -318,17 +313,19 @@ def _small(args: Args, opts: Options) -> Options:
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     """See ``interface.py``."""
     (B, T, H, _), opts = args.query.shape, _small(args, opts)
-    output, (_, logs) = _forward(args, opts)
-    top = _Blocks(args, opts).joined(logs, 3, T).reshape(B, H, T)
-    return output, top, jnp.zeros_like(top)
+    output, (_, *sums) = _forward(args, opts)
+    top, total = (_Blocks(args, opts).joined(x, 3, T).reshape(B, H, T) for x in sums)
+    return output, top, total
 
 
 def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
     """See ``interface.py``."""
     (B, T, H, _), G, opts = args.query.shape, args.key.shape[2], _small(args, opts)
-    output, top, rest = whole
-    logs = _Blocks(args, opts).cut((top + rest).reshape(B, G, H // G, T), 3, 0)
-    return _backward(args, (output, logs), doutput, opts)
+    output, *sums = whole
+    w = _Blocks(args, opts)
+    top, total = (w.cut(x.reshape(B, G, H // G, T), 3, 0) for x in sums)
+    # Of queries that were padded it is 0, of all others at least 1.
+    return _backward(args, (output, top, jnp.maximum(total, 1)), doutput, opts)
 
 
 _by_block = frontend.differentiable(_forward, _backward, lambda args, opts: (*axes(args, opts), None))
