@@ -22,8 +22,9 @@ from tests.triton import compile as calls  # noqa: E402
 
 # Loads and stores of a program; the bits of a distance from the beginning of an array, forth or back.
 MOST, BITS = 200, 43
-# What is read from arrays by their names, in place of zeros: gates that are strong, and what makes programs go on.
-VALUES = {"g": -1.2, "halved": 1, "seen": 1, "flags": 1, "counts": 9}
+# What is read from arrays by their names, in place of zeros: gates that are strong, sums to divide by, and what makes
+# programs go on.
+VALUES = {"g": -1.2, "lse": 1, "halved": 1, "seen": 1, "flags": 1, "counts": 9}
 
 
 class EnoughError(Exception):
