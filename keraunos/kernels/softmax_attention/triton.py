@@ -1,6 +1,6 @@
 """Softmax attention in Triton, for JAX and PyTorch on GPUs: the host code, from shapes and dtypes only.
 
-Forward: one kernel walks over blocks of keys with the online softmax, and keeps the log of each query's sum. Backward:
+Forward: one kernel walks over blocks of keys with the online softmax, and keeps each query's sum. Backward:
 the mean of each query's gradient, then the gradients of keys and values by walks over queries, and those of queries by
 walks over keys; a bias has a kernel of its own, which goes over the heads that share it, and the sinks' come as sums of
 blocks of queries. ``block_q`` are the rows of the tile that a program keeps, ``block_k`` those that it walks over: in
