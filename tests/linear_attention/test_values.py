@@ -93,6 +93,16 @@ def test_one_token_and_a_strong_decay(run_gla, case):
     dataclasses.replace(case, B=1, T=1, H=1, decay="strong", state=True).check(run_gla)
 
 
+# What a token reads of itself, which no gate touches, must not leave its rounding in them.
+@pytest.mark.parametrize("case", [
+    Case(gate="vector", lengths=(3, 2), seed=2080), Case(gate="scalar", T=200, state=True),
+    Case(gate="scalar", lengths=(130, 5, 70), state=True, reverse=True),
+], ids=str)  # fmt: skip
+def test_gradients_of_gates_that_are_next_to_nothing(run_gla, case):
+    case = dataclasses.replace(case, B=1, H=1, K=64, V=64, gamma=1, decay="strong", dtype="bfloat16")
+    case.check(run_gla)
+
+
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"]], ids=str)
 def test_every_length(run_gla, gates, T):

@@ -7,9 +7,12 @@ the one that has the other dimensions: each gives the pairs of its own, which ar
 sums of gates G from the chunk's start (base 2, in the order of the recurrence), G_end of the whole chunk and G_mid of
 its earlier half:
 
-    mild    q' = q exp2(G - G_mid)    k' = k exp2(G_mid - G)    pairs = q' k'^T, masked    all gates sum to >= -MILD
+    mild    q' = q exp2(G - G_mid)    k' = k exp2(G_mid - G)    pairs = q' k'^T, masked    all gates sum to >= -MILD *
     fine    the same in float16 for pairs, in bf16 for the rest                            sum to >= -FINE, and it fits
     strong  q' = q exp2(G)            k' = k exp2(G_end - G)    pairs by halving           whatever the gates are
+
+    * and to >= -MILD_EACH for each token: in the gradient of gates a token's pair with itself, which no gate touches,
+      cancels but for its rounding, and that must be less than what few tokens with strong gates leave of other pairs
 
     o = q' (before * S) + pairs v         S <- after * (kept * S + k'^T v)
 
@@ -66,6 +69,7 @@ _LOG2E = math.log2(math.e)
 CLOSED = -16384.0
 # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
 MILD = 92.0
+MILD_EACH = 4.0
 # And where they are in float16's, halfway to each side, with the values of most queries and keys.
 FINE = 24.0
 _HALF = CHUNK // 2
@@ -186,9 +190,9 @@ class _Gates:
         # Spread so that every warp has all of it: the least needs no exchange between warps.
         return jnp.min(_load_per_column(self.total.at[0]))
 
-    def is_mild(self) -> Any:
-        """Whether no dimension's gates sum below -MILD, when G_end is known; not if one of them is -inf."""
-        return self.worst() >= -MILD
+    def least(self) -> Any:
+        """The least that mild gates sum to."""
+        return -jnp.minimum(MILD, MILD_EACH * self.n.astype(_F32))
 
     def keep(self, to: Any) -> Any:
         """Leave G_end and G_mid of G, which is given back, for all threads. The warps meet."""

@@ -139,6 +139,7 @@ class _Walk:
             plgpu.barrier_wait(self.at.full.at[t.slot])
             if self.packed:
                 t.work.clear(t.q, *t.gates)
+            self.at.least_s[self.part] = t.work.least()
 
     def first_sums(self, t: _Tiles) -> Any:
         """The sums of a chunk's gates. After the last chunk, of what is there: nobody reads it."""
@@ -223,7 +224,7 @@ class _Walk:
         plgpu.wait_smem_to_gmem(2 + len(t.gates), wait_read_only=True)
         if self.P > 1:
             plgpu.barrier_arrive(at.left)
-        mild = work.is_mild()
+        mild = work.worst() >= at.least_s[self.part]
 
         def decay(exponents, values):
             first, kept, last = values
@@ -406,7 +407,9 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
         rest_s=_tiles(dtype, P),
         factors_s=plgpu.SMEM((P, 4, COLUMNS), _F32), total_s=plgpu.SMEM((P, 2, COLUMNS), _F32),
         # What the gradient of gates starts from, of this chunk and the next in turn, and what passes a strong one.
-        border_s=plgpu.SMEM((P, 3, COLUMNS), _F32), strong_s=plgpu.SMEM((P,), jnp.int32), **_constants_s(),
+        border_s=plgpu.SMEM((P, 3, COLUMNS), _F32), strong_s=plgpu.SMEM((P,), jnp.int32),
+        # The least that a chunk's gates sum to if they are mild: not in a register from one chunk to the next.
+        least_s=plgpu.SMEM((P,), _F32), **_constants_s(),
         # full and empty, of q and gates; full_k and empty_k, of keys; full_v and empty_v, of v, do and states; met:
         # what neighbours hold of v and do is cleared; sent: parts of dv are there; left: their sum has left that place.
         full=plgpu.Barrier(num_arrivals=P * (1 + len(gs)), num_barriers=stages),

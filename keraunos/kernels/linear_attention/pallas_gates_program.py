@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention.pallas_gates import (
     FINE,
-    MILD,
     _factor,
     _gamma,
     _Gates,
@@ -200,7 +199,7 @@ class _Program:
                     wait()
 
             worst = work.worst()
-            is_mild = worst >= -MILD
+            is_mild = worst >= work.least()
             if not self.early:
                 wait()
 

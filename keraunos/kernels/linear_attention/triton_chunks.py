@@ -48,8 +48,9 @@ def decay_kernel(
 
     ``qd = scale * q * factor``, ``kd = k / factor`` with ``factor = exp(gates from the chunk's start to the token)``;
     ``sums`` are the gates of the chunk, base 2 or, EXACT, their own. If those of any dimension sum below -MILD, factors
-    may be too small for the dtype: then the chunk is ``halved``, and ``kd = k exp(gates after the token to the chunk's
-    end)``. Walks token by token, two at a time.
+    may be too small for the dtype, and if they sum below -4 for each of few tokens, what cancels in their gradients may
+    leave more than they are: then the chunk is ``halved``, and ``kd = k exp(gates after the token to its end)``. Walks
+    token by token, two at a time.
     """
     in_turn(OVERLAP)
     LOG: tl.constexpr = 1.0 if EXACT else LOG2E
@@ -88,7 +89,7 @@ def decay_kernel(
                 tl.store(kd + o_t, (b_k * tl.exp2(-b_to)).to(kd.dtype.element_ty), mask=m_t)
     i_slot = i_s.to(tl.int64) * H + i_h
     tl.store(sums + i_slot * K + o_k, b_to, mask=m_k)
-    strong = tl.min(tl.where(m_k, b_to, 0.0), 0) <= -MILD
+    strong = tl.min(tl.where(m_k, b_to, 0.0), 0) <= -tl.minimum(MILD, 4.0 * left)
     if MILD > 0:
         tl.store(halved + i_slot, strong.to(tl.int32))
     if strong:
