@@ -123,9 +123,10 @@ def _copy_rows(ref, value, rows):
         _whole(ref)[i] = value[row]
 
 
-def _upto(x, backward_in_time):
+def _upto(x, dtype, backward_in_time, apart=None):
     row, col = (lax.broadcasted_iota(jnp.int32, x.shape, i) for i in range(2))
-    return jnp.where((col >= row) if backward_in_time else (col <= row), x, 0).astype(jnp.bfloat16)
+    before = col - row if backward_in_time else row - col
+    return jnp.where(before >= (0 if apart is None else apart), x, 0).astype(dtype)
 
 
 def _commit_fine(x, y):

@@ -104,6 +104,13 @@ LEARNED = [
     *(case(T=1333, B=2, K=128, V=128, gamma=gamma, state=True, reverse=gamma == 2) for gamma in (1, 2)),
     case(T=1501, G=1, K=256, V=256, decay="strong"),
     case(lengths=LONG, gamma=1, state=True),
+    # Gates whose gradients are next to nothing.
+    *(case(T=457, K=K, **{**GATES, "gamma": 1}, decay="strong", seed=1) for K in (64, 128, 256)),
+    *(case(lengths=(130, 5, 70), H=1, K=256, V=128, **{**GATES, "gamma": 1}, decay="strong", reverse=reverse)
+      for reverse in BOTH_WAYS),
+    case(T=1333, H=1, gamma=1, decay="strong", state=True, seed=3),
+    *(case(lengths=lengths, H=1, **{**VECTOR, "gamma": 1, "state": False}, dstate=False, decay="strong", seed=seed)
+      for lengths, seed in (((2, 5, 3, 4), 18), ((2, 2, 3), 854), ((3, 2), 2080))),
     *(case(T=T, **VECTOR, reverse=T % 2 == 0) for T in (1, 8, 63, 64, 65, 200)),
     *(case(T=333, K=K, V=V, **VECTOR, gamma=0, gate_dtype="bfloat16") for K in (64, 128) for V in (64, 128)),
     *(case(T=1001, K=128, V=128, **VECTOR, decay=decay, reverse=reverse)

@@ -80,6 +80,9 @@ def test_values(case, segmentation, monkeypatch):
     [
         *((case(T=600, decay=decay, **GATES), None) for decay in ("zero", "weak", "strong", "infinite")),
         (case(T=200, **{**GATES, "gamma": 1}, reverse=True), None),
+        # Gates whose gradients are next to nothing.
+        (case(T=200, **{**GATES, "gamma": 1}, decay="strong"), None),
+        (case(lengths=(130, 5, 70), **{**GATES, "gamma": 1}, K=256, V=128, decay="strong", reverse=True), None),
         (case(T=1300, **GATES), (8, 2)),
         (case(T=500, B=2, H=1, gamma=2, state=True), None),
         (case(T=700, H=1, decay="strong", state=True), (8, 2)),
@@ -96,6 +99,8 @@ def test_values(case, segmentation, monkeypatch):
         (case(T=64, **{**VECTOR, "H": 2}, G=1, K=128, gate_dtype="bfloat16"), None),
         (case(lengths=PACKED, **VECTOR, gamma=0, gate_dtype="bfloat16", decay="infinite"), None),
         (case(lengths=(5, 0, 200, 150), **VECTOR, reverse=True), (2, 1)),
+        # Gradients that are next to nothing, of few tokens.
+        (case(lengths=(2, 5, 3, 4), **{**VECTOR, "state": False}, dstate=False, decay="strong", seed=18), None),
     ],
     ids=str,
 )

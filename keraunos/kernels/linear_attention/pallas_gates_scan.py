@@ -189,7 +189,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
                 fine_k[...] = x.astype(jnp.float16)
                 fine = fine & (_commit_fine(rounded_q, rounded_k) > 0)
                 found = _either(fine, lambda: _product(fine_q, _T(fine_k)), lambda: _product(q, _T(k)))
-                pairs[...] = _upto(found, walk.backward_in_time)
+                pairs[...] = _upto(found, dtype, walk.backward_in_time)
 
             def strong(work, slot, to):
                 q, k, pairs = tiles(work, slot)

@@ -42,6 +42,7 @@ from keraunos.kernels.linear_attention.pallas_program import (
     _when,
     _zeros,
 )
+from keraunos.kernels.linear_attention.pallas_registers import _upto
 from keraunos.kernels.linear_attention.pallas_walk import CHUNK, TILE, Walk, over
 
 __all__ = ["CHUNK", "TILE", "Decay", "Gradient", "Walk", "scan"]
@@ -50,6 +51,9 @@ __all__ = ["CHUNK", "TILE", "Decay", "Gradient", "Walk", "scan"]
 PER_TOKEN = ("a", "b", "c", "factor")
 # Chunks from one state that the gradient of gates starts from to the next.
 GROUP = 8
+# How far a chunk's gates sum below 0 for each token, base 2, where their gradients are so small that the rounding of
+# what a token reads of itself, which no gate touches, would show in them.
+APART = 8.0
 
 
 class Decay(NamedTuple):
@@ -113,7 +117,7 @@ def _split(scale):
 
 
 def _gate_weights(walk, gates, sums, scale=1.0):
-    """The same as ``_weights``, what decays across the chunk, and a function that gives that between its tokens.
+    """The same as ``_weights``, all gates' sum, base 2, and a function that gives what decays between its tokens.
 
     Args:
         walk: the walk.
@@ -137,7 +141,7 @@ def _gate_weights(walk, gates, sums, scale=1.0):
         x = _rows(to_row, CHUNK) - _columns(to_col, CHUNK)
         return jnp.exp2(-x if walk.adjoint else x) * scale
 
-    return enter, leave, jnp.exp2(total), between
+    return enter, leave, total, between
 
 
 def _gates(ref, rows):
@@ -296,7 +300,11 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
             def between_constant(g):
                 return jnp.exp2(g * ahead()) * (scale_in * scale_out)
 
-            pairs = None if gated or large else jnp.where(ahead() >= 0, between_constant(g), 0.0)
+            # 1 where tokens read themselves apart from the others, for the gradient of a learned decay.
+            apart_always = None if gated or factor is None else jnp.less(g, -APART).astype(jnp.int32)
+            pairs = None
+            if not (gated or large):
+                pairs = jnp.where(ahead() >= (0 if factor is None else apart_always), between_constant(g), 0.0)
 
             at.state_s[i_w] = state.astype(dtype)
             plgpu.commit_smem()
@@ -328,10 +336,15 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     plgpu.wgmma(scores, a_t, b_t.T)
                     plgpu.wgmma(o, a_t, at.state_s.at[i_w])
                     # While the tensor cores do that: what of each value is left at the chunk's end.
+                    apart: Any = apart_always
                     if gated:
                         gates = _gates(at.gates_s.at[slot], limits)
                         decays = _gate_weights(walk, gates, at.gates_s.at[stages + i_w], scale_in * scale_out)
-                    enter, leave, across, *between_gates = decays if gated else constant
+                        enter, leave, total, between_gates = decays
+                        if factor is not None:
+                            apart = (total < -APART * n.astype(jnp.float32)).astype(jnp.int32)
+                    else:
+                        enter, leave, across = constant
                     v = plgpu.load(c_t, layout=_LAYOUT).astype(jnp.float32)
                     at.left_s[i_w] = (v * _rows(leave * power, COLUMNS)).astype(dtype)
                     plgpu.commit_smem()
@@ -340,17 +353,16 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                         plgpu.wgmma(state, b_t.T, at.left_s.at[i_w])
                         # Of the three products, the last one or two may still be running.
                         p = plgpu.wgmma_accumulator_load(scores, wait_n=2)
-                        if pairs is None:
+                        if pairs is not None:
+                            p = (p * pairs).astype(dtype)
+                        else:
                             between = (
-                                between_gates[0]() if gated
+                                between_gates() if gated
                                 else between_constant(_log2_decay(at.gamma, sequence.row, i_h))
                             )  # fmt: skip
-                            between = jnp.where(ahead() >= 0, between, 0.0)
-                        else:
-                            between = pairs
-                        p = (p * between).astype(dtype)
+                            p = _upto(p * between, dtype, walk.reverse, apart)
                         read = plgpu.wgmma_accumulator_load(o, wait_n=1)
-                        if alone:
+                        if alone and factor is None:
                             plgpu.barrier_arrive(at.a_empty)
 
                         def last(o):
@@ -360,14 +372,31 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                         read = pl.run_state(last)(plgpu.ACC.init(read * _rows(enter * (scale_out * mantissa), COLUMNS)))
                         if factor is not None:
                             multiply(read)
-                        plgpu.barrier_arrive(at.empty.at[slot])
+                        else:
+                            plgpu.barrier_arrive(at.empty.at[slot])
                         # Waits until the output of as many chunks ago as there are buffers has left its own. Here the
                         # warps of the warpgroup meet, all with their products done: only from now on may state_s and
                         # left_s be written again, state_s only if it is not on its way to memory itself.
                         plgpu.wait_smem_to_gmem(0 if leave_states else buffers - 1, wait_read_only=True)
                         out[...] = read.astype(output)
+                        if factor is not None:
+                            _when(apart > 0)(lambda: add_own(out))
+                            plgpu.barrier_arrive(at.empty.at[slot])
+                            if alone:
+                                plgpu.barrier_arrive(at.a_empty)
 
-                    return pl.run_state(rest)(plgpu.ACC.init(state * across))
+                    return pl.run_state(rest)(plgpu.ACC.init(state * (jnp.exp2(total) if gated else across)))
+
+                def add_own(o):
+                    """Add what tokens read of themselves to what they read of the others, in shared memory."""
+
+                    def of(ref):
+                        return plgpu.load(ref, layout=_LAYOUT).astype(jnp.float32)
+
+                    dims = [pl.ds(d, COLUMNS) for d in range(0, K, COLUMNS)]
+                    own = sum(jnp.sum(of(a_t.at[:, d]) * of(b_t.at[:, d]), axis=1) for d in dims)
+                    own = (own * (scale_in * scale_out)).astype(dtype).astype(jnp.float32)
+                    o[...] = (of(o) + _rows(own, COLUMNS) * of(c_t)).astype(output)
 
                 def multiply(o):
                     """For the gradient of gates: of each token the sum of its products."""

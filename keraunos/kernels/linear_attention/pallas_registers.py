@@ -70,42 +70,48 @@ def _exp2_of_minus(x: Any) -> Any:
     return _of_pairs(_F32, of, x)
 
 
-def _upto(x: Any, backward_in_time: bool) -> Any:
-    """x ``[CHUNK, CHUNK]`` in bf16 where the column's token is not after the row's, else 0, whatever x is there.
+def _upto(x: Any, dtype: Any, backward_in_time: bool, apart: Any = None) -> Any:
+    """x ``[CHUNK, CHUNK]`` in 16 bits where the column's token is not after the row's, else 0, whatever x is there.
+
+    ``apart``: how many tokens it must be before the row's, at least.
 
     Of a choice between x and 0 the compiler would convert each value by itself, and to compare places it would read
     them from shared memory.
     """
 
+    least = [] if apart is None else [apart]
+
     @plgpu.inline_mgpu(
-        arg_types=(_LAYOUT,), return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_LAYOUT)
+        arg_types=(_LAYOUT, *(plgpu.Layout.WG_SPLAT for _ in least)),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), dtype, layout=_LAYOUT),
     )
-    def upto(_, x):
+    def upto(_, x, *least):
         constant: Any = arith.constant
 
         # In each half of a word 2^15 and how far the column is before the row, or after; the second column is the next.
         difference, bias = ("c, r", "0x80018000") if backward_in_time else ("r, c", "0x7fff8000")
-        apart = mgpu.utils.inline_ptx(
+        steps = mgpu.utils.inline_ptx(
             "{ .reg .u32 t, r, c; mov.u32 t, %tid.x; bfe.u32 r, t, 5, 2; shl.b32 r, r, 4; bfe.u32 c, t, 2, 3;"
             " add.u32 r, r, c; and.b32 c, t, 3; shl.b32 c, c, 1;"
-            f" sub.u32 r, {difference}; mad.lo.u32 $0, r, 0x10001, {bias}; }}",
+            f" sub.u32 r, {difference};{' sub.u32 r, r, $1;' if least else ''} mad.lo.u32 $0, r, 0x10001, {bias}; }}",
+            *(each.registers.item() for each in least),
             result_types=_i32(),
             # Anew for each chunk: masks that are kept take registers.
             has_side_effects=True,
         )
-        registers, bf16 = np.empty_like(x.registers), _two(ir.BF16Type.get())
+        registers, two = np.empty_like(x.registers), _two(mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
         # A thread has two rows and eight pairs of columns, each 8 apart.
         rows, columns = x.registers.shape.index(2), x.registers.shape.index(8)
         for i, pair in np.ndenumerate(x.registers):
-            steps = 8 * (i[rows] - i[columns]) * (-1 if backward_in_time else 1)
-            words = arith.addi(apart, constant(_i32(), steps * 0x10001))
+            further = 8 * (i[rows] - i[columns]) * (-1 if backward_in_time else 1)
+            words = arith.addi(steps, constant(_i32(), further * 0x10001))
             # The first bit of each half becomes all of it.
             mask = mgpu.utils.inline_ptx("prmt.b32 $0, $1, 0, 0xbb99;", words, result_types=_i32())
-            bits = mgpu.utils.bitcast(arith.truncf(bf16, pair), _i32())
-            registers[i] = mgpu.utils.bitcast(arith.andi(bits, mask), bf16)
+            bits = mgpu.utils.bitcast(arith.truncf(two, pair), _i32())
+            registers[i] = mgpu.utils.bitcast(arith.andi(bits, mask), two)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    return upto(x)
+    return upto(x, *least)
 
 
 def _commit_fine(x: Any, y: Any) -> Any:

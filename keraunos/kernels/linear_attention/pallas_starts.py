@@ -157,6 +157,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
                 if gated:
                     to = at.to_s.at[half, i_w]
                     _, leave, across, _ = _gate_weights(walk, _gates(at.gates_s.at[slot], limits), to)
+                    across = jnp.exp2(across)
                     total = total + to[0 if walk.backward_in_time else CHUNK - 1]
                 else:
                     _, leave = _weights(walk, g, n, limits[0] if packed else 0)
