@@ -1,8 +1,8 @@
 """What a thread does with its registers in the Pallas kernels, where the compiler's way takes more instructions.
 
 The warpgroups that prepare chunks set the pace of the kernels for gates per dimension; the mask of pairs is for gates
-per token, too. Arrays are ``[CHUNK, 64]`` in
-the layout of the tensor cores' results, in which a register, or two, hold neighbours of a row.
+per token, too. Arrays are ``[CHUNK, 64]`` in the layout of the tensor cores' results, in which a register, or two, hold
+neighbours of a row.
 """
 
 from __future__ import annotations
