@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention import (
+    pallas_decays,
     pallas_gates,
     pallas_gates_chunk,
     pallas_gates_gradients,
@@ -198,7 +199,7 @@ def interpreted():
         gates = pallas_gates, pallas_gates_program, pallas_gates_scan, pallas_gates_starts, pallas_gates_strong
         walk = pallas_gates_gradients, pallas_gates_chunk
         shared = pallas_program, pallas_products, pallas_tiles, pallas_vectors
-        for module in (*shared, pallas_kernels, pallas_starts, *gates, *walk):
+        for module in (*shared, pallas_decays, pallas_kernels, pallas_starts, *gates, *walk):
             known = {name: x for name, x in names.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **known))
         stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))

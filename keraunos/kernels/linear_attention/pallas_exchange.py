@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention import ends
-from keraunos.kernels.linear_attention.pallas_kernels import Decay
+from keraunos.kernels.linear_attention.pallas_decays import Decay
 from keraunos.kernels.linear_attention.pallas_program import _launch, _Names, _when
 from keraunos.kernels.linear_attention.pallas_starts import local_states
 from keraunos.kernels.linear_attention.pallas_walk import CHUNK, Walk, over

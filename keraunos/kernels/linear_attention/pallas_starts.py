@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_kernels import _gate_weights, _gates, _log2_decay, _weights
+from keraunos.kernels.linear_attention.pallas_decays import _gate_weights, _gates, _log2_decay, _weights
 from keraunos.kernels.linear_attention.pallas_program import (
     _LAYOUT,
     _REGISTERS,
