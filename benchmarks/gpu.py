@@ -114,6 +114,7 @@ def measure_operation(operation: str, fla: dict[int, str], seconds: float, save)
     for workload in workloads(operation):
         if time.monotonic() > end:
             section["left_out"].append({"workload": str(workload), "reason": f"{seconds:.0f} s were over"})
+            save(section)
             continue
         case = measuring.measure(workload, contestants(workload, fla), bandwidth, effort, console.print)
         section["cases"].append(case)
