@@ -133,6 +133,7 @@ def _rest(section: dict) -> str:
         yes = {True: "yes", False: "no"}
         lines.append(f"- same bits through JAX and PyTorch: {yes[same['jax_equals_torch']]}; "
                      f"in 20 runs: {yes[same['reruns_equal']]}")  # fmt: skip
+    lines += [f"- {note}" for note in section.get("notes", ())]
     lines += [f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"]]
     return "\n".join([*lines, ""])
 
