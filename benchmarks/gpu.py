@@ -125,6 +125,7 @@ def measure_operation(operation: str, fla: dict[int, str], seconds: float, save)
     except Exception as error:
         # The figures above stay, whatever happens here.
         section["left_out"].append({"workload": "same bits", "reason": f"{type(error).__name__}: {error}"})
+    save(section)
     section["first_calls"] = first_calls(operation)
     save(section)
     console.print(section.get("equalities"), section["first_calls"], section["left_out"])
