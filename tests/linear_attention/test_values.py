@@ -103,6 +103,12 @@ def test_gradients_of_gates_that_are_next_to_nothing(run_gla, case):
     case.check(run_gla)
 
 
+# They decay nothing.
+@pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"]], ids=str)
+def test_gates_of_single_tokens_without_a_state_have_no_gradient(run_gla, gates):
+    Case(**gates, lengths=(1, 0, 1), B=1, H=1, K=64, V=64, dtype="bfloat16").check(run_gla)
+
+
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"]], ids=str)
 def test_every_length(run_gla, gates, T):
