@@ -111,6 +111,9 @@ LEARNED = [
     case(T=1333, H=1, gamma=1, decay="strong", state=True, seed=3),
     *(case(lengths=lengths, H=1, **{**VECTOR, "gamma": 1, "state": False}, dstate=False, decay="strong", seed=seed)
       for lengths, seed in (((2, 5, 3, 4), 18), ((2, 2, 3), 854), ((3, 2), 2080))),
+    # None at all.
+    *(case(lengths=(1, 0, 1), K=128, V=128, **{**gates, "state": False}) for gates in (GATES, VECTOR)),
+    case(B=3, T=1, **{**VECTOR, "state": False}, reverse=True),
     *(case(T=T, **VECTOR, reverse=T % 2 == 0) for T in (1, 8, 63, 64, 65, 200)),
     *(case(T=333, K=K, V=V, **VECTOR, gamma=0, gate_dtype="bfloat16") for K in (64, 128) for V in (64, 128)),
     *(case(T=1001, K=128, V=128, **VECTOR, decay=decay, reverse=reverse)

@@ -101,6 +101,9 @@ def test_values(case, segmentation, monkeypatch):
         (case(lengths=(5, 0, 200, 150), **VECTOR, reverse=True), (2, 1)),
         # Gradients that are next to nothing, of few tokens.
         (case(lengths=(2, 5, 3, 4), **{**VECTOR, "state": False}, dstate=False, decay="strong", seed=18), None),
+        # None at all.
+        (case(lengths=(1, 0, 1), **{**VECTOR, "state": False}), None),
+        (case(T=1, **{**GATES, "state": False}), None),
     ],
     ids=str,
 )

@@ -329,6 +329,8 @@ class _Walk:
     def leave_terms(self, t: _Tiles, dq: Any, dk: Any) -> Any:
         """Leave what the gradient of gates sums up in the places of q, in two terms; and return its negative."""
         x = (_load_bf16(t.q) + _load_bf16(t.q_rest)) * dq - (_load_bf16(t.k) + _load_bf16(t.k_rest)) * dk
+        # The 16 bits that two terms have: what is taken off for the token's own is then all that it added.
+        x = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFFF00), _F32)
         _store_tiles((t.q, t.q_rest), _split(x, 2))
         return -x
 
