@@ -194,7 +194,7 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         return gathered(x, start, plan)
 
     def way(args, opts):
-        return ends.Way(args.query.shape[2], not opts.reverse, False)
+        return ends.Way(args.heads, not opts.reverse, False)
 
     def forward(args, opts, shards):
         borders, to = _Borders(args, shards), way(args, opts)
@@ -436,7 +436,7 @@ def lightning_attention(
         >>> keraunos.distributed.lightning_attention(q, q, q, **shape).shape
         (1, 100, 2, 16)
     """
-    heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 1
+    heads = interface.most_heads(query, key, value)
     log_decay = interface.constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
     arrays = query, key, value, log_decay, initial_state, cu_seqlens
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,

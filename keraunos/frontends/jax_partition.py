@@ -35,10 +35,12 @@ def spread(call: Callable, axes: Callable, args: Any, opts: Any) -> Any:
         whole = NamedSharding(sharding.mesh, P())
         return jax.sharding.auto_axes(lambda args: call(args, opts), axes=explicit, out_sharding=whole)(args)
     own, outputs, _ = axes(args, opts)
-    shards = _Shards.of(sharding, own[0], args[0].shape, args[1].shape)
+    shards = _Shards.of(sharding, own[0], args[0].shape, _heads(own, args))
     if shards.spec(own[0]) != P(*sharding.spec, *[None] * (4 - len(sharding.spec))):
-        raise ValueError(f"query {args[0].shape} is sharded as {sharding.spec}; expected shards of batch and heads, in"
-                         " each whole heads of keys; for shards of the tokens, see keraunos.distributed")  # fmt: skip
+        raise ValueError(
+            f"query {args[0].shape} is sharded as {sharding.spec}; expected shards of batch and heads, in each whole "
+            "heads of all arrays; for shards of the tokens, see keraunos.distributed"
+        )
     specs = _like(args, map(shards.spec, _letters(own, args)))
     placed = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec)), args, specs)
     results = jax.tree.map(shards.spec, outputs)
@@ -52,9 +54,10 @@ def partitioned(forward: Callable, backward: Callable, axes: Callable) -> tuple[
     Args:
         forward, backward: as for :func:`keraunos.frontends.differentiable`.
         axes: ``(args, opts) -> (args, outputs, residuals)``, strings in place of arrays, with a letter for each
-            dimension: ``b``: the batch, ``h``: query heads, ``g``: heads of keys, each of which belongs to as many
-            query heads; ``.``: never sharded. Query and key are the first arguments. Residuals None: what their
-            dimensions are differs from call to call; where anything is sharded, the backward makes them again.
+            dimension: ``b``: the batch, ``h``: heads, of which arrays may have different numbers: each head of an array
+            with fewer belongs to as many of one with more; ``.``: never sharded. The query is the first argument.
+            Residuals None: what their dimensions are differs from call to call; where anything is sharded, the
+            backward makes them again.
     """
 
     def run_forward(args, opts):
@@ -101,10 +104,10 @@ class _Shards(NamedTuple):
     heads: tuple[str, ...]
 
     @classmethod
-    def of(cls, sharding: Any, letters: str, query: tuple[int, ...], key: tuple[int, ...]) -> _Shards:
-        """Those of the query's that may be: of its batch and heads, where the shards are whole."""
+    def of(cls, sharding: Any, letters: str, query: tuple[int, ...], heads: int) -> _Shards:
+        """Those of the query's that may be: of its batch and heads, where the shards are whole; see :func:`_heads`."""
         spec, axes = (*sharding.spec, None, None, None), []
-        for place, letter, size in ((0, "b", query[0]), (2, "h", math.gcd(query[2], key[2]))):
+        for place, letter, size in ((0, "b", query[0]), (2, "h", heads)):
             names = _names(spec[place])
             whole = letter in letters and size % math.prod(sharding.mesh.shape[name] for name in names) == 0
             axes.append(names if whole else ())
@@ -117,7 +120,7 @@ class _Shards(NamedTuple):
 
     def spec(self, letters: str) -> P:
         """The sharding of an array."""
-        axes = {"b": self.batch, "h": self.heads, "g": self.heads, ".": ()}
+        axes = {"b": self.batch, "h": self.heads, ".": ()}
         return P(*(axes[letter] or None for letter in letters))
 
     def summed(self, x: Any, letters: str | None) -> Any:
@@ -125,7 +128,7 @@ class _Shards(NamedTuple):
         if x is None or letters is None:
             return x
         shared = () if "b" in letters else self.batch
-        shared += () if {"h", "g"} & set(letters) else self.heads
+        shared += () if "h" in letters else self.heads
         return jax.lax.psum(x, shared) if shared else x
 
 
@@ -145,8 +148,8 @@ def _shared_out(whole: Callable, local: Callable, given: Any, found: Any) -> Cal
 
     def settle(arg_shapes):
         # What the partitioner chose, by the rule, from what is around the call.
-        query, key = arg_shapes[0][:2]
-        return query.sharding.mesh, _Shards.of(query.sharding, given[0][0], query.shape, key.shape)
+        query, heads = arg_shapes[0][0], _heads(given[0], arg_shapes[0])
+        return query.sharding.mesh, _Shards.of(query.sharding, given[0][0], query.shape, heads)
 
     def shardings(mesh, shards, letters, arrays):
         return _like(arrays, (NamedSharding(mesh, shards.spec(x)) for x in _letters(letters, arrays)))
@@ -162,7 +165,7 @@ def _shared_out(whole: Callable, local: Callable, given: Any, found: Any) -> Cal
 
     def rule(mesh, arg_types, result_types):
         args, results = traced
-        return _rule(_letters(given, args), _letters(found, results), args[0][0].shape[2] // args[0][1].shape[2])
+        return _rule(_sizes(given, args), _sizes(found, results), _heads(given[0], args[0]))
 
     call = custom_partitioning(run)
     call.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
@@ -178,26 +181,40 @@ def _letters(letters: Any, arrays: Any) -> list[str]:
     return [x for pair in zip(letters, arrays, strict=True) for x in _letters(*pair)]
 
 
+def _sizes(letters: Any, arrays: Any) -> list[list[tuple[str, int]]]:
+    """For each array that is there, the letters of its dimensions with their sizes."""
+    leaves = jax.tree.leaves(arrays)
+    return [[*zip(text, x.shape, strict=True)] for text, x in zip(_letters(letters, arrays), leaves, strict=True)]
+
+
+def _heads(letters: Any, arrays: Any) -> int:
+    """Into how many shards all heads can be cut, so that those of each array which belong together stay together."""
+    return math.gcd(*(size for dims in _sizes(letters, arrays) for letter, size in dims if letter == "h"))
+
+
 def _like(arrays: Any, values: Iterable[Any]) -> Any:
     """A tree like that of the arrays with the values in their places."""
     return jax.tree.unflatten(jax.tree.structure(arrays), list(values))
 
 
-def _rule(given: list[str], found: list[str], ratio: int) -> tuple[str, dict]:
+def _rule(given: list[list[tuple[str, int]]], found: list[list[tuple[str, int]]], heads: int) -> tuple[str, dict]:
     """Shardy's rule: which dimensions are sharded alike, and which are not sharded at all."""
     fixed: list[str] = []  # in the order of the text, as Shardy wants them
+    ratios: dict[str, int] = {}
 
-    def factor(letter):
-        if letter == "h" and ratio > 1:
-            fixed.extend(["r"] * ("r" not in fixed))
-            return "(g r)"
+    def factor(letter, size):
+        if letter == "h" and size > heads:
+            name = f"r{size // heads}"
+            fixed.extend([name] * (name not in fixed))
+            ratios[name] = size // heads
+            return f"(h {name})"
         if letter == ".":
             fixed.append(f"x{len(fixed)}")
             return fixed[-1]
-        return "g" if letter == "h" else letter
+        return letter
 
-    text = " -> ".join(", ".join(" ".join(map(factor, letters)) for letters in side) for side in (given, found))
-    return text, dict(need_replication_factors=tuple(fixed), **({"r": ratio} if "r" in fixed else {}))
+    text = " -> ".join(", ".join(" ".join(factor(*dim) for dim in dims) for dims in side) for side in (given, found))
+    return text, dict(need_replication_factors=tuple(fixed), **ratios)
 
 
 def _names(axes: Any) -> tuple[str, ...]:

@@ -69,12 +69,16 @@ def gla_attention(
         S_t = diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T
         o_t = softmax_scale * S_t^T q_t
 
+    The recurrence has H heads. Each of query, key, value and g may have any number of heads that divides H, the largest
+    of their numbers: head h reads head ``h // (H // n)`` of an array with n heads. So queries may share keys (GQA),
+    values may share queries and keys (as in Mamba-2), and gates may be those of key heads.
+
     Args:
-        query: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; a ``jax.Array`` or a ``torch.Tensor``.
-        key: ``[B, T, G, K]``, the query's dtype. Query head h reads key/value head ``h // (H // G)``.
-        value: ``[B, T, G, V]``, the query's dtype.
-        g: ``[B, T, H, K]``, one gate per token and key dimension, or ``[B, T, H]``, one per token and head (RetNet,
-            Mamba-2, simple GLA). Natural log, <= 0; ``-inf`` forgets everything before the token.
+        query: ``[B, T, heads, K]``, bfloat16, float16, float32 or float64; a ``jax.Array`` or a ``torch.Tensor``.
+        key: ``[B, T, heads, K]``, the query's dtype.
+        value: ``[B, T, heads, V]``, the query's dtype.
+        g: ``[B, T, heads, K]``, one gate per token and key dimension, or ``[B, T, heads]``, one per token and head
+            (RetNet, Mamba-2, simple GLA). Natural log, <= 0; ``-inf`` forgets everything before the token.
         g_gamma: ``[H]`` or ``[B, H]``, a constant gate per head, natural log, <= 0. Added to ``g``.
         initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
         cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row

@@ -72,10 +72,13 @@ def lightning_attention(
         S_t = exp(g_gamma[h]) S_{t-1} + k_t v_t^T
         o_t = softmax_scale * S_t^T q_t
 
+    The recurrence has H heads. Each of query, key and value may have any number of heads that divides H, the largest of
+    their numbers: head h reads head ``h // (H // n)`` of an array with n heads.
+
     Args:
-        query: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; a ``jax.Array`` or a ``torch.Tensor``.
-        key: ``[B, T, G, K]``, the query's dtype. Query head h reads key/value head ``h // (H // G)``.
-        value: ``[B, T, G, V]``, the query's dtype.
+        query: ``[B, T, heads, K]``, bfloat16, float16, float32 or float64; a ``jax.Array`` or a ``torch.Tensor``.
+        key: ``[B, T, heads, K]``, the query's dtype.
+        value: ``[B, T, heads, V]``, the query's dtype.
         initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
         cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
             (B = 1). It stays on the device: the offsets must rise from 0 to T, which is not checked. Padding is a
@@ -110,7 +113,7 @@ def lightning_attention(
 
     Source: Lightning Attention-2 (arXiv:2401.04658).
     """
-    heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 1
+    heads = interface.most_heads(query, key, value)
     log_decay = interface.constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
     output, state = default_executor()(
         _OPERATION, query, key, value, log_decay, initial_state, cu_seqlens,

@@ -11,9 +11,11 @@ CASES = [
     Case(**_SMALL, gate="vector", gamma=2),
     Case(**_SMALL, gate="vector", decay="strong", reverse=True),
     Case(T=80, gate="none", dstate=False),
+    Case(T=83, H=4, HQ=2, G=1, HV=4, HG=2, gate="scalar", gamma=1, state=True),
     Case(**_PACKED, gamma=1, reverse=True),
     Case(**_PACKED, gate="scalar", decay="infinite"),
     Case(**_PACKED, gate="vector", gamma=1),
+    Case(**_PACKED, H=4, HQ=1, G=2, HV=4, HG=2, gate="vector", reverse=True),
 ]
 # No sequences, or none with tokens.
 EMPTY = [

@@ -72,6 +72,9 @@ CALLS = {
             [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (GATES, TOKENS), (DECAYS, P("heads")), (STATES, STATE)]),
     "gla in a box": (functools.partial(BOXES[0].fn, cfg=CFG),
                      [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (GATES, TOKENS), (DECAYS, P("heads"))]),
+    "heads of their own in a box": (functools.partial(BOXES[0].fn, cfg=CFG),
+                                    [(KEYS, TOKENS), (KEYS, TOKENS), (Q, TOKENS), (GATES[:, :, :G], TOKENS),
+                                     (DECAYS, P("heads"))]),
     "packed in a box": (lambda *x: BOXES[0].fn(*x, cu_seqlens=jnp.array([0, 3, T]), cfg=CFG),
                         [(x[:1], P(None, None, "heads")) for x in (Q, KEYS, VALUES, GATES)]),
     "attention": (functools.partial(keraunos.attention, causal=True, dtype=None),
@@ -100,7 +103,7 @@ def results_and_gradients(f):
 
 @pytest.mark.parametrize(("name", "kind"), [
     *((name, AxisType.Auto) for name in CALLS),
-    *((name, AxisType.Explicit) for name in ("gla in a box", "attention by blocks")),
+    *((name, AxisType.Explicit) for name in ("gla in a box", "heads of their own in a box", "attention by blocks")),
 ], ids=str)  # fmt: skip
 def test_nothing_is_resharded(name, kind):
     f, given = CALLS[name]

@@ -45,8 +45,11 @@ class Case:
 
     B: int = 2
     T: int = 100
-    H: int = 2
-    G: int | None = None
+    H: int = 2  # of the recurrence, as query and gates have unless another number is given
+    G: int | None = None  # of key, and of value unless another number is given
+    HQ: int | None = None
+    HV: int | None = None
+    HG: int | None = None
     K: int = 16
     V: int = 16
     gate: str = "none"  # none, scalar, vector
@@ -71,6 +74,7 @@ class Case:
         rng = np.random.default_rng(self.seed)
         B, T = (1, sum(self.lengths)) if self.lengths is not None else (self.B, self.T)
         H, G, K, V = self.H, self.G or self.H, self.K, self.V
+        HG = self.HG or H
         N = len(self.lengths) if self.lengths is not None else B
         dtype = DTYPES[self.dtype]
 
@@ -85,11 +89,11 @@ class Case:
                 x[rng.random(shape) < 0.1] = -100.0
             return x.astype(DTYPES[self.gate_dtype])
 
-        shapes = {"scalar": (B, T, H), "vector": (B, T, H, K)}
+        shapes = {"scalar": (B, T, HG), "vector": (B, T, HG, K)}
         args = Args(
-            normal(B, T, H, K),
+            normal(B, T, self.HQ or H, K),
             normal(B, T, G, K),
-            normal(B, T, G, V),
+            normal(B, T, self.HV or G, V),
             decays(*shapes[self.gate]) if self.gate in shapes else None,
             decays(*((H,) if self.gamma == 1 else (B, H))) if self.gamma else None,
             normal(N, H, K, V, dtype=np.float32) if self.state else None,
@@ -106,14 +110,18 @@ class Case:
         """
         args, doutput, dstate = self.arrays
         options = {"softmax_scale": self.scale, "reverse": self.reverse, "dtype": dtype}
-        gate = np.zeros(args.query.shape, dtype)
+        (B, T), K = args.query.shape[:2], self.K
+        gate = np.zeros((B, T, self.H, K), dtype)
         if args.g is not None:
-            gate = gate + (args.g if args.g.ndim == 4 else args.g[..., None]).astype(dtype)
+            g = np.repeat(args.g.astype(dtype), self.H // args.g.shape[2], axis=2)
+            gate = gate + (g if g.ndim == 4 else g[..., None])
         *grads, dgate, dgamma, dinitial = linear_attention_vjp(*args._replace(g=gate), doutput, dstate, **options)
         axes = {0: None, 1: (0, 1, 3), 2: (1, 3)}[self.gamma]
 
         def sums(x):
-            return {"none": None, "scalar": x.sum(-1), "vector": x}[self.gate], x.sum(axes) if axes else None
+            HG = self.HG or self.H
+            own = x.reshape(B, T, HG, self.H // HG, K).sum(3)
+            return {"none": None, "scalar": own.sum(-1), "vector": own}[self.gate], x.sum(axes) if axes else None
 
         values = [*linear_attention(*args, **options), *grads, sums(dgate)[0], dgamma, dinitial]
         return values, [*values[:5], *sums(np.abs(dgate)), dinitial]

@@ -66,16 +66,17 @@ def after_all(framework, key, value, args, start, way, lengths=LENGTHS):
 
 
 GATES = [{"gamma": 1}, {"gate": "scalar", "gamma": 2}, {"gate": "vector"}, {"gate": "vector", "gamma": 1}]
+HEADS = dict(H=4, HQ=2, G=1, HV=4, HG=2)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("reverse", "dtype"), [(False, "bfloat16"), (True, "float32")])
-@pytest.mark.parametrize("gates", GATES, ids=str)
+@pytest.mark.parametrize("gates", [*({"G": 1, **x} for x in GATES), HEADS | GATES[1], HEADS | GATES[2]], ids=str)
 def test_a_state_and_its_gradient(framework, gates, reverse, dtype):
-    case = Case(**gates, B=2 if GPU else 1, T=sum(LENGTHS), G=1, V=40, state=True, reverse=reverse, dtype=dtype,
+    case = Case(**gates, B=2 if GPU else 1, T=sum(LENGTHS), V=40, state=True, reverse=reverse, dtype=dtype,
                 decay="weak" if reverse else "infinite")  # fmt: skip
     args, doutput, dstate = case.arrays
-    way = ends.Way(2, not reverse, False)
+    way = ends.Way(case.H, not reverse, False)
     state = after_all(framework, args.key, args.value, args, args.initial_state, way)
     back = way.adjoint._replace(scale=args.query.shape[-1] ** -0.5)
     dinitial = after_all(framework, args.query, doutput, args, dstate, back)

@@ -28,7 +28,9 @@ def test_reverse_is_the_flipped_sequence():
     Case(B=2, T=5, K=3, V=2, gate="vector", gamma=2, state=True, G=1, dtype="float64", gate_dtype="float64"),
     Case(B=1, lengths=(2, 0, 3), K=3, V=2, gate="scalar", gamma=1, state=True, dtype="float64", gate_dtype="float64"),
     Case(B=1, T=4, K=2, V=3, gate="vector", reverse=True, state=True, dtype="float64", gate_dtype="float64", scale=0.7),
-], ids=["vector", "packed", "reverse"])  # fmt: skip
+    Case(B=1, T=3, H=6, HQ=3, G=2, HV=6, HG=3, K=2, V=2, gate="scalar", gamma=1, state=True, dtype="float64",
+         gate_dtype="float64"),
+], ids=["vector", "packed", "reverse", "heads"])  # fmt: skip
 def test_gradient_equals_central_differences(case):
     args, doutput, dstate = case.arrays
     args = args._replace(initial_state=args.initial_state.astype(np.float64))

@@ -184,8 +184,9 @@ PACKED = Case(gate="vector", lengths=(3, 0, 20), state=True, B=1)
 @of_batching
 @pytest.mark.parametrize(("case", "mapped"), [
     (GATED, "all"), (GATED, "some"), (GATED, "twice"), (PACKED, "all"), (PACKED, "some"), (PACKED, "twice"),
-    (Case(gate="scalar", gamma=2, G=1, reverse=True, T=40), "all"), (Case(gamma=1, lengths=(9, 14), B=1), "twice"),
-    (Case(V=8, T=40), "some"),
+    (Case(gate="scalar", gamma=2, G=1, reverse=True, T=40), "all"),
+    (Case(gate="scalar", gamma=2, H=4, HQ=1, G=2, HV=4, HG=2, T=40, state=True), "all"),
+    (Case(gamma=1, lengths=(9, 14), B=1), "twice"), (Case(V=8, T=40), "some"),
 ], ids=str)  # fmt: skip
 def test_folding_into_the_batch_is_right(case, mapped):
     call = functools.partial(folded()[0].fn, reverse=case.reverse, cfg=keraunos.Config(block_q=16, platform="xla"))

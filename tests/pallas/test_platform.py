@@ -42,6 +42,10 @@ def test_an_older_jax_is_named_as_the_reason():
         ({"g_gamma": "learned", "dtype": "float16"}, "takes gates and decays that are arrays in bfloat16"),
         ({"gate": "vector", "dtype": "float16"}, "takes gates and decays that are arrays in bfloat16"),
         ({"gate": "vector"}, None),
+        ({"G": 1}, None),
+        ({"HQ": 1}, "takes as many heads of values as of keys"),
+        ({"G": 1, "HV": 2}, "takes as many heads of values as of keys"),
+        ({"gate": "scalar", "HG": 1}, "and of gates as of queries"),
         (
             {"gate": "vector", "K": 256},
             "head dims of 64 and 128 with gates per token and dimension; the call has K = 256",
@@ -53,7 +57,9 @@ def test_it_says_what_it_cannot_do(change, reason):
     from keraunos.kernels.linear_attention.pallas import unsupported
 
     change = {"dtype": "bfloat16", "device": "NVIDIA H200", "g_gamma": np.zeros(2, np.float32), **change}
-    sizes = {"T": 100, "H": 2, "K": 64, "V": 64} | {k: v for k, v in change.items() if k in ("K", "V", "N", "gate")}
+    sizes = {"T": 100, "H": 2, "K": 64, "V": 64} | {
+        k: v for k, v in change.items() if k not in ("dtype", "device", "g_gamma")
+    }
     operation = keraunos.GLAttention() if "gate" in change else keraunos.LightningAttention()
     inv = operation.invocation("jax", change["dtype"], **sizes)
     inv = dataclasses.replace(inv, backend="gpu", device=change["device"], arguments={"g_gamma": change["g_gamma"]})

@@ -42,11 +42,11 @@ _PIECES = 8
 
 
 class Stretch(NamedTuple):
-    """What leaves a state. The heads of ``key`` and ``value`` divide those of the decays."""
+    """What leaves a state. The heads of ``key``, ``value`` and ``g`` divide H."""
 
     key: Any  # [B, T, heads, K]
     value: Any  # [B, T, heads, V]
-    g: Any  # [B, T, H, K] or [B, T, H], log, <= 0, or None
+    g: Any  # [B, T, heads, K] or [B, T, heads], log, <= 0, or None
     g_gamma: Any  # [H] or [B, H], log, <= 0, or None
 
 
@@ -128,8 +128,7 @@ def _leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
     if x.g_gamma is not None:
         a = a + frontend.cast(x.g_gamma, dtype).reshape(-1, 1, H, 1).clip(_CLOSED)
     if x.g is not None:
-        g = x.g if x.g.ndim == 4 else x.g[..., None]
-        a = a + frontend.cast(g, dtype).clip(_CLOSED)
+        a = a + spread(x.g if x.g.ndim == 4 else x.g[..., None]).clip(_CLOSED)
     a = xp.where(live, a, 0)
     total = a.sum(1)  # [B, H, 1 or K]
     passed = a
@@ -193,8 +192,8 @@ def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, s
         seen=((B, P, H), "int32"),
     )  # fmt: skip
     constants = dict(
-        H=H, K=K, V=V, RK=H // k.shape[2], RV=H // v.shape[2], UNIT=unit, BT=BT, BK=BK, BV=BV, GATE=gate,
-        GAMMA=gamma is not None, EXACT=exact, RIGHT=way.right, INCLUSIVE=way.inclusive,
+        H=H, K=K, V=V, RK=H // k.shape[2], RV=H // v.shape[2], RG=H // g.shape[2] if g else 1, UNIT=unit, BT=BT,
+        BK=BK, BV=BV, GATE=gate, GAMMA=gamma is not None, EXACT=exact, RIGHT=way.right, INCLUSIVE=way.inclusive,
         PRECISION="tf32" if not exact else "ieee" if INTERPRETED else "bf16x6",
     )  # fmt: skip
     warps, stages = 8 if BK * BV > 8192 else 4, 4 if halves and not exact else 3

@@ -25,8 +25,8 @@ def leave_kernel(
     stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
     scale, T, L, P, NEAR, SEGMENT,
     local, total, seen,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, RG: tl.constexpr,
+    UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
     EXACT: tl.constexpr, RIGHT: tl.constexpr, INCLUSIVE: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``sum_t exp(gates between t and the end) k_t v_t^T`` over each of P pieces of L tokens; the end is right or left.
@@ -99,7 +99,7 @@ def leave_kernel(
     p_v += o_t[:, None] * (stride_vt * UNIT) + o_v[None, :]
     UNIT_G: tl.constexpr = UNIT if GATE == 2 else 1
     if GATE > 0:
-        p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT_G + o_t * (stride_gt * UNIT_G)
+        p_g = g + (i_b * stride_gb + base * stride_gt + (i_h // RG) * stride_gh) * UNIT_G + o_t * (stride_gt * UNIT_G)
     nearer = (o_d[None, :] <= o_d[:, None]) if INCLUSIVE else (o_d[None, :] < o_d[:, None])  # [BT (t), BT (s)]
     step = -BT if RIGHT else BT
     b_sum = tl.zeros([BK], dtype=tl.float32)

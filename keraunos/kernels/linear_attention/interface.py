@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -27,15 +27,40 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class Args(NamedTuple):
-    """The arrays of one call; absent ones are ``None``."""
+    """The arrays of one call; absent ones are ``None``.
 
-    query: Any  # [B, T, H, K]
-    key: Any  # [B, T, G, K]
-    value: Any  # [B, T, G, V]
-    g: Any = None  # [B, T, H, K] or [B, T, H], log, <= 0
+    The recurrence has H heads, the most that query, key, value or g has. Head h reads head ``h // (H // n)`` of an
+    array with n heads; n divides H.
+    """
+
+    query: Any  # [B, T, heads, K]
+    key: Any  # [B, T, heads, K]
+    value: Any  # [B, T, heads, V]
+    g: Any = None  # [B, T, heads, K] or [B, T, heads], log, <= 0
     g_gamma: Any = None  # [H] or [B, H], log, <= 0
     initial_state: Any = None  # [N, H, K, V]
     cu_seqlens: Any = None  # [N + 1], int
+
+    @property
+    def heads(self) -> int:
+        """H, the heads of the recurrence."""
+        return most_heads(*self[:4])
+
+
+def most_heads(*arrays: Any) -> int:
+    """The most heads that any of some arrays ``[B, T, heads, ...]`` has; what is no such array has none."""
+    shapes: list[tuple[int, ...]] = [getattr(x, "shape", ()) for x in arrays]
+    return max((shape[2] for shape in shapes if len(shape) > 2), default=1)
+
+
+def head_counts(dims: Mapping[str, int]) -> dict[str, int]:
+    """The heads of each array by the sizes of an invocation.
+
+    H: those of the recurrence; G: the key's. HQ: the query's, where they are not H; HV: the value's, where they are
+    not G; HG: those of g, where they are not H.
+    """
+    H, G = dims["H"], dims["G"]
+    return {"query": dims.get("HQ", H), "key": G, "value": dims.get("HV", G), "g": dims.get("HG", H)}
 
 
 class Options(NamedTuple):
@@ -87,24 +112,28 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
             fail(TypeError, name, f"has dtype {own}", dtype, "like query")
     if args.query.ndim != 4:
         fail(ValueError, "query", f"has shape {tuple(args.query.shape)}", "[B, T, H, K]", "")
-    B, T, H, K = args.query.shape
-    for name, x, last in (("key", args.key, "K"), ("value", args.value, "V")):
-        if x.ndim != 4 or tuple(x.shape[:2]) != (B, T):
-            fail(ValueError, name, f"has shape {tuple(x.shape)}", f"[B, T, G, {last}] = ({B}, {T}, G, {last})", "")
-    G, V = args.value.shape[2:]
-    if tuple(args.key.shape[2:]) != (G, K):
-        fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[B, T, G, K] = {(B, T, G, K)}",
-             "with G like value and K like query")  # fmt: skip
-    if min(H, G, K, V) < 1:
-        fail(ValueError, "query", f"has H = {H}, G = {G}, K = {K}, V = {V}", "sizes of at least 1", "")
-    if H % G:
-        fail(ValueError, "key", f"has G = {G} heads", f"a divisor of H = {H}", "query heads share them evenly")
-    if args.g is not None and tuple(args.g.shape) not in ((B, T, H, K), (B, T, H)):
-        fail(ValueError, "g", f"has shape {tuple(args.g.shape)}",
-             f"[B, T, H, K] = {(B, T, H, K)} or [B, T, H] = {(B, T, H)}", "like query")  # fmt: skip
+    B, T, _, K = args.query.shape
+    for name, letter, dim in (("key", "K", K), ("value", "V", "V")):
+        x = getattr(args, name)
+        if x.ndim != 4 or tuple(x.shape[:2]) != (B, T) or dim not in ("V", x.shape[3]):
+            wanted = f"[B, T, heads, {letter}] = ({B}, {T}, heads, {dim})"
+            fail(ValueError, name, f"has shape {tuple(x.shape)}", wanted, "like query")
+    V = args.value.shape[3]
+    g = args.g
+    if g is not None and (g.ndim not in (3, 4) or tuple(g.shape[:2]) != (B, T) or tuple(g.shape[3:]) not in ((), (K,))):
+        wanted = f"[B, T, heads, K] = ({B}, {T}, heads, {K}) or [B, T, heads] = ({B}, {T}, heads)"
+        fail(ValueError, "g", f"has shape {tuple(g.shape)}", wanted, "like query")
+    heads = {name: x.shape[2] for name, x in zip(Args._fields, args[:4], strict=False) if x is not None}
+    H = args.heads
+    for name, n in heads.items():
+        if n < 1 or H % n:
+            why = "the most that query, key, value or g has"
+            fail(ValueError, name, f"has {n} heads", f"a divisor of H = {H}", why)
+    if min(K, V) < 1:
+        fail(ValueError, "query", f"has K = {K}, and value V = {V}", "sizes of at least 1", "")
     if args.g_gamma is not None and tuple(args.g_gamma.shape) not in ((H,), (B, H)):
         fail(ValueError, "g_gamma", f"has shape {tuple(args.g_gamma.shape)}", f"[H] = {(H,)} or [B, H] = {(B, H)}",
-             "one decay per query head")  # fmt: skip
+             "one decay per head")  # fmt: skip
     if isinstance(args.g_gamma, np.ndarray) and not (args.g_gamma <= 0).all():
         fail(ValueError, "g_gamma", f"has a value {args.g_gamma.max()}", "<= 0", "it is the log of a decay")
     N = B
@@ -116,18 +145,22 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
         N = args.cu_seqlens.shape[0] - 1
     if args.initial_state is not None and tuple(args.initial_state.shape) != (N, H, K, V):
         fail(ValueError, "initial_state", f"has shape {tuple(args.initial_state.shape)}",
-             f"[N, H, K, V] = {(N, H, K, V)}", "one state per sequence and query head")  # fmt: skip
+             f"[N, H, K, V] = {(N, H, K, V)}", "one state per sequence and head")  # fmt: skip
     if softmax_scale is not None and not is_number(softmax_scale):
         fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number", "to learn it, scale the query")
     if not isinstance(reverse, bool | np.bool_):
         fail(TypeError, "reverse", f"is {reverse!r}", "True or False", "")
     device = frontend.device_of(args.query)
+    sizes = {name: frontend.length(n) for name, n in zip("BTHGKVN", (B, T, H, heads["key"], K, V, N), strict=True)}
+    # The others only where they are not what they mostly are, for short keys.
+    usual = {"HQ": ("query", H), "HV": ("value", heads["key"]), "HG": ("g", H)}
+    sizes |= {letters: heads[name] for letters, (name, n) in usual.items() if heads.get(name, n) != n}
     return Invocation(
         op_id=op_id,
         framework=framework,
         backend=device.backend,
         device=device.kind,
-        dims={name: frontend.length(n) for name, n in zip("BTHGKVN", (B, T, H, G, K, V, N), strict=True)},
+        dims=sizes,
         lengths=frozenset("BTN"),
         arrays={
             name: (_dtype(frontend, x), x.ndim) for name, x in zip(Args._fields, args, strict=True) if x is not None
@@ -140,12 +173,13 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
 def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
     """The shapes and dtypes of the output and of the final state, None if it is not wanted."""
     dtype = _dtype(frontends.get(frontends.framework_of(args.query)), args.query)
-    return ((*args.query.shape[:3], args.value.shape[-1]), dtype), state_spec(args) if opts.state else None
+    output = *args.query.shape[:2], args.heads, args.value.shape[-1]
+    return (output, dtype), state_spec(args) if opts.state else None
 
 
 def state_spec(args: Args) -> tuple[tuple[int, ...], str]:
     """The shape and dtype of the final state."""
-    (B, _, H, K), V = args.query.shape, args.value.shape[-1]
+    (B, _, _, K), H, V = args.query.shape, args.heads, args.value.shape[-1]
     N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
     dtype = _dtype(frontends.get(frontends.framework_of(args.query)), args.query)
     return (N, H, K, V), "float64" if dtype == "float64" else "float32"
@@ -172,7 +206,7 @@ def fold(args: Args, size: int) -> Args | None:
         return x if x is None else x.reshape(*x.shape[1:axis], size * x.shape[axis], *x.shape[axis + 1 :])
 
     if gamma is not None:
-        B, H = query.shape[1], query.shape[3]
+        B, H = query.shape[1], max(x.shape[3] for x in args[:4] if x is not None)
         gamma = (gamma.repeat(B, 0) if gamma.ndim == 2 else gamma).reshape(size * B, H)
     if packed:
         # Each call's sequences start where the tokens of those before it end.
@@ -200,7 +234,7 @@ def axes(args: Args, opts: Options) -> tuple[Args, tuple[str, str | None], None]
     b = "." if args.cu_seqlens is not None else "b"
     gamma = None if args.g_gamma is None else "bh"[-args.g_gamma.ndim :]
     gate = None if args.g is None else f"{b}.h."[: args.g.ndim]
-    letters = Args(f"{b}.h.", f"{b}.g.", f"{b}.g.", gate, gamma, f"{b}h..", ".")
+    letters = Args(f"{b}.h.", f"{b}.h.", f"{b}.h.", gate, gamma, f"{b}h..", ".")
     return letters, (f"{b}.h.", f"{b}h.." if opts.state else None), None
 
 
@@ -300,7 +334,8 @@ def kernels(
     def lightning_attn(query, key, value, layer_idx=None, num_layers=None, softmax_scale=None, initial_state=None,
                        reverse=False, cu_seqlens=None, *, log_decay=None, cfg=None):  # fmt: skip
         """Lightning attention, ``(output, final_state)``; see :func:`keraunos.lightning_attention`."""
-        gamma = constant_decay("lightning_attn", query.shape[2], layer_idx, num_layers, log_decay)
+        heads = most_heads(query, key, value)
+        gamma = constant_decay("lightning_attn", heads, layer_idx, num_layers, log_decay)
         args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
         return run("lightning_attn", args, softmax_scale, reverse, cfg)
 

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.interface import FLOATS, Args
+from keraunos.kernels.linear_attention.interface import FLOATS, Args, head_counts
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
 from keraunos.ops.kernel import Config, Invocation, Kernel
 
+# Of arrays of tokens, the third is the array's own number of heads.
 _SHAPES = {
-    "query": "BTHK", "key": "BTGK", "value": "BTGV", "g": "BTHK", "g_gamma": "BH", "initial_state": "NHKV",
+    "query": "BT.K", "key": "BT.K", "value": "BT.V", "g": "BT.K", "g_gamma": "BH", "initial_state": "NHKV",
 }  # fmt: skip
 
 
@@ -29,14 +30,16 @@ class LinearOperation(Kernel):
     arguments: ClassVar[tuple[str, ...]]
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
-                   G: int | None = None, V: int | None = None, N: int | None = None, gate: str | None = None,
-                   state: bool = False, reverse: bool = False) -> Invocation:  # fmt: skip
+                   G: int | None = None, V: int | None = None, N: int | None = None, HQ: int | None = None,
+                   HV: int | None = None, HG: int | None = None, gate: str | None = None, state: bool = False,
+                   reverse: bool = False) -> Invocation:  # fmt: skip
         """The description of a call from its sizes, for tuning ahead.
 
         Args:
             framework: "jax" or "torch".
             dtype: of query, key and value.
-            B, T, H, K, G, V: sizes; G defaults to H and V to K.
+            B, T, H, K, V: sizes; H: heads of the recurrence; V defaults to K.
+            G, HQ, HV, HG: heads of key, query, value and g; G, HQ and HG default to H, HV to G.
             N: number of packed sequences; None: not packed.
             gate: "vector", "scalar", "constant" or "none"; None: what the operation usually has.
             state: an initial state is given.
@@ -54,17 +57,20 @@ class LinearOperation(Kernel):
         if dtype not in FLOATS:
             raise ValueError(f"{self.op_id}: dtype is {dtype!r}; expected one of {list(FLOATS)}")
         G, V = G or H, V or K
-        if min(B, T, H, K, G, V, N or 1) < 1 or H % G or (N is not None and B != 1):
-            raise ValueError(
-                f"{self.op_id}: sizes B={B} T={T} H={H} G={G} K={K} V={V} N={N}; expected at least 1, "
-                "G a divisor of H, and B = 1 with N"
-            )
+        dims = {"B": B, "T": T, "H": H, "G": G, "K": K, "V": V, "N": N or B}
+        own = {"HQ": (HQ, H), "HV": (HV, G), "HG": (HG, H)}
+        dims |= {name: n for name, (n, usual) in own.items() if n not in (None, usual)}
         given = dict.fromkeys(("query", "key", "value"), (dtype, 4))
         given |= {name: (of, ndim) for name, of, ndim in gates[gate]}
+        heads = {n for name, n in head_counts(dims).items() if name in given}
+        if min(dims.values()) < 1 or any(H % n for n in heads) or H not in heads or (N is not None and B != 1):
+            raise ValueError(
+                f"{self.op_id}: sizes {' '.join(f'{name}={n}' for name, n in dims.items())}; expected at least 1, "
+                "each of HQ, HV, HG and G a divisor of H, one of them H itself, and B = 1 with N"
+            )
         given |= {"initial_state": ("float32", 4)} if state else {}
         given |= {"cu_seqlens": ("int32", 1)} if N is not None else {}
         device = frontends.get(framework).default_device()
-        dims = {"B": B, "T": T, "H": H, "G": G, "K": K, "V": V, "N": N or B}
         # A NumPy array stands for a decay that the call computes from constants.
         arguments = {"g_gamma": np.zeros(H, np.float32)} if gate == "constant" else {}
         arrays = {name: given[name] for name in Args._fields if name in given}
@@ -91,10 +97,12 @@ class LinearOperation(Kernel):
     def check_calls(self, inv: Invocation, cfgs: Sequence[Config]) -> list[Invocation]:
         """Two chunks of the longest candidate, so several of the others; and a length that no chunk divides."""
         chunk = max([cfg.block_q or 64 for cfg in cfgs])
-        ratio = min(inv.dims["H"] // inv.dims["G"], 2)
-        groups = min(inv.dims["G"], 2 // ratio)
+        # Two heads, or one of an array whose heads are shared.
+        H, own = inv.dims["H"], [name for name in ("G", "HQ", "HV", "HG") if name in inv.dims]
+        most = min(H, 2)
+        heads = {name: most if inv.dims[name] == H else 1 for name in own}
         B, N = min(inv.dims["B"], 2), min(inv.dims["N"], 3)
-        small = {**inv.dims, "B": B, "N": N if "cu_seqlens" in inv.arrays else B, "H": groups * ratio, "G": groups}
+        small = {**inv.dims, "B": B, "N": N if "cu_seqlens" in inv.arrays else B, "H": most, **heads}
         return [replace(inv, dims={**small, "T": T}) for T in (2 * chunk, chunk + chunk // 2 + 1)]
 
     def reference(self, args: Sequence[Any], kwargs: dict, dtype: Any) -> tuple:
@@ -117,7 +125,7 @@ def sample(inv: Invocation, seed: int) -> Args:
     """
     measure = frontends.get(f"{inv.framework}_measure")
     rng = np.random.default_rng(seed)
-    made = {}
+    made, heads = {}, head_counts(inv.dims)
     for i, (name, (dtype, ndim)) in enumerate(inv.arrays.items()):
         if name == "cu_seqlens":
             cuts = np.sort(rng.integers(0, inv.dims["T"] + 1, inv.dims["N"] - 1))
@@ -125,7 +133,7 @@ def sample(inv: Invocation, seed: int) -> Args:
             continue
         letters = _SHAPES[name]
         letters = letters[-ndim:] if name == "g_gamma" else letters[:ndim]
-        shape = tuple(inv.dims[d] for d in letters)
+        shape = tuple(heads[name] if d == "." else inv.dims[d] for d in letters)
         if name == "g_gamma" and isinstance(inv.arguments.get(name), np.ndarray):
             made[name] = (-0.1 * rng.normal(size=shape) ** 2).astype(dtype)
         elif name in ("g", "g_gamma"):

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.interface import Args, Options, differentiated
+from keraunos.kernels.linear_attention.interface import Args, Options, differentiated, head_counts
 from keraunos.kernels.linear_attention.interface import kernels as implementations
 from keraunos.kernels.registry import HOPPER
 
@@ -417,6 +417,9 @@ def unsupported(inv) -> str | None:
         return f"needs {name}; the call's arrays are on {inv.device}"
     if inv.framework == "torch" and (reason := frontends.get("torch_pallas").unsupported()):
         return reason
+    heads, H = head_counts(inv.dims), inv.dims["H"]
+    if heads["query"] < H or heads["key"] != heads["value"] or ("g" in inv.arrays and heads["g"] < H):
+        return "takes as many heads of values as of keys, and of gates as of queries, of which none has more"
     if dtype not in _DTYPES:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
     gates = inv.arrays.get("g", (None, 0))[1]

@@ -43,6 +43,8 @@ _NOTHING, _ANEW = -150.0, -1e30
 def leaves(x, segment):
     """Whether :func:`leave` can be had: of constant decays, for the tensor cores, of whole segments."""
     (_, T, _, K), V = x.key.shape, x.value.shape[-1]
+    if x.key.shape[2] != x.value.shape[2]:
+        return False
     if not segment or T % segment or segment % CHUNK or not {K, V} <= {64, 128, 256}:
         return False
     return x.key.dtype == x.value.dtype and x.key.dtype in ("bfloat16", "float16") and x.g is None

@@ -10,20 +10,22 @@ def linear_attention(query, key, value, g=None, g_gamma=None, initial_state=None
     """Run ``S_t = diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T`` and ``o_t = softmax_scale * S_t^T q_t``.
 
     Args:
-        query: ``[B, T, H, K]``; key: ``[B, T, G, K]``; value: ``[B, T, G, V]``.
-        g: log, <= 0: ``[B, T, H, K]`` or ``[B, T, H]``; g_gamma: log, <= 0: ``[H]`` or ``[B, H]``.
+        query, key, value: ``[B, T, heads, K]``, ``[B, T, heads, K]``, ``[B, T, heads, V]``; of these and of g each has
+            its own number of heads, which divides H, the largest: head h reads head ``h // (H // heads)``.
+        g: log, <= 0: ``[B, T, heads, K]`` or ``[B, T, heads]``; g_gamma: log, <= 0: ``[H]`` or ``[B, H]``.
         initial_state: ``[N, H, K, V]``; cu_seqlens: ``[N + 1]``, needs ``B == 1``.
 
     Returns:
         ``(output [B, T, H, V], final_state [N, H, K, V])`` in ``dtype``, in which all is computed.
     """
-    q, k, v = (np.asarray(x).astype(dtype) for x in (query, key, value))
-    (B, T, H, K), V = q.shape, v.shape[-1]
-    k, v = (np.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
+    (B, T, _, K), V = np.shape(query), np.shape(value)[-1]
+    H = max(np.shape(x)[2] for x in (query, key, value, g) if x is not None)
+    q, k, v = (of_all_heads(x, H, dtype) for x in (query, key, value))
     scale = np.asarray(K**-0.5 if softmax_scale is None else softmax_scale, dtype)
     gate = np.zeros((B, T, H, K), dtype)
     if g is not None:
-        gate = gate + np.asarray(g).astype(dtype).reshape(*np.shape(g), *[1] * (4 - np.ndim(g)))
+        gates = of_all_heads(g, H, dtype)
+        gate = gate + (gates if gates.ndim == 4 else gates[..., None])
     if g_gamma is not None:
         gate = gate + np.broadcast_to(np.asarray(g_gamma).astype(dtype), (B, H))[:, None, :, None]
     sequences = [(b, 0, T) for b in range(B)]
@@ -38,3 +40,9 @@ def linear_attention(query, key, value, g=None, g_gamma=None, initial_state=None
             state[n] = np.exp(gate[b, t])[..., None] * state[n] + k[b, t, :, :, None] * v[b, t, :, None, :]
             output[b, t] = scale * (state[n] * q[b, t, :, :, None]).sum(-2)
     return output, state
+
+
+def of_all_heads(x, H, dtype):
+    """``[B, T, H, ...]`` of an array with fewer heads."""
+    x = np.asarray(x).astype(dtype)
+    return np.repeat(x, H // x.shape[2], axis=2)

@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 
+from keraunos.kernels.linear_attention.reference import of_all_heads
+
 
 def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlens, doutput, dfinal_state,
                          *, softmax_scale=None, reverse=False, dtype=np.float64):  # fmt: skip
@@ -13,13 +15,13 @@ def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlen
     ``dk_t = dS_t v_t``, ``dv_t = dS_t^T k_t``, ``dg_t = exp(g_t) * sum_v(S_{t-1} * dS_t)``, ``dS_{t-1}`` gets
     ``exp(g_t) * dS_t``.
     """
-    q, k, v, do = (np.asarray(x).astype(dtype) for x in (query, key, value, doutput))
-    (B, T, H, K), (G, V) = q.shape, v.shape[2:]
-    k, v = (np.repeat(x, H // G, axis=2) for x in (k, v))
+    (B, T, H, V), K = np.shape(doutput), np.shape(query)[-1]
+    q, k, v, do = (of_all_heads(x, H, dtype) for x in (query, key, value, doutput))
     scale = np.asarray(K**-0.5 if softmax_scale is None else softmax_scale, dtype)
     gate = np.zeros((B, T, H, K), dtype)
     if g is not None:
-        gate = gate + np.asarray(g).astype(dtype).reshape(*np.shape(g), *[1] * (4 - np.ndim(g)))
+        gates = of_all_heads(g, H, dtype)
+        gate = gate + (gates if gates.ndim == 4 else gates[..., None])
     if g_gamma is not None:
         gate = gate + np.broadcast_to(np.asarray(g_gamma).astype(dtype), (B, H))[:, None, :, None]
     sequences = [(b, 0, T) for b in range(B)]
@@ -46,9 +48,17 @@ def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlen
             decayed = np.exp(gate[b, t])[..., None] * dstate
             dgate[b, t] = (decayed * state).sum(-1)
             dstates[n] = decayed
-    dk, dv = (x.reshape(B, T, G, H // G, x.shape[-1]).sum(3) for x in (dk, dv))
-    dg = None if g is None else (dgate if np.ndim(g) == 4 else dgate.sum(-1))
     dgamma = None
     if g_gamma is not None:
         dgamma = dgate.sum((1, 3)) if np.ndim(g_gamma) == 2 else dgate.sum((0, 1, 3))
+    dg = dgate if np.ndim(g) == 4 else dgate.sum(-1)
+    dq, dk, dv, dg = map(_shared, (dq, dk, dv, dg), (query, key, value, g))
     return dq, dk, dv, dg, dgamma, None if initial_state is None else dstates
+
+
+def _shared(dx, x):
+    """The gradient of ``x``, summed over the heads that share one of its own."""
+    if x is None:
+        return None
+    (B, T, H), n = dx.shape[:3], np.shape(x)[2]
+    return dx.reshape(B, T, n, H // n, *dx.shape[3:]).sum(3)

@@ -81,8 +81,8 @@ class _Walker:
 
     def __init__(self, args: Args, opts: Options):
         self.args, self.opts = args, opts
-        self.B, self.T, self.H, self.K = args.query.shape
-        self.V, self.device = args.value.shape[-1], args.query.device
+        self.B, self.T, _, self.K = args.query.shape
+        self.H, self.V, self.device = args.heads, args.value.shape[-1], args.query.device
         # A power of two, for the halving of vector gates; no larger than what holds all tokens.
         self.C = min(opts.cfg.block_q, 1 << (self.T - 1).bit_length())
         self.dtype = torch.promote_types(args.query.dtype, torch.float32)
@@ -138,7 +138,7 @@ class _Walker:
         return x if x.shape[2] == self.H else x.repeat_interleave(self.H // x.shape[2], 2)
 
     def write(self, buffer, x, group: _Group):
-        """Put ``[n, B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over query heads that share one."""
+        """Put ``[n, B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over heads that share one."""
         if buffer.shape[2] != self.H:
             x = x.unflatten(2, (buffer.shape[2], -1)).sum(3)
         x = x.transpose(2, 3).transpose(0, 1).flatten(1, 2)

@@ -24,7 +24,7 @@ from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
 from keraunos.kernels.linear_attention import triton_chunks, triton_kernels
-from keraunos.kernels.linear_attention.interface import Args, Options
+from keraunos.kernels.linear_attention.interface import Args, Options, head_counts
 from keraunos.kernels.linear_attention.interface import kernels as implementations
 from keraunos.kernels.linear_attention.triton_call import (
     INTERPRETED,
@@ -454,6 +454,9 @@ def unsupported(inv) -> str | None:
         return "needs the package jax-triton for JAX arrays"
     if inv.arrays["query"][0] == "float64":
         return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
+    heads, H = head_counts(inv.dims), inv.dims["H"]
+    if heads["query"] < H or heads["key"] != heads["value"] or ("g" in inv.arrays and heads["g"] < H):
+        return "takes as many heads of values as of keys, and of gates as of queries, of which none has more"
     if max(inv.dims["K"], inv.dims["V"]) > 256:
         return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
     return None

@@ -80,8 +80,8 @@ class _Walker:
 
     def __init__(self, args: Args, opts: Options):
         self.args, self.opts = args, opts
-        self.B, self.T, self.H, self.K = args.query.shape
-        self.G, self.V = args.value.shape[2:]
+        self.B, self.T, _, self.K = args.query.shape
+        self.H, self.V = args.heads, args.value.shape[3]
         # A window of C tokens must fit into T; a power of two, for the halving of vector gates.
         self.C = min(opts.cfg.block_q, 1 << (self.T.bit_length() - 1))
         self.dtype = jnp.promote_types(args.query.dtype, jnp.float32)
@@ -116,7 +116,7 @@ class _Walker:
         return jnp.repeat(x, self.H // x.shape[1], axis=1)
 
     def write(self, buffer, x, chunk):
-        """Put ``[B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over the query heads that share one."""
+        """Put ``[B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over the heads that share one."""
         start, valid = self.rows(chunk)
         heads = buffer.shape[2]
         if heads != self.H:
@@ -389,7 +389,7 @@ def forward(args: Args, opts: Options):
 
 
 def _no_tokens(args: Args):
-    (B, _, H, K), V = args.query.shape, args.value.shape[-1]
+    (B, _, _, K), H, V = args.query.shape, args.heads, args.value.shape[-1]
     N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
     dtype = jnp.promote_types(args.query.dtype, jnp.float32)
     states = jnp.zeros((N, H, K, V), dtype) if args.initial_state is None else args.initial_state.astype(dtype)

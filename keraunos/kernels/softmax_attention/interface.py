@@ -223,18 +223,18 @@ def axes(args: Args, opts: Options) -> tuple[Args, str]:
 
     See :func:`keraunos.frontends.jax_partition.partitioned`.
     """
-    b, h, g = "..." if opts.dropout else "bhg"
+    b, h = ".." if opts.dropout else "bh"
     B, H, G = args.query.shape[0], args.query.shape[2], args.key.shape[2]
 
     def heads(n):
-        return h if n == H else g if n == G else "."
+        return h if n in (H, G) else "."
 
     def plane(x):
         return None if x is None else (b if x.shape[0] == B else ".") + heads(x.shape[1]) + ".."
 
     sinks = None if args.sinks is None else "." if args.sinks.ndim == 1 else heads(args.sinks.shape[0]) + "."
-    query, key, ids = f"{b}.{h}.", f"{b}.{g}.", f"{b}."
-    return Args(query, key, key, plane(args.bias), sinks, plane(args.mask), ids, ids, "."), query
+    rows, ids = f"{b}.{h}.", f"{b}."
+    return Args(rows, rows, rows, plane(args.bias), sinks, plane(args.mask), ids, ids, "."), rows
 
 
 def blocks(T: int, S: int, block_q: int, block_k: int, causal: bool, window: tuple[int, int] | None) -> list[range]:
