@@ -1,8 +1,8 @@
 """The recurrence with a scalar decay, for Hopper: a warp-specialised kernel in Pallas Mosaic GPU.
 
 Queries, keys and values give outputs: one memory warpgroup issues bulk copies into a ring of stages, compute warpgroups
-use them up. docs/hopper.md draws who waits for whom; ``pallas_walk.py`` says which program does which tokens, and
-``pallas_starts.py`` has the kernels for what segments start from.
+use them up. ``benchmarks/results/hopper-notes.md`` draws who waits for whom; ``pallas_walk.py`` says which program does
+which tokens, and ``pallas_starts.py`` has the kernels for what segments start from.
 
 Gradients of gates and of learned decays are for bfloat16 only: where decays are strong, what a token gives to later
 ones is below float16's normal numbers, and nothing else makes these gradients.

@@ -1,7 +1,8 @@
 """What the Pallas kernels of Hopper share: layouts, rows of chunks in shared memory, rings of stages, launches.
 
 A kernel is a function of its program's indices, its warpgroup and references to arrays, outputs and shared memory, and
-``_launch`` runs it. One warpgroup fills a ring of stages, the others give them back: docs/hopper.md draws it.
+``_launch`` runs it. One warpgroup fills a ring of stages, the others give them back:
+``benchmarks/results/hopper-notes.md`` draws it.
 """
 
 from __future__ import annotations
