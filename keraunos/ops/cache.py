@@ -17,6 +17,8 @@ import json
 import logging
 import os
 import re
+import reprlib
+import stat
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,9 +26,15 @@ from typing import Any
 
 from keraunos.kernels.registry import Platform, Row
 from keraunos.ops.kernel import Config, Invocation
+from keraunos.text import printable
 
 SCHEMA = 1
 LOCK_SECONDS = 30.0
+# A file of thousands of entries has a few megabytes, and each entry six levels of tables.
+MOST_BYTES = 1 << 26
+_MOST_LEVELS = 32
+# What may go wrong with files: NotImplementedError is a file system without locks, ImportError no filelock.
+_FAILURES = (OSError, NotImplementedError, ImportError)
 
 _log = logging.getLogger("keraunos")
 _compilers: dict[str, str] = {
@@ -104,7 +112,8 @@ class PersistentCache:
     """Measured winners on disk: one JSON file per kind of device, shared by all processes of the user.
 
     Writing merges under a file lock and replaces the file in one step, so that a reader always finds a whole one. A
-    file that cannot be read is reported and moved aside. Nothing that goes wrong here fails a call: it is logged, once.
+    file that cannot be read is reported and moved aside. Nothing that goes wrong here fails a call, not even that there
+    is no folder: it is logged, once, and what is measured is kept in memory.
 
     Args:
         name: the folder's name in the user's cache directory, ``KERAUNOS_CACHE_DIR`` if that is set.
@@ -117,34 +126,38 @@ class PersistentCache:
         self._held: dict[Path, tuple[Any, dict[str, dict]]] = {}
 
     def directory(self) -> Path:
-        """The folder that the files are in; it need not exist."""
+        """The folder that the files are in; it need not exist.
+
+        Raises:
+            OSError: there is none, as for a user who has no home directory; the message says what to do.
+        """
         if self._directory is not None:
             return Path(self._directory)
         root = os.environ.get("KERAUNOS_CACHE_DIR")
-        if not root:
-            import platformdirs
-
-            root = platformdirs.user_cache_dir("keraunos")
-        return Path(root).expanduser() / self.name
+        try:
+            return Path(root or _users_directory()).expanduser() / self.name
+        except RuntimeError:
+            if root:
+                raise OSError(f"KERAUNOS_CACHE_DIR is {root!r}, a home directory that does not exist") from None
+            raise OSError("this user has no home directory: set KERAUNOS_CACHE_DIR to a folder") from None
 
     def path(self, device: str) -> Path:
-        """The file for a kind of device."""
+        """The file for a kind of device; raises what :meth:`directory` does."""
         return self.directory() / file_name(device)
 
     def files(self) -> list[Path]:
-        """The files that exist."""
+        """The files that exist; raises what :meth:`directory` does."""
         return sorted(self.directory().glob("*.json"))
 
     def entries(self, path: Path) -> dict[str, dict]:
         """The entries of a file by key, read again only if the file has changed."""
         try:
-            stat = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             return {}
         except OSError as error:
-            _say(path, f"cannot be read ({_reason(error)}); configurations are chosen without it")
-            return {}
-        signature = stat.st_mtime_ns, stat.st_size, stat.st_ino
+            return _unread(path, error)
+        signature = status.st_mtime_ns, status.st_size, status.st_ino
         held = self._held.get(path)
         if held is None or held[0] != signature:
             held = self._held[path] = signature, self._read(path)
@@ -159,7 +172,10 @@ class PersistentCache:
             config: the class to make of the entry.
             backward: take only what was timed and checked with its gradient.
         """
-        path = self.path(device)
+        try:
+            path = self.path(device)
+        except OSError as error:
+            return _no_directory(error)
         entry = self.entries(path).get(key)
         return f"no entry in {path}" if entry is None else _winner(entry, config, backward)
 
@@ -175,9 +191,12 @@ class PersistentCache:
         Returns:
             Whether it was stored; if not, the reason was logged.
         """
-        return self._change(
-            self.path(device), device, lambda entries: {**{k: e for k, e in entries.items() if keep(k)}, key: entry}
-        )
+        try:
+            path = self.path(device)
+        except OSError as error:
+            _no_directory(error)
+            return False
+        return self._change(path, device, lambda entries: {**{k: e for k, e in entries.items() if keep(k)}, key: entry})
 
     def clear(self, path: Path, keep: Callable[[str], bool] = lambda key: False) -> bool:
         """Drop the entries of a file other than those whose key ``keep`` accepts; see :meth:`put` for the result."""
@@ -190,7 +209,7 @@ class PersistentCache:
                 data = _load_or_move_aside(path)
                 data = {"schema": SCHEMA, "device": data.get("device", device), "entries": change(data["entries"])}
                 _replace(path, json.dumps(data, indent=1) + "\n")
-        except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
+        except _FAILURES as error:
             _say(path, f"cannot be written ({_reason(error)}); what was measured is kept for this process only")
             return False
         return True
@@ -201,15 +220,22 @@ class PersistentCache:
         except FileNotFoundError:
             return {}
         except OSError as error:
-            _say(path, f"cannot be read ({_reason(error)}); configurations are chosen without it")
-            return {}
+            return _unread(path, error)
         except ValueError as problem:
             try:
                 with _locked(path):
                     return _load_or_move_aside(path)["entries"]
-            except (OSError, NotImplementedError) as error:
+            except _FAILURES as error:
                 _say(path, f"is not used: {problem}. It cannot be moved aside ({_reason(error)})")
                 return {}
+
+
+def _users_directory() -> str:
+    try:
+        import platformdirs
+    except ImportError as error:
+        raise OSError(f"platformdirs cannot be imported ({error}): install it, or set KERAUNOS_CACHE_DIR") from None
+    return platformdirs.user_cache_dir("keraunos")
 
 
 def file_name(device: str) -> str:
@@ -221,20 +247,45 @@ def load(path: Any) -> dict[str, Any]:
     """Read a file of configurations.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no regular file.
         ValueError: it is none, or of another schema.
     """
+    # A folder inside of a zip file has no paths of the file system.
+    content = _content(path) if isinstance(path, Path) else path.read_bytes()
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON file ({error})") from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise ValueError(f"its schema is {schema!r}; this version of keraunos reads schema {SCHEMA}")
+        raise ValueError(f"its schema is {reprlib.repr(schema)}; this version of keraunos reads schema {SCHEMA}")
+    if _is_deep(data, _MOST_LEVELS):
+        raise ValueError(f"it has values that are more than {_MOST_LEVELS} levels deep")
     entries = data.get("entries")
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise ValueError("it has no table of entries")
     return data
+
+
+def _content(path: Path) -> bytes:
+    """A regular file's bytes, at most one more than are allowed.
+
+    Anything else is only looked at: to open or to read a pipe may wait for ever, and a device may never end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
+    # By the time it is opened it may be something else.
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        return file.read(MOST_BYTES + 1) or b""
+
+
+def _is_deep(value: Any, levels: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deep(part, levels - 1) for part in parts)
 
 
 def _load_or_move_aside(path: Path) -> dict[str, Any]:
@@ -246,12 +297,14 @@ def _load_or_move_aside(path: Path) -> dict[str, Any]:
     except ValueError as problem:
         aside = next(p for n in range(1, 10**9) if not (p := path.with_name(f"{path.name}.aside-{n}")).exists())
         os.rename(path, aside)
-        _log.warning("%s is not used: %s. Moved aside to %s", path, problem, aside.name)
+        _warn(f"{path} is not used: {problem}. Moved aside to {aside.name}")
         return {"entries": {}}
 
 
 def _replace(path: Path, text: str) -> None:
     """Write a file in one step; the caller holds the lock, so other temporary files are left from killed writers."""
+    if len(text) > MOST_BYTES:
+        raise OSError(f"it would have more than {MOST_BYTES >> 20} MiB: see `keraunos cache clear`")
     for left in path.parent.glob(f".{path.name}.*.tmp"):
         left.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
@@ -272,7 +325,7 @@ def _locked(path: Path) -> Any:
 
 
 def _winner(entry: dict[str, Any], config: type[Config], backward: bool) -> Config | str:
-    if backward and not entry.get("backward"):
+    if backward and entry.get("backward") is not True:
         return "its entry was measured without the backward"
     try:
         return config.from_json(entry["winner"])
@@ -292,7 +345,7 @@ def _shipped_entries(file: str) -> dict[str, list[tuple[str, dict]]]:
     try:
         entries = load(path)["entries"] if path.is_file() else {}
     except (OSError, ValueError) as problem:
-        _log.warning("%s is not used: %s", path, problem)
+        _warn(f"{path} is not used: {problem}")
         entries = {}
     calls: dict[str, list] = {}
     for key, entry in entries.items():
@@ -331,12 +384,28 @@ def ship(key: str, device: str, entry: dict[str, Any]) -> bool:
 _said: set[tuple[str, str]] = set()
 
 
-def _say(path: Path, what: str) -> None:
+def _no_directory(error: OSError) -> str:
+    _say("the cache", f"is kept in memory only: {error}")
+    return str(error)
+
+
+def _unread(path: Path, error: OSError) -> dict[str, dict]:
+    _say(path, f"cannot be read ({_reason(error)}); configurations are chosen without it")
+    return {}
+
+
+def _say(what: Path | str, problem: str) -> None:
     """Log a warning, once. Not warnings.warn: where warnings are errors it would fail the call."""
-    if (str(path), what) not in _said:
-        _said.add((str(path), what))
-        _log.warning("%s %s", path, what)
+    if (str(what), problem) not in _said:
+        _said.add((str(what), problem))
+        _warn(f"{what} {problem}")
+
+
+def _warn(text: str) -> None:
+    # The names of files, and what is in them, may be anybody's.
+    _log.warning("%s", printable(text))
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
+    text = getattr(error, "strerror", None) or str(error)
+    return text if type(error) is OSError else f"{type(error).__name__}: {text}"

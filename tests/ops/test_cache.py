@@ -3,15 +3,22 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 
+import hypothesis
+import jax.numpy as jnp
 import pytest
+from hypothesis import strategies as st
 
 from keraunos.ops import Config, PersistentCache
 from keraunos.ops import cache as cache_module
+
+from .toy import SLOW, choose, executor, planted
 
 ENTRY = {"winner": {"block_q": 16}, "backward": False, "measurements": []}
 
@@ -131,6 +138,8 @@ BROKEN = {
     "newer": (b'{"schema": 99, "entries": {}}', "its schema is 99; this version of keraunos reads schema 1"),
     "no entries": (b'{"schema": 1, "entries": [1]}', "it has no table of entries"),
     "bad entries": (b'{"schema": 1, "entries": {"a": 1}}', "it has no table of entries"),
+    "too deep": (b'{"schema": 1, "entries": {"a": {"b": ' + b"[" * 40 + b"]" * 40 + b"}}}", "more than 32 levels deep"),
+    "a long schema": (b'{"schema": "' + b"x" * 99999 + b'"}', "its schema is 'xxxxxxxxxxxx...xxxxxxxxxxxxx'; this"),
 }
 
 
@@ -151,7 +160,8 @@ def test_a_broken_file_is_reported_and_moved_aside(store, tmp_path, caplog, faul
         assert store.put("b", "some device", ENTRY)
         assert find(store, "b") == Config(block_q=16)
         assert len(caplog.records) == 1
-        assert f"{path} is not used: {reason}" in caplog.text
+        assert f"{path} is not used: " in caplog.text
+        assert reason in caplog.text
         assert f"Moved aside to some-device.json.aside-{n}" in caplog.text
         assert (tmp_path / f"some-device.json.aside-{n}").read_bytes() == content
 
@@ -200,6 +210,148 @@ def test_a_folder_that_cannot_be_made_is_one_warning_each(caplog):
     assert len(caplog.records) == 2
     assert "cannot be read" in caplog.text
     assert "cannot be written" in caplog.text
+
+
+def no_home(monkeypatch):
+    """A user of a container: neither HOME nor an entry in the list of users."""
+    pwd = pytest.importorskip("pwd")
+
+    def unknown(user):
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "KERAUNOS_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+NO_DIRECTORY = {
+    "no home": (no_home, "this user has no home directory: set KERAUNOS_CACHE_DIR to a folder"),
+    "no such user": (
+        lambda patch: patch.setenv("KERAUNOS_CACHE_DIR", "~nosuchuser/x"),
+        "KERAUNOS_CACHE_DIR is '~nosuchuser/x', a home directory that does not exist",
+    ),
+    "no platformdirs": (
+        lambda patch: (patch.delenv("KERAUNOS_CACHE_DIR", raising=False),
+                       patch.setitem(sys.modules, "platformdirs", None)),
+        "install it, or set KERAUNOS_CACHE_DIR",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", NO_DIRECTORY)
+def test_without_a_directory_calls_run_and_are_tuned_in_memory(why, monkeypatch, caplog):
+    break_it, reason = NO_DIRECTORY[why]
+    break_it(monkeypatch)
+    with planted({64: {"work": SLOW}, 32: {}}) as toy:
+        run = executor()
+        run.chain.persistent = PersistentCache("configurations")
+        assert choose(run, toy, jnp.ones((2, 32))).tier == "autotune"
+        choice = choose(run, toy, jnp.ones((2, 32)))
+        assert (choice.tier, choice.cfg.block_q) == ("memory", 32)
+        assert reason in choose(run, toy, jnp.ones((2, 64))).missed["disk"]
+        run(toy, jnp.ones((2, 32)))
+    assert len(caplog.records) == 1
+    assert "the cache is kept in memory only" in caplog.text
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("why", NO_DIRECTORY)
+def test_who_asks_for_the_directory_is_told_why_there_is_none(why, monkeypatch):
+    break_it, reason = NO_DIRECTORY[why]
+    break_it(monkeypatch)
+    store = PersistentCache("configurations")
+    for ask in (store.directory, store.files, lambda: store.path("cpu")):
+        with pytest.raises(OSError, match=re.escape(reason)):
+            ask()
+
+
+def test_without_filelock_nothing_is_stored_and_that_is_one_warning(store, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "filelock", None)
+    assert not store.put("a", "some device", ENTRY)
+    (tmp_path / "other-device.json").write_text("{")
+    assert "no entry" in store.find("a", "other device", Config)
+    assert not store.clear(tmp_path / "some-device.json")
+    assert len(caplog.records) == 2
+    assert caplog.text.count("ModuleNotFoundError") == 2
+
+
+def irregular(path, kind):
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(kind)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "/dev/full", "/dev/null"])
+def test_what_is_no_regular_file_is_neither_read_nor_written(store, tmp_path, caplog, kind):
+    path = tmp_path / "some-device.json"
+    irregular(path, kind)
+    for _ in range(2):
+        assert "no entry" in find(store)
+        assert not store.put("a", "some device", ENTRY)
+        assert not store.clear(path)
+    assert len(caplog.records) == 2
+    assert "cannot be read (it is no regular file)" in caplog.text
+    assert "cannot be written (it is no regular file)" in caplog.text
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["some-device.json"]
+    assert path.is_symlink() == kind.startswith("/dev")
+
+
+@pytest.mark.timeout(20)
+def test_a_file_that_becomes_a_pipe_while_it_is_opened_does_not_block(tmp_path, monkeypatch):
+    path, other = tmp_path / "some-device.json", tmp_path / "regular"
+    os.mkfifo(path)
+    other.write_text("{}")
+    look = os.stat
+    monkeypatch.setattr(os, "stat", lambda p, *a, **k: look(other if p == path else p, *a, **k))
+    with pytest.raises(OSError, match="no regular file"):
+        cache_module.load(path)
+
+
+def test_a_file_that_is_too_large_is_moved_aside_and_none_is_made(store, tmp_path, monkeypatch, caplog):
+    store.put("a", "some device", ENTRY)
+    monkeypatch.setattr(cache_module, "MOST_BYTES", 300)
+    assert not store.put("b", "some device", {"winner": {}, "note": "x" * 300})
+    assert "it would have more than" in caplog.text
+    assert find(store) == Config(block_q=16)
+    (tmp_path / "some-device.json").write_text(" " * 301)
+    assert "no entry" in find(store)
+    assert "it has more than" in caplog.text
+    assert (tmp_path / "some-device.json.aside-1").exists()
+
+
+def test_no_escapes_of_a_files_name_are_logged(tmp_path, caplog):
+    (tmp_path / "\x1b[31m").mkdir()
+    (tmp_path / "\x1b[31m" / "cpu.json").write_text("{")
+    assert "no entry" in PersistentCache("", tmp_path / "\x1b[31m").find("a", "cpu", Config)
+    assert "is not used" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just({"block_q": 16}),
+    lambda some: (
+        st.lists(some, max_size=3)
+        | st.dictionaries(st.sampled_from(["winner", "backward", "block_q", "platform"]) | st.text(max_size=4), some)
+    ),
+    max_leaves=12,
+)
+ENTRIES = st.dictionaries(st.just("a") | st.text(max_size=8), st.dictionaries(st.just("winner"), JSON) | JSON)
+
+
+@hypothesis.given(st.binary() | st.builds(json.dumps, JSON | st.fixed_dictionaries({"schema": st.just(1), "entries":
+                  ENTRIES | JSON})).map(str.encode), st.booleans())  # fmt: skip
+@hypothesis.settings(max_examples=150, deadline=None)
+def test_whatever_is_in_the_file_no_call_fails(content, backward):
+    with tempfile.TemporaryDirectory() as folder:
+        store = PersistentCache("", folder)
+        store.path("some device").write_bytes(content)
+        assert isinstance(store.find("a", "some device", Config, backward), Config | str)
+        assert store.put("b", "some device", ENTRY)
+        assert find(store, "b") == Config(block_q=16)
 
 
 def test_a_broken_file_that_cannot_be_moved_is_left_alone(store, tmp_path, monkeypatch, caplog):
