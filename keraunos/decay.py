@@ -24,7 +24,7 @@ def lightning(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
 
     Source: Lightning Attention-2 (arXiv:2401.04658) with the layer scaling of TransNormerLLM (arXiv:2307.14995).
     """
-    _check("lightning", num_heads, layer_idx, num_layers)
+    check("lightning", num_heads, layer_idx, num_layers)
     return _scale(-8 / num_heads * np.arange(num_heads), 1 - layer_idx / num_layers)
 
 
@@ -34,7 +34,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     Otherwise the slopes of the closest power of two below, followed by every other slope of twice that.
     Source: ALiBi (arXiv:2108.12409).
     """
-    _check("alibi_slopes", num_heads)
+    check("alibi_slopes", num_heads)
     n = 1 << (int(num_heads).bit_length() - 1)
     slopes = 2.0 ** (-8 * np.arange(1, n + 1) / n)
     extra = 2.0 ** (-8 * np.arange(1, 2 * n + 1, 2) / (2 * n))
@@ -46,7 +46,7 @@ def minimax(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
 
     Source: MiniMax-01 (arXiv:2501.08313), as in Hugging Face transformers.
     """
-    _check("minimax", num_heads, layer_idx, num_layers)
+    check("minimax", num_heads, layer_idx, num_layers)
     return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)
 
 
@@ -55,7 +55,7 @@ def minimax_vllm(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
 
     Source: the same model, as in vLLM.
     """
-    _check("minimax_vllm", num_heads, layer_idx, num_layers, least=2)
+    check("minimax_vllm", num_heads, layer_idx, num_layers, least=2)
     return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - layer_idx / (num_layers - 1) + 1e-5)
 
 
@@ -64,7 +64,7 @@ def bailing(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
 
     Source: the code published with the weights of Ring and Ling linear, in which the first layer is 0, too.
     """
-    _check("bailing", num_heads, layer_idx, num_layers, least=2)
+    check("bailing", num_heads, layer_idx, num_layers, least=2)
     return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - (layer_idx - 1) / (num_layers - 1) + 1e-5)
 
 
@@ -76,7 +76,8 @@ def _scale(per_head: np.ndarray, factor: Any) -> Any:
     return factor * (factor.new_tensor(per_head) if hasattr(factor, "new_tensor") else per_head)
 
 
-def _check(name: str, num_heads: int, layer_idx: Any = 0, num_layers: int = 1, least: int = 1) -> None:
+def check(name: str, num_heads: int, layer_idx: Any = 0, num_layers: int = 1, least: int = 1) -> None:
+    """Refuse a number out of its range (ValueError) or of a wrong type (TypeError), in the name of a function."""
     if not isinstance(num_heads, int | np.integer) or isinstance(num_heads, bool) or num_heads < 1:
         raise ValueError(f"{name}: num_heads is {num_heads!r}; expected an integer >= 1")
     if not isinstance(num_layers, int | np.integer) or isinstance(num_layers, bool) or num_layers < least:

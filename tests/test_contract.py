@@ -118,7 +118,9 @@ def test_detect_platform():
     with pytest.raises(ValueError, match="unknown platform 'nonsense'"):
         keraunos.detect_platform("gla", "nonsense")
     for name in (keraunos.Platform.CUDA, "cuda"):
-        with pytest.raises(keraunos.UnsupportedError, match="gla: platform 'cuda' does not have it; expected one of"):
+        with pytest.raises(
+            keraunos.UnsupportedError, match="gla_attention: platform 'cuda' does not have it; expected one of"
+        ):
             keraunos.detect_platform("gla", name)
     with pytest.raises(ValueError, match="no algorithm 'nonsense'"):
         kernel_registry.get("nonsense")

@@ -75,7 +75,7 @@ def _two_heads(two: Workload, framework: str) -> tuple[list[np.ndarray], np.ndar
     inputs = [measure.values(x).astype(np.float32) for x in two.inputs(framework, seed=0)]
     extras, options = two.rest(framework)
     given: dict[str, Any] = {
-        **dict(zip(_NAMES, inputs, strict=False)), "g_gamma": two.log_decay(),
+        **dict(zip(_NAMES, inputs, strict=False)), "log_decay": two.log_decay(),
         **{name: measure.values(x) for name, x in extras.items()},
     }  # fmt: skip
     kernel, s = two.kernel, two.shape

@@ -335,7 +335,6 @@ def gla_attention(
     g_gamma: Any = None,
     initial_state: Any = None,
     cu_seqlens: Any = None,
-    /,
     *,
     axis_name: Any = None,
     group: Any = None,
@@ -381,8 +380,7 @@ def gla_attention(
         >>> keraunos.distributed.gla_attention(q, q, q, mesh=mesh, spec=P(None, "sequence")).shape
         (1, 100, 2, 16)
     """
-    if g_gamma is not None and not frontends.framework_of(g_gamma):
-        g_gamma = np.asarray(g_gamma, np.float32)
+    g_gamma = interface.per_head("gla_attention", "g_gamma", g_gamma)
     arrays = query, key, value, g, g_gamma, initial_state, cu_seqlens
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
                    _cfg=cfg)  # fmt: skip
@@ -396,7 +394,6 @@ def lightning_attention(
     value: Any,
     initial_state: Any = None,
     cu_seqlens: Any = None,
-    /,
     *,
     axis_name: Any = None,
     group: Any = None,

@@ -54,7 +54,7 @@ def over_mesh(
 
         def local(own):
             own = own if constant is None else own._replace(g_gamma=constant)
-            flat = tuple(getattr(own, field) for field in operation.arguments)
+            flat = operation.unpack(own)
             if tokens is None:
                 return default_executor()(operation, *flat, **options, return_state=True)
             return run(name, flat, (tokens, None, None, None), {**options, "return_state": True}, fixed)

@@ -130,7 +130,6 @@ def attention(
     bias: Any = None,
     dropout_rng: Any = None,
     softmax_aux: Any = None,
-    /,
     *,
     axis_name: Any = None,
     group: Any = None,

@@ -43,6 +43,14 @@ class Backend(StrEnum):
     ANY = "any"
 
 
+_PUBLIC = {"gla": "gla_attention", "lightning_attn": "lightning_attention"}
+
+
+def public_name(algorithm: str) -> str:
+    """The public function of an algorithm, whose name errors carry; the algorithm's own where it has none."""
+    return _PUBLIC.get(algorithm, algorithm)
+
+
 class UnsupportedError(ValueError):
     """No implementation that was allowed can run the call; the message gives each one's reason."""
 
@@ -232,13 +240,14 @@ class KernelRegistry:
         rows = self.rows(algorithm)
         if not rows:
             raise ValueError(f"no algorithm {algorithm!r}; registered: {sorted({r.algorithm for r in self._rows})}")
+        name = public_name(algorithm)
         if platform not in (None, Platform.AUTO) and platform not in self.platforms(algorithm):
             wanted = f"expected one of {[*self.platforms(algorithm), 'auto']}"
             if platform in list(Platform):
-                raise UnsupportedError(f"{algorithm}: platform {str(platform)!r} does not have it; {wanted}")
-            raise ValueError(f"{algorithm}: unknown platform {platform!r}; {wanted}")
+                raise UnsupportedError(f"{name}: platform {str(platform)!r} does not have it; {wanted}")
+            raise ValueError(f"{name}: unknown platform {platform!r}; {wanted}")
         if backend not in list(Backend):
-            raise ValueError(f"{algorithm}: unknown backend {backend!r}; expected one of {[str(b) for b in Backend]}")
+            raise ValueError(f"{name}: unknown backend {backend!r}; expected one of {[str(b) for b in Backend]}")
         return [
             r
             for r in rows
@@ -260,7 +269,7 @@ class KernelRegistry:
             except ImportError as error:
                 reasons.append(f"{row.platform}: cannot be imported: {error}")
         raise UnsupportedError(
-            f"{algorithm}: nothing for platform {platform!r}, backend {backend!r}. {'; '.join(reasons)}"
+            f"{public_name(algorithm)}: nothing for platform {platform!r}, backend {backend!r}. {'; '.join(reasons)}"
         )
 
     def choose(self, inv: Invocation, platform: str | None = None, backend: str = Backend.ANY) -> tuple[Row, list[str]]:
@@ -271,15 +280,15 @@ class KernelRegistry:
             UnsupportedError: none can; the message gives each one's reason.
         """
         passed: list[str] = []
-        rows = self.find(inv.op_id, platform, backend)
+        rows, name = self.find(inv.op_id, platform, backend), public_name(inv.op_id)
         if backend not in (Backend.ANY, inv.backend):
-            raise UnsupportedError(f"{inv.op_id}: asked for backend {backend!r}; the arrays are on {inv.backend}")
+            raise UnsupportedError(f"{name}: asked for backend {backend!r}; the arrays are on {inv.backend}")
         for row in rows:
             reason = row.unsupported(inv)
             if reason is None:
                 return row, passed
             passed.append(f"{row.platform}: {reason}")
-        raise UnsupportedError(f"{inv.op_id}: no platform can run this call. {'; '.join(dict.fromkeys(passed))}")
+        raise UnsupportedError(f"{name}: no platform can run this call. {'; '.join(dict.fromkeys(passed))}")
 
 
 kernel_registry = KernelRegistry()

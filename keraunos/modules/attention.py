@@ -140,7 +140,6 @@ def attention(
     bias: Any = None,
     dropout_rng: Any = None,
     softmax_aux: Any = None,
-    /,
     *,
     mask_info: MaskInfo | None = None,
     init_bias: Callable[[], Any] | None = None,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from keraunos import frontends
 from keraunos.kernels.linear_attention import interface
 from keraunos.kernels.linear_attention.operation import LinearOperation
@@ -24,7 +22,7 @@ class GLAttention(LinearOperation):
 
     op_id = "gla"
     config = GLAttentionConfig
-    arguments = tuple(interface.Args._fields)
+    arguments = interface.Args._fields
     pack = interface.Args
 
     def bind(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
@@ -54,7 +52,6 @@ def gla_attention(
     g_gamma: Any = None,
     initial_state: Any = None,
     cu_seqlens: Any = None,
-    /,
     *,
     softmax_scale: float | None = None,
     reverse: bool = False,
@@ -110,8 +107,7 @@ def gla_attention(
 
     Source: Gated Linear Attention Transformers with Hardware-Efficient Training (arXiv:2312.06635).
     """
-    if g_gamma is not None and not frontends.framework_of(g_gamma):
-        g_gamma = np.asarray(g_gamma, np.float32)
+    g_gamma = interface.per_head("gla_attention", "g_gamma", g_gamma)
     output, state = default_executor()(
         _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform, _cfg=cfg,

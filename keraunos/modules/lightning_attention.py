@@ -22,10 +22,13 @@ class LightningAttention(LinearOperation):
 
     op_id = "lightning_attn"
     config = LightningAttentionConfig
-    arguments = ("query", "key", "value", "g_gamma", "initial_state", "cu_seqlens")
+    arguments = ("query", "key", "value", "log_decay", "initial_state", "cu_seqlens")
 
     def pack(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None) -> interface.Args:
         return interface.Args(query, key, value, None, log_decay, initial_state, cu_seqlens)
+
+    def unpack(self, args: interface.Args) -> tuple:
+        return (*args[:3], *args[4:])
 
     def bind(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
              *, softmax_scale=None, reverse=False, return_state=True) -> Invocation:  # fmt: skip
@@ -53,7 +56,6 @@ def lightning_attention(
     value: Any,
     initial_state: Any = None,
     cu_seqlens: Any = None,
-    /,
     *,
     layer_idx: Any = None,
     num_layers: int | None = None,

@@ -52,14 +52,16 @@ class Executor:
 
         Args:
             kernel: the operation.
-            args: its arrays; absent ones are None.
+            args: its arrays, in the order of ``kernel.arguments``; absent ones are None.
             _cfg: an explicit configuration: wins over every cache and is never stored.
             platform: the platform asked for.
-            kwargs: the operation's options; hashable.
+            kwargs: arrays by their names; the operation's options, hashable.
 
         Raises:
             ValueError, TypeError: the call is wrong, or no platform can run it.
         """
+        if len(args) != len(kernel.arguments) and kernel.arguments:
+            args, kwargs = kernel.in_order(args, kwargs)
         if _overlays.get() or _explaining.get():
             return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
         # With the options' types: 1 and 1.0 equal True, but the checks may refuse them.

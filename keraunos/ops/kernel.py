@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
-from keraunos.kernels.registry import Backend, Implementation, Platform, Row, kernel_registry
+from keraunos.kernels.registry import Backend, Implementation, Platform, Row, kernel_registry, public_name
 
 # As text: PyTorch's compiler, which reads the checks of configurations, does not know classes of such names.
 _BACKENDS = tuple(map(str, Backend))
@@ -135,10 +135,12 @@ class Kernel(ABC):
     Attributes:
         op_id: its name in ``kernel_registry``.
         config: its configuration class.
+        arguments: the names of the arrays that it takes, in order.
     """
 
     op_id: ClassVar[str]
     config: ClassVar[type[Config]] = Config
+    arguments: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def bind(self, *args: Any, **kwargs: Any) -> Invocation:
@@ -151,6 +153,20 @@ class Kernel(ABC):
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the implementation and the launch configuration that the keyword ``cfg`` names."""
+
+    def in_order(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """All its arrays, of which some are given by name or left out (None), and the options.
+
+        Raises:
+            TypeError: there are too many arrays, or one is given twice.
+        """
+        names, label = self.arguments, public_name(self.op_id)
+        if len(args) > len(names):
+            raise TypeError(f"{label}: got {len(args)} arrays; expected at most {len(names)}: {', '.join(names)}")
+        if twice := [name for name in names[: len(args)] if name in kwargs]:
+            raise TypeError(f"{label}: got {', '.join(twice)} by position and by name; expected one of both")
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        return (*args, *map(kwargs.get, names[len(args) :])), options
 
     def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
         """``run`` for all calls with arguments like these, as a function of ``args``, settled as far as it can be."""

@@ -8,10 +8,10 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from keraunos.kernels.registry import Platform, Row, UnsupportedError, kernel_registry
+from keraunos.kernels.registry import Platform, Row, UnsupportedError, kernel_registry, public_name
 from keraunos.ops.cache import ConfigCache, PersistentCache, cache_key, find_shipped
 from keraunos.ops.kernel import Config, Invocation, Kernel
 from keraunos.ops.tuner import Tuner
@@ -67,12 +67,26 @@ def policy_override(policy: AutotunePolicy | None = None, **changes: Any) -> Ite
         policy: the policy; if None, that of the block around this one, or else the default policy.
         changes: fields to change in it.
 
+    Raises:
+        TypeError: ``policy`` is no policy, or there is no such field.
+        ValueError: a field is outside its range.
+
     Example:
         >>> import keraunos
         >>> with keraunos.policy_override(cache_miss_fallback="autotune") as policy:
         ...     policy.cache_miss_fallback
         'autotune'
     """
+    if policy is not None and not isinstance(policy, AutotunePolicy):
+        raise TypeError(
+            f"policy_override: policy is of type {type(policy).__qualname__}; expected an AutotunePolicy or None: "
+            "inside the block all selectors follow it, and fields to change go by name, such as allow_autotune=False"
+        )
+    if unknown := sorted(set(changes) - {x.name for x in fields(AutotunePolicy)}):
+        raise TypeError(
+            f"policy_override: got {', '.join(unknown)}; expected fields of AutotunePolicy: "
+            f"{', '.join(x.name for x in fields(AutotunePolicy))}"
+        )
     changed = replace(policy or _policy.get() or default_policy(), **changes)
     token = _policy.set(changed)
     try:
@@ -198,20 +212,18 @@ class ConfigSelectorChain:
                 found = kernel.heuristic_cfg(inv, row, partial=found)
                 return Choice(found, tier, row.platform, key, passed, missed, _unused(cfg, row))
             missed[tier] = found
-        raise UnsupportedError(f"{inv.op_id}: {row.platform} gave no configuration: {missed}")
+        raise UnsupportedError(f"{public_name(inv.op_id)}: {row.platform} gave no configuration: {missed}")
 
     def _row(self, inv: Invocation, cfg: Config | None, platform: str | None) -> tuple[Row, list[str]]:
-        backend = "any"
+        backend, name = "any", public_name(inv.op_id)
         if cfg is not None:
             if not isinstance(cfg, Config):
-                raise TypeError(f"{inv.op_id}: cfg is {cfg!r}; expected a configuration such as keraunos.ops.Config")
+                raise TypeError(f"{name}: cfg is {cfg!r}; expected a configuration such as keraunos.ops.Config")
             backend = cfg.backend
             if platform in (None, Platform.AUTO):
                 platform = cfg.platform
             elif cfg.platform not in (Platform.AUTO, platform):
-                raise ValueError(
-                    f"{inv.op_id}: platform={platform!r}, but cfg is for {cfg.platform!r}; expected the same"
-                )
+                raise ValueError(f"{name}: platform={platform!r}, but cfg is for {cfg.platform!r}; expected the same")
         return kernel_registry.choose(inv, platform, backend)
 
     def _overlay(self, key) -> Config | str:

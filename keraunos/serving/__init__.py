@@ -27,9 +27,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from keraunos import frontends
+from keraunos.kernels.linear_attention.interface import per_head
 from keraunos.kernels.state_pool.interface import Args
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config
@@ -43,8 +42,8 @@ def _decay(operation: PoolOperation, log_decay: Any, g_gamma: Any) -> Any:
     if log_decay is not None:
         if g_gamma is not None:
             raise ValueError(f"{operation.op_id}: got log_decay and g_gamma, which are the same; expected one of them")
-        g_gamma = log_decay
-    return g_gamma if g_gamma is None or frontends.framework_of(g_gamma) else np.asarray(g_gamma, np.float32)
+        return per_head(operation.op_id, "log_decay", log_decay)
+    return per_head(operation.op_id, "g_gamma", g_gamma)
 
 
 def _call(operation: PoolOperation, args: Args, softmax_scale, platform, cfg) -> tuple[Any, Any]:

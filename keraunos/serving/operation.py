@@ -12,6 +12,7 @@ class PoolOperation(Kernel):
     """One of ``"decode"``, ``"verify"``, ``"commit"``, ``"prefill"``: returns ``(output or None, pool or None)``."""
 
     config: ClassVar[type[Config]] = Config
+    arguments = interface.Args._fields
 
     def __init__(self, op_id: str):
         self.op_id = op_id  # type: ignore[misc]

@@ -15,7 +15,7 @@ _FAR = 1 << 30
 _ARRAYS = ("attention_mask", "query_segments", "key_segments", "key_lengths")
 
 
-def as_window(sliding_window: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def as_window(sliding_window: int | tuple[int, int] | None, name: str = "attention") -> tuple[int, int] | None:
     """``(left, right)`` of a window given as one number or two.
 
     Raises:
@@ -26,7 +26,9 @@ def as_window(sliding_window: int | tuple[int, int] | None) -> tuple[int, int] |
     pair = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
     whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 0 for n in pair)
     if len(pair) != 2 or not whole:
-        raise ValueError(f"sliding_window is {sliding_window!r}; expected w or (left, right), whole numbers >= 0")
+        raise ValueError(
+            f"{name}: sliding_window is {sliding_window!r}; expected w or (left, right), whole numbers >= 0"
+        )
     return min(int(pair[0]), _FAR), min(int(pair[1]), _FAR)
 
 
@@ -54,7 +56,7 @@ class MaskInfo:
     sliding_window: tuple[int, int] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "sliding_window", as_window(self.sliding_window))
+        object.__setattr__(self, "sliding_window", as_window(self.sliding_window, "MaskInfo"))
         if "jax" in sys.modules and not _registered and not frontends.compiling():
             _register()
 
@@ -109,7 +111,7 @@ class MaskInfo:
         Raises:
             ValueError: it is no window.
         """
-        return replace(self, sliding_window=narrower(self.sliding_window, as_window(sliding_window)))
+        return replace(self, sliding_window=narrower(self.sliding_window, as_window(sliding_window, "MaskInfo")))
 
     def apply_kv_lengths(self, key_lengths: Any) -> MaskInfo:
         """The same, and no key from position ``key_lengths[b]`` on.

@@ -65,7 +65,7 @@ def packed(**changes):
     ({"cfg": {"block_q": 64}}, TypeError, "cfg is .*; expected a configuration"),
     ({"platform": "xla", "cfg": keraunos.Config(platform="torch")}, ValueError, "expected the same"),
     ({"cfg": keraunos.Config(backend="tpu", platform="xla")}, keraunos.UnsupportedError,
-     "gla: asked for backend 'tpu'; the arrays are on [cg]pu"),
+     "gla_attention: asked for backend 'tpu'; the arrays are on [cg]pu"),
 ], ids=lambda x: str(x)[:40])  # fmt: skip
 def test_gla(changes, error, message):
     with pytest.raises(error, match=message):

@@ -221,7 +221,7 @@ def test_arrays_elsewhere_are_refused(name):
     args = arguments(gate="vector", state=True)
     place = interface.Args._fields.index(name)
     args[place] = args[place].to("meta")
-    with pytest.raises(ValueError, match=f"gla: {name} is on meta; expected cpu, like query"):
+    with pytest.raises(ValueError, match=f"gla_attention: {name} is on meta; expected cpu, like query"):
         call(*args)
 
 

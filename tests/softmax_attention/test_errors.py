@@ -24,9 +24,9 @@ KV = jnp.ones((2, 6, 2, 8))
     ((Q, KV, KV), {"mask_info": jnp.ones((6, 6), bool)}, TypeError, "expected a keraunos.types.MaskInfo"),
     ((Q, KV, KV), {"mask_info": MaskInfo.from_attention_mask(jnp.ones((5, 6), bool))}, ValueError, "mask has shape"),
     ((Q, KV, KV), {"mask_info": MaskInfo.from_segments(jnp.ones((2, 5), int))}, ValueError, "query_segments has shape"),
-    ((Q, KV, KV), {"sliding_window": -1}, ValueError, "sliding_window is -1"),
-    ((Q, KV, KV), {"sliding_window": (1, 2, 3)}, ValueError, "sliding_window is"),
-    ((Q, KV, KV), {"sliding_window": True}, ValueError, "sliding_window is True"),
+    ((Q, KV, KV), {"sliding_window": -1}, ValueError, "^attention: sliding_window is -1"),
+    ((Q, KV, KV), {"sliding_window": (1, 2, 3)}, ValueError, "^attention: sliding_window is"),
+    ((Q, KV, KV), {"sliding_window": True}, ValueError, "^attention: sliding_window is True"),
     ((Q, KV, KV), {"dtype": "brainfloat"}, TypeError, "dtype is 'brainfloat'; expected bfloat16 or"),
     ((Q, KV, KV), {"dtype": 3}, TypeError, "dtype is 3; expected bfloat16 or"),
     ((Q, KV, KV), {"mask_info": MaskInfo(key_lengths=jnp.ones(3, int))}, ValueError,
@@ -79,7 +79,7 @@ def test_what_masks_refuse():
         MaskInfo().apply_kv_lengths(jnp.ones(2))
     with pytest.raises(ValueError, match=r"key_lengths has shape \(\); expected \[B\]"):
         MaskInfo().apply_kv_lengths(jnp.array(3))
-    with pytest.raises(ValueError, match="sliding_window is -2"):
+    with pytest.raises(ValueError, match="MaskInfo: sliding_window is -2"):
         MaskInfo(sliding_window=-2)
 
 

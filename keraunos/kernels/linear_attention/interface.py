@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from keraunos import decay, frontends
-from keraunos.kernels.registry import Implementation, UnsupportedError
+from keraunos.kernels.registry import Implementation, UnsupportedError, public_name
 from keraunos.ops.kernel import Config, Invocation, is_number
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -85,7 +85,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
 
     def fail(error, name, got, wanted, why) -> NoReturn:
         name = "log_decay" if (op_id, name) == ("lightning_attn", "g_gamma") else name
-        raise error(f"{op_id}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
+        raise error(f"{public_name(op_id)}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
 
     framework = frontends.framework_of(args.query)
     if framework is None:
@@ -261,25 +261,42 @@ def constant_decay(op_id: str, num_heads: int, layer_idx: Any, num_layers: Any, 
     """Lightning's decay per head: ``log_decay``, or the formula for a layer as a NumPy array.
 
     Raises:
-        ValueError: both or neither are given, a value is positive, or the layer is out of range.
-        TypeError: ``layer_idx`` or ``num_layers`` is no integer.
+        ValueError: both or neither are given, or the layer is out of range.
+        TypeError: ``layer_idx`` or ``num_layers`` is no integer, or ``log_decay`` no numbers.
     """
     if log_decay is None:
         if layer_idx is None or num_layers is None:
             raise ValueError(f"{op_id}: expected layer_idx and num_layers, or log_decay; got neither pair nor decay")
         if isinstance(layer_idx, int) and isinstance(num_layers, int):
             # A number, also where the compiler leaves sizes open: the decay is a constant of its graph.
-            return _lightning(int(num_heads), layer_idx, num_layers)
-        return decay.lightning(num_heads, layer_idx, num_layers)
+            return _remembered_layer(op_id, int(num_heads), layer_idx, num_layers)
+        return _layer(op_id, num_heads, layer_idx, num_layers)
     if layer_idx is not None or num_layers is not None:
         raise ValueError(f"{op_id}: got log_decay and layer_idx or num_layers; expected one or the other")
-    if frontends.framework_of(log_decay):
-        return log_decay
-    return np.asarray(log_decay, np.float32)
+    return per_head(op_id, "log_decay", log_decay)
+
+
+def _layer(op_id: str, num_heads: int, layer_idx: Any, num_layers: int) -> Any:
+    decay.check(op_id, num_heads, layer_idx, num_layers)
+    return decay.lightning(num_heads, layer_idx, num_layers)
 
 
 # By type too: what equals a layer, such as True, is none, and has to reach the check.
-_lightning = functools.lru_cache(maxsize=1024, typed=True)(decay.lightning)
+_remembered_layer = functools.lru_cache(maxsize=1024, typed=True)(_layer)
+
+
+def per_head(function: str, argument: str, x: Any) -> Any:
+    """A decay per head: an array of a framework as it is, numbers as a NumPy array, None as None.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if x is None or frontends.framework_of(x):
+        return x
+    try:
+        return np.asarray(x, np.float32)
+    except (TypeError, ValueError):
+        raise TypeError(f"{function}: {argument} is {x!r}; expected an array or numbers, one per head") from None
 
 
 def kernels(
@@ -321,7 +338,7 @@ def kernels(
             inv = describe(op_id, args, softmax_scale, reverse)
             reason = unsupported(inv)
             if reason:
-                raise UnsupportedError(f"{op_id}: {reason}")
+                raise UnsupportedError(f"{public_name(op_id)}: {reason}")
             cfg = heuristic(inv, Config())
         return prepare(args, softmax_scale, reverse, cfg)(args)
 
@@ -335,7 +352,7 @@ def kernels(
                        reverse=False, cu_seqlens=None, *, log_decay=None, cfg=None):  # fmt: skip
         """Lightning attention, ``(output, final_state)``; see :func:`keraunos.lightning_attention`."""
         heads = most_heads(query, key, value)
-        gamma = constant_decay("lightning_attn", heads, layer_idx, num_layers, log_decay)
+        gamma = constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
         args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
         return run("lightning_attn", args, softmax_scale, reverse, cfg)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +21,15 @@ _SHAPES = {
 
 
 class LinearOperation(Kernel):
-    """An operation of the linear recurrence.
+    """An operation of the linear recurrence."""
 
-    Attributes:
-        arguments: the names of the arrays that ``run`` takes, in order.
-    """
+    def pack(self, *args: Any) -> Args:
+        """The arrays that ``run`` takes, by their names in the recurrence."""
+        return Args(*args)
 
-    arguments: ClassVar[tuple[str, ...]]
+    def unpack(self, args: Args) -> tuple:
+        """What :meth:`pack` made them of."""
+        return tuple(args)
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
                    G: int | None = None, V: int | None = None, N: int | None = None, HQ: int | None = None,
@@ -77,10 +79,6 @@ class LinearOperation(Kernel):
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
                           {"reverse": reverse}, arguments)  # fmt: skip
 
-    def pack(self, *args: Any) -> Args:
-        """The arrays that ``run`` takes, by their names in the recurrence."""
-        return Args(**dict(zip(self.arguments, args, strict=True)))
-
     def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
         """See :meth:`Kernel.prepare`."""
         prepare, pack = self.get_impl(cfg).prepare, self.pack
@@ -91,8 +89,7 @@ class LinearOperation(Kernel):
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
         """See :func:`sample`."""
-        made = sample(inv, seed)._asdict()
-        return tuple(made[name] for name in self.arguments), dict(inv.options)
+        return self.unpack(sample(inv, seed)), dict(inv.options)
 
     def check_calls(self, inv: Invocation, cfgs: Sequence[Config]) -> list[Invocation]:
         """Two chunks of the longest candidate, so several of the others; and a length that no chunk divides."""
@@ -107,14 +104,12 @@ class LinearOperation(Kernel):
 
     def reference(self, args: Sequence[Any], kwargs: dict, dtype: Any) -> tuple:
         """Output and final state."""
-        return linear_attention(**dict(zip(self.arguments, args, strict=True)), **kwargs, dtype=dtype)
+        return linear_attention(*self.pack(*args), **kwargs, dtype=dtype)
 
     def reference_vjp(self, args: Sequence[Any], kwargs: dict, cotangents: Sequence[Any], dtype: Any) -> tuple:
         """A gradient for each float argument."""
-        given = Args(**dict(zip(self.arguments, args, strict=True)))
-        found = linear_attention_vjp(*given, *cotangents, **kwargs, dtype=dtype)
-        gradients = dict(zip(Args._fields, found, strict=False))  # none for the offsets, the last argument
-        return tuple(gradients.get(name) for name in self.arguments)
+        found = linear_attention_vjp(*self.pack(*args), *cotangents, **kwargs, dtype=dtype)
+        return self.unpack(Args(*found))  # none for the offsets, the last argument
 
 
 def sample(inv: Invocation, seed: int) -> Args:

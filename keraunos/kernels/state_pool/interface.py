@@ -203,7 +203,7 @@ def kernels(
     def implementation(op_id: str, compute: Callable, fields: tuple[str, ...]) -> Implementation:
         made = frontends.in_place(compute, Args, "states", lambda opts: opts.writes, output)
 
-        def prepare(args, softmax_scale, cfg):
+        def prepare(args, softmax_scale=None, cfg=None):
             scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
             return made(frontends.framework_of(args.key), Options(op_id, scale, cfg), args)
 
