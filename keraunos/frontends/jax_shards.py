@@ -57,7 +57,7 @@ class Shards:
         """Whether there is a kernel that hands over states of so many values, where devices reach each other."""
         if jax.__version_info__ < (0, 11) or not isinstance(self.axis, str):
             return False
-        from keraunos.kernels.linear_attention import pallas_exchange
+        from keraunos.kernels.linear_attention.pallas import exchange as pallas_exchange
 
         return values % pallas_exchange.PART == 0
 
@@ -68,7 +68,8 @@ class Shards:
             x, plan, start, way, segment: see :mod:`keraunos.kernels.linear_attention.ends`.
             packed: the plan, of packed sequences, else None.
         """
-        from keraunos.kernels.linear_attention import ends, pallas_exchange
+        from keraunos.kernels.linear_attention import ends
+        from keraunos.kernels.linear_attention.pallas import exchange as pallas_exchange
 
         more = dict(axis=self.axis, size=self.size, right=way.right, **options)
         if packed is None and pallas_exchange.leaves(x, segment):

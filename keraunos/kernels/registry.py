@@ -103,14 +103,15 @@ class Implementation:
 
     @functools.cached_property
     def source_version(self) -> str:
-        """A hash of the source file (and of those named after it): a change makes stored configurations stale."""
+        """A hash of the source file, or of its platform's folder: a change makes stored configurations stale."""
         fn, digest = inspect.unwrap(self.fn), hashlib.sha256()
         try:
             path = Path(self.source or inspect.getsourcefile(fn) or "")
         except TypeError:  # no Python function
             return "unknown"
         if path.is_file():
-            for file in sorted(path.parent.glob(f"{path.stem}*{path.suffix}")):
+            folder = path.stem == "passes"  # a platform that has a folder of its own
+            for file in sorted(path.parent.glob("*.py" if folder else f"{path.stem}*{path.suffix}")):
                 digest.update(file.read_bytes())
         else:
             # Typed in, not in a file.
@@ -322,7 +323,7 @@ HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
 for _algorithm in ("gla", "lightning_attn"):
     for _name, _priority in ((f"preferred_{_algorithm}", 40), (_algorithm, 20)):
         kernel_registry.register(_algorithm, Platform.PALLAS, Backend.GPU, _priority, devices=HOPPER)(
-            f"keraunos.kernels.linear_attention.pallas:{_name}"
+            f"keraunos.kernels.linear_attention.pallas.passes:{_name}"
         )
 
 

@@ -15,22 +15,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention import (
-    pallas_decays,
-    pallas_gates,
-    pallas_gates_chunk,
-    pallas_gates_gradients,
-    pallas_gates_program,
-    pallas_gates_scan,
-    pallas_gates_starts,
-    pallas_gates_strong,
-    pallas_kernels,
-    pallas_products,
-    pallas_program,
-    pallas_starts,
-    pallas_tiles,
-    pallas_vectors,
+from keraunos.kernels.linear_attention.pallas import (
+    decays,
+    gates_chunk,
+    gates_gradients,
+    gates_program,
+    gates_scan,
+    gates_starts,
+    gates_strong,
+    products,
+    program,
+    starts,
+    tiles,
+    vectors,
 )
+from keraunos.kernels.linear_attention.pallas import gates as pallas_gates
+from keraunos.kernels.linear_attention.pallas import kernels as pallas_kernels
 
 
 class _Accumulator:
@@ -72,7 +72,7 @@ def _accumulator_load(acc, *, wait_n):
 
 
 def _whole(x):
-    return x.ref if isinstance(x, pallas_tiles._Tile) else x
+    return x.ref if isinstance(x, tiles.Tile) else x
 
 
 def _store_rows(ref, value, first, end):
@@ -92,7 +92,7 @@ def _copy_rows_out(ref, tile, first, end):
 
 def _start(*operands, onto=None):
     def value(x):
-        if isinstance(x, pallas_products._T):
+        if isinstance(x, products.T):
             return value(x.tile).T
         return (x if isinstance(x, jnp.ndarray) else _load(x)).astype(jnp.float32)
 
@@ -164,42 +164,42 @@ def interpreted():
         plgpu=_With(plgpu, wgmma=_wgmma, wgmma_accumulator_load=_accumulator_load, ACC=_ACC),
         pl=_With(pl, run_scoped=_run_scoped, run_state=_run_state),
         _descriptors_in_words=lambda: None,
-        _store_rows=_store_rows,
+        store_rows=_store_rows,
         _zero_rows=_zero_rows,
-        _copy_rows_out=_copy_rows_out,
-        _copy_rows=_copy_rows,
-        _meet=plgpu.commit_smem,
-        _start=_start,
-        _await=_await,
-        _load_tile=_load,
-        _load_halves=_load_halves,
-        _load_bf16=lambda ref, unrolled=False: _load(ref).astype(jnp.float32),
-        _load_per_row=_load,
-        _load_per_column=_load,
-        _store_tile=_store,
-        _store_per_row=_store,
-        _leave=_store,
-        _taken=_load,
-        _put=_store,
-        _read=_load,
-        _widened=lambda x: x.astype(jnp.float32),
-        _exp2_of_minus=lambda x: jnp.exp2(-x),
-        _flat=lambda x: x,
-        _unflat=lambda x: x,
-        _here=lambda x: x,
-        _flat_rows=lambda x: jnp.broadcast_to(x[:, None], (64, 64)),
-        _flat_columns=lambda x: jnp.broadcast_to(x, (64, 64)),
-        _flat_zeros=lambda: jnp.zeros((64, 64)),
-        _flat_exp2=lambda x, sign="": jnp.exp2(-x if sign else x),
-        _flat_sum=lambda x: jnp.sum(x, 1),
-        _upto=_upto,
-        _commit_fine=_commit_fine,
+        copy_rows_out=_copy_rows_out,
+        copy_rows=_copy_rows,
+        meet=plgpu.commit_smem,
+        start_product=_start,
+        wait_for=_await,
+        load_tile=_load,
+        load_halves=_load_halves,
+        load_bf16=lambda ref, unrolled=False: _load(ref).astype(jnp.float32),
+        load_per_row=_load,
+        load_per_column=_load,
+        store_tile=_store,
+        store_per_row=_store,
+        leave_in=_store,
+        taken=_load,
+        put=_store,
+        read_from=_load,
+        widened=lambda x: x.astype(jnp.float32),
+        exp2_of_minus=lambda x: jnp.exp2(-x),
+        flat=lambda x: x,
+        unflat=lambda x: x,
+        here=lambda x: x,
+        flat_rows=lambda x: jnp.broadcast_to(x[:, None], (64, 64)),
+        flat_columns=lambda x: jnp.broadcast_to(x, (64, 64)),
+        flat_zeros=lambda: jnp.zeros((64, 64)),
+        flat_exp2=lambda x, sign="": jnp.exp2(-x if sign else x),
+        flat_sum=lambda x: jnp.sum(x, 1),
+        upto_of=_upto,
+        commit_fine=_commit_fine,
     )
     with contextlib.ExitStack() as stack:
-        gates = pallas_gates, pallas_gates_program, pallas_gates_scan, pallas_gates_starts, pallas_gates_strong
-        walk = pallas_gates_gradients, pallas_gates_chunk
-        shared = pallas_program, pallas_products, pallas_tiles, pallas_vectors
-        for module in (*shared, pallas_decays, pallas_kernels, pallas_starts, *gates, *walk):
+        gates = pallas_gates, gates_program, gates_scan, gates_starts, gates_strong
+        walk = gates_gradients, gates_chunk
+        shared = program, products, tiles, vectors
+        for module in (*shared, decays, pallas_kernels, starts, *gates, *walk):
             known = {name: x for name, x in names.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **known))
         stack.enter_context(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()))

@@ -16,16 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention import pallas as platform
-from keraunos.kernels.linear_attention import (
-    pallas_gates_gradients,
-    pallas_gates_scan,
-    pallas_gates_starts,
-    pallas_gates_strong,
-    pallas_kernels,
-    pallas_starts,
-)
 from keraunos.kernels.linear_attention.interface import Options
+from keraunos.kernels.linear_attention.pallas import gates_gradients, gates_scan, gates_starts, gates_strong, starts
+from keraunos.kernels.linear_attention.pallas import kernels as pallas_kernels
+from keraunos.kernels.linear_attention.pallas import passes as platform
 from keraunos.ops import Config
 from tests.pallas.cases import case
 from tests.sanitizer import limit_time
@@ -72,7 +66,7 @@ def planted():
 def main(part: int = 0, parts: int = 1) -> None:
     """Forward and backward of each."""
     launched = set()
-    launch = pallas_kernels._launch
+    launch = pallas_kernels.launch_kernel
 
     def noted(*args, name, **options):
         launched.add(name)
@@ -89,12 +83,12 @@ def main(part: int = 0, parts: int = 1) -> None:
         cut = (lambda *_, cut=segmentation: cut) if segmentation else platform.segmentation
         with (
             mock.patch.object(platform, "segmentation", cut),
-            mock.patch.object(pallas_kernels, "_launch", noted),
-            mock.patch.object(pallas_starts, "_launch", noted),
-            mock.patch.object(pallas_gates_scan, "_launch", noted),
-            mock.patch.object(pallas_gates_starts, "_launch", noted),
-            mock.patch.object(pallas_gates_gradients, "_launch", noted),
-            mock.patch.object(pallas_gates_strong, "_launch", noted),
+            mock.patch.object(pallas_kernels, "launch_kernel", noted),
+            mock.patch.object(starts, "launch_kernel", noted),
+            mock.patch.object(gates_scan, "launch_kernel", noted),
+            mock.patch.object(gates_starts, "launch_kernel", noted),
+            mock.patch.object(gates_gradients, "launch_kernel", noted),
+            mock.patch.object(gates_strong, "launch_kernel", noted),
         ):
             results = jax.tree.leaves(jax.jit(both)(*some.arrays))
         finite = all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in results)

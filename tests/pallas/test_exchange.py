@@ -23,8 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention import ends, pallas_exchange
-from keraunos.kernels.linear_attention.pallas_program import _launch
+from keraunos.kernels.linear_attention import ends
+from keraunos.kernels.linear_attention.pallas import exchange
+from keraunos.kernels.linear_attention.pallas.program import launch_kernel
 from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
 from tests.pallas.interpreter import _With, interpreted
@@ -42,7 +43,7 @@ def on_device(rank, came, arrays, **options):
             read[:], written[:] = refs[n : n + 2], refs[n + 3 :]
             body(indices, i_w, *refs[:n], refs[n + 2], *read)
 
-        results[:] = _launch(split, [*given, *boxes], out_type=out_type, grid=grid, **other)
+        results[:] = launch_kernel(split, [*given, *boxes], out_type=out_type, grid=grid, **other)
         return results
 
     def remote_ref(ref, other):
@@ -51,12 +52,12 @@ def on_device(rank, came, arrays, **options):
     def nothing(*x, **more):
         pass
 
-    plgpu = _With(pallas_exchange.plgpu, remote_ref=remote_ref)
-    pl = _With(pallas_exchange.pl, get_global=mock.MagicMock(), semaphore_signal=nothing, semaphore_wait=nothing)
-    lax = _With(pallas_exchange.lax, axis_index=lambda axis: jnp.int32(rank))
-    patches = dict(plgpu=plgpu, pl=pl, lax=lax, _launch=launch, AHEAD=4)
-    with interpreted(), mock.patch.multiple(pallas_exchange, **patches):
-        starts = pallas_exchange.hand_over(*(x if x is None else x[rank] for x in arrays), axis="tokens", **options)
+    plgpu = _With(exchange.plgpu, remote_ref=remote_ref)
+    pl = _With(exchange.pl, get_global=mock.MagicMock(), semaphore_signal=nothing, semaphore_wait=nothing)
+    lax = _With(exchange.lax, axis_index=lambda axis: jnp.int32(rank))
+    patches = dict(plgpu=plgpu, pl=pl, lax=lax, launch_kernel=launch, AHEAD=4)
+    with interpreted(), mock.patch.multiple(exchange, **patches):
+        starts = exchange.hand_over(*(x if x is None else x[rank] for x in arrays), axis="tokens", **options)
     return starts, results[1:]
 
 
@@ -84,7 +85,7 @@ def played(arrays, size, right, **options):
 
         given = [jnp.stack(x).reshape(size, *one.shape) for x, one in zip(arrays, inputs, strict=True) if x is not None]
         every = [jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in out_type]
-        results[:] = _launch(program, given, out_type=every, grid=(size, *grid), **other)
+        results[:] = launch_kernel(program, given, out_type=every, grid=(size, *grid), **other)
         return [x[0] for x in results]
 
     def counters(kind):
@@ -101,10 +102,10 @@ def played(arrays, size, right, **options):
         plgpu=_With(plgpu, remote_ref=remote_ref),
         pl=_With(pl, get_global=counters, semaphore_signal=signal),
         lax=_With(lax, axis_index=lambda axis: rank[0]),
-        _launch=launch,
+        launch_kernel=launch,
     )
-    with mock.patch.multiple(pallas_exchange, **patches):
-        pallas_exchange.hand_over(*(x if x is None else x[0] for x in arrays), axis="tokens", size=size, right=right,
+    with mock.patch.multiple(exchange, **patches):
+        exchange.hand_over(*(x if x is None else x[0] for x in arrays), axis="tokens", size=size, right=right,
                                   **options)  # fmt: skip
     return results[0]
 
@@ -175,10 +176,10 @@ def test_pieces_leave(right, inclusive, gamma, monkeypatch):
     k, v = (np.asarray(jnp.asarray(made.standard_normal((B, T, H, K)), "bfloat16"), np.float32) for _ in range(2))
     gammas = gamma * np.arange(1, H + 1, dtype=np.float32)
     x = ends.Stretch(jnp.asarray(k, "bfloat16"), jnp.asarray(v, "bfloat16"), None, gammas)
-    assert pallas_exchange.leaves(x, n * C)
-    assert not pallas_exchange.leaves(x, 3 * C)
+    assert exchange.leaves(x, n * C)
+    assert not exchange.leaves(x, 3 * C)
     with interpreted():
-        got = np.asarray(pallas_exchange.leave(x, ends.Way(H, right, inclusive, 0.3), n * C)[0])
+        got = np.asarray(exchange.leave(x, ends.Way(H, right, inclusive, 0.3), n * C)[0])
     assert got.shape == (B, T // C, H, K, V)
     passed = (C - 1 - np.arange(C) if right else np.arange(C)) + inclusive
     weights = np.exp(gammas.astype(np.float64)[:, None] * passed)

@@ -50,7 +50,7 @@ def gradients(case, cfg=None):
 
 def learned(case):
     """The same, with gates and decays that have gradients."""
-    from keraunos.kernels.linear_attention.pallas import gla
+    from keraunos.kernels.linear_attention.pallas.passes import gla
 
     def call(args, doutput, dfinal):
         *floats, offsets = (None if x is None else jax.numpy.asarray(x) for x in args)
@@ -201,7 +201,7 @@ MANY = [
 
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_many_segments(case, monkeypatch):
-    from keraunos.kernels.linear_attention import pallas as platform
+    from keraunos.kernels.linear_attention.pallas import passes as platform
 
     monkeypatch.setattr(platform, "segmentation", lambda *_: (2, 1))
     # So few programs that each takes several.

@@ -15,8 +15,8 @@ pytestmark = [NEEDS_JAX, pytest.mark.skipif(GPU, reason="needs no GPU: part of t
 def runner(case, learned, settled=True):
     """``(args, doutput, dfinal) -> results`` as :func:`check` wants them; ``settled``: as if there were one device."""
     from keraunos.frontends import jax_partition
-    from keraunos.kernels.linear_attention import pallas as platform
     from keraunos.kernels.linear_attention.interface import Options
+    from keraunos.kernels.linear_attention.pallas import passes as platform
     from keraunos.ops import Config
     from tests.pallas.interpreter import interpreted
 
@@ -37,7 +37,7 @@ def runner(case, learned, settled=True):
 
 
 def interpret(case, segmentation, learned, monkeypatch):
-    from keraunos.kernels.linear_attention import pallas as platform
+    from keraunos.kernels.linear_attention.pallas import passes as platform
 
     if segmentation:
         monkeypatch.setattr(platform, "segmentation", lambda *_: segmentation)
@@ -131,8 +131,8 @@ def test_a_scale_that_is_no_power_of_two_costs_no_digits():
 
 
 def test_queries_and_keys_of_any_size():
-    from keraunos.kernels.linear_attention import pallas as platform
     from keraunos.kernels.linear_attention.interface import Args, Options
+    from keraunos.kernels.linear_attention.pallas import passes as platform
     from keraunos.ops import Config
     from tests.pallas.interpreter import interpreted
 
@@ -142,11 +142,11 @@ def test_queries_and_keys_of_any_size():
 
 
 def test_states_that_the_forward_kept_are_those_that_the_backward_makes():
-    from keraunos.kernels.linear_attention import pallas_gates_scan
+    from keraunos.kernels.linear_attention.pallas import gates_scan
 
     some, results = case(T=70, **VECTOR, gate_dtype="bfloat16"), []
     for settled, made in ((True, 0), (False, 1)):
-        with mock.patch.object(pallas_gates_scan, "states", wraps=pallas_gates_scan.states) as states:
+        with mock.patch.object(gates_scan, "states", wraps=gates_scan.states) as states:
             results.append(runner(some, True, settled)(*some.arrays))
         assert states.call_count == made
     for one, other in zip(*results, strict=True):

@@ -54,7 +54,7 @@ def test_an_older_jax_is_named_as_the_reason():
     ids=str,
 )
 def test_it_says_what_it_cannot_do(change, reason):
-    from keraunos.kernels.linear_attention.pallas import unsupported
+    from keraunos.kernels.linear_attention.pallas.passes import unsupported
 
     change = {"dtype": "bfloat16", "device": "NVIDIA H200", "g_gamma": np.zeros(2, np.float32), **change}
     sizes = {"T": 100, "H": 2, "K": 64, "V": 64} | {
@@ -73,7 +73,7 @@ def test_it_says_what_it_cannot_do(change, reason):
     [(128, 256, 1), (256, 64, 1), (64, 128, 2), (64, 100, 2), (4, 1024, 32), (1, 1, 1), (1, 4, 1)],
 )
 def test_sequences_are_cut_where_heads_do_not_fill_the_gpu(heads, chunks, segments):
-    from keraunos.kernels.linear_attention.pallas import segmentation
+    from keraunos.kernels.linear_attention.pallas.passes import segmentation
 
     size, pieces = segmentation(heads, chunks)
     assert -(-chunks // size) == segments
@@ -89,7 +89,7 @@ def test_sequences_are_cut_where_heads_do_not_fill_the_gpu(heads, chunks, segmen
      (1, 512, 32, "pallas"), (1, 65536, 4, "pallas"), (1, 0, 64, "pallas")],
 )  # fmt: skip
 def test_auto_prefers_what_was_measured_to_be_faster(B, T, H, first):
-    from keraunos.kernels.linear_attention.pallas import loses
+    from keraunos.kernels.linear_attention.pallas.passes import loses
 
     def preferred(operation, framework="jax"):
         inv = operation.invocation(framework, "bfloat16", B=B, T=T or 1, H=H, K=128)
@@ -104,7 +104,7 @@ def test_auto_prefers_what_was_measured_to_be_faster(B, T, H, first):
 
 def spans(ranges):
     """The first token of each chunk's own, and how many they are."""
-    from keraunos.kernels.linear_attention.pallas_walk import CHUNK, TILE
+    from keraunos.kernels.linear_attention.pallas.walk import CHUNK, TILE
 
     found = []
     for r in ranges:
@@ -120,7 +120,7 @@ def spans(ranges):
 @NEEDS_JAX
 @pytest.mark.parametrize("reverse", [False, True])
 def test_every_token_is_walked_once_and_in_order(reverse):
-    from keraunos.kernels.linear_attention.pallas_walk import Sequence, Walk
+    from keraunos.kernels.linear_attention.pallas.walk import Sequence, Walk
 
     walk = Walk(T=1001, reverse=reverse, adjoint=False, segment=6, pieces=3)
     for ranges in (
@@ -138,7 +138,7 @@ def test_every_token_is_walked_once_and_in_order(reverse):
 @pytest.mark.parametrize("segment", [2, 100])
 @pytest.mark.parametrize("lengths", [(5, 0, 333, 1, 150, 64), (0, 0, 700), (63, 65, 127, 129), (1,) * 40])
 def test_every_token_of_packed_sequences_is_walked_once_by_its_own(lengths, segment, reverse):
-    from keraunos.kernels.linear_attention.pallas_walk import Walk
+    from keraunos.kernels.linear_attention.pallas.walk import Walk
 
     offsets = np.cumsum([0, *lengths]).astype(np.int32)
     walk = Walk(offsets[-1], reverse, False, segment, 1, len(lengths))

@@ -74,7 +74,7 @@ def interpreted(launched):
 
 
 def function(args, case, platform):
-    from keraunos.kernels.linear_attention.pallas import gla
+    from keraunos.kernels.linear_attention.pallas.passes import gla
     from keraunos.ops import Config
 
     query, key, value, g, gamma, state, offsets = args
@@ -103,7 +103,7 @@ def function(args, case, platform):
     ids=str,
 )
 def test_values_and_gradients(case, segmentation, monkeypatch):
-    from keraunos.kernels.linear_attention import pallas as platform
+    from keraunos.kernels.linear_attention.pallas import passes as platform
 
     if segmentation:
         monkeypatch.setattr(platform, "segmentation", lambda *_: segmentation)
@@ -121,8 +121,8 @@ def test_values_and_gradients(case, segmentation, monkeypatch):
 @NEEDS_JAX
 @pytest.mark.parametrize("reverse", [False, True])
 def test_segments_start_from_what_they_are_given(reverse, monkeypatch):
-    from keraunos.kernels.linear_attention import pallas as platform
     from keraunos.kernels.linear_attention.interface import Options
+    from keraunos.kernels.linear_attention.pallas import passes as platform
     from keraunos.ops import Config
 
     monkeypatch.setattr(platform, "segmentation", lambda *_: (2, 1))
@@ -182,7 +182,7 @@ def test_an_empty_sequence_keeps_its_state(lengths):
 def test_every_kernel_is_handed_over_with_its_arrays(case, segmentation, monkeypatch):
     pytest.importorskip("jax_cuda13_plugin")
     from keraunos.frontends import torch_pallas
-    from keraunos.kernels.linear_attention import pallas as platform
+    from keraunos.kernels.linear_attention.pallas import passes as platform
 
     if segmentation:
         monkeypatch.setattr(platform, "segmentation", lambda *_: segmentation)
@@ -208,9 +208,9 @@ def test_every_kernel_is_handed_over_with_its_arrays(case, segmentation, monkeyp
 def test_what_a_kernel_changes_in_place_is_a_result(monkeypatch):
     pytest.importorskip("jax_cuda13_plugin")
     from keraunos.frontends import torch_pallas
-    from keraunos.kernels.linear_attention.pallas_gates import Decay
-    from keraunos.kernels.linear_attention.pallas_gates_strong import add_pairs
-    from keraunos.kernels.linear_attention.pallas_walk import Walk
+    from keraunos.kernels.linear_attention.pallas.gates import Decay
+    from keraunos.kernels.linear_attention.pallas.gates_strong import add_pairs
+    from keraunos.kernels.linear_attention.pallas.walk import Walk
 
     monkeypatch.setattr(torch_pallas, "_build", lambda module: (lambda: (launch_c, function), None))
     launch_c, function, seen = None, None, []
@@ -237,7 +237,7 @@ def test_only_a_kernel_is_handed_over():
 
 @NEEDS_JAX
 def test_one_compilation_serves_many_lengths():
-    from keraunos.kernels.linear_attention.pallas import bucket
+    from keraunos.kernels.linear_attention.pallas.passes import bucket
 
     tokens = range(1, 70000, 7)
     lengths = [bucket(n) for n in tokens]
@@ -332,7 +332,7 @@ def on_hopper(operation, change):
 @NEEDS_JAX
 def test_what_compiling_needs_is_named(monkeypatch):
     from keraunos.frontends import torch_pallas
-    from keraunos.kernels.linear_attention.pallas import unsupported
+    from keraunos.kernels.linear_attention.pallas.passes import unsupported
 
     inv = on_hopper(keraunos.LightningAttention(), {})
     monkeypatch.setattr(torch_pallas.importlib.util, "find_spec", lambda name: object())
@@ -359,7 +359,7 @@ def test_what_compiling_needs_is_named(monkeypatch):
     ids=str,
 )
 def test_auto_takes_it_where_it_was_measured_to_be_faster(change, reason):
-    from keraunos.kernels.linear_attention.pallas import loses
+    from keraunos.kernels.linear_attention.pallas.passes import loses
 
     sizes = {name: n for name, n in change.items() if name != "g_gamma"}
     inv = on_hopper(keraunos.GLAttention() if "gate" in sizes else keraunos.LightningAttention(), sizes)

@@ -1,6 +1,6 @@
 """One program of a walk with gates per token and dimension of the key, for Hopper: what its warpgroups do alike.
 
-Some hold the state, some prepare chunks as ``pallas_gates.py`` says, one moves memory; ``pallas_gates_scan.py`` has the
+Some hold the state, some prepare chunks as ``gates.py`` says, one moves memory; ``gates_scan.py`` has the
 kernels.
 """
 
@@ -13,25 +13,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_gates import (
+from keraunos.kernels.linear_attention.pallas.gates import (
     FINE,
-    _factor,
-    _gamma,
-    _Gates,
-    _make_constants,
-    _names,
-    _nought,
-    _parts,
+    Gates,
+    factor_of,
+    gamma_of,
+    make_constants,
+    names_of,
+    nought,
+    parts_of,
 )
-from keraunos.kernels.linear_attention.pallas_program import CHUNK, COLUMNS, _clear, _when
-from keraunos.kernels.linear_attention.pallas_walk import over
+from keraunos.kernels.linear_attention.pallas.program import CHUNK, COLUMNS, clear_rows, when
+from keraunos.kernels.linear_attention.pallas.walk import over
 
 # Registers per thread of the warpgroups that hold the state, prepare chunks and move memory, by how many hold and
 # prepare. Where there is one of each, all have what they can use.
 _REGISTERS = {(2, 2): (128, 96, 24), (2, 1): (144, 184, 40), (1, 2): (152, 160, 40)}
 
 
-class _Program:
+class Program:
     """One program: what its warpgroups do alike in ``scan`` and ``states``.
 
     Args:
@@ -43,7 +43,7 @@ class _Program:
         sizes: ``W`` and ``P``, how many warpgroups hold and prepare, and the terms of the gates.
         stages: of the ring.
         early: the factors of a chunk are handed on before the chunk is there.
-        unrolled: tiles are moved by JAX's functions: see ``pallas_tiles.py``.
+        unrolled: tiles are moved by JAX's functions: see ``tiles.py``.
     """
 
     def __init__(self, at: Any, walk: Any, chunks: Any, row: Any, i_h: Any, keyed: tuple[str, ...], value: str,
@@ -59,20 +59,20 @@ class _Program:
         """Each warpgroup what it is for: ``hold(i_w)``, ``prepare(part)``, or the copies."""
         W, P = self.W, self.P
 
-        @_when(counts & (i_w < W))
+        @when(counts & (i_w < W))
         def _():
             self._set_registers(0)
             if self.early:
                 # Those that prepare are the ones with the most to do, and too few registers.
-                _make_constants(self.at, self.walk, i_w, self.unrolled)
+                make_constants(self.at, self.walk, i_w, self.unrolled)
             hold(i_w)
 
-        @_when(counts & (i_w >= W) & (i_w < W + P))
+        @when(counts & (i_w >= W) & (i_w < W + P))
         def _():
             self._set_registers(1)
             prepare(i_w - W)
 
-        @_when(counts & (i_w == W + P))
+        @when(counts & (i_w == W + P))
         def _():
             self._set_registers(2)
             self._fill()
@@ -91,15 +91,15 @@ class _Program:
 
         def fill(i, ring):
             (empty, full, load), slot = ring, lax.rem(i, self.stages)
-            _when(i >= self.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            when(i >= self.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
             load(slot, full.at[slot], pl.ds(self.chunks.start(i), CHUNK))
 
-        _when(count > 0)(lambda: fill(0, rings[0]))
+        when(count > 0)(lambda: fill(0, rings[0]))
 
         @pl.loop(0, count)
         def _(i):
             fill(i, rings[1])
-            _when(i + 1 < count)(lambda: fill(i + 1, rings[0]))
+            when(i + 1 < count)(lambda: fill(i + 1, rings[0]))
 
         # Every completion of a barrier is waited for, those of the last round too.
         @pl.loop(jnp.maximum(count - self.stages, 0), count)
@@ -108,15 +108,15 @@ class _Program:
                 plgpu.barrier_wait(empty.at[lax.rem(i, self.stages)])
 
     def _load_gates(self, slot: Any, barrier: Any, t: Any) -> None:
-        for part, dims in enumerate(_parts(self.P * COLUMNS)):
-            for j, g in enumerate(_names(self.gs)):
+        for part, dims in enumerate(parts_of(self.P * COLUMNS)):
+            for j, g in enumerate(names_of(self.gs)):
                 source = getattr(self.at, g).at[self.row, t, self.i_h, dims]
                 plgpu.copy_gmem_to_smem(source, self.at.g_s.at[slot, j, part], barrier)
 
     def _load(self, slot: Any, barrier: Any, t: Any) -> None:
         names, parts = (*self.keyed, self.value), [self.P] * len(self.keyed) + [self.W]
         for name, count, shared in zip(names, parts, self.shared, strict=True):
-            for part, dims in enumerate(_parts(count * COLUMNS)):
+            for part, dims in enumerate(parts_of(count * COLUMNS)):
                 source = getattr(self.at, name).at[self.row, t, over(self.i_h, shared), dims]
                 plgpu.copy_gmem_to_smem(source, getattr(self.at, f"{name}_s").at[slot, part], barrier)
 
@@ -140,7 +140,7 @@ class _Program:
                 before(i, _scaled(state, factors, 0))
             plgpu.barrier_wait(at.ready.at[slot])
             if self.packed:
-                _when(chunks.length(i) < CHUNK)(lambda: _clear([v], *chunks.rows(i)))
+                when(chunks.length(i) < CHUNK)(lambda: clear_rows([v], *chunks.rows(i)))
             if not self.early:
                 before(i, _scaled(state, factors, 0))
             state, *rest = products(i, slot, v, _scaled(state, factors, 1))
@@ -158,22 +158,22 @@ class _Program:
         Where gates are mild ``mild(work, slot, around, fine)`` does it, else ``strong(work, slot, to)``.
         """
         at, chunks, gs = self.at, self.chunks, range(len(self.gs))
-        gamma = _gamma(at.gamma, self.row, self.i_h)
+        gamma = gamma_of(at.gamma, self.row, self.i_h)
         if not self.early:
-            _make_constants(at, self.walk, own, self.unrolled)
+            make_constants(at, self.walk, own, self.unrolled)
         plgpu.barrier_wait(at.once)
 
         def work_on(i):
-            slot, zero = lax.rem(i, self.stages), _nought(at, self.walk)
+            slot, zero = lax.rem(i, self.stages), nought(at, self.walk)
             part = own + zero
             gates = [at.g_s.at[slot, j, part] for j in gs]
-            return slot, _Gates(at, part, zero, gates, gamma, self.walk, chunks.rows(i), dtype, self.unrolled)
+            return slot, Gates(at, part, zero, gates, gamma, self.walk, chunks.rows(i), dtype, self.unrolled)
 
         def sums(i):
             """G of a chunk. After the last one, of what is there: nobody reads it."""
             slot, work = work_on(i)
 
-            @_when(i < chunks.count)
+            @when(i < chunks.count)
             def _():
                 plgpu.barrier_wait(at.gates_full.at[slot])
                 if self.packed:
@@ -203,12 +203,12 @@ class _Program:
             if not self.early:
                 wait()
 
-            @_when(is_mild)
+            @when(is_mild)
             def _():
                 hand_on(work.factors(self.walk.adjoint))
                 mild(work, slot, work.around(to), worst >= -FINE)
 
-            @_when(jnp.logical_not(is_mild))
+            @when(jnp.logical_not(is_mild))
             def _():
                 work.close()
                 to = work.keep(work.to())
@@ -227,10 +227,10 @@ class _Program:
 
 def _scaled(state: tuple[Any, ...], factors: Any, i: int) -> tuple[Any, ...]:
     """A state, each of its rows times one of its three factors."""
-    return tuple(x * _factor(factors.at[i, p]) for p, x in enumerate(state))
+    return tuple(x * factor_of(factors.at[i, p]) for p, x in enumerate(state))
 
 
-def _barriers(keyed: int, W: int, P: int, gs: Any, stages: int) -> dict[str, Any]:
+def barriers(keyed: int, W: int, P: int, gs: Any, stages: int) -> dict[str, Any]:
     """full: one arrival per copy; ready: those that prepare; empty: those that hold the state, or prepare."""
     arrivals = dict(full=P * keyed + W, gates_full=P * len(gs), gates_empty=P, ready=P, empty=W)
     return {name: plgpu.Barrier(num_arrivals=n, num_barriers=stages) for name, n in arrivals.items()}

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, _PER_COLUMN, _PER_ROW, _columns, _rows
-from keraunos.kernels.linear_attention.pallas_walk import CHUNK
+from keraunos.kernels.linear_attention.pallas.program import LAYOUT, PER_COLUMN, PER_ROW, columns_of, rows_of
+from keraunos.kernels.linear_attention.pallas.walk import CHUNK
 
 
 class Decay(NamedTuple):
@@ -28,18 +28,19 @@ class Decay(NamedTuple):
     gates: Any = None
 
 
-def _log2_decay(gamma, row, i_h):
+def decay_log2(gamma, row, i_h):
+    """The constant decay of a head, base 2."""
     gamma = gamma[i_h] if len(gamma.shape) == 1 else gamma[row, i_h]
     # A finite stand-in for -inf, so that no steps of it are no decay: exp2 of either is 0.
     return jnp.maximum(gamma, -1e4) * math.log2(math.e)
 
 
-def _weights(walk, log2_decay, n, lead=0):
+def weights(walk, log2_decay, n, lead=0):
     """``(enter, leave)`` ``[CHUNK]`` of a chunk of n tokens: from its start to a token, from a token to its end.
 
     ``lead``: rows before the first token.
     """
-    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_ROW) - lead
+    row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=PER_ROW) - lead
     to, after = (n - row, row) if walk.reverse else (row + 1, n - 1 - row)
     if walk.adjoint:
         to, after = to - 1, after + 1
@@ -48,14 +49,14 @@ def _weights(walk, log2_decay, n, lead=0):
     return enter, leave
 
 
-def _steps(walk):
+def steps_of(walk):
     """``[CHUNK, CHUNK]``: how many steps before the row's token the walk sees the column's."""
-    row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), d, layout=_LAYOUT) for d in (0, 1))
+    row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), d, layout=LAYOUT) for d in (0, 1))
     return (col - row if walk.reverse else row - col).astype(jnp.float32)
 
 
-def _gate_weights(walk, gates, sums, scale=1.0):
-    """The same as ``_weights``, all gates' sum, base 2, and a function that gives what decays between its tokens.
+def gate_weights(walk, gates, sums, scale=1.0):
+    """A chunk's weights with a gate per token, all gates' sum, base 2, and a function: what decays between tokens.
 
     Args:
         walk: the walk.
@@ -63,29 +64,29 @@ def _gate_weights(walk, gates, sums, scale=1.0):
         sums: room for ``[CHUNK]`` in shared memory; the warps meet.
         scale: factor of what the function gives, ``[CHUNK, CHUNK]``.
     """
-    row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), d, layout=_LAYOUT) for d in (0, 1))
+    row, col = (plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), d, layout=LAYOUT) for d in (0, 1))
     # In the recurrence's own order: all differences below are of tokens of the same chunk.
     upto = row <= col if walk.backward_in_time else col <= row
-    to_row = jnp.sum(jnp.where(upto, _columns(gates, CHUNK), 0.0), axis=1)
+    to_row = jnp.sum(jnp.where(upto, columns_of(gates, CHUNK), 0.0), axis=1)
     sums[...] = to_row
     plgpu.commit_smem()
-    to_col = plgpu.load(sums, layout=_PER_COLUMN)
+    to_col = plgpu.load(sums, layout=PER_COLUMN)
     total = sums[0 if walk.backward_in_time else CHUNK - 1]
     enter, leave = jnp.exp2(to_row), jnp.exp2(total - to_row)
     if walk.adjoint:
         enter, leave = leave, enter
 
     def between():
-        x = _rows(to_row, CHUNK) - _columns(to_col, CHUNK)
+        x = rows_of(to_row, CHUNK) - columns_of(to_col, CHUNK)
         return jnp.exp2(-x if walk.adjoint else x) * scale
 
     return enter, leave, total, between
 
 
-def _gates(ref, rows):
+def gates_of(ref, rows):
     """The gates of a chunk, per column; those of neighbours count as zero."""
-    gates = plgpu.load(ref, layout=_PER_COLUMN)
+    gates = plgpu.load(ref, layout=PER_COLUMN)
     if rows is None:
         return gates
-    at = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_COLUMN)
+    at = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=PER_COLUMN)
     return jnp.where((at >= rows[0]) & (at < rows[1]), gates, 0.0)

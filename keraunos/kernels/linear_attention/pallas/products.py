@@ -13,32 +13,32 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import llvm
 
-from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, CHUNK, COLUMNS
-from keraunos.kernels.linear_attention.pallas_tiles import (
-    _FLAT,
-    _TILE,
-    _address,
-    _array,
-    _Tile,
-    _types,
-    _values,
-    _words,
+from keraunos.kernels.linear_attention.pallas.program import CHUNK, COLUMNS, LAYOUT
+from keraunos.kernels.linear_attention.pallas.tiles import (
+    FLAT,
+    TILE,
+    Tile,
+    address_of,
+    array,
+    types,
+    values_of,
+    words_of,
 )
 
 
-class _T(NamedTuple):
+class T(NamedTuple):
     """A tile in shared memory, transposed."""
 
     tile: Any
 
 
-def _await(pending: int = 0) -> None:
+def wait_for(pending: int = 0) -> None:
     """Wait for all products but those of so many of the last :func:`_start`."""
     plgpu.inline_mgpu()(lambda _: mgpu.utils.inline_ptx(f"wgmma.wait_group.sync.aligned {pending};"))()
 
 
 def _describe(name: str, address: str, across: bool) -> str:
-    """PTX for what the tensor cores know a tile by: its address, in 16 bytes, and that it lies as ``_smem`` says.
+    """PTX for what the tensor cores know a tile by: its address, in 16 bytes, and that it lies as ``smem`` says.
 
     That is h: rows of 128 bytes, swizzled, and 1,024 bytes from eight rows to the next. ``across``: what is summed over
     lies across the rows.
@@ -46,28 +46,28 @@ def _describe(name: str, address: str, across: bool) -> str:
     return f"shr.u32 x, {address}, 4;{' or.b32 x, x, 0x400000;' if across else ''} mov.b64 {name}, {{x, h}};"
 
 
-def _start(*operands: Any, onto: Any = None) -> Any:
+def start_product(*operands: Any, onto: Any = None) -> Any:
     """Start ``onto + a @ b + ...`` over the operands a, b, a, b, ...; the result is there when it has been waited for.
 
     a is a tile or its transpose, or an array of the compiler's; b a tile or its transpose.
     """
-    tiles = [x.tile if isinstance(x, _T) else x for x in operands]
-    turned = [isinstance(x, _T) for x in operands]
+    tiles = [x.tile if isinstance(x, T) else x for x in operands]
+    turned = [isinstance(x, T) for x in operands]
     arrays = [isinstance(x, jnp.ndarray) for x in operands]
 
-    layout = _FLAT if isinstance(tiles[1], _Tile) else _LAYOUT
-    kinds = [(layout,) if is_array else _types(x, _TILE) for x, is_array in zip(tiles, arrays, strict=True)]
+    layout = FLAT if isinstance(tiles[1], Tile) else LAYOUT
+    kinds = [(layout,) if is_array else types(x, TILE) for x, is_array in zip(tiles, arrays, strict=True)]
 
     @plgpu.inline_mgpu(
         arg_types=(*(kind for each in kinds for kind in each), *((layout,) if onto is not None else ())),
         return_type=plgpu.ShapeDtypeStruct((CHUNK, COLUMNS), jnp.float32, layout=layout),
     )
     def start(_, *given):
-        before = [] if onto is None else _words(given[-1])
+        before = [] if onto is None else words_of(given[-1])
         values, code, rest = list[Any](), list[str](), iter(given)
 
         def operand(n: int) -> list[str]:
-            new = _words(next(rest)) if arrays[n] else [_address(tiles[n], rest)]
+            new = words_of(next(rest)) if arrays[n] else [address_of(tiles[n], rest)]
             first = 32 + len(before) + len(values)
             values.extend(new)
             return [f"${first + i}" for i in range(len(new))]
@@ -107,14 +107,14 @@ def _start(*operands: Any, onto: Any = None) -> Any:
             )  # fmt: skip
             return [llvm.extractvalue(element, found, [i]) for i in range(count)]
 
-        return _array(words, (CHUNK, COLUMNS), jnp.float32, layout)
+        return array(words, (CHUNK, COLUMNS), jnp.float32, layout)
 
-    values = [(x,) if is_array else _values(x) for x, is_array in zip(tiles, arrays, strict=True)]
+    values = [(x,) if is_array else values_of(x) for x, is_array in zip(tiles, arrays, strict=True)]
     return start(*(each for x in values for each in x), *(() if onto is None else (onto,)))
 
 
-def _product(*operands: Any) -> Any:
+def product_of(*operands: Any) -> Any:
     """``a @ b``, the sum over the operands a, b, a, b, ..."""
-    found = _start(*operands)
-    _await()
+    found = start_product(*operands)
+    wait_for()
     return found

@@ -1,8 +1,8 @@
 """The gradients of the recurrence with gates per token and dimension of the key, for Hopper: one walk against it.
 
-A warpgroup holds 64 rows of the state's gradient and prepares what belongs to them, as ``pallas_gates.py`` says;
+A warpgroup holds 64 rows of the state's gradient and prepares what belongs to them, as ``gates.py`` says;
 another moves memory. Pairs within a chunk whose gates are strong are left out of the walk and done after it, by the
-kernel of ``pallas_gates_strong.py``.
+kernel of ``gates_strong.py``.
 
 A chunk takes few steps, each of many products at once, between which the warps meet: most of a warpgroup's time goes
 into waiting for itself. Branches hold little, for what they need takes registers that the walk does not have.
@@ -22,61 +22,61 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_gates import (
-    _F32,
-    _TILE,
-    _across,
-    _constants_s,
-    _factor,
-    _gamma,
-    _give,
-    _load_parts,
-    _make_constants,
-    _meet,
-    _names,
-    _nought,
-    _ones,
-    _parts,
-    _split,
-    _stages,
-    _tiles,
+from keraunos.kernels.linear_attention.pallas.gates import (
+    F32,
+    TILE,
+    across,
+    constants_s,
+    factor_of,
+    gamma_of,
+    give_back,
+    load_parts,
+    make_constants,
+    meet,
+    names_of,
+    nought,
+    ones,
+    parts_of,
+    split_terms,
+    stages_of,
+    tiles_of,
 )
-from keraunos.kernels.linear_attention.pallas_gates_chunk import _decayed, _Tiles
-from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start
-from keraunos.kernels.linear_attention.pallas_products import _T, _await, _product, _start
-from keraunos.kernels.linear_attention.pallas_program import (
-    _PER_ROW,
+from keraunos.kernels.linear_attention.pallas.gates_chunk import Tiles, decayed
+from keraunos.kernels.linear_attention.pallas.gates_starts import named_starts, start
+from keraunos.kernels.linear_attention.pallas.products import T, product_of, start_product, wait_for
+from keraunos.kernels.linear_attention.pallas.program import (
     CHUNK,
     COLUMNS,
-    _either,
-    _launch,
-    _Names,
-    _when,
+    PER_ROW,
+    Names,
+    either_of,
+    launch_kernel,
+    when,
 )
-from keraunos.kernels.linear_attention.pallas_tiles import (
-    _leave,
-    _load_bf16,
-    _load_per_row,
-    _put,
-    _read,
-    _store_per_row,
-    _store_tile,
-    _store_tiles,
-    _taken,
-    _Tile,
+from keraunos.kernels.linear_attention.pallas.tiles import (
+    Tile,
+    leave_in,
+    load_bf16,
+    load_per_row,
+    put,
+    read_from,
+    store_per_row,
+    store_tile,
+    store_tiles,
+    taken,
 )
-from keraunos.kernels.linear_attention.pallas_vectors import _flat, _flat_exp2, _flat_sum, _flat_zeros, _here, _unflat
-from keraunos.kernels.linear_attention.pallas_walk import over
+from keraunos.kernels.linear_attention.pallas.vectors import flat, flat_exp2, flat_sum, flat_zeros, here, unflat
+from keraunos.kernels.linear_attention.pallas.walk import over
 
 
 def _columns_of(ref: Any, columns: list[Any]) -> tuple[Any, ...]:
     """Part of a state ``[64, V]`` in memory, by its columns."""
-    return tuple(_flat(_read(ref.at[:, x])) for x in columns)
+    return tuple(flat(read_from(ref.at[:, x])) for x in columns)
 
 
 def _sum_of_rows(xs: Any, ys: Any) -> Any:
     """``[64]``: of each row the sum of the products of x and y."""
-    return _flat_sum(sum(x * y for x, y in zip(xs, ys, strict=True)))
+    return flat_sum(sum(x * y for x, y in zip(xs, ys, strict=True)))
 
 
 class _Walk:
@@ -90,61 +90,61 @@ class _Walk:
         self.sequence = walk.at(i_s, at.plan)
         self.chunks = self.sequence.of_segment()
         self.place = self.sequence.row, i_h
-        self.gamma = _gamma(at.gamma, self.sequence.row, i_h)
-        self.dims, self.columns = pl.ds(part * COLUMNS, COLUMNS), _parts(V)
-        self.dgs = [getattr(at, f"d{name}") for name in _names(gs)]
+        self.gamma = gamma_of(at.gamma, self.sequence.row, i_h)
+        self.dims, self.columns = pl.ds(part * COLUMNS, COLUMNS), parts_of(V)
+        self.dgs = [getattr(at, f"d{name}") for name in names_of(gs)]
         # With 128 columns of V each warpgroup gives the other its part of 64 of dv, the last here, and keeps the first;
         # with 64 the second, if there is one, gives to the first.
         alike = self.P == 1 or self.W > 1
         self.sends: Any = alike or part == 1
         self.keeps: Any = alike or part == 0
 
-    def tiles(self, i: Any) -> _Tiles:
-        """Those of a chunk; anew for each step of the work, for the compiler keeps them.
+    def tiles(self, i: Any) -> Tiles:
+        """The tiles of a chunk; anew for each step of the work, for the compiler keeps them.
 
-        And where it needs many at once their addresses go through ordinary registers, an instruction each.
+        Where it needs many at once their addresses go through ordinary registers, an instruction each.
         """
-        return _Tiles(self, i + _nought(self.at, self.walk))
+        return Tiles(self, i + nought(self.at, self.walk))
 
     def run(self, state: tuple[Any, ...], border: Any) -> None:
         """Walk through the segment from the gradient of the state at its end."""
         at, count = self.at, self.chunks.count
         # Nobody reads it, but without it the compiler runs the products of the loop one after the other (C7514).
-        _store_per_row(at.border_s.at[self.part, 0], border)
+        store_per_row(at.border_s.at[self.part, 0], border)
         at.strong_s[self.part] = jnp.int32(0)
         t = self.tiles(jnp.int32(0))
-        _store_per_row(t.left, _ones())
-        _meet()
+        store_per_row(t.left, ones())
+        meet()
         state = lax.fori_loop(0, count, self.step, (state, self.first_sums(t)))[0]
-        state = tuple(x * _factor(self.tiles(count).left, True) for x in state)
+        state = tuple(x * factor_of(self.tiles(count).left, True) for x in state)
         if self.stages > 1:
             # The walk frees a stage in the chunk after.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _when(count > 0)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(count - 1, self.stages)]))
+            when(count > 0)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(count - 1, self.stages)]))
 
-        @_when(self.sequence.is_last)
+        @when(self.sequence.is_last)
         def _():
             for x, value in zip(self.columns, state, strict=True):
-                _put(at.start.at[self.sequence.index, self.i_h, self.dims, x], _unflat(value))
+                put(at.start.at[self.sequence.index, self.i_h, self.dims, x], unflat(value))
 
         # Here the warps meet.
         plgpu.wait_smem_to_gmem(0)
         at.strong[self.i_s, self.i_h, self.part, self.walk.segment] = at.strong_s[self.part]
 
-    def await_gates(self, t: _Tiles) -> None:
+    def await_gates(self, t: Tiles) -> None:
         """Have queries and gates of a chunk, if there is one."""
 
-        @_when(t.i < self.chunks.count)
+        @when(t.i < self.chunks.count)
         def _():
             plgpu.barrier_wait(self.at.full.at[t.slot])
             if self.packed:
                 t.work.clear(t.q, *t.gates)
             self.at.least_s[self.part] = t.work.least()
 
-    def first_sums(self, t: _Tiles) -> Any:
+    def first_sums(self, t: Tiles) -> Any:
         """The sums of a chunk's gates. After the last chunk, of what is there: nobody reads it."""
         self.await_gates(t)
-        return _product(*t.work.operands(t.work.upto_s))
+        return product_of(*t.work.operands(t.work.upto_s))
 
     def step(self, i: Any, carry: Any) -> Any:
         """One chunk, but for pairs within it if its gates are strong."""
@@ -155,16 +155,16 @@ class _Walk:
         at.strong[self.i_s, self.i_h, t.part, t.i] = lax.select(mild, jnp.int32(0), jnp.int32(1))
         plgpu.barrier_wait(at.full_v)
         if self.packed:
-            _when(t.work.n < CHUNK)(t.clear_values)
+            when(t.work.n < CHUNK)(t.clear_values)
         # No pairs are taken where gates are strong.
         far = jnp.where(mild, 0, CHUNK)
         to_key = self.from_later(t, state, far, around, i > 0)
-        kept = _factor(t.kept, True)
+        kept = factor_of(t.kept, True)
         state = tuple(x * kept for x in state)
 
-        @_when(jnp.logical_not(mild))
+        @when(jnp.logical_not(mild))
         def _():
-            _store_per_row(t.passing, _sum_of_rows(map(_load_bf16, t.before), state))
+            store_per_row(t.passing, _sum_of_rows(map(load_bf16, t.before), state))
             at.strong_s[t.part] = jnp.int32(1)
 
         plgpu.commit_smem()
@@ -186,7 +186,7 @@ class _Walk:
             for w in t.dv_of[: 1 if self.P > 1 else None]:
                 self.give(t.after_of(t.giver, w), at.dv, t, pl.ds(w * COLUMNS, COLUMNS))
 
-        _when(self.keeps)(give_dv)
+        when(self.keeps)(give_dv)
         self.finish(self.tiles(i), mild, dq, dk, own)
         if self.stages > 1:
             self.await_gates(self.tiles(i + 1))
@@ -204,18 +204,18 @@ class _Walk:
         if self.stages > 1:
             sums = self.sums_of(self.tiles(i + 1))
             give()
-            _await()
+            wait_for()
             return sums
         give()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.at.empty.at[0])
         return self.first_sums(self.tiles(i + 1))
 
-    def sums_of(self, t: _Tiles) -> Any:
+    def sums_of(self, t: Tiles) -> Any:
         """Start the sums of a chunk's gates."""
-        return _start(*t.work.operands(t.work.upto_s))
+        return start_product(*t.work.operands(t.work.upto_s))
 
-    def prepare(self, t: _Tiles, sums: Any) -> tuple[Any, Any]:
+    def prepare(self, t: Tiles, sums: Any) -> tuple[Any, Any]:
         """Work the gates into q; whether they are mild, and what keys lose by them, base 2."""
         at, work = self.at, t.work
         to = work.exponents(sums, work.steps_to)
@@ -228,10 +228,10 @@ class _Walk:
 
         def decay(exponents, values):
             first, kept, last = values
-            left = _load_per_row(t.left)
+            left = load_per_row(t.left)
             for ref, x in ((t.first, first * left), (t.kept, kept * left), (t.last, last)):
-                _store_per_row(ref, x)
-            _store_tiles((t.q, t.q_rest), _decayed(t.q, _flat_exp2(exponents) * self.scale))
+                store_per_row(ref, x)
+            store_tiles((t.q, t.q_rest), decayed(t.q, flat_exp2(exponents) * self.scale))
 
         def when_mild():
             around = work.around(to)
@@ -243,29 +243,29 @@ class _Walk:
             decay(work.keep(work.to()), work.strong_factors())
             return -work.left()
 
-        return mild, _either(mild, when_mild, when_strong)
+        return mild, either_of(mild, when_mild, when_strong)
 
-    def from_later(self, t: _Tiles, state: Any, far: Any, around: Any, second: Any) -> Any:
+    def from_later(self, t: Tiles, state: Any, far: Any, around: Any, second: Any) -> Any:
         """``[keys, queries]`` the gradients of pairs; meanwhile keys are decayed and ``after`` is filled.
 
         ``around``: what :meth:`prepare` gives; ``second``: it is not the first chunk.
         """
         at, stages = self.at, self.stages
-        to_key = _start(*(x for w in range(self.W) for x in (t.v[w], _T(t.do[w]))))
+        to_key = start_product(*(x for w in range(self.W) for x in (t.v[w], T(t.do[w]))))
         # What the last chunk gave has left its tiles; here the warps meet.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if stages > 1:
-            _when(second)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(t.i + stages - 1, stages)]))
+            when(second)(lambda: plgpu.barrier_arrive(at.empty.at[lax.rem(t.i + stages - 1, stages)]))
         plgpu.barrier_wait(at.full_k)
         if self.packed:
             t.work.clear(t.k)
-        _store_tiles((t.k, t.k_rest), _decayed(t.k, _flat_exp2(around, "-"), rounded=True))
+        store_tiles((t.k, t.k_rest), decayed(t.k, flat_exp2(around, "-"), rounded=True))
         if self.P > 1:
             plgpu.barrier_wait(at.left)
         for w, x in enumerate(state):
-            _store_tile(t.after[w], (x * _factor(t.first, True)).astype(self.dtype))
-        _await()
-        return _split(jnp.where(t.after_row(far), to_key, 0.0), 2)
+            store_tile(t.after[w], (x * factor_of(t.first, True)).astype(self.dtype))
+        wait_for()
+        return split_terms(jnp.where(t.after_row(far), to_key, 0.0), 2)
 
     def through_after(self, i: Any, state: Any, far: Any, to_key: Any) -> tuple[Any, Any, Any]:
         """``(state, dk, dv)``; dv, in the order of ``t.dv_of``, is the part that goes through these dimensions.
@@ -273,68 +273,68 @@ class _Walk:
         Pairs are known while products of the state and of dk still go on, and take the registers of ``to_key``.
         """
         at, W, t = self.at, self.W, self.tiles(i)
-        pairs = _start(t.k, _T(t.q), t.k, _T(t.q_rest), t.k_rest, _T(t.q))
+        pairs = start_product(t.k, T(t.q), t.k, T(t.q_rest), t.k_rest, T(t.q))
         t = self.tiles(i)
-        dk = _start(to_key[0], t.q, to_key[0], t.q_rest, to_key[1], t.q)
-        dk = _start(*(x for w in range(W) for x in (t.v[w], _T(t.after[w]))), onto=dk)
+        dk = start_product(to_key[0], t.q, to_key[0], t.q_rest, to_key[1], t.q)
+        dk = start_product(*(x for w in range(W) for x in (t.v[w], T(t.after[w]))), onto=dk)
         t = self.tiles(i)
-        state = tuple(_start(_T(t.q), t.do[w], _T(t.q_rest), t.do[w], onto=x) for w, x in enumerate(state))
-        _await(1 + W)
+        state = tuple(start_product(T(t.q), t.do[w], T(t.q_rest), t.do[w], onto=x) for w, x in enumerate(state))
+        wait_for(1 + W)
         t = self.tiles(i)
-        high, low = _split(jnp.where(t.after_row(far), pairs, 0.0), 2)
+        high, low = split_terms(jnp.where(t.after_row(far), pairs, 0.0), 2)
         dv = tuple(
-            _start(high, do, low, do, t.k, t.after_of(t.part, w))
-            for w, do in ((w, _Tile(at.do_s, (w + t.zero,))) for w in t.dv_of)
+            start_product(high, do, low, do, t.k, t.after_of(t.part, w))
+            for w, do in ((w, Tile(at.do_s, (w + t.zero,))) for w in t.dv_of)
         )
-        _await()
+        wait_for()
         return state, dk, dv
 
-    def share(self, t: _Tiles, dv: Any) -> None:
+    def share(self, t: Tiles, dv: Any) -> None:
         """Give the other warpgroup its part of dv, in float32, take one's own, and leave the sum where that was."""
         at, keeps = self.at, list(zip(t.dv_of, dv, strict=True))
         if self.P > 1:
             theirs, keeps = keeps[-1][1], keeps[:1]
 
             def send():
-                _leave(_Tile(at.parts_s, (t.part,), plgpu.RefType()), theirs)
+                leave_in(Tile(at.parts_s, (t.part,), plgpu.RefType()), theirs)
 
-            _when(self.sends)(send)
+            when(self.sends)(send)
             plgpu.barrier_arrive(at.sent)
             plgpu.barrier_wait(at.sent)
 
         def add():
             found = [x for _, x in keeps]
             if self.P > 1:
-                found[0] += _taken(_Tile(at.parts_s, (t.giver,), plgpu.RefType()))
+                found[0] += taken(Tile(at.parts_s, (t.giver,), plgpu.RefType()))
                 # All warps have it.
-                _meet()
+                meet()
             for (w, _), x in zip(keeps, found, strict=True):
-                _store_tile(t.after_of(t.giver, w), x.astype(self.dtype))
+                store_tile(t.after_of(t.giver, w), x.astype(self.dtype))
 
-        _when(self.keeps)(add)
+        when(self.keeps)(add)
 
-    def through_before(self, t: _Tiles, state: Any, far: Any) -> Any:
+    def through_before(self, t: Tiles, state: Any, far: Any) -> Any:
         """The gradient of queries, through the state and through pairs."""
 
-        to_query = _start(*(x for w in range(self.W) for x in (t.do[w], _T(t.v[w]))))
-        dq = _start(*(x for w in range(self.W) for x in (t.do[w], _T(t.before[w]))))
+        to_query = start_product(*(x for w in range(self.W) for x in (t.do[w], T(t.v[w]))))
+        dq = start_product(*(x for w in range(self.W) for x in (t.do[w], T(t.before[w]))))
         # The state's gradient times the state, at the chunk's start: what the gradient of gates starts from.
-        _store_per_row(t.border, _sum_of_rows(map(_load_bf16, t.before), state))
-        _await(1)
-        high, low = _split(jnp.where(t.before_row(far), to_query, 0.0), 2)
-        dq = _start(high, t.k, high, t.k_rest, low, t.k, onto=dq)
-        _await()
+        store_per_row(t.border, _sum_of_rows(map(load_bf16, t.before), state))
+        wait_for(1)
+        high, low = split_terms(jnp.where(t.before_row(far), to_query, 0.0), 2)
+        dq = start_product(high, t.k, high, t.k_rest, low, t.k, onto=dq)
+        wait_for()
         return dq
 
-    def leave_terms(self, t: _Tiles, dq: Any, dk: Any) -> Any:
+    def leave_terms(self, t: Tiles, dq: Any, dk: Any) -> Any:
         """Leave what the gradient of gates sums up in the places of q, in two terms; and return its negative."""
-        x = (_load_bf16(t.q) + _load_bf16(t.q_rest)) * dq - (_load_bf16(t.k) + _load_bf16(t.k_rest)) * dk
+        x = (load_bf16(t.q) + load_bf16(t.q_rest)) * dq - (load_bf16(t.k) + load_bf16(t.k_rest)) * dk
         # The 16 bits that two terms have: what is taken off for the token's own is then all that it added.
-        x = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFFF00), _F32)
-        _store_tiles((t.q, t.q_rest), _split(x, 2))
+        x = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFFF00), F32)
+        store_tiles((t.q, t.q_rest), split_terms(x, 2))
         return -x
 
-    def finish(self, t: _Tiles, mild: Any, dq: Any, dk: Any, own: Any) -> None:
+    def finish(self, t: Tiles, mild: Any, dq: Any, dk: Any, own: Any) -> None:
         """Leave the gradient of gates in the gates' place, those of q and k in theirs.
 
         It is what reads from before the chunk, less what queries up to the gate read, and what keys up to it are read
@@ -343,21 +343,21 @@ class _Walk:
         """
 
         # Before a token: up to it, less its own.
-        before = _start(t.work.upto_s, t.q, t.work.upto_s, t.q_rest, onto=own)
+        before = start_product(t.work.upto_s, t.q, t.work.upto_s, t.q_rest, onto=own)
         sums = self.sums_of(t)
-        _await()
-        dg = jnp.where(mild, _across(t.border, True) - before, _across(t.passing, True))
-        around = t.work.exponents(sums, t.work.steps_to) - jnp.where(mild, _across(t.work.total.at[1], True), 0.0)
-        dq = dq * (_flat_exp2(around) * self.scale)
-        dk = dk * _flat_exp2(jnp.where(mild, around, 0.0), "-")
-        found = [_here(x) for x in (dq.astype(self.dtype), dk.astype(self.dtype), *_split(dg, len(t.gates)))]
+        wait_for()
+        dg = jnp.where(mild, across(t.border, True) - before, across(t.passing, True))
+        around = t.work.exponents(sums, t.work.steps_to) - jnp.where(mild, across(t.work.total.at[1], True), 0.0)
+        dq = dq * (flat_exp2(around) * self.scale)
+        dk = dk * flat_exp2(jnp.where(mild, around, 0.0), "-")
+        found = [here(x) for x in (dq.astype(self.dtype), dk.astype(self.dtype), *split_terms(dg, len(t.gates)))]
         # All products with the terms and the gates are done.
         plgpu.commit_smem()
-        _store_tiles((t.q, t.k, *t.gates), found)
+        store_tiles((t.q, t.k, *t.gates), found)
 
-    def give(self, tile: Any, ref: Any, t: _Tiles, columns: Any = None) -> None:
+    def give(self, tile: Any, ref: Any, t: Tiles, columns: Any = None) -> None:
         """Start copying a tile to memory."""
-        _give(tile, ref, self.place, self.chunks, t.i, t.dims if columns is None else columns, self.packed)
+        give_back(tile, ref, self.place, self.chunks, t.i, t.dims if columns is None else columns, self.packed)
 
 
 def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, stages):
@@ -385,33 +385,33 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
     (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
     N, packed = B if walk.packed is None else walk.packed, plan is not None
-    stages = _stages(stages, _TILE * P * (1 + len(gs)), _TILE * (W * (2 + 2 * P) + 3 * P))
+    stages = stages_of(stages, TILE * P * (1 + len(gs)), TILE * (W * (2 + 2 * P) + 3 * P))
 
     def shape(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, do=do, before=before,
+    inputs = dict(q=q, k=k, v=v, **names_of(gs), gamma=decay.gamma, do=do, before=before,
                   **named_starts(ends), last=None if ends is None else last, plan=plan)  # fmt: skip
     outputs = dict(
-        dq=shape(B, rows, H, K), dk=shape(B, rows, H, K), dv=shape(B, rows, H, V), start=shape(N, H, K, V, dtype=_F32),
+        dq=shape(B, rows, H, K), dk=shape(B, rows, H, K), dv=shape(B, rows, H, V), start=shape(N, H, K, V, dtype=F32),
         # Which chunks have strong gates, and whether one has.
         strong=shape(walk.slots(B), H, P, walk.segment + 1, dtype=jnp.int32),
-        **{f"d{name}": shape(B, rows, H, K, dtype=jnp.bfloat16) for name in _names(gs)},
+        **{f"d{name}": shape(B, rows, H, K, dtype=jnp.bfloat16) for name in names_of(gs)},
     )  # fmt: skip
-    after_s: Any = _tiles(dtype, P, max(P, W))
+    after_s: Any = tiles_of(dtype, P, max(P, W))
     if P > 1:
         # Parts of dv pass through the place of the state's gradient.
-        after_s = plgpu.RefUnion(after_s, plgpu.SMEM((P, CHUNK, COLUMNS), _F32))
+        after_s = plgpu.RefUnion(after_s, plgpu.SMEM((P, CHUNK, COLUMNS), F32))
     scratch = dict(
-        q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, 2, P), g_s=_tiles(jnp.bfloat16, stages, len(gs), P),
-        v_s=_tiles(dtype, W), do_s=_tiles(dtype, W), before_s=_tiles(dtype, P, W), after_s=after_s,
+        q_s=tiles_of(dtype, stages, P), k_s=tiles_of(dtype, 2, P), g_s=tiles_of(jnp.bfloat16, stages, len(gs), P),
+        v_s=tiles_of(dtype, W), do_s=tiles_of(dtype, W), before_s=tiles_of(dtype, P, W), after_s=after_s,
         # What queries lose to their first term. Keys and what they lose take turns in two tiles.
-        rest_s=_tiles(dtype, P),
-        factors_s=plgpu.SMEM((P, 4, COLUMNS), _F32), total_s=plgpu.SMEM((P, 2, COLUMNS), _F32),
+        rest_s=tiles_of(dtype, P),
+        factors_s=plgpu.SMEM((P, 4, COLUMNS), F32), total_s=plgpu.SMEM((P, 2, COLUMNS), F32),
         # What the gradient of gates starts from, of this chunk and the next in turn, and what passes a strong one.
-        border_s=plgpu.SMEM((P, 3, COLUMNS), _F32), strong_s=plgpu.SMEM((P,), jnp.int32),
+        border_s=plgpu.SMEM((P, 3, COLUMNS), F32), strong_s=plgpu.SMEM((P,), jnp.int32),
         # The least that a chunk's gates sum to if they are mild: not in a register from one chunk to the next.
-        least_s=plgpu.SMEM((P,), _F32), **_constants_s(),
+        least_s=plgpu.SMEM((P,), F32), **constants_s(),
         # full and empty, of q and gates; full_k and empty_k, of keys; full_v and empty_v, of v, do and states; met:
         # what neighbours hold of v and do is cleared; sent: parts of dv are there; left: their sum has left that place.
         full=plgpu.Barrier(num_arrivals=P * (1 + len(gs)), num_barriers=stages),
@@ -424,30 +424,30 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
 
     def body(indices, i_w, *refs):
         i_s, i_h = indices
-        at: Any = _Names(refs, inputs, outputs, scratch)
+        at: Any = Names(refs, inputs, outputs, scratch)
         if P > 1:
             at.after_s, at.parts_s = at.after_s
 
-        @_when(i_w < P)
+        @when(i_w < P)
         def _compute():
             if P > 1:
                 plgpu.set_max_registers(240, action="increase")
             given = dict(walk=walk, K=K, V=V, gs=gs, dtype=dtype, shared=shared, scale=scale, stages=stages)
             of = _Walk(at, i_w, i_s, i_h, **given)
-            _make_constants(at, walk, i_w)
+            make_constants(at, walk, i_w)
             plgpu.barrier_wait(at.once)
             if ends is None:
-                state, border = (_flat_zeros(),) * W, plgpu.layout_cast(jnp.zeros(COLUMNS, _F32), _PER_ROW)
+                state, border = (flat_zeros(),) * W, plgpu.layout_cast(jnp.zeros(COLUMNS, F32), PER_ROW)
             else:
                 sequence = of.sequence
                 found = start(at, walk, sequence, i_s, i_h, [(of.dims, columns) for columns in of.columns])
-                state = tuple(map(_flat, found))
+                state = tuple(map(flat, found))
                 # The recurrence counts segments the other way.
                 index = jnp.maximum(i_s + sequence.segments - 1 - 2 * sequence.i_p, 0)
                 border = _sum_of_rows(_columns_of(at.last.at[index, 0, i_h, of.dims], of.columns), state)
             of.run(state, border)
 
-        @_when(i_w == P)
+        @when(i_w == P)
         def _move():
             if P > 1:
                 plgpu.set_max_registers(24, action="decrease")
@@ -458,17 +458,17 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
             @pl.loop(0, count)
             def _(i):
                 slot, t = lax.rem(i, stages), pl.ds(chunks.start(i), CHUNK)
-                _when(i >= stages)(lambda: plgpu.barrier_wait(at.empty.at[slot]))
-                _load_parts(at, gs, ("q",), shared, row, t, i_h, slot, at.full.at[slot])
-                _when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_v))
-                for w, columns in enumerate(_parts(V)):
+                when(i >= stages)(lambda: plgpu.barrier_wait(at.empty.at[slot]))
+                load_parts(at, gs, ("q",), shared, row, t, i_h, slot, at.full.at[slot])
+                when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_v))
+                for w, columns in enumerate(parts_of(V)):
                     plgpu.copy_gmem_to_smem(at.v.at[row, t, over(i_h, shared[2]), columns], at.v_s.at[w], at.full_v)
                     plgpu.copy_gmem_to_smem(at.do.at[row, t, i_h, columns], at.do_s.at[w], at.full_v)
-                    for p, dims in enumerate(_parts(K)):
+                    for p, dims in enumerate(parts_of(K)):
                         source = at.before.at[chunks.place(i, 1), i_h, dims, columns]
                         plgpu.copy_gmem_to_smem(source, at.before_s.at[p, w], at.full_v)
-                _when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_k))
-                for p, dims in enumerate(_parts(K)):
+                when(i >= 1)(lambda: plgpu.barrier_wait(at.empty_k))
+                for p, dims in enumerate(parts_of(K)):
                     source = at.k.at[row, t, over(i_h, shared[1]), dims]
                     plgpu.copy_gmem_to_smem(source, at.k_s.at[lax.rem(i, 2), p], at.full_k)
 
@@ -477,9 +477,9 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
                 plgpu.barrier_wait(at.empty.at[lax.rem(i, stages)])
 
             for barrier in (at.empty_v, at.empty_k):
-                _when(count > 0)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
+                when(count > 0)(lambda barrier=barrier: plgpu.barrier_wait(barrier))
 
-    return _launch(
+    return launch_kernel(
         body, inputs.values(), lanes=True, between_warps=False,
         name="gates_gradients", warpgroups=P + 1, grid=(walk.slots(B), H),
         out_type=list(outputs.values()), scratch_types=[x for x in scratch.values() if x is not None],

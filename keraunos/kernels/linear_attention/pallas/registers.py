@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, CHUNK, COLUMNS, _by_row
+from keraunos.kernels.linear_attention.pallas.program import CHUNK, COLUMNS, LAYOUT, by_row
 
 _F32 = jnp.float32
 
@@ -26,7 +26,7 @@ def _of_pairs(dtype: Any, of: Callable[..., Any], *xs: Any) -> Any:
     """An array of a dtype: of two neighbours in each array those of the result."""
 
     @plgpu.inline_mgpu(
-        arg_types=(_LAYOUT,) * len(xs), return_type=plgpu.ShapeDtypeStruct((CHUNK, COLUMNS), dtype, layout=_LAYOUT)
+        arg_types=(LAYOUT,) * len(xs), return_type=plgpu.ShapeDtypeStruct((CHUNK, COLUMNS), dtype, layout=LAYOUT)
     )
     def every(_, first, *rest):
         registers = np.empty_like(first.registers)
@@ -45,7 +45,7 @@ def _two(element: Any) -> Any:
     return ir.VectorType.get((2,), element)
 
 
-def _widened(x: Any) -> Any:
+def widened(x: Any) -> Any:
     """bf16 values in float32: one instruction each, where the compiler takes two for every other one."""
 
     def of(pair):
@@ -57,7 +57,7 @@ def _widened(x: Any) -> Any:
     return _of_pairs(_F32, of, x)
 
 
-def _exp2_of_minus(x: Any) -> Any:
+def exp2_of_minus(x: Any) -> Any:
     """``exp2(-x)``: the sign costs nothing in the instruction itself, for which the compiler takes another."""
 
     def one(value):
@@ -71,7 +71,7 @@ def _exp2_of_minus(x: Any) -> Any:
     return _of_pairs(_F32, of, x)
 
 
-def _upto(x: Any, dtype: Any, backward_in_time: bool, apart: Any = None) -> Any:
+def upto_of(x: Any, dtype: Any, backward_in_time: bool, apart: Any = None) -> Any:
     """x ``[CHUNK, CHUNK]`` in 16 bits where the column's token is not after the row's, else 0, whatever x is there.
 
     ``apart``: how many tokens it must be before the row's, at least.
@@ -83,8 +83,8 @@ def _upto(x: Any, dtype: Any, backward_in_time: bool, apart: Any = None) -> Any:
     least = [] if apart is None else [apart]
 
     @plgpu.inline_mgpu(
-        arg_types=(_LAYOUT, *(plgpu.Layout.WG_SPLAT for _ in least)),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), dtype, layout=_LAYOUT),
+        arg_types=(LAYOUT, *(plgpu.Layout.WG_SPLAT for _ in least)),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), dtype, layout=LAYOUT),
     )
     def upto(_, x, *least):
         constant: Any = arith.constant
@@ -115,7 +115,7 @@ def _upto(x: Any, dtype: Any, backward_in_time: bool, apart: Any = None) -> Any:
     return upto(x, *least)
 
 
-def _commit_fine(x: Any, y: Any) -> Any:
+def commit_fine(x: Any, y: Any) -> Any:
     """``plgpu.commit_smem``, and 1 if all of x and y, bf16, may be float16 as well, else 0.
 
     Each thread looks at a quarter of two rows of both. The largest of its values must be 0, or less than 2^16 and at
@@ -123,7 +123,7 @@ def _commit_fine(x: Any, y: Any) -> Any:
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(_LAYOUT, _LAYOUT), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+        arg_types=(LAYOUT, LAYOUT), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
     )
     def commit(_, x, y):
         def ptx(code, *operands):
@@ -139,7 +139,7 @@ def _commit_fine(x: Any, y: Any) -> Any:
 
         def rows(x):
             first, second = (
-                largest([mgpu.utils.bitcast(register, _i32()) for _, register in mine]) for mine in _by_row(x)
+                largest([mgpu.utils.bitcast(register, _i32()) for _, register in mine]) for mine in by_row(x)
             )
             low, high = (ptx(f"prmt.b32 $0, $1, $2, {which};", first, second) for which in ("0x5410", "0x7632"))
             return ptx("and.b32 $0, $1, 0x7fff7fff;", most(low, high))

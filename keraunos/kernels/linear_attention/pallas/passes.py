@@ -27,15 +27,10 @@ from keraunos.kernels.registry import HOPPER
 if jax.__version_info__ < (0, 11):
     raise ImportError(f"needs jax 0.11 or later (and so Python 3.12); this is jax {jax.__version__}", name="jax")
 
-from keraunos.kernels.linear_attention import (
-    pallas_gates,
-    pallas_gates_gradients,
-    pallas_gates_scan,
-    pallas_gates_starts,
-    pallas_gates_strong,
-    pallas_starts,
-)
-from keraunos.kernels.linear_attention import pallas_kernels as kernels
+from keraunos.kernels.linear_attention.pallas import gates as pallas_gates
+from keraunos.kernels.linear_attention.pallas import gates_gradients, gates_scan, gates_starts, gates_strong
+from keraunos.kernels.linear_attention.pallas import kernels as kernels
+from keraunos.kernels.linear_attention.pallas import starts as pallas_starts
 
 FIELDS = ("num_stages",)
 
@@ -260,7 +255,7 @@ class _Call:
         return (output, final), None
 
     def gradients(self, starts: Any, do: Any, dfinal: Any) -> Args:
-        """Those of the arguments, from those of the output, padded, and of the final state."""
+        """The arguments' gradients, from those of the output, padded, and of the final state."""
         q, k, v = self.q, self.k, self.v
         ends = self.starts(q, do, dfinal, self.adjoint, self.scale)
         # Sums over the heads that share a key are made of float32.
@@ -275,7 +270,7 @@ class _Call:
 
 
 class _VectorCall(_Call):
-    """The same with gates per token and dimension: kernels of their own."""
+    """A call with gates per token and dimension, which have kernels of their own."""
 
     vector = True
 
@@ -305,11 +300,11 @@ class _VectorCall(_Call):
         """The state that each segment starts from; where sequences are not cut, the initial ones."""
         if walk.segments == 1:
             return initial
-        local, sums = self.walked(pallas_gates_scan.states, walk, dict(x=b, y=c, starts=None), every=False)
+        local, sums = self.walked(gates_scan.states, walk, dict(x=b, y=c, starts=None), every=False)
         if walk.segments == 2:
-            return pallas_gates_starts.Pieces(local, sums, initial)
+            return gates_starts.Pieces(local, sums, initial)
         given = dict(local=local, sums=sums, initial=initial, cu_seqlens=self.cu_seqlens)
-        return self.run(pallas_gates_starts.combine, given, B=self.B, walk=walk)
+        return self.run(gates_starts.combine, given, B=self.B, walk=walk)
 
     def outputs(self, starts: Any) -> tuple[tuple[Any, Any], Any]:
         """The output and the final state; and what :meth:`gradients` had rather than the starts: in JAX, every state.
@@ -320,22 +315,22 @@ class _VectorCall(_Call):
         every = self.opts.kept and self.framework == "jax" and frontends.get("jax_partition").is_settled()
         given = dict(q=self.q, k=self.k, v=self.v, starts=starts)
         options: Any = dict(final=self.opts.state, every=every)
-        output, final, states = self.walked(pallas_gates_scan.scan, self.forward, given, **options)
+        output, final, states = self.walked(gates_scan.scan, self.forward, given, **options)
         return (self.unpad(output), final), states
 
     def gradients(self, saved: Any, do: Any, dfinal: Any) -> Args:
-        """Those of the arguments, from starts or every state, those of the output, padded, and of the final state."""
+        """The arguments' gradients, from starts or every state, the output's, padded, and the final state's."""
         ends = self.starts(self.q, do, dfinal, self.adjoint)
-        if not isinstance(saved, pallas_gates_scan.Every):
+        if not isinstance(saved, gates_scan.Every):
             given = dict(x=self.k, y=self.v, starts=saved)
-            saved = self.walked(pallas_gates_scan.states, self.forward, given, every=True)
+            saved = self.walked(gates_scan.states, self.forward, given, every=True)
         before, last = saved
         given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends, last=last)
-        dq, dk, dv, dh0, strong, *terms = self.walked(pallas_gates_gradients.gradients, self.adjoint, given)
+        dq, dk, dv, dh0, strong, *terms = self.walked(gates_gradients.gradients, self.adjoint, given)
         given = dict(q=self.q, k=self.k, v=self.v, decay=self.decay, do=do, strong=strong, plan=self.plan,
                      dq=dq, dk=dk, dv=dv, terms=terms)  # fmt: skip
         static = dict(H=self.H, walk=self.adjoint, scale=self.scale)
-        dq, dk, dv, *terms = self.run(pallas_gates_strong.add_pairs, given, **static)
+        dq, dk, dv, *terms = self.run(gates_strong.add_pairs, given, **static)
         # A single term is of the gates' own dtype.
         dg = self.unpad(terms[0] if len(terms) == 1 else sum(self.arrays.cast(x, "float32") for x in terms))
         dk, dv = (self.shared(self.arrays.cast(x, "float32") if self.G < self.H else x) for x in (dk, dv))

@@ -1,7 +1,7 @@
 """Arrays ``[CHUNK, 64]`` of which all of a thread's values are one vector, for the walk of GLA's gradients.
 
 Of a sum of two such arrays JAX makes one operation, where it makes 16 in the layout of the tensor cores' results; what
-it would not make of them right is PTX here. ``pallas_tiles.py`` says which value is which.
+it would not make of them right is PTX here. ``tiles.py`` says which value is which.
 """
 
 from __future__ import annotations
@@ -15,46 +15,47 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from keraunos.kernels.linear_attention.pallas_program import _LAYOUT, _PER_COLUMN, _PER_ROW, CHUNK, COLUMNS
-from keraunos.kernels.linear_attention.pallas_tiles import _FLAT, _array, _words
+from keraunos.kernels.linear_attention.pallas.program import CHUNK, COLUMNS, LAYOUT, PER_COLUMN, PER_ROW
+from keraunos.kernels.linear_attention.pallas.tiles import FLAT, array, words_of
 
 
-def _of_flat(of: Callable[..., Any], *xs: Any, dtype: Any = None, layout: Any = _FLAT, given: Any = _FLAT) -> Any:
+def _of_flat(of: Callable[..., Any], *xs: Any, dtype: Any = None, layout: Any = FLAT, given: Any = FLAT) -> Any:
     """``of(type, count, words of an array, ...)``: those of the result."""
-    shape, dtype = (CHUNK, COLUMNS) if layout in (_FLAT, _LAYOUT) else (CHUNK,), dtype or xs[0].dtype
+    shape, dtype = (CHUNK, COLUMNS) if layout in (FLAT, LAYOUT) else (CHUNK,), dtype or xs[0].dtype
 
     @plgpu.inline_mgpu(arg_types=(given,) * len(xs), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout))
     def found(_, *xs):
-        return _array(lambda *kind: of(*kind, *map(_words, xs)), shape, dtype, layout)
+        return array(lambda *kind: of(*kind, *map(words_of, xs)), shape, dtype, layout)
 
     return found(*xs)
 
 
-def _flat(x: Any) -> Any:
+def flat(x: Any) -> Any:
     """An array in one vector."""
-    return _of_flat(lambda kind, count, words: words, x, given=_LAYOUT)
+    return _of_flat(lambda kind, count, words: words, x, given=LAYOUT)
 
 
-def _unflat(x: Any) -> Any:
+def unflat(x: Any) -> Any:
     """The other way."""
-    return _of_flat(lambda kind, count, words: words, x, layout=_LAYOUT)
+    return _of_flat(lambda kind, count, words: words, x, layout=LAYOUT)
 
 
-def _flat_rows(x: Any) -> Any:
+def flat_rows(x: Any) -> Any:
     """A value per row, for all columns, in one vector."""
-    return _of_flat(lambda kind, count, words: [words[i // 2 % 2] for i in range(32)], x, given=_PER_ROW)
+    return _of_flat(lambda kind, count, words: [words[i // 2 % 2] for i in range(32)], x, given=PER_ROW)
 
 
-def _flat_columns(x: Any) -> Any:
+def flat_columns(x: Any) -> Any:
     """A value per column, for all rows."""
-    return _of_flat(lambda kind, count, words: [words[i // 4 * 2 + i % 2] for i in range(32)], x, given=_PER_COLUMN)
+    return _of_flat(lambda kind, count, words: [words[i // 4 * 2 + i % 2] for i in range(32)], x, given=PER_COLUMN)
 
 
-def _flat_zeros() -> Any:
-    return plgpu.layout_cast(jnp.zeros((CHUNK, COLUMNS), jnp.float32), _FLAT)
+def flat_zeros() -> Any:
+    """A chunk's zeros, ``[CHUNK, 64]``, in one vector a thread."""
+    return plgpu.layout_cast(jnp.zeros((CHUNK, COLUMNS), jnp.float32), FLAT)
 
 
-def _flat_exp2(x: Any, sign: str = "") -> Any:
+def flat_exp2(x: Any, sign: str = "") -> Any:
     """``exp2(x)``, or ``exp2(-x)``, whose sign costs nothing in the instruction itself."""
 
     def words(kind, count, values):
@@ -66,7 +67,7 @@ def _flat_exp2(x: Any, sign: str = "") -> Any:
     return _of_flat(words, x)
 
 
-def _flat_sum(x: Any) -> Any:
+def flat_sum(x: Any) -> Any:
     """The sum of each row, in the order of JAX's."""
 
     def words(kind, count, values):
@@ -87,10 +88,10 @@ def _flat_sum(x: Any) -> Any:
             f"{code} }}", *values, result_types=(kind,) * count, has_side_effects=True, convergent=True
         )
 
-    return _of_flat(words, x, layout=_PER_ROW)
+    return _of_flat(words, x, layout=PER_ROW)
 
 
-def _here(x: Any) -> Any:
+def here(x: Any) -> Any:
     """x, made here and not in the branch that uses it."""
 
     def words(kind, count, values):

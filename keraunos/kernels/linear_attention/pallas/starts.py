@@ -1,7 +1,7 @@
 """With a scalar decay, on Hopper: the state that each segment starts from.
 
 Two kernels: ``local_states`` (the states that pieces of a sequence would end in if they started from zero), of the same
-shape as ``scan`` in ``pallas_kernels.py``, and ``combine`` (from those, the state that each segment starts from).
+shape as ``scan`` in ``kernels.py``, and ``combine`` (from those, the state that each segment starts from).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_decays import _gate_weights, _gates, _log2_decay, _weights
-from keraunos.kernels.linear_attention.pallas_program import (
-    _LAYOUT,
-    _REGISTERS,
-    _REGISTERS_MEMORY,
+from keraunos.kernels.linear_attention.pallas.decays import decay_log2, gate_weights, gates_of, weights
+from keraunos.kernels.linear_attention.pallas.program import (
     COLUMNS,
-    _clear,
-    _clear_shared,
-    _drain,
-    _either,
-    _fill,
-    _launch,
-    _Names,
-    _registers,
-    _rows,
-    _smem,
-    _when,
-    _zeros,
+    LAYOUT,
+    REGISTERS,
+    REGISTERS_MEMORY,
+    Names,
+    clear_rows,
+    clear_shared,
+    drain,
+    either_of,
+    fill,
+    launch_kernel,
+    registers_of,
+    rows_of,
+    smem,
+    when,
+    zeros,
 )
-from keraunos.kernels.linear_attention.pallas_walk import CHUNK, horizon, over
+from keraunos.kernels.linear_attention.pallas.walk import CHUNK, horizon, over
 
 # Programs of ``local_states`` at most, one per multiprocessor: a prime, so that the pieces of one head, which lie some
 # stride apart and are all that counts where the others forget, are spread evenly.
@@ -96,9 +96,9 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
         starts=jax.ShapeDtypeStruct((slots, H, K, V), jnp.float32) if from_zero else None,
     )  # fmt: skip
     scratch = dict(
-        b_s=_smem(dtype, stages, CHUNK, K), c_s=_smem(dtype, stages, W, CHUNK, COLUMNS),
+        b_s=smem(dtype, stages, CHUNK, K), c_s=smem(dtype, stages, W, CHUNK, COLUMNS),
         gates_s=plgpu.SMEM((stages, CHUNK), jnp.float32) if gated else None,
-        left_s=_smem(dtype, 2, W, CHUNK, COLUMNS),
+        left_s=smem(dtype, 2, W, CHUNK, COLUMNS),
         to_s=plgpu.SMEM((2, W, CHUNK), jnp.float32) if gated else None,
         full=plgpu.Barrier(num_arrivals=1 + W + gated, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=W, num_barriers=stages),
@@ -106,7 +106,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
     )  # fmt: skip
 
     def body(indices, i_w, *refs):
-        at: Any = _Names(refs, inputs, outputs, scratch)
+        at: Any = Names(refs, inputs, outputs, scratch)
 
         def pieces(walk_through):
             """Call a function with each :class:`Piece` of this program that counts; return how many chunks that is."""
@@ -124,12 +124,12 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
                 first: Any = 0
                 counts = last or sequence.i_p < sequence.segments - 1
                 if not gated:
-                    g = _log2_decay(at.gamma, sequence.row, i_h)
+                    g = decay_log2(at.gamma, sequence.row, i_h)
                     counts &= i_f >= walk.first_piece(g)
                     # From this chunk on, something is left at the end of the segment.
                     after = (walk.pieces - 1 - i_f) * (walk.segment // walk.pieces)
                     first = jnp.clip(chunks.count - 1 + after - over(horizon(g), CHUNK), 0, chunks.count)
-                _when(counts)(lambda: walk_through(Piece(i_s, i_f, i_h, i_v, chunks, first, g, done)))
+                when(counts)(lambda: walk_through(Piece(i_s, i_f, i_h, i_v, chunks, first, g, done)))
                 return done + jnp.where(counts, chunks.count - first, 0)
 
             mine = over(walk.pieces * heads - indices[0] + programs - 1, programs)
@@ -146,25 +146,25 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
                 plgpu.barrier_wait(at.full.at[slot])
                 if packed:
 
-                    @_when(n < CHUNK)
+                    @when(n < CHUNK)
                     def _():
-                        _clear([at.c_s.at[slot, i_w]], *limits)
-                        _clear_shared(at.b_s.at[slot], i_w, W, at.met, *limits)
+                        clear_rows([at.c_s.at[slot, i_w]], *limits)
+                        clear_shared(at.b_s.at[slot], i_w, W, at.met, *limits)
 
                 # Two buffers, of values and of sums: when one is written again, every warp has passed the meeting point
                 # of the chunk between, and so is done with the product that read it.
                 half = lax.rem(n_th, 2)
                 if gated:
                     to = at.to_s.at[half, i_w]
-                    _, leave, across, _ = _gate_weights(walk, _gates(at.gates_s.at[slot], limits), to)
+                    _, leave, across, _ = gate_weights(walk, gates_of(at.gates_s.at[slot], limits), to)
                     across = jnp.exp2(across)
                     total = total + to[0 if walk.backward_in_time else CHUNK - 1]
                 else:
-                    _, leave = _weights(walk, g, n, limits[0] if packed else 0)
+                    _, leave = weights(walk, g, n, limits[0] if packed else 0)
                     across = jnp.exp2(g * n.astype(jnp.float32))
-                v = plgpu.load(at.c_s.at[slot, i_w], layout=_LAYOUT).astype(jnp.float32)
+                v = plgpu.load(at.c_s.at[slot, i_w], layout=LAYOUT).astype(jnp.float32)
                 left = at.left_s.at[half, i_w]
-                left[...] = (v * _rows(leave, COLUMNS)).astype(dtype)
+                left[...] = (v * rows_of(leave, COLUMNS)).astype(dtype)
                 plgpu.commit_smem()
 
                 def write(state):
@@ -174,7 +174,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
                 plgpu.barrier_arrive(at.empty.at[slot])
                 return state, total
 
-            state, total = lax.fori_loop(first, chunks.count, step, (_zeros(K, COLUMNS), jnp.float32(0)))
+            state, total = lax.fori_loop(first, chunks.count, step, (zeros(K, COLUMNS), jnp.float32(0)))
 
             def leave(ref, *index):
                 ref[*index, my.head, :, pl.ds((my.block * W + i_w) * COLUMNS, COLUMNS)] = state * scale
@@ -183,7 +183,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
                 leave(at.local, my.slot, my.piece)
 
             if from_zero:
-                _either(walk.is_last_piece_all(g), lambda: leave(at.starts, my.slot + 1), among_pieces)
+                either_of(walk.is_last_piece_all(g), lambda: leave(at.starts, my.slot + 1), among_pieces)
             else:
                 among_pieces()
             if gated:
@@ -201,24 +201,24 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
                 if gated:
                     plgpu.copy_gmem_to_smem(at.gates.at[row, my.head, t], at.gates_s.at[slot], barrier)
 
-            _fill(my.first, my.chunks.count, my.done, stages, at.full, at.empty, load)
+            fill(my.first, my.chunks.count, my.done, stages, at.full, at.empty, load)
 
-        @_when(i_w < W)
+        @when(i_w < W)
         def _compute():
-            _registers(W, _REGISTERS, "increase")
+            registers_of(W, REGISTERS, "increase")
             pieces(compute)
 
-        @_when(i_w == W)
+        @when(i_w == W)
         def _memory():
-            _registers(W, _REGISTERS_MEMORY, "decrease")
-            _drain(pieces(copy), stages, at.empty)
+            registers_of(W, REGISTERS_MEMORY, "decrease")
+            drain(pieces(copy), stages, at.empty)
 
-    results = _launch(
+    results = launch_kernel(
         body, inputs.values(), name="states", grid=(programs,), warpgroups=W + 1, between_warps=False,
         out_type=[x for x in outputs.values() if x is not None],
         scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
-    got: Any = _Names(results, outputs)
+    got: Any = Names(results, outputs)
     return got.local, got.total, got.starts
 
 
@@ -237,13 +237,13 @@ def combine(local, total, decay, initial, starts, *, B, walk, cu_seqlens):
 
     def body(indices, _, *refs):
         i_n, i_h, i_r = indices
-        at: Any = _Names(refs, inputs, outputs)
+        at: Any = Names(refs, inputs, outputs)
         written = int(starts is not None)
         sequence = walk.of(i_n, at.cu_seqlens)
         slot0 = sequence.place(walk.segment)
         g, first = 0.0, 0
         if total is None:
-            g = _log2_decay(at.gamma, sequence.row, i_h)
+            g = decay_log2(at.gamma, sequence.row, i_h)
             first = walk.first_piece(g)
         count = walk.pieces - first
         last = sequence.segments - 1
@@ -267,7 +267,7 @@ def combine(local, total, decay, initial, starts, *, B, walk, cu_seqlens):
         def step(state, place, tile, passed):
             i_p, i_f = place
 
-            @_when((i_f == 0) & (i_p >= written) & (i_p < last))
+            @when((i_f == 0) & (i_p >= written) & (i_p < last))
             def _():
                 at.starts[slot0 + i_p, i_h, part] = state
 
@@ -288,7 +288,7 @@ def combine(local, total, decay, initial, starts, *, B, walk, cu_seqlens):
                 now, asked = after(now), after(asked)
             return state, now, asked, tuple(tiles)
 
-        @_when(starts is None or jnp.logical_not(walk.is_last_piece_all(g)))
+        @when(starts is None or jnp.logical_not(walk.is_last_piece_all(g)))
         def _walk():
             if initial is None:
                 state = plgpu.layout_cast(jnp.zeros((rows, V), jnp.float32), layout)
@@ -302,11 +302,11 @@ def combine(local, total, decay, initial, starts, *, B, walk, cu_seqlens):
             rounds = over(last * count + ahead - 1, ahead)
             state, *_ = lax.fori_loop(0, rounds, steps, (state, begin, asked, tuple(tiles)))
 
-            @_when(last >= written)
+            @when(last >= written)
             def _last():
                 at.starts[slot0 + last, i_h, part] = state
 
-    return _launch(
+    return launch_kernel(
         body, inputs.values(), name="combine", warpgroups=1, scratch_types=[],
         grid=(B if walk.packed is None else walk.packed, H, K // rows),
         out_type=list(outputs.values()), in_place=int(starts is not None),

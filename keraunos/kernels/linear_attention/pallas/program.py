@@ -1,7 +1,7 @@
 """What the Pallas kernels of Hopper share: layouts, rows of chunks in shared memory, rings of stages, launches.
 
 A kernel is a function of its program's indices, its warpgroup and references to arrays, outputs and shared memory, and
-``_launch`` runs it. One warpgroup fills a ring of stages, the others give them back:
+``launch_kernel`` runs it. One warpgroup fills a ring of stages, the others give them back:
 ``benchmarks/results/hopper-notes.md`` draws it.
 """
 
@@ -24,61 +24,62 @@ from jax.extend.mlir.dialects import arith, scf, vector
 from jaxlib.mlir.dialects import llvm
 
 from keraunos.frontends.jax import vary, varying
-from keraunos.kernels.linear_attention.pallas_walk import CHUNK
+from keraunos.kernels.linear_attention.pallas.walk import CHUNK
 
 # Columns of V per compute warpgroup: its state [K, 64] in float32 is half of a thread's registers where K is 128.
 COLUMNS = 64
 # Registers per thread, of 65,536 per multiprocessor: the memory warpgroup only issues copies.
-_REGISTERS, _REGISTERS_MEMORY = 232, 40
+REGISTERS, REGISTERS_MEMORY = 232, 40
 
 # Bytes of shared memory of a block, less what barriers and alignment take.
-_SHARED = 232448 - 256
+SHARED = 232448 - 256
 
-_LAYOUT = plgpu.Layout.WGMMA
+LAYOUT = plgpu.Layout.WGMMA
 # One value per row, and one per column, of an array of that layout.
-_PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
+PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
-def _rows(x, columns):
+def rows_of(x, columns):
     """A factor per row, for all columns."""
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
 
 
-def _columns(x, rows):
+def columns_of(x, rows):
     """A factor per column, for all rows."""
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
 
 
 # Tiles of 8 rows of 128 bytes, swizzled.
-_SWIZZLED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+SWIZZLED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
 
-def _smem(dtype, *shape):
+def smem(dtype, *shape):
     """Room laid out as the tensor cores and the bulk copies agree on: rows of 128 bytes, swizzled, in tiles of 8."""
     row = min(shape[-1] * jnp.dtype(dtype).itemsize, 128)
     tiles = plgpu.TilingTransform((8, row // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(row)
     return plgpu.SMEM(shape, dtype, transforms=tiles)
 
 
-def _when(condition):
+def when(condition):
     """``pl.when``, for which JAX makes a number of a bool, and asks ptxas, a process of its own, for its version."""
 
     def decorated(run):
-        run() if condition is True else _either(condition, run, lambda: None)
+        run() if condition is True else either_of(condition, run, lambda: None)
 
     return decorated
 
 
-def _either(condition, run, otherwise):
+def either_of(condition, run, otherwise):
     """``lax.cond``, the same way."""
     return lax.switch(lax.select(condition, np.int32(1), np.int32(0)), (otherwise, run))
 
 
-def _zeros(*shape):
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
+def zeros(*shape):
+    """Zeros in registers, float32."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUT)
 
 
-def _by_row(value):
+def by_row(value):
     """The indices and registers of a thread's values, in either layout, by the rows that they lie in: two."""
     indices = [tuple(index) for index in value.layout.thread_idxs(value.shape)]
     registers = list(zip(indices, value.registers.flat, strict=True))
@@ -87,14 +88,14 @@ def _by_row(value):
     return [[x for x, at in zip(registers, halves, strict=True) if at == half] for half in range(2)]
 
 
-def _store_rows(ref, value, first, end):
+def store_rows(ref, value, first, end):
     """Store rows of a value ``[rows, columns]`` or ``[rows]`` to memory, from the first to before the end."""
-    layout = _LAYOUT if value.ndim == 2 else _PER_ROW
+    layout = LAYOUT if value.ndim == 2 else PER_ROW
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT))
     def store(_, ref, value, *limits):
         first, end = (arith.index_cast(ir.IndexType.get(), x.registers.item()) for x in limits)
-        for mine in _by_row(value):
+        for mine in by_row(value):
             row_index = mine[0][0][0]
             after = arith.cmpi(arith.CmpIPredicate.sge, row_index, first)
             before = arith.cmpi(arith.CmpIPredicate.slt, row_index, end)
@@ -107,7 +108,7 @@ def _store_rows(ref, value, first, end):
     store(ref, value, jnp.int32(first), jnp.int32(end))
 
 
-def _clear(tiles, first, end):
+def clear_rows(tiles, first, end):
     """Zero the rows of tiles ``[CHUNK, 64]`` in shared memory that are not from the first to before the end."""
     for tile in tiles:
         _zero_rows(tile, jnp.int32(first), jnp.int32(end))
@@ -115,9 +116,9 @@ def _clear(tiles, first, end):
 
 
 def _zero_rows(tile, first, end):
-    """The same for one, of 16 bits, in few instructions and registers: eight threads have a row, however swizzled."""
+    """Zero rows of one tile of 16 bits, in few instructions and registers: eight threads have a row."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_SWIZZLED), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT))
     def zero(_, tile, *limits):
         # Bytes from eight rows to the next.
         eight = 2 * ir.MemRefType(tile.type).get_strides_and_offset()[0][0]
@@ -136,11 +137,11 @@ def _zero_rows(tile, first, end):
     zero(tile, first, end)
 
 
-def _copy_rows_out(ref, tile, first, end):
+def copy_rows_out(ref, tile, first, end):
     """Copy rows of a tile ``[CHUNK, 64]`` of 16 bits to memory, from the first to before the end."""
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(_SWIZZLED), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT)
+        arg_types=(plgpu.RefType(), plgpu.RefType(SWIZZLED), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT)
     )
     def copy(_, ref, tile, *limits):
         # Eight threads have a row, 16 bytes each, which have swapped places in shared memory.
@@ -163,45 +164,45 @@ def _copy_rows_out(ref, tile, first, end):
     copy(ref, tile, jnp.int32(first), jnp.int32(end))
 
 
-def _clear_shared(tile, i_w, warpgroups, met, first, end):
-    """The same for a tile ``[CHUNK, K]`` that all compute warpgroups read: each does its part, then they meet."""
+def clear_shared(tile, i_w, warpgroups, met, first, end):
+    """Zero rows of a tile ``[CHUNK, K]`` that all compute warpgroups read: each does its part, then they meet."""
     for i in range(tile.shape[1] // 64):
 
-        @_when(i_w == i % warpgroups)
+        @when(i_w == i % warpgroups)
         def _(i=i):
-            _clear([tile.at[:, pl.ds(i * 64, 64)]], first, end)
+            clear_rows([tile.at[:, pl.ds(i * 64, 64)]], first, end)
 
     plgpu.barrier_arrive(met)
     plgpu.barrier_wait(met)
 
 
-def _ring(first, last, stages, full, empty, load):
+def ring(first, last, stages, full, empty, load):
     """The memory warpgroup's loop: fill the stages in turn, each as soon as everyone is done with it.
 
     ``load(i, slot, barrier)`` issues the copies of step i. They arrive at ``full[slot]`` by themselves when their bytes
     are there; each compute warpgroup arrives at ``empty[slot]`` when it needs them no more. Every completion of a
     barrier is waited for, those of the last round too.
     """
-    _fill(first, last, 0, stages, full, empty, load)
-    _drain(last - first, stages, empty)
+    fill(first, last, 0, stages, full, empty, load)
+    drain(last - first, stages, empty)
 
 
-def _fill(first, last, before, stages, full, empty, load):
-    """The same without the last round, after so many steps of other loops."""
+def fill(first, last, before, stages, full, empty, load):
+    """The first part of :func:`ring`, without the last round, after ``before`` steps of other loops."""
 
     @pl.loop(first, last)
     def _(i):
         n = before + i - first
         slot = lax.rem(n, stages)
 
-        @_when(n >= stages)
+        @when(n >= stages)
         def _():
             plgpu.barrier_wait(empty.at[slot])
 
         load(i, slot, full.at[slot])
 
 
-def _drain(count, stages, empty):
+def drain(count, stages, empty):
     """Wait for the last round of so many steps."""
 
     @pl.loop(jnp.maximum(count - stages, 0), jnp.maximum(count, 0))
@@ -209,21 +210,21 @@ def _drain(count, stages, empty):
         plgpu.barrier_wait(empty.at[lax.rem(n, stages)])
 
 
-def _give_back(empty, i, stages):
+def give_back(empty, i, stages):
     """Say that what step i (-1: none) has loaded from its slot has been used.
 
     Not in step i itself: arriving there would not wait for the loads, and the copy of a later step could overtake them.
     """
-    _when(i >= 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(i, stages)]))
+    when(i >= 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(i, stages)]))
 
 
-def _registers(warpgroups, n, action):
+def registers_of(warpgroups, n, action):
     """Move registers from the memory warpgroup to the compute warpgroups; a single one has all it can use anyway."""
     if warpgroups > 1:
         plgpu.set_max_registers(n, action=action)
 
 
-def _axis(name):
+def axis_of(name):
     """A name for an axis of the grid that no axis of a user's mesh has: that would be taken for it."""
     return f"keraunos.{name}"
 
@@ -247,7 +248,7 @@ def _descriptors_in_words(launch):
         calls.append(pass_words)
 
 
-def _launch(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(), in_place=0, between_warps=True,
+def launch_kernel(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(), in_place=0, between_warps=True,
             lanes=False, barriers=False):  # fmt: skip
     """Run a kernel on arrays (None: left out).
 
@@ -262,15 +263,16 @@ def _launch(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(),
     def program(*refs):
         _descriptors_in_words()
         # One axis of CUDA's: the others end at 65,535.
-        rest, indices = lax.axis_index(_axis("program")), list[Any]()
+        rest, indices = lax.axis_index(axis_of("program")), list[Any]()
         for size in reversed(grid):
             indices.insert(0, lax.rem(rest, size))
             rest = lax.div(rest, size)
-        body(indices, lax.axis_index(_axis("warpgroup")), *refs)
+        body(indices, lax.axis_index(axis_of("warpgroup")), *refs)
 
     kernel = plgpu.kernel(
         program, out_type=out_type, scratch_types=scratch_types, kernel_name=f"linear_attention_{name}",
-        grid=(math.prod(grid),), grid_names=(_axis("program"),), num_threads=warpgroups, thread_name=_axis("warpgroup"),
+        grid=(math.prod(grid),), grid_names=(axis_of("program"),),
+        num_threads=warpgroups, thread_name=axis_of("warpgroup"),
         # Else no barriers of the compiler's own: each place where one warp may not overtake another says so.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=not barriers,
@@ -293,7 +295,7 @@ def _launch(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(),
     return [vary(x, axes) for x in results]
 
 
-class _Names:
+class Names:
     """References by name: those of a kernel's arrays, outputs and scratch space, in that order; None: left out."""
 
     def __init__(self, refs, *groups):

@@ -28,10 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.kernels.linear_attention import ends
-from keraunos.kernels.linear_attention.pallas_decays import Decay
-from keraunos.kernels.linear_attention.pallas_program import _launch, _Names, _when
-from keraunos.kernels.linear_attention.pallas_starts import local_states
-from keraunos.kernels.linear_attention.pallas_walk import CHUNK, Walk, over
+from keraunos.kernels.linear_attention.pallas.decays import Decay
+from keraunos.kernels.linear_attention.pallas.program import Names, launch_kernel, when
+from keraunos.kernels.linear_attention.pallas.starts import local_states
+from keraunos.kernels.linear_attention.pallas.walk import CHUNK, Walk, over
 
 # Values of a program's part: eight to a thread. Tiles that are asked for before the first is used.
 PART, AHEAD = 1024, 8
@@ -102,7 +102,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
 
     def body(indices, _, *refs):
         i_m, i_part = indices
-        at: Any = _Names(refs, inputs, outputs)
+        at: Any = Names(refs, inputs, outputs)
         part, i_box = pl.ds(i_part * PART, PART), i_m * parts + i_part
         i_b, i_h = over(i_m, H), lax.rem(i_m, H)
         if tokens:
@@ -166,7 +166,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
             later = known(i + distance + 1)
             if S > 1:
 
-                @_when(i > 0)
+                @when(i > 0)
                 def _():
                     at.starts[slot(i)] = state
 
@@ -191,10 +191,10 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
             for d in range(1, R):
                 # Places are in the order of the way, the devices of the mesh in that of their tokens.
                 other = {axis: place + d if right else R - 1 - place - d}
-                _when(place + d < R)(functools.partial(do, d, other))
+                when(place + d < R)(functools.partial(do, d, other))
 
         def write(d, other):
-            @_when(wanted(d))
+            @when(wanted(d))
             def _():
                 plgpu.remote_ref(at.box, other)[place, i_box] = state
                 plgpu.remote_ref(at.sums, other)[place, i_box] = jnp.where(fresh, _ANEW, log)
@@ -217,7 +217,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
         def add(segments):
             for counts, gates, where_to, tile in segments:
 
-                @_when(counts)
+                @when(counts)
                 def _(gates=gates, where_to=where_to, tile=tile):
                     at.starts[where_to] = tile + decayed(arrived, gates)
 
@@ -243,7 +243,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
         if S - 1 > AHEAD:
             lax.fori_loop(1, -(-(S - 1) // AHEAD), more, gone)
 
-    results = _launch(
+    results = launch_kernel(
         body, inputs.values(), name="exchange", grid=(M, parts), warpgroups=1, between_warps=False, scratch_types=[],
         out_type=list(outputs.values()), barriers=True,
     )  # fmt: skip

@@ -22,66 +22,60 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import llvm
 
-from keraunos.kernels.linear_attention.pallas_program import (
-    _LAYOUT,
-    _PER_COLUMN,
-    _PER_ROW,
-    _SWIZZLED,
-    CHUNK,
-    COLUMNS,
-)
-from keraunos.kernels.linear_attention.pallas_registers import _widened
+from keraunos.kernels.linear_attention.pallas.program import CHUNK, COLUMNS, LAYOUT, PER_COLUMN, PER_ROW, SWIZZLED
+from keraunos.kernels.linear_attention.pallas.registers import widened
 
 # A tile ``[CHUNK, 64]`` of 16-bit values in shared memory.
-_TILE = plgpu.RefType(_SWIZZLED)
+TILE = plgpu.RefType(SWIZZLED)
 
 # All of a thread's values of an array ``[CHUNK, 64]`` in one vector, in the order above: of a sum of two JAX makes one
 # operation, and not 16. It is told of vectors of neighbours in memory, and does not ask.
-_FLAT = plgpu.Layout.WG_STRIDED((CHUNK, COLUMNS), 32)
+FLAT = plgpu.Layout.WG_STRIDED((CHUNK, COLUMNS), 32)
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """A place in room for several in shared memory: of ``room.at[place]`` JAX makes the address in five times the time.
 
-    Its values are ``_FLAT`` in registers, those of references not.
+    Its values are ``FLAT`` in registers, those of references not.
     """
 
     room: Any
     place: tuple[Any, ...]
-    kind: Any = _TILE
+    kind: Any = TILE
 
     @property
     def ref(self) -> Any:
-        """The same for all else."""
+        """The place as a reference, for all that is not PTX of ours."""
         return self.room.at[*self.place]
 
     @property
     def dtype(self) -> Any:
+        """Of its values."""
         return self.room.dtype
 
 
-def _whole(x: Any) -> Any:
-    """The reference of a :class:`_Tile`, or what is one."""
-    return x.ref if isinstance(x, _Tile) else x
+def whole_tiles(x: Any) -> Any:
+    """The reference of a :class:`Tile`, or what is one."""
+    return x.ref if isinstance(x, Tile) else x
 
 
-def _types(x: Any, kind: Any) -> tuple[Any, ...]:
-    """Those of what PTX is given for a reference or a :class:`_Tile`."""
-    if not isinstance(x, _Tile):
+def types(x: Any, kind: Any) -> tuple[Any, ...]:
+    """The types of what PTX is given for a reference or a :class:`Tile`."""
+    if not isinstance(x, Tile):
         return (kind,)
     return x.kind, *(plgpu.Layout.WG_SPLAT for i in x.place if not isinstance(i, int))
 
 
-def _values(x: Any) -> tuple[Any, ...]:
+def values_of(x: Any) -> tuple[Any, ...]:
     """What PTX is given."""
-    return (x.room, *(i for i in x.place if not isinstance(i, int))) if isinstance(x, _Tile) else (x,)
+    return (x.room, *(i for i in x.place if not isinstance(i, int))) if isinstance(x, Tile) else (x,)
 
 
-def _address(x: Any, given: Iterator[Any]) -> Any:
+def address_of(x: Any, given: Iterator[Any]) -> Any:
     """The address, of what has been given."""
     ref = next(given)
     pointer = mgpu.utils.memref_ptr(ref)
-    if not isinstance(x, _Tile):
+    if not isinstance(x, Tile):
         return pointer
     constant: Any = arith.constant
     word, known = ir.IntegerType.get_signless(32), ir.MemRefType(ref.type)
@@ -92,7 +86,7 @@ def _address(x: Any, given: Iterator[Any]) -> Any:
     return found
 
 
-def _words(x: Any) -> list[Any]:
+def words_of(x: Any) -> list[Any]:
     """A thread's values of an array, in 32 bits: one each, or two 16-bit neighbours."""
 
     def words(register):
@@ -106,7 +100,7 @@ def _words(x: Any) -> list[Any]:
     return [word for register in x.registers.flat for word in words(register)]
 
 
-def _array(words: Callable[[Any, int], Sequence[Any]], shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+def array(words: Callable[[Any, int], Sequence[Any]], shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
     """The array of a thread's ``words(type, count)``."""
     found, element = layout.to_mgpu(), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
     into = found.registers_shape(shape)
@@ -122,41 +116,41 @@ def _array(words: Callable[[Any, int], Sequence[Any]], shape: tuple[int, ...], d
     return mgpu.FragmentedArray(_registers=registers, _layout=found, _is_signed=is_signed)
 
 
-def _load(ref: Any, code: Any, dtype: Any, *more: Any, kind: Any = None, layout: Any = _LAYOUT) -> Any:
+def _load(ref: Any, code: Any, dtype: Any, *more: Any, kind: Any = None, layout: Any = LAYOUT) -> Any:
     """An array of a dtype, by PTX or what makes it of the reference; ``more``: another reference, and a number."""
-    shape, kind, refs = (CHUNK, COLUMNS) if layout is _LAYOUT else (CHUNK,), kind or plgpu.RefType(), (ref, *more[:1])
-    layout = _FLAT if layout is _LAYOUT and isinstance(ref, _Tile) else layout
+    shape, kind, refs = (CHUNK, COLUMNS) if layout is LAYOUT else (CHUNK,), kind or plgpu.RefType(), (ref, *more[:1])
+    layout = FLAT if layout is LAYOUT and isinstance(ref, Tile) else layout
 
     @plgpu.inline_mgpu(
-        arg_types=(*(each for x in refs for each in _types(x, kind)), *(plgpu.Layout.WG_SPLAT for _ in more[1:])),
+        arg_types=(*(each for x in refs for each in types(x, kind)), *(plgpu.Layout.WG_SPLAT for _ in more[1:])),
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
     )
     def load(_, *given):
         def words(element, count):
             rest = iter(given)
-            addresses = [_address(x, rest) for x in refs]
+            addresses = [address_of(x, rest) for x in refs]
             return mgpu.utils.inline_ptx(
                 code if isinstance(code, str) else code(given[0]), *addresses, *(x.registers.item() for x in rest),
                 result_types=(element,) * count, has_side_effects=True, convergent=True,
             )  # fmt: skip
 
-        return _array(words, shape, dtype, layout)
+        return array(words, shape, dtype, layout)
 
-    return load(*(each for x in refs for each in _values(x)), *more[1:])
+    return load(*(each for x in refs for each in values_of(x)), *more[1:])
 
 
-def _store(ref: Any, x: Any, code: Any, *, kind: Any = None, layout: Any = _LAYOUT) -> None:
-    """And store one."""
+def _store(ref: Any, x: Any, code: Any, *, kind: Any = None, layout: Any = LAYOUT) -> None:
+    """Store an array by a block of PTX."""
 
-    layout = _FLAT if layout is _LAYOUT and isinstance(ref, _Tile) else layout
+    layout = FLAT if layout is LAYOUT and isinstance(ref, Tile) else layout
 
-    @plgpu.inline_mgpu(arg_types=(layout, *_types(ref, kind or plgpu.RefType())))
+    @plgpu.inline_mgpu(arg_types=(layout, *types(ref, kind or plgpu.RefType())))
     def store(_, x, *given):
         text = code if isinstance(code, str) else code(given[0])
-        address = _address(ref, iter(given))
-        mgpu.utils.inline_ptx(text, *_words(x), address, result_types=None, has_side_effects=True, convergent=True)
+        address = address_of(ref, iter(given))
+        mgpu.utils.inline_ptx(text, *words_of(x), address, result_types=None, has_side_effects=True, convergent=True)
 
-    store(x, *_values(ref))
+    store(x, *values_of(ref))
 
 
 def _names(first: int, count: int) -> str:
@@ -181,31 +175,31 @@ def _of_tile(access: Callable[[int], str], address: str) -> str:
     )
 
 
-def _load_tile(ref: Any) -> Any:
+def load_tile(ref: Any) -> Any:
     """A tile of 16-bit values."""
-    return _load(ref, _of_tile(_four, "mov.b32 b, $16;"), ref.dtype, kind=_TILE)
+    return _load(ref, _of_tile(_four, "mov.b32 b, $16;"), ref.dtype, kind=TILE)
 
 
-def _load_halves(later: Any, earlier: Any, m: Any, backward_in_time: bool) -> Any:
+def load_halves(later: Any, earlier: Any, m: Any, backward_in_time: bool) -> Any:
     """Each row of the first tile whose place has the bit m, of the second tile the others."""
     first, second = (earlier, later) if backward_in_time else (later, earlier)
     address = "and.b32 b, r, $18; setp.ne.u32 p, b, 0; selp.b32 b, $16, $17, p;"
-    return _load(first, _of_tile(_four, address), later.dtype, second, m, kind=_TILE)
+    return _load(first, _of_tile(_four, address), later.dtype, second, m, kind=TILE)
 
 
-def _load_bf16(ref: Any, unrolled: bool = False) -> Any:
+def load_bf16(ref: Any, unrolled: bool = False) -> Any:
     """A tile of bf16 in float32, one instruction for each value; ``unrolled`` as in :func:`_store_tile`."""
     if unrolled:
-        return _widened(plgpu.load(ref, layout=_LAYOUT))
+        return widened(plgpu.load(ref, layout=LAYOUT))
 
     def four(i):
         halves = (f"shl.b32 ${2 * (i + j)}, x{j}, 16; and.b32 ${2 * (i + j) + 1}, x{j}, 0xffff0000;" for j in range(4))
         return f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{x0, x1, x2, x3}}, [a]; {' '.join(halves)}"
 
-    return _load(ref, _of_tile(four, "mov.b32 b, $32;"), jnp.float32, kind=_TILE)
+    return _load(ref, _of_tile(four, "mov.b32 b, $32;"), jnp.float32, kind=TILE)
 
 
-def _store_tile(ref: Any, x: Any, unrolled: bool = False) -> None:
+def store_tile(ref: Any, x: Any, unrolled: bool = False) -> None:
     """Store 16-bit values in a tile.
 
     ``unrolled``: by JAX's function for it, whose instructions the compiler mixes with what stands around.
@@ -214,13 +208,13 @@ def _store_tile(ref: Any, x: Any, unrolled: bool = False) -> None:
         ref[...] = x
         return
     code = _of_tile(lambda i: f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [a], {{{_names(i, 4)}}};", "mov.b32 b, $16;")
-    _store(ref, x, code, kind=_TILE)
+    _store(ref, x, code, kind=TILE)
 
 
-def _store_tiles(refs: Sequence[Any], xs: Sequence[Any]) -> None:
-    """The same of several."""
+def store_tiles(refs: Sequence[Any], xs: Sequence[Any]) -> None:
+    """Store 16-bit values in several tiles."""
     for ref, x in zip(refs, xs, strict=True):
-        _store_tile(ref, x)
+        store_tile(ref, x)
 
 
 # Four bytes for each row, to the thread's first: which warp, which lane. And eight for its first two columns.
@@ -228,25 +222,25 @@ _ROW = "{ .reg .b32 a, t; mov.u32 a, %tid.x; and.b32 t, a, 0x60; shl.b32 t, t, 1
 _COLUMN = "{ .reg .b32 a, t; .reg .pred p; mov.u32 t, %tid.x; and.b32 a, t, 3; shl.b32 a, a, 3;"
 
 
-def _load_per_row(ref: Any) -> Any:
+def load_per_row(ref: Any) -> Any:
     """``[CHUNK]`` values of 32 bits in shared memory, one per row."""
     code = f"{_ROW} add.u32 a, a, $2; ld.shared.b32 $0, [a]; ld.shared.b32 $1, [a+32]; }}"
-    return _load(ref, code, ref.dtype, layout=_PER_ROW)
+    return _load(ref, code, ref.dtype, layout=PER_ROW)
 
 
-def _store_per_row(ref: Any, x: Any) -> None:
+def store_per_row(ref: Any, x: Any) -> None:
     """Store them."""
     code = f"{_ROW} add.u32 a, a, $2; st.shared.b32 [a], $0; st.shared.b32 [a+32], $1; }}"
-    _store(ref, x, code, layout=_PER_ROW)
+    _store(ref, x, code, layout=PER_ROW)
 
 
-def _load_per_column(ref: Any) -> Any:
+def load_per_column(ref: Any) -> Any:
     """``[64]`` values of 32 bits in shared memory, one per column."""
     loads = " ".join(f"ld.shared.v2.b32 {{{_names(2 * i, 2)}}}, [a+{32 * i}];" for i in range(8))
-    return _load(ref, f"{_COLUMN} add.u32 a, a, $16; {loads} }}", ref.dtype, layout=_PER_COLUMN)
+    return _load(ref, f"{_COLUMN} add.u32 a, a, $16; {loads} }}", ref.dtype, layout=PER_COLUMN)
 
 
-def _copy_rows(ref: Any, x: Any, rows: Sequence[int]) -> None:
+def copy_rows(ref: Any, x: Any, rows: Sequence[int]) -> None:
     """Copy rows of float32 values to a reference ``[rows, 64]`` in shared memory."""
     code = f"{_COLUMN} add.u32 a, a, $32; and.b32 t, t, 0x7c;"
     for i, row in enumerate(rows):
@@ -264,12 +258,12 @@ def _own(access: Callable[[str, str], str]) -> str:
     return f"{{ .reg .b32 a; mov.u32 a, %tid.x; and.b32 a, a, 127; shl.b32 a, a, 4; add.u32 a, a, $32; {each} }}"
 
 
-def _leave(ref: Any, x: Any) -> None:
+def leave_in(ref: Any, x: Any) -> None:
     """Leave float32 values for another warpgroup in shared memory, in an order that only :func:`_taken` knows."""
     _store(ref, x, _own(lambda at, values: f"st.shared.v4.f32 {at}, {values};"))
 
 
-def _taken(ref: Any) -> Any:
+def taken(ref: Any) -> Any:
     """What another warpgroup has left."""
     return _load(ref, _own(lambda at, values: f"ld.shared.v4.f32 {values}, {at};"), jnp.float32)
 
@@ -293,11 +287,11 @@ def _block(access: Callable[[str, str], str]) -> Callable[[Any], str]:
     return code
 
 
-def _put(ref: Any, x: Any) -> None:
+def put(ref: Any, x: Any) -> None:
     """Store a block ``[64, 64]`` of float32 in memory."""
     _store(ref, x, _block(lambda at, values: f"st.global.v2.f32 {at}, {values};"))
 
 
-def _read(ref: Any) -> Any:
+def read_from(ref: Any) -> Any:
     """Load one."""
     return _load(ref, _block(lambda at, values: f"ld.global.v2.f32 {values}, {at};"), jnp.float32)

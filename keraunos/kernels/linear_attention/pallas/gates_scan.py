@@ -1,10 +1,10 @@
 """The walk with gates per token and dimension of the key, for Hopper: outputs, and states.
 
 Two kernels: ``scan`` (outputs) and ``states`` (the state before every chunk, or at the end of every piece, or the
-gradient of it). ``pallas_gates_starts.py`` makes of those of pieces the states that segments start from.
+gradient of it). ``gates_starts.py`` makes of those of pieces the states that segments start from.
 
 Beside the warpgroups that hold the state, 64 columns of V each, stand others that prepare chunks, one per 64 dimensions
-of the key: ``pallas_gates_program.py`` has what they do alike in both.
+of the key: ``gates_program.py`` has what they do alike in both.
 """
 
 from __future__ import annotations
@@ -17,40 +17,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_gates import (
-    _F32,
-    _TILE,
-    _constants_s,
-    _decayed,
-    _give,
-    _meet,
-    _names,
-    _parts,
-    _stages,
-    _tiles,
+from keraunos.kernels.linear_attention.pallas.gates import (
+    F32,
+    TILE,
+    constants_s,
+    decayed,
+    give_back,
+    meet,
+    names_of,
+    parts_of,
+    stages_of,
+    tiles_of,
 )
-from keraunos.kernels.linear_attention.pallas_gates_program import _barriers, _Program
-from keraunos.kernels.linear_attention.pallas_gates_starts import named_starts, start, through
-from keraunos.kernels.linear_attention.pallas_products import _T, _await, _product, _start
-from keraunos.kernels.linear_attention.pallas_program import (
-    _LAYOUT,
-    _PER_ROW,
+from keraunos.kernels.linear_attention.pallas.gates_program import Program, barriers
+from keraunos.kernels.linear_attention.pallas.gates_starts import named_starts, start, through
+from keraunos.kernels.linear_attention.pallas.products import T, product_of, start_product, wait_for
+from keraunos.kernels.linear_attention.pallas.program import (
     CHUNK,
     COLUMNS,
-    _either,
-    _launch,
-    _Names,
-    _smem,
-    _when,
+    LAYOUT,
+    PER_ROW,
+    Names,
+    either_of,
+    launch_kernel,
+    smem,
+    when,
 )
-from keraunos.kernels.linear_attention.pallas_registers import _commit_fine, _exp2_of_minus, _upto, _widened
-from keraunos.kernels.linear_attention.pallas_tiles import (
-    _load_bf16,
-    _load_per_row,
-    _put,
-    _store_per_row,
-    _store_tile,
-)
+from keraunos.kernels.linear_attention.pallas.registers import commit_fine, exp2_of_minus, upto_of, widened
+from keraunos.kernels.linear_attention.pallas.tiles import load_bf16, load_per_row, put, store_per_row, store_tile
 
 
 class Every(NamedTuple):
@@ -66,8 +60,8 @@ class Every(NamedTuple):
 
 
 def _keep(ref: Any, index: tuple[Any, ...], state: tuple[Any, ...], columns: Any) -> None:
-    for part, x in zip(_parts(len(state) * COLUMNS), state, strict=True):
-        _put(ref.at[*index, part, columns], x)
+    for part, x in zip(parts_of(len(state) * COLUMNS), state, strict=True):
+        put(ref.at[*index, part, columns], x)
 
 
 def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
@@ -93,38 +87,38 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]
     N, packed = B if walk.packed is None else walk.packed, plan is not None
     early, unrolled = not (packed or every), not every
-    stages = _stages(stages, _TILE * (P * (3 + len(gs)) + W), _TILE * W * (2 if early else P) + _TILE * W)
-    state_s = _tiles(dtype, W, P)
+    stages = stages_of(stages, TILE * (P * (3 + len(gs)) + W), TILE * W * (2 if early else P) + TILE * W)
+    state_s = tiles_of(dtype, W, P)
     if early:
         # Blocks of the state to start from pass through the place of those that queries read, which have half the size.
-        state_s = plgpu.RefUnion(_tiles(dtype, W, 2), _smem(_F32, W, CHUNK, COLUMNS))
-    inputs = dict(q=q, k=k, v=v, **_names(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
+        state_s = plgpu.RefUnion(tiles_of(dtype, W, 2), smem(F32, W, CHUNK, COLUMNS))
+    inputs = dict(q=q, k=k, v=v, **names_of(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
     outputs = dict(
         o=jax.ShapeDtypeStruct((B, rows, H, V), dtype),
-        final=jax.ShapeDtypeStruct((N, H, K, V), _F32) if final else None,
+        final=jax.ShapeDtypeStruct((N, H, K, V), F32) if final else None,
         **(_every(B, H, K, V, walk, dtype) if every else dict(before=None, end=None)),
     )  # fmt: skip
     scratch = dict(
-        q_s=_tiles(dtype, stages, P), k_s=_tiles(dtype, stages, P), v_s=_tiles(dtype, stages, W),
+        q_s=tiles_of(dtype, stages, P), k_s=tiles_of(dtype, stages, P), v_s=tiles_of(dtype, stages, W),
         # When they have been summed, gates make room for the keys of pairs.
-        g_s=plgpu.RefUnion(*(_tiles(x, stages, len(gs), P) for x in (jnp.bfloat16, jnp.float16))),
-        pairs_s=_tiles(dtype, stages, P), state_s=state_s,
-        o_s=_tiles(dtype, W), factors_s=plgpu.SMEM((stages + early, 3, P, COLUMNS), _F32),
-        total_s=plgpu.SMEM((P, 2, COLUMNS), _F32), **_constants_s(),
-        **_barriers(2, W, P, gs, stages),
+        g_s=plgpu.RefUnion(*(tiles_of(x, stages, len(gs), P) for x in (jnp.bfloat16, jnp.float16))),
+        pairs_s=tiles_of(dtype, stages, P), state_s=state_s,
+        o_s=tiles_of(dtype, W), factors_s=plgpu.SMEM((stages + early, 3, P, COLUMNS), F32),
+        total_s=plgpu.SMEM((P, 2, COLUMNS), F32), **constants_s(),
+        **barriers(2, W, P, gs, stages),
         known=plgpu.Barrier(num_arrivals=P, num_barriers=stages + 1) if early else None,
         started=plgpu.Barrier(num_barriers=W) if early else None,
     )  # fmt: skip
 
     def body(indices, i_w, *refs):
         i_s, i_h = indices
-        at: Any = _Names(refs, inputs, outputs, scratch)
+        at: Any = Names(refs, inputs, outputs, scratch)
         at.g_s, at.fine_s = at.g_s
         if early:
             at.state_s, at.start_s = at.state_s
         sequence = walk.at(i_s, at.plan)
         chunks = sequence.of_segment()
-        program = _Program(at, walk, chunks, sequence.row, i_h, ("q", "k"), "v", shared, (W, P, gs), stages,
+        program = Program(at, walk, chunks, sequence.row, i_h, ("q", "k"), "v", shared, (W, P, gs), stages,
                            early, unrolled)  # fmt: skip
 
         def hold(i_w):
@@ -133,39 +127,39 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
             def before(i, state):
                 # Every warp has read what was there: they met after the products of the last chunk.
                 for p, x in enumerate(state):
-                    _store_tile(at.state_s.at[i_w, p], x.astype(dtype), unrolled)
+                    store_tile(at.state_s.at[i_w, p], x.astype(dtype), unrolled)
                 plgpu.commit_smem()
                 if every:
                     # Has left its tiles before the output takes its own, below.
-                    for p, part in enumerate(_parts(K)):
+                    for p, part in enumerate(parts_of(K)):
                         target = at.before.at[chunks.place(i, 1), i_h, part, columns]
                         plgpu.copy_smem_to_gmem(at.state_s.at[i_w, p], target)
 
             def products(i, slot, v, state):
                 reads = [x for p in range(P) for x in (at.q_s.at[slot, p], at.state_s.at[i_w, p])]
-                o = _start(*reads, *(x for p in range(P) for x in (at.pairs_s.at[slot, p], v)))
-                state = tuple(_start(_T(at.k_s.at[slot, p]), v, onto=x) for p, x in enumerate(state))
+                o = start_product(*reads, *(x for p in range(P) for x in (at.pairs_s.at[slot, p], v)))
+                state = tuple(start_product(T(at.k_s.at[slot, p]), v, onto=x) for p, x in enumerate(state))
                 if early:
-                    _await()
+                    wait_for()
                     return state, o
                 # The output leaves while the state is still worked on.
-                _await(P)
+                wait_for(P)
                 leave(i, o)
-                _await()
+                wait_for()
                 return (state,)
 
             def leave(i, o):
                 # Waits until the last chunk's output has left the buffer; here the warps meet.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                _store_tile(out, o.astype(dtype), unrolled)
+                store_tile(out, o.astype(dtype), unrolled)
                 plgpu.commit_smem()
-                _give(out, at.o, (sequence.row, i_h), chunks, i, columns, packed)
+                give_back(out, at.o, (sequence.row, i_h), chunks, i, columns, packed)
 
             how = (through(at.start_s.at[i_w], at.started.at[i_w]),) if early else ()
-            state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)], *how)
+            state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in parts_of(K)], *how)
             state = program.hold(i_w, state, before, products, leave)
             if final:
-                _when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
+                when(sequence.is_last)(lambda: _keep(at.final, (sequence.index, i_h), state, columns))
             if every:
                 _keep(at.end, (i_s, 0, i_h), state, columns)
             plgpu.wait_smem_to_gmem(0)
@@ -176,45 +170,45 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
 
             def mild(work, slot, around, fine):
                 q, k, pairs = tiles(work, slot)
-                # Not by the functions of pallas_tiles.py, with which it spills: these take the fewest registers.
+                # Not by the functions of tiles.py, with which it spills: these take the fewest registers.
                 # For pairs, in float16: queries stay in registers.
                 fine_k = at.fine_s.at[slot, 0, work.part]
-                x = lax.optimization_barrier(_widened(plgpu.load(q, layout=_LAYOUT)) * (jnp.exp2(around) * scale))
+                x = lax.optimization_barrier(widened(plgpu.load(q, layout=LAYOUT)) * (jnp.exp2(around) * scale))
                 rounded_q = x.astype(dtype)
                 q[...] = rounded_q
                 fine_q = lax.optimization_barrier(x.astype(jnp.float16))
-                x = _widened(plgpu.load(k, layout=_LAYOUT)) * _exp2_of_minus(around)
+                x = widened(plgpu.load(k, layout=LAYOUT)) * exp2_of_minus(around)
                 rounded_k = x.astype(dtype)
                 k[...] = rounded_k
                 fine_k[...] = x.astype(jnp.float16)
-                fine = fine & (_commit_fine(rounded_q, rounded_k) > 0)
-                found = _either(fine, lambda: _product(fine_q, _T(fine_k)), lambda: _product(q, _T(k)))
-                pairs[...] = _upto(found, dtype, walk.backward_in_time)
+                fine = fine & (commit_fine(rounded_q, rounded_k) > 0)
+                found = either_of(fine, lambda: product_of(fine_q, T(fine_k)), lambda: product_of(q, T(k)))
+                pairs[...] = upto_of(found, dtype, walk.backward_in_time)
 
             def strong(work, slot, to):
                 q, k, pairs = tiles(work, slot)
-                _store_tile(pairs, work.halve(q, k, pairs, scale), unrolled)
-                _store_tile(q, _decayed(q, work.to(), scale, unrolled), unrolled)
-                _store_tile(k, _decayed(k, work.left(), unrolled=unrolled), unrolled)
+                store_tile(pairs, work.halve(q, k, pairs, scale), unrolled)
+                store_tile(q, decayed(q, work.to(), scale, unrolled), unrolled)
+                store_tile(k, decayed(k, work.left(), unrolled=unrolled), unrolled)
 
             program.prepare(part, mild, strong, dtype)
 
         program.run(i_w, hold, prepare, True)
 
-    results = _launch(
+    results = launch_kernel(
         body, inputs.values(), lanes=True, between_warps=False,
         name="gates_scan", warpgroups=W + P + 1, grid=(walk.slots(B), H),
         out_type=[x for x in outputs.values() if x is not None],
         scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
-    got: Any = _Names(results, outputs)
+    got: Any = Names(results, outputs)
     return got.o, got.final, Every(got.before, got.end) if every else None
 
 
 def _every(B: int, H: int, K: int, V: int, walk: Any, dtype: Any) -> dict[str, Any]:
     """The shapes of :class:`Every`."""
     before, end = (walk.places(B, 1), H, K, V), (walk.slots(B), 1, H, K, V)
-    return Every(jax.ShapeDtypeStruct(before, dtype), jax.ShapeDtypeStruct(end, _F32))._asdict()
+    return Every(jax.ShapeDtypeStruct(before, dtype), jax.ShapeDtypeStruct(end, F32))._asdict()
 
 
 def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
@@ -235,24 +229,24 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
     (B, _, _, K), V, dtype, gs = x.shape, y.shape[-1], x.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // a.shape[2] for a in (x, y)]
     slots, pieces = walk.slots(B), 1 if every else walk.pieces
-    stages = _stages(stages, _TILE * (P * (1 + len(gs)) + W), _TILE * W * P * 2 * every)
-    inputs = dict(x=x, y=y, **_names(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
+    stages = stages_of(stages, TILE * (P * (1 + len(gs)) + W), TILE * W * P * 2 * every)
+    inputs = dict(x=x, y=y, **names_of(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
     outputs = _every(B, H, K, V, walk, dtype) if every else dict(
-        end=jax.ShapeDtypeStruct((slots, pieces, H, K, V), _F32), sums=jax.ShapeDtypeStruct((slots, pieces, H, K), _F32)
+        end=jax.ShapeDtypeStruct((slots, pieces, H, K, V), F32), sums=jax.ShapeDtypeStruct((slots, pieces, H, K), F32)
     )  # fmt: skip
     scratch = dict(
-        x_s=_tiles(dtype, stages, P), y_s=_tiles(dtype, stages, W), g_s=_tiles(jnp.bfloat16, stages, len(gs), P),
-        state_s=_tiles(dtype, 2, W, P) if every else None, factors_s=plgpu.SMEM((stages, 3, P, COLUMNS), _F32),
-        total_s=plgpu.SMEM((P, 2, COLUMNS), _F32), sums_s=plgpu.SMEM((P, COLUMNS), _F32), **_constants_s(),
-        **_barriers(1, W, P, gs, stages),
+        x_s=tiles_of(dtype, stages, P), y_s=tiles_of(dtype, stages, W), g_s=tiles_of(jnp.bfloat16, stages, len(gs), P),
+        state_s=tiles_of(dtype, 2, W, P) if every else None, factors_s=plgpu.SMEM((stages, 3, P, COLUMNS), F32),
+        total_s=plgpu.SMEM((P, 2, COLUMNS), F32), sums_s=plgpu.SMEM((P, COLUMNS), F32), **constants_s(),
+        **barriers(1, W, P, gs, stages),
     )  # fmt: skip
 
     def body(indices, i_w, *refs):
         i_s, i_f, i_h = indices
-        at: Any = _Names(refs, inputs, outputs, scratch)
+        at: Any = Names(refs, inputs, outputs, scratch)
         sequence = walk.at(i_s, at.plan)
         chunks = sequence.of_segment() if every else sequence.of_piece(i_f)
-        program = _Program(at, walk, chunks, sequence.row, i_h, ("x",), "y", shared, (W, P, gs), stages)
+        program = Program(at, walk, chunks, sequence.row, i_h, ("x",), "y", shared, (W, P, gs), stages)
 
         def hold(i_w):
             columns = pl.ds(i_w * COLUMNS, COLUMNS)
@@ -263,49 +257,49 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
                     plgpu.wait_smem_to_gmem(P, wait_read_only=True)
                     out = at.state_s.at[lax.rem(i, 2), i_w]
                     for p, x in enumerate(state):
-                        _store_tile(out.at[p], x.astype(dtype))
+                        store_tile(out.at[p], x.astype(dtype))
                     plgpu.commit_smem()
-                    for p, part in enumerate(_parts(K)):
+                    for p, part in enumerate(parts_of(K)):
                         plgpu.copy_smem_to_gmem(out.at[p], at.before.at[chunks.place(i, 1), i_h, part, columns])
 
             def products(i, slot, y, state):
-                state = tuple(_start(_T(at.x_s.at[slot, p]), y, onto=x) for p, x in enumerate(state))
-                _await()
+                state = tuple(start_product(T(at.x_s.at[slot, p]), y, onto=x) for p, x in enumerate(state))
+                wait_for()
                 return (state,)
 
-            state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in _parts(K)])
+            state = start(at, walk, sequence, i_s, i_h, [(dims, columns) for dims in parts_of(K)])
             _keep(at.end, (i_s, i_f, i_h), program.hold(i_w, state, before, products), columns)
             plgpu.wait_smem_to_gmem(0)
 
         def prepare(part):
             passed = at.sums_s.at[part]
-            _store_per_row(passed, plgpu.layout_cast(jnp.zeros((COLUMNS,), _F32), _PER_ROW))
+            store_per_row(passed, plgpu.layout_cast(jnp.zeros((COLUMNS,), F32), PER_ROW))
             factor = scale if walk.adjoint else 1
 
             def add(work):
-                before = _load_per_row(passed)
+                before = load_per_row(passed)
                 # Four threads have each row: all of them have read before one writes.
-                _meet()
-                _store_per_row(passed, before + work.ends()[0])
+                meet()
+                store_per_row(passed, before + work.ends()[0])
 
             def mild(work, slot, around, fine):
                 add(work)
                 x = at.x_s.at[slot, work.part]
-                decay = jnp.exp2(around) if walk.adjoint else _exp2_of_minus(around)
-                _store_tile(x, (_load_bf16(x) * (decay if factor == 1 else decay * factor)).astype(dtype))
+                decay = jnp.exp2(around) if walk.adjoint else exp2_of_minus(around)
+                store_tile(x, (load_bf16(x) * (decay if factor == 1 else decay * factor)).astype(dtype))
 
             def strong(work, slot, to):
                 add(work)
                 x = at.x_s.at[slot, work.part]
-                _store_tile(x, _decayed(x, to if walk.adjoint else work.left(), factor))
+                store_tile(x, decayed(x, to if walk.adjoint else work.left(), factor))
 
             program.prepare(part, mild, strong, dtype)
             if not every:
-                at.sums[i_s, i_f, i_h, pl.ds(part * COLUMNS, COLUMNS)] = _load_per_row(passed)
+                at.sums[i_s, i_f, i_h, pl.ds(part * COLUMNS, COLUMNS)] = load_per_row(passed)
 
         program.run(i_w, hold, prepare, True if every else sequence.i_p < sequence.segments - 1)
 
-    results = _launch(
+    results = launch_kernel(
         body, inputs.values(), lanes=True, between_warps=False,
         name="gates_states", warpgroups=W + P + 1, grid=(slots, pieces, H),
         out_type=list(outputs.values()),

@@ -1,8 +1,8 @@
 """The recurrence with a scalar decay, for Hopper: a warp-specialised kernel in Pallas Mosaic GPU.
 
 Queries, keys and values give outputs: one memory warpgroup issues bulk copies into a ring of stages, compute warpgroups
-use them up. ``benchmarks/results/hopper-notes.md`` draws who waits for whom; ``pallas_walk.py`` says which program does
-which tokens, and ``pallas_starts.py`` has the kernels for what segments start from.
+use them up. ``benchmarks/results/hopper-notes.md`` draws who waits for whom; ``walk.py`` says which program does
+which tokens, and ``starts.py`` has the kernels for what segments start from.
 
 Gradients of gates and of learned decays are for bfloat16 only: where decays are strong, what a token gives to later
 ones is below float16's normal numbers, and nothing else makes these gradients.
@@ -20,38 +20,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.pallas_decays import (
-    Decay,
-    _gate_weights,
-    _gates,
-    _log2_decay,
-    _steps,
-    _weights,
-)
-from keraunos.kernels.linear_attention.pallas_program import (
-    _LAYOUT,
-    _PER_COLUMN,
-    _PER_ROW,
-    _REGISTERS,
-    _REGISTERS_MEMORY,
-    _SHARED,
+from keraunos.kernels.linear_attention.pallas.decays import Decay, decay_log2, gate_weights, gates_of, steps_of, weights
+from keraunos.kernels.linear_attention.pallas.program import (
     COLUMNS,
-    _clear,
-    _clear_shared,
-    _columns,
-    _either,
-    _launch,
-    _Names,
-    _registers,
-    _ring,
-    _rows,
-    _smem,
-    _store_rows,
-    _when,
-    _zeros,
+    LAYOUT,
+    PER_COLUMN,
+    PER_ROW,
+    REGISTERS,
+    REGISTERS_MEMORY,
+    SHARED,
+    Names,
+    clear_rows,
+    clear_shared,
+    columns_of,
+    either_of,
+    launch_kernel,
+    registers_of,
+    ring,
+    rows_of,
+    smem,
+    store_rows,
+    when,
+    zeros,
 )
-from keraunos.kernels.linear_attention.pallas_registers import _upto
-from keraunos.kernels.linear_attention.pallas_walk import CHUNK, TILE, Walk, over
+from keraunos.kernels.linear_attention.pallas.registers import upto_of
+from keraunos.kernels.linear_attention.pallas.walk import CHUNK, TILE, Walk, over
 
 __all__ = ["CHUNK", "TILE", "Decay", "Gradient", "Walk", "scan"]
 
@@ -109,7 +102,7 @@ def room(K: int, V: int, output: Any, product: bool = False) -> Room:
     """
     for W, alone, buffers in itertools.product((2, 1), (False, True), (2, 1)):
         queries, values = CHUNK * K * 2, CHUNK * W * COLUMNS
-        rest = _SHARED - K * W * COLUMNS * 2 - 2 * values - buffers * values * jnp.dtype(output).itemsize
+        rest = SHARED - K * W * COLUMNS * 2 - 2 * values - buffers * values * jnp.dtype(output).itemsize
         # What each token has one of, and two states' product, each from where a tile of 1,024 bytes may start.
         rest -= 2048 + (2048 if product else 0) + alone * queries
         stages = rest // ((2 - alone) * queries + 2 * values * (2 if product else 1))
@@ -168,11 +161,11 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
     )  # fmt: skip
     gated, packed, large = decay.gates is not None, plan is not None, K > 128
     scratch = dict(
-        a_s=_smem(dtype, 1 if alone else stages, CHUNK, K), b_s=_smem(dtype, stages, CHUNK, K),
-        c_s=_smem(dtype, stages, W, CHUNK, COLUMNS),
-        factor_s=None if factor is None else _smem(dtype, stages, W, CHUNK, COLUMNS),
-        left_s=_smem(dtype, W, CHUNK, COLUMNS), state_s=_smem(dtype, W, K, COLUMNS),
-        o_s=_smem(output, buffers, W, CHUNK, COLUMNS),
+        a_s=smem(dtype, 1 if alone else stages, CHUNK, K), b_s=smem(dtype, stages, CHUNK, K),
+        c_s=smem(dtype, stages, W, CHUNK, COLUMNS),
+        factor_s=None if factor is None else smem(dtype, stages, W, CHUNK, COLUMNS),
+        left_s=smem(dtype, W, CHUNK, COLUMNS), state_s=smem(dtype, W, K, COLUMNS),
+        o_s=smem(output, buffers, W, CHUNK, COLUMNS),
         # What each token has one of: gates; their sums, what changes the gradient from one to the next, row numbers.
         gates_s=plgpu.SMEM((stages + 3 * W, CHUNK), jnp.float32) if gated or dgates or large else None,
         border_s=plgpu.SMEM((W, K), jnp.float32) if dgates else None,
@@ -185,31 +178,31 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
 
     def body(indices, i_w, *refs):
         i_s, i_h, i_v = indices
-        at: Any = _Names(refs, inputs, outputs, scratch)
+        at: Any = Names(refs, inputs, outputs, scratch)
         sequence = walk.at(i_s, at.plan)
         chunks = sequence.of_segment()
 
-        @_when(i_w < W)
+        @when(i_w < W)
         def _compute():
-            _registers(W, _REGISTERS, "increase")
+            registers_of(W, REGISTERS, "increase")
             i_c = i_v * W + i_w
             columns = pl.ds(i_c * COLUMNS, COLUMNS)
 
             def start():
                 start = at.starts.at[i_s if walk.segments > 1 else sequence.index, i_h]
-                layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else _LAYOUT
+                layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else LAYOUT
                 start = start.at[columns].T if transposed else start.at[:, columns]
-                start = plgpu.layout_cast(plgpu.load(start, layout=layout, optimized=False), _LAYOUT)
+                start = plgpu.layout_cast(plgpu.load(start, layout=layout, optimized=False), LAYOUT)
                 return start if mantissa == 1 else start * (1 / mantissa)
 
             # Asked for before all else.
             if starts is None:
-                state = _zeros(K, COLUMNS)
+                state = zeros(K, COLUMNS)
             elif from_zero:
-                state = _either(sequence.i_p > 0, start, lambda: _zeros(K, COLUMNS))
+                state = either_of(sequence.i_p > 0, start, lambda: zeros(K, COLUMNS))
             else:
                 state = start()
-            steps = None if large else _steps(walk)
+            steps = None if large else steps_of(walk)
 
             def ahead():
                 """``[CHUNK, CHUNK]``: how many steps before the row's token the walk sees the column's."""
@@ -217,18 +210,18 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     return steps
                 # Made again each time: with a state this large there are no registers to keep it in.
                 x = at.gates_s.at[stages + 2 * W + i_w]
-                x = _rows(plgpu.load(x, layout=_PER_ROW, optimized=False), CHUNK) - _columns(
-                    plgpu.load(x, layout=_PER_COLUMN), CHUNK
+                x = rows_of(plgpu.load(x, layout=PER_ROW, optimized=False), CHUNK) - columns_of(
+                    plgpu.load(x, layout=PER_COLUMN), CHUNK
                 )
                 return -x if walk.reverse else x
 
             if large:
                 at.gates_s[stages + 2 * W + i_w] = plgpu.broadcasted_iota(
-                    jnp.int32, (CHUNK,), 0, layout=_PER_ROW
+                    jnp.int32, (CHUNK,), 0, layout=PER_ROW
                 ).astype(jnp.float32)
                 plgpu.commit_smem()
 
-            g = 0.0 if gated else _log2_decay(at.gamma, sequence.row, i_h)
+            g = 0.0 if gated else decay_log2(at.gamma, sequence.row, i_h)
 
             def between_constant(g):
                 return jnp.exp2(g * ahead()) * (scale_in * scale_out)
@@ -249,21 +242,21 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                 a_t, b_t, c_t = at.a_s.at[0 if alone else slot], at.b_s.at[slot], at.c_s.at[slot, i_w]
                 out = at.o_s.at[lax.rem(i, buffers), i_w]
                 if not gated:
-                    constant = _weights(walk, g, n, limits[0] if packed else 0)
+                    constant = weights(walk, g, n, limits[0] if packed else 0)
                     constant = *constant, jnp.exp2(g * n.astype(jnp.float32))
                 later: Any = None
                 if dgates:
                     # Needed at the end of the chunk: asked for early.
-                    later = plgpu.load(at.sums.at[chunks.place(i, 1), i_h, i_c], layout=_PER_ROW, optimized=False)
+                    later = plgpu.load(at.sums.at[chunks.place(i, 1), i_h, i_c], layout=PER_ROW, optimized=False)
                 plgpu.barrier_wait(at.full.at[slot])
                 if alone:
                     plgpu.barrier_wait(at.a_full)
                 if packed:
 
-                    @_when(n < CHUNK)
+                    @when(n < CHUNK)
                     def _():
-                        _clear([c_t], *limits)
-                        _clear_shared(b_t, i_w, W, at.met, *limits)
+                        clear_rows([c_t], *limits)
+                        clear_shared(b_t, i_w, W, at.met, *limits)
 
                 def products(scores, o):
                     plgpu.wgmma(scores, a_t, b_t.T)
@@ -271,15 +264,15 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     # While the tensor cores do that: what of each value is left at the chunk's end.
                     apart: Any = apart_always
                     if gated:
-                        gates = _gates(at.gates_s.at[slot], limits)
-                        decays = _gate_weights(walk, gates, at.gates_s.at[stages + i_w], scale_in * scale_out)
+                        gates = gates_of(at.gates_s.at[slot], limits)
+                        decays = gate_weights(walk, gates, at.gates_s.at[stages + i_w], scale_in * scale_out)
                         enter, leave, total, between_gates = decays
                         if factor is not None:
                             apart = (total < -APART * n.astype(jnp.float32)).astype(jnp.int32)
                     else:
                         enter, leave, across = constant
-                    v = plgpu.load(c_t, layout=_LAYOUT).astype(jnp.float32)
-                    at.left_s[i_w] = (v * _rows(leave * power, COLUMNS)).astype(dtype)
+                    v = plgpu.load(c_t, layout=LAYOUT).astype(jnp.float32)
+                    at.left_s[i_w] = (v * rows_of(leave * power, COLUMNS)).astype(dtype)
                     plgpu.commit_smem()
 
                     def rest(state):
@@ -291,9 +284,9 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                         else:
                             between = (
                                 between_gates() if gated
-                                else between_constant(_log2_decay(at.gamma, sequence.row, i_h))
+                                else between_constant(decay_log2(at.gamma, sequence.row, i_h))
                             )  # fmt: skip
-                            p = _upto(p * between, dtype, walk.reverse, apart)
+                            p = upto_of(p * between, dtype, walk.reverse, apart)
                         read = plgpu.wgmma_accumulator_load(o, wait_n=1)
                         if alone and factor is None:
                             plgpu.barrier_arrive(at.a_empty)
@@ -302,7 +295,9 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                             plgpu.wgmma(o, p, c_t)
 
                         # Ends with all products done.
-                        read = pl.run_state(last)(plgpu.ACC.init(read * _rows(enter * (scale_out * mantissa), COLUMNS)))
+                        read = pl.run_state(last)(
+                            plgpu.ACC.init(read * rows_of(enter * (scale_out * mantissa), COLUMNS))
+                        )
                         if factor is not None:
                             multiply(read)
                         else:
@@ -313,7 +308,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                         plgpu.wait_smem_to_gmem(0 if leave_states else buffers - 1, wait_read_only=True)
                         out[...] = read.astype(output)
                         if factor is not None:
-                            _when(apart > 0)(lambda: add_own(out))
+                            when(apart > 0)(lambda: add_own(out))
                             plgpu.barrier_arrive(at.empty.at[slot])
                             if alone:
                                 plgpu.barrier_arrive(at.a_empty)
@@ -324,23 +319,23 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     """Add what tokens read of themselves to what they read of the others, in shared memory."""
 
                     def of(ref):
-                        return plgpu.load(ref, layout=_LAYOUT).astype(jnp.float32)
+                        return plgpu.load(ref, layout=LAYOUT).astype(jnp.float32)
 
                     dims = [pl.ds(d, COLUMNS) for d in range(0, K, COLUMNS)]
                     own = sum(jnp.sum(of(a_t.at[:, d]) * of(b_t.at[:, d]), axis=1) for d in dims)
                     own = (own * (scale_in * scale_out)).astype(dtype).astype(jnp.float32)
-                    o[...] = (of(o) + _rows(own, COLUMNS) * of(c_t)).astype(output)
+                    o[...] = (of(o) + rows_of(own, COLUMNS) * of(c_t)).astype(output)
 
                 def multiply(o):
                     """For the gradient of gates: of each token the sum of its products."""
-                    x = plgpu.load(at.factor_s.at[slot, i_w], layout=_LAYOUT).astype(jnp.float32)
+                    x = plgpu.load(at.factor_s.at[slot, i_w], layout=LAYOUT).astype(jnp.float32)
                     x = jnp.sum(o * x, axis=1)
                     if leave_states:
                         at.sums_out[chunks.place(i, 1), i_h, i_c] = x
                         return
                     x = x - later
                     if packed:
-                        row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_PER_ROW)
+                        row = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=PER_ROW)
                         x = jnp.where((row >= limits[0]) & (row < limits[1]), x, 0.0)
                     at.gates_s[stages + W + i_w] = x
 
@@ -350,25 +345,25 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                 plgpu.commit_smem()
                 if packed:
 
-                    @_when(n == CHUNK)
+                    @when(n == CHUNK)
                     def _():
                         plgpu.copy_smem_to_gmem(out, at.o.at[0, pl.ds(t, CHUNK), i_h, columns])
 
                     # The neighbours' rows are others' to write, and a bulk copy has whole tiles of rows only.
-                    @_when(n < CHUNK)
+                    @when(n < CHUNK)
                     def _():
-                        mine = plgpu.load(out, layout=_LAYOUT)
-                        _store_rows(at.o.at[0, pl.ds(t, CHUNK), i_h, columns], mine, *limits)
+                        mine = plgpu.load(out, layout=LAYOUT)
+                        store_rows(at.o.at[0, pl.ds(t, CHUNK), i_h, columns], mine, *limits)
                 else:
                     plgpu.copy_smem_to_gmem(out, at.o.at[sequence.row, pl.ds(t, CHUNK), i_h, columns])
                 if dgates:
-                    x = _columns(plgpu.load(at.gates_s.at[stages + W + i_w], layout=_PER_COLUMN), CHUNK)
+                    x = columns_of(plgpu.load(at.gates_s.at[stages + W + i_w], layout=PER_COLUMN), CHUNK)
                     dg = border - jnp.sum(jnp.where(ahead() > 0, x, 0.0), axis=1)
                     border = border - jnp.sum(x, axis=1)
-                    _store_rows(at.dgates.at[i_c, sequence.row, i_h, pl.ds(t, CHUNK)], dg, *chunks.rows(i))
+                    store_rows(at.dgates.at[i_c, sequence.row, i_h, pl.ds(t, CHUNK)], dg, *chunks.rows(i))
                 if leave_states:
                     # The walk for dq starts a group with this chunk.
-                    @_when(lax.rem(chunks.ahead(i), GROUP) == 0)
+                    @when(lax.rem(chunks.ahead(i), GROUP) == 0)
                     def _():
                         target = at.states_out.at[chunks.place(i, GROUP), i_h, :, columns]
                         plgpu.copy_smem_to_gmem(at.state_s.at[i_w], target)
@@ -379,11 +374,11 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
 
                 def group(i_g, state):
                     place = chunks.place(i_g * GROUP, GROUP)
-                    after = plgpu.load(at.states.at[place, i_h, :, columns], layout=_LAYOUT, optimized=False)
+                    after = plgpu.load(at.states.at[place, i_h, :, columns], layout=LAYOUT, optimized=False)
                     at.border_s[i_w] = jnp.sum(state * after.astype(jnp.float32), axis=1) * _split(scale_out)[1]
                     plgpu.commit_smem()
-                    border = plgpu.load(at.border_s.at[i_w], layout=_PER_COLUMN)
-                    border = jnp.sum(_columns(border, CHUNK), axis=1)
+                    border = plgpu.load(at.border_s.at[i_w], layout=PER_COLUMN)
+                    border = jnp.sum(columns_of(border, CHUNK), axis=1)
                     last = jnp.minimum((i_g + 1) * GROUP, chunks.count)
                     return lax.fori_loop(i_g * GROUP, last, step, (state, border))[0]
 
@@ -392,15 +387,15 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                 state = lax.fori_loop(0, chunks.count, lambda i, state: step(i, (state, None))[0], state)
             if final:
 
-                @_when(sequence.is_last)
+                @when(sequence.is_last)
                 def _():
                     at.final[sequence.index, i_h, :, columns] = state if mantissa == 1 else state * mantissa
 
             plgpu.wait_smem_to_gmem(0)
 
-        @_when(i_w == W)
+        @when(i_w == W)
         def _memory():
-            _registers(W, _REGISTERS_MEMORY, "decrease")
+            registers_of(W, REGISTERS_MEMORY, "decrease")
             head_a, head_b, head_c = (over(i_h, n) for n in split)
 
             def load(i, slot, barrier):
@@ -418,23 +413,23 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                     plgpu.copy_gmem_to_smem(at.gates.at[row, i_h, t], at.gates_s.at[slot], barrier)
                 if alone:
 
-                    @_when(i > 0)
+                    @when(i > 0)
                     def _():
                         plgpu.barrier_wait(at.a_empty)
 
                     plgpu.copy_gmem_to_smem(at.a.at[row, t, head_a], at.a_s.at[0], at.a_full)
 
-            _ring(0, chunks.count, stages, at.full, at.empty, load)
+            ring(0, chunks.count, stages, at.full, at.empty, load)
             if alone:
 
-                @_when(chunks.count > 0)
+                @when(chunks.count > 0)
                 def _():
                     plgpu.barrier_wait(at.a_empty)
 
-    results = _launch(
+    results = launch_kernel(
         body, inputs.values(), name="scan", grid=(walk.slots(B), H, blocks), warpgroups=W + 1, between_warps=False,
         out_type=[x for x in outputs.values() if x is not None],
         scratch_types=[x for x in scratch.values() if x is not None],
     )  # fmt: skip
-    got: Any = _Names(results, outputs)
+    got: Any = Names(results, outputs)
     return got.o, got.final, Gradient(got.sums_out, got.states_out) if leave_states else got.dgates
