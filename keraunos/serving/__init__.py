@@ -80,12 +80,12 @@ def decode(
 
     Args:
         query: ``[N, H, K]``, bfloat16, float16 or float32; like key and value possibly a slice of a fused projection.
-        key: ``[N, G, K]``. Query head h reads key/value head ``h // (H // G)``.
-        value: ``[N, G, V]``.
+        key: ``[N, heads, K]``; value: ``[N, heads, V]``. Each of query, key, value and g may have any number of heads
+            that divides H, the largest of their numbers: head h reads head ``h // (H // n)`` of an array with n heads.
         states: ``[slots, H, K, V]``, the pool; see :mod:`keraunos.serving`.
         slots: ``[N]``, int32 or int64; -1: padding.
         log_decay: another name of g_gamma; give one of them at most.
-        g: ``[N, H, K]`` or ``[N, H]``, the token's gates, natural log, <= 0.
+        g: ``[N, heads, K]`` or ``[N, heads]``, the token's gates, natural log, <= 0.
         g_gamma: ``[H]``, a constant gate per head, natural log, <= 0. Added to ``g``.
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         out: ``[N, H, V]``, where the output goes (PyTorch).
@@ -133,10 +133,10 @@ def verify(
     On one platform they are bit for bit those that :func:`decode` would give for a float32 pool.
 
     Args:
-        query: ``[N, T, H, K]``: T drafts for each request.
-        key, value: ``[N, T, G, K]``, ``[N, T, G, V]``.
+        query: ``[N, T, heads, K]``: T drafts for each request.
+        key, value: ``[N, T, heads, K]``, ``[N, T, heads, V]``.
         states, slots: as for :func:`decode`.
-        g: ``[N, T, H, K]`` or ``[N, T, H]``.
+        g: ``[N, T, heads, K]`` or ``[N, T, heads]``.
         log_decay, g_gamma, softmax_scale, platform, cfg: as for :func:`decode`.
         out: ``[N, T, H, V]``.
 
@@ -203,12 +203,12 @@ def prefill(
     """Prompts, or parts of prompts, of any lengths, packed into one row: each continues the state in its slot.
 
     Args:
-        query: ``[T, H, K]``; key, value: ``[T, G, K]``, ``[T, G, V]``.
+        query, key, value: ``[T, heads, K]``, ``[T, heads, K]``, ``[T, heads, V]``.
         states, slots: as for :func:`decode`; slots are ``[N]``, one per request.
         cu_seqlens: ``[N + 1]``, int32 or int64: request n has the tokens from ``cu_seqlens[n]`` to
             ``cu_seqlens[n + 1]``; it may have none. Offsets rise from 0 to T at most, which is not checked; tokens
             after the last offset are padding.
-        g: ``[T, H, K]`` or ``[T, H]``.
+        g: ``[T, heads, K]`` or ``[T, heads]``.
         has_initial: ``[N]``, bool: False for a request that starts from zeros, whatever its slot holds, NaN included.
             None: all continue.
         boundaries: ``(tokens, targets)``, both ``[M]``: the state after the packed token ``tokens[m]`` goes to slot

@@ -32,7 +32,10 @@ class Case:
     tokens: tuple[int, ...] | None = None  # boundaries
     targets: tuple[int, ...] = ()
     H: int = 4
-    G: int | None = None
+    G: int | None = None  # heads of key, and of value unless another number is given
+    HQ: int | None = None
+    HV: int | None = None
+    HG: int | None = None
     K: int = 16
     V: int = 16
     gate: str = "none"  # none, scalar, vector
@@ -52,6 +55,7 @@ class Case:
     def arrays(self) -> dict[str, np.ndarray | None]:
         rng = np.random.default_rng(self.seed)
         rows, G, N = self.rows, self.G or self.H, len(self.slots)
+        HG = self.HG or self.H
 
         def normal(*shape):
             return rng.standard_normal(shape).astype(DTYPES[self.dtype])
@@ -66,9 +70,10 @@ class Case:
         states = rng.standard_normal((self.size, self.H, self.K, self.V)).astype(DTYPES[self.pool])
         used = [s for n, s in enumerate(self.slots) if s >= 0 and n not in (self.fresh or ())]
         states[np.setdiff1d(np.arange(self.size), used)] = np.nan
-        shapes = {"scalar": (*rows, self.H), "vector": (*rows, self.H, self.K)}
+        shapes = {"scalar": (*rows, HG), "vector": (*rows, HG, self.K)}
         made = dict(
-            query=normal(*rows, self.H, self.K), key=normal(*rows, G, self.K), value=normal(*rows, G, self.V),
+            query=normal(*rows, self.HQ or self.H, self.K), key=normal(*rows, G, self.K),
+            value=normal(*rows, self.HV or G, self.V),
             g=decays(*shapes[self.gate]) if self.gate in shapes else None,
             g_gamma=decays(self.H) if self.gamma else None, states=states, slots=np.array(self.slots, np.int32),
             counts=np.array(self.counts, np.int32) if self.op == "commit" else None,

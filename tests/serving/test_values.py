@@ -20,6 +20,8 @@ SHAPES = {
     "float16": Case(K=32, dtype="float16", gate="scalar", scale=0.7),
     "narrow": Case(H=2, K=3, V=5, dtype="bfloat16"),
     "all padding": Case(slots=(-1, -1)),
+    "heads of their own": Case(HQ=1, G=2, HV=4, HG=2, V=24, gate="vector"),
+    "query has most heads": Case(G=2, HV=1, HG=2, gate="scalar"),
 }
 STEPS = {
     "decode": Case(), "verify": Case(op="verify", T=4), "commit": Case(op="commit", T=4, counts=(2, 3, 0, 4)),
@@ -49,7 +51,7 @@ def test_steps_with_every_gate(platform, framework, step, gate):
 
 @pytest.mark.parametrize(("step", "shape"), [
     *(("decode", shape) for shape in SHAPES), ("verify", "narrow"), ("commit", "wide, bfloat16 pool"),
-    ("commit", "all padding"),
+    ("commit", "all padding"), ("verify", "heads of their own"), ("commit", "query has most heads"),
 ])  # fmt: skip
 def test_steps_with_every_shape(platform, framework, step, shape):
     changes = different(SHAPES[shape])
@@ -80,7 +82,7 @@ def test_prefill_with_every_gate(platform, framework, prefill, gate):
     also(PREFILLS[prefill], **different(GATES[gate])).check(runner(platform, framework))
 
 
-@pytest.mark.parametrize("shape", list(SHAPES)[:3])
+@pytest.mark.parametrize("shape", [*list(SHAPES)[:3], "heads of their own", "query has most heads"])
 def test_prefill_with_every_shape(platform, framework, shape):
     also(PREFILLS["exported"], **different(SHAPES[shape])).check(runner(platform, framework))
 

@@ -38,7 +38,8 @@ ADDRESSES = "tests/triton/test_addresses.py"
     (VALUES, "", "not any and not rerun and not group and vector"),
     (VALUES, "", "not any and not rerun and not group and not vector"),
     (VALUES, "64", "every_gate or packed or lightning_options"),
-    (VALUES, "parts", "every_gate and reverse and not none"), (VALUES, "pairs", "group and (scalar or strong)"),
+    (VALUES, "parts", "every_gate and reverse and not none or every_array and own"),
+    (VALUES, "pairs", "group and (scalar or strong)"),
     # Others of its tests are about the torch platform.
     (TORCH, "64", "not gradcheck and not groups and not rounded and not nothing_inside"),
     (f"{SOFTMAX} {BLOCKS} {PARTS} {ENDS}", "", "test"),

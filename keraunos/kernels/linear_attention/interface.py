@@ -63,6 +63,12 @@ def head_counts(dims: Mapping[str, int]) -> dict[str, int]:
     return {"query": dims.get("HQ", H), "key": G, "value": dims.get("HV", G), "g": dims.get("HG", H)}
 
 
+def head_sizes(heads: Mapping[str, int], H: int) -> dict[str, int]:
+    """Of the sizes of an invocation those that :func:`head_counts` says are only there where they are not as usual."""
+    usual = {"HQ": ("query", H), "HV": ("value", heads["key"]), "HG": ("g", H)}
+    return {letters: heads[name] for letters, (name, n) in usual.items() if heads.get(name, n) != n}
+
+
 class Options(NamedTuple):
     """The compile-time part of one call; hashable."""
 
@@ -152,9 +158,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
         fail(TypeError, "reverse", f"is {reverse!r}", "True or False", "")
     device = frontend.device_of(args.query)
     sizes = {name: frontend.length(n) for name, n in zip("BTHGKVN", (B, T, H, heads["key"], K, V, N), strict=True)}
-    # The others only where they are not what they mostly are, for short keys.
-    usual = {"HQ": ("query", H), "HV": ("value", heads["key"]), "HG": ("g", H)}
-    sizes |= {letters: heads[name] for letters, (name, n) in usual.items() if heads.get(name, n) != n}
+    sizes |= head_sizes(heads, H)
     return Invocation(
         op_id=op_id,
         framework=framework,

@@ -24,7 +24,7 @@ from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
 from keraunos.kernels.linear_attention import triton_chunks, triton_kernels
-from keraunos.kernels.linear_attention.interface import Args, Options, head_counts
+from keraunos.kernels.linear_attention.interface import Args, Options
 from keraunos.kernels.linear_attention.interface import kernels as implementations
 from keraunos.kernels.linear_attention.triton_call import (
     INTERPRETED,
@@ -98,7 +98,7 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
         total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if pieces and call.gate else None,
     )
     constants = dict(
-        H=H, K=K, V=V, RQ=H // like_q.shape[2], RK=H // k.shape[2], RV=H // v.shape[2],
+        H=H, K=K, V=V, RQ=call.ratio(like_q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g),
         **strides_of(like_q, "q", 1, "t"), **strides_of(k, "k", 1, "t"), **strides_of(v, "v", 1, "t"),
         UNIT=unit, BT=call.BT, BK=tile(K), BV=BV, BN=pow2(call.N), GATE=call.gate, MILD=call.mild,
         ADJOINT=adjoint, SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final),
@@ -229,8 +229,8 @@ def _decay_plans(call: Call, width: int) -> tuple[Plan, Plan]:
         **strides_of(q, "q", unit), **strides_of(k, "k", unit), **strides_of(g, "g", unit),
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N,
     )  # fmt: skip
-    common = dict(H=call.H, K=call.K, RK=call.R, UNIT=unit, BT=call.BT, BN=pow2(call.N), MILD=call.mild,
-                  OVERLAP=_IN_TURN, **call.flags(call.reverse))  # fmt: skip
+    common = dict(H=call.H, K=call.K, RQ=call.ratio(q), RK=call.ratio(k), RG=call.ratio(g), UNIT=unit, BT=call.BT,
+                  BN=pow2(call.N), MILD=call.mild, OVERLAP=_IN_TURN, **call.flags(call.reverse))  # fmt: skip
     tokens, chunks = (call.B, call.T, call.H), (call.chunks, call.H)
     mild, decayed, sums = call.mild > 0, ((*tokens, call.K), call.dtype), ((*chunks, call.K), "float32")
     outputs: dict[str, Any] = dict(qd=decayed, kd=decayed, sums=sums, halved=(chunks, "int32") if mild else None)
@@ -295,15 +295,14 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         dq, dk, dv, dg, dgamma, dh0 = _gradients(call, args, decayed, do, begin, ends, wanted)
     else:
         dg = dgamma = None
-        dv, dh0, _, _ = _scan(call, args, k, q, do, **ends, output=call.dtype_shared, overlap=_Overlap.WITH_NEXT,
+        query, key, value = map(call.dtype_of_each, call.specs[:3])
+        dv, dh0, _, _ = _scan(call, args, k, q, do, **ends, output=value, overlap=_Overlap.WITH_NEXT,
                               **wanted, **run)  # fmt: skip
-        dq = _scan(call, args, do, v, k, reverse=call.reverse, **begin, output=call.dtype, state_t=True,
+        dq = _scan(call, args, do, v, k, reverse=call.reverse, **begin, output=query, state_t=True,
                    overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)[0]  # fmt: skip
-        dk = _scan(call, args, v, do, q, **ends, output=call.dtype_shared, state_t=True, overlap=_Overlap.WITH_LAST,
+        dk = _scan(call, args, v, do, q, **ends, output=key, state_t=True, overlap=_Overlap.WITH_LAST,
                    **run)[0]  # fmt: skip
-    if call.R > 1:
-        dk, dv = (_sum(x, call.B * call.T * call.G, call.R, like.shape[-1], like.shape, like.dtype)
-                  for x, like in ((dk, call.specs.key), (dv, call.specs.value)))  # fmt: skip
+    dq, dk, dv, dg = (_shared(call, *x) for x in zip((dq, dk, dv, dg), call.specs[:4], strict=True))
     return Args(dq, dk, dv, dg, dgamma, dh0)
 
 
@@ -323,9 +322,10 @@ def _gradient_plan(
                    **(call.place(part) if part else dict(M=call.walk, F=0, W=0)))  # fmt: skip
     BH = min(pow2(H), _HEADS) if halved else 1
     constants = dict(
-        H=H, K=K, V=V, RK=H // k.shape[2], RV=call.R, UNIT=unit, BT=call.BT, BK=BK, BV=BV, BH=BH, BN=pow2(call.N),
-        GATE=call.gate, TERMS=call.terms, DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), MILD=mild,
-        HALVED=halved, PRECISION=call.precision, OVERLAP=_IN_TURN, **call.flags(call.reverse),
+        H=H, K=K, V=V, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), UNIT=unit, BT=call.BT,
+        BK=BK, BV=BV, BH=BH, BN=pow2(call.N), GATE=call.gate, TERMS=call.terms,
+        DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), MILD=mild, HALVED=halved, PRECISION=call.precision,
+        OVERLAP=_IN_TURN, **call.flags(call.reverse),
     )  # fmt: skip
     grid = (call.chunk_slots(part) * -(-H // BH) * -(-K // BK),)
     return Plan(triton_chunks.gradient_kernel, grid, numbers, dict(zip(_GRADIENTS, outputs, strict=True)), constants,
@@ -362,7 +362,7 @@ def _gradients(call: Call, args: Args, decayed: _Decayed | None, do, begin, ends
         q, k = (decayed.q, decayed.k) if decayed else (args.query, args.key)
         dv, dh0, dhs, _ = _scan(
             call, args, k, q, do, reverse=not call.reverse, adjoint=True, **ends, decayed=decayed, into=dv, part=part,
-            output=call.dtype_shared, save=_Save.CHUNKS, overlap=_Overlap.WITH_NEXT, **final,
+            output=call.dtype_of_each(call.specs.value), save=_Save.CHUNKS, overlap=_Overlap.WITH_NEXT, **final,
         )  # fmt: skip
         _, _, hs, _ = _scan(call, args, None, k, args.value, reverse=call.reverse, **begin, decayed=decayed,
                             save=_Save.CHUNKS, part=part, overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)  # fmt: skip
@@ -370,11 +370,11 @@ def _gradients(call: Call, args: Args, decayed: _Decayed | None, do, begin, ends
         decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, grads, part)
     dq, dk, dg = grads
     if call.gate < 2:
-        dg = _sum(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else g.dtype)
+        dg = _sum(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else call.dtype_of_each(g))
     dgamma = _gamma_gradient(call, dg) if call.need_gamma else None
     if g is None:
         dg = None
-    elif call.need_gamma:
+    elif call.need_gamma and call.ratio(g) == 1:
         dg = _sum(dg, 1, 1, math.prod(g.shape), g.shape, g.dtype)
     if wanted and call.M and not call.L and h0.dtype != "float32":
         dh0 = _sum(dh0, 1, 1, math.prod(h0.shape), h0.shape, h0.dtype)
@@ -387,13 +387,13 @@ def _part_gradients(call: Call, args: Args, decayed: _Decayed | None, do, hs, dh
     Each program overwrites what no other reads: with mild vector gates its own part of the decayed q and k, and dg's
     array had the pairs of halved chunks before. Also returns what is left of these.
     """
-    whole = (call.B, call.T, call.H)
-    kinds = (((*whole, call.K), call.dtype), ((*whole, call.K), call.dtype_shared),
+    whole, query, key = (call.B, call.T, call.H), call.specs.query, call.specs.key
+    kinds = (((*whole, call.K), call.dtype_of_each(query)), ((*whole, call.K), call.dtype_of_each(key)),
              ((*whole, call.K) if call.gate == 2 else (-(-call.K // _GRADIENT[0]), *whole), call.dg))  # fmt: skip
 
     def launch(q, k, mild, halved, outputs, grads):
         # Where k is decayed so is q.
-        specs = (spec_of(q), spec_of(k)) if mild else (call.specs.query, call.specs.key)
+        specs = (spec_of(q), spec_of(k)) if mild else (query, key)
         plan = _gradient_plan(call, *specs, spec_of(do), mild, halved, outputs, part)
         return plan.launch(
             q=q, k=k, v=args.value, g=args.g, gamma=args.g_gamma, sums=decayed and decayed.sums, do=do, hs=hs, dhs=dhs,
@@ -401,16 +401,17 @@ def _part_gradients(call: Call, args: Args, decayed: _Decayed | None, do, hs, dh
         )  # fmt: skip
 
     outputs = tuple(kind if x is None else name for kind, x, name in zip(kinds, grads, _GIVEN, strict=True))
-    own: list[str] = []
+    own: dict[int, str] = {}
     if not (decayed and call.mild):
         grads = launch(args.query, args.key, False, False, outputs, grads)
     else:
-        own = ["q", "k"][: 2 if call.R == 1 else 1]
-        given = (*[None] * len(own), *grads[len(own) :])
-        grads = launch(decayed.q, decayed.k, True, False, (*own, *outputs[len(own) :]), given)
+        own = {i: name for i, (name, x) in enumerate(zip("qk", (query, key), strict=True)) if call.ratio(x) == 1}
+        given = tuple(None if i in own else x for i, x in enumerate(grads))
+        outputs = tuple(own.get(i, x) for i, x in enumerate(outputs))
+        grads = launch(decayed.q, decayed.k, True, False, outputs, given)
         grads = launch(args.query, args.key, False, True, _GIVEN, grads)
     if decayed:
-        decayed = decayed._replace(**dict(zip(own, grads, strict=False)))
+        decayed = decayed._replace(**{name: grads[i] for i, name in own.items()})
         if call.shares_pairs:
             decayed = decayed._replace(intra=grads[2])
     return decayed, grads
@@ -426,18 +427,29 @@ def _gamma_gradient(call: Call, dg):
     return _sum(x, M, R, call.H, gamma.shape, gamma.dtype)
 
 
+def _shared(call: Call, dx, x: Spec | None):
+    """The gradient of an array from those of all heads, summed over the heads that share one of its own."""
+    R = call.ratio(x)
+    if x is None or R == 1:
+        return dx
+    own = math.prod(x.shape[:3])
+    if len(x.shape) == 3:
+        return _sum(dx, 1, R, own, x.shape, x.dtype, last=True)
+    return _sum(dx, own, R, x.shape[3], x.shape, x.dtype)
+
+
 @remember
-def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str) -> Plan:
+def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: bool) -> Plan:
     BD, BR = min(tile(D), 256 if R > 1 else 4096), min(pow2(R), 16)
     # So long a row that the kernel needs 64 bits has no units: the number then comes in 64 bits.
     unit = math.gcd(16, D) if D < 2**31 else 1
     return Plan(triton_chunks.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
-                 dict(UNIT=unit, BR=BR, BD=BD, OVERLAP=_IN_TURN), 4, 2)  # fmt: skip
+                 dict(UNIT=unit, BR=BR, BD=BD, LAST=last, OVERLAP=_IN_TURN), 4, 2)  # fmt: skip
 
 
-def _sum(x, M: int, R: int, D: int, shape, dtype: str):
-    """``x`` as ``[M, R, D]``, summed over R, in the given shape and dtype."""
-    return _sum_plan(M, R, D, shape, dtype).launch(x=x)[0]
+def _sum(x, M: int, R: int, D: int, shape, dtype: str, last: bool = False):
+    """``x`` as ``[M, R, D]``, or ``[M, D, R]`` with ``last``, summed over R, in the given shape and dtype."""
+    return _sum_plan(M, R, D, shape, dtype, last).launch(x=x)[0]
 
 
 def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
@@ -454,9 +466,6 @@ def unsupported(inv) -> str | None:
         return "needs the package jax-triton for JAX arrays"
     if inv.arrays["query"][0] == "float64":
         return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
-    heads, H = head_counts(inv.dims), inv.dims["H"]
-    if heads["query"] < H or heads["key"] != heads["value"] or ("g" in inv.arrays and heads["g"] < H):
-        return "takes as many heads of values as of keys, and of gates as of queries, of which none has more"
     if max(inv.dims["K"], inv.dims["V"]) > 256:
         return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
     return None

@@ -145,9 +145,8 @@ class Call:
         # Complete by the contract, whatever its declared type allows.
         self.cfg: Any = opts.cfg
         self.scale, self.reverse = opts.softmax_scale, opts.reverse
-        self.B, self.T, self.H, self.K = specs.query.shape
-        self.G, self.V = specs.value.shape[2:]
-        self.R = self.H // self.G
+        self.B, self.T, _, self.K = specs.query.shape
+        self.H, self.V = specs.heads, specs.value.shape[3]
         self.dtype = specs.query.dtype
         self.packed = specs.cu_seqlens is not None
         self.N = _sequences(specs)
@@ -155,10 +154,8 @@ class Call:
         self.has_gamma = specs.g_gamma is not None
         self.need_gamma = self.has_gamma and not opts.gamma_is_constant
         self.need_gate = self.gate > 0 or self.need_gamma
-        # Query heads that share keys: each gives a gradient, and they are summed afterwards.
-        self.dtype_shared = "float32" if self.R > 1 else self.dtype
         # Of the gradient of gates, before it is summed over what shares a gate.
-        self.dg = "float32" if self.need_gamma or self.gate < 2 else specs.g.dtype
+        self.dg = "float32" if self.need_gamma or self.gate < 2 else self.dtype_of_each(specs.g)
         self.stride_gamma_b = self.H if self.has_gamma and len(specs.g_gamma.shape) == 2 else 0
         self.exact = self.dtype == "float32"
         plain = self.gate and specs.g.dtype == "bfloat16" and not self.has_gamma
@@ -231,6 +228,14 @@ class Call:
         call._list_parts(self.N)
         return call
 
+    def ratio(self, x: Spec | None) -> int:
+        """How many heads share each of an array's; 1 for an absent one."""
+        return self.H // x.shape[2] if x else 1
+
+    def dtype_of_each(self, x: Spec) -> str:
+        """The dtype of a head's gradient of an array: wide where it is still to be summed over those that share."""
+        return "float32" if self.ratio(x) > 1 else x.dtype
+
     def slots(self, length: int) -> int:
         """How many parts of a length sequences have at most; a packed one may end in a shorter part anywhere."""
         return self.T // length + self.N if self.packed else self.N * -(-self.T // length)
@@ -262,8 +267,8 @@ def _sequences(args: Args) -> int:
 
 def _programs(args: Args, opts: Options) -> int:
     """Programs of a walk over whole sequences."""
-    (_, _, H, K), V = args.query.shape, args.value.shape[-1]
-    return _sequences(args) * H * -(-min(K, V) // cast(int, opts.cfg.block_d))
+    K, V = args.query.shape[-1], args.value.shape[-1]
+    return _sequences(args) * args.heads * -(-min(K, V) // cast(int, opts.cfg.block_d))
 
 
 def _most_segments(programs: int) -> int:
@@ -288,7 +293,7 @@ def segmentation(T: int, heads: int, programs: int, BT: int, forgets: bool) -> t
 
 def room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     """Room for the states that segments or parts start from, the same for all lengths; None: no length is cut."""
-    (_, _, H, K), V, N = args.query.shape, args.value.shape[-1], _sequences(args)
+    H, K, V, N = args.heads, args.query.shape[-1], args.value.shape[-1], _sequences(args)
     most, packed = _most_segments(_programs(args, opts)), args.cu_seqlens is not None
     if not packed and (args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)):
         return (N * max(most, 1) * (_SEGMENT_PARTS if most > 1 else _PARTS), H, K, V), _name(args.query.dtype)

@@ -40,9 +40,9 @@ def decay_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_gamma_b, scale, T, N,
     qd, kd, sums, halved,
-    H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
-    PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr, UNIT: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
+    MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What vector gates do inside a chunk, worked into q and k, so that a scan over chunks need not know them.
 
@@ -64,9 +64,9 @@ def decay_kernel(
     left = tl.minimum(length - i_c * BT, BT).to(tl.int32)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
-    p_q = q + (i_b * stride_qb + base * stride_qt + i_h.to(tl.int64) * stride_qh) * UNIT + o_k
+    p_q = q + (i_b * stride_qb + base * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT + o_k
     p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + o_k
-    p_g = g + (i_b * stride_gb + base * stride_gt + i_h.to(tl.int64) * stride_gh) * UNIT + o_k
+    p_g = g + (i_b * stride_gb + base * stride_gt + (i_h // RG).to(tl.int64) * stride_gh) * UNIT + o_k
     o_d = ((i_b * T + base) * H + i_h) * K + o_k
     b_gamma = 0.0
     if GAMMA:
@@ -107,9 +107,10 @@ def halving_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_gamma_b, scale, T, N, WIDTH,
     intra,
-    H: tl.constexpr, K: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr,
-    MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr, UNIT: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
+    TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Pairs j <= i of chunks that are ``halved``: ``intra_ij = scale * sum_k q_ik k_jk exp(gates between j and i)``.
 
@@ -142,9 +143,9 @@ def halving_kernel(
     for i in range(BH):
         i_h = i_h0 + i
         if tl.max(tl.where(o_h == i, m_strong.to(tl.int32), 0), 0) != 0:
-            p_q = q + (i_b * stride_qb + base * stride_qt + i_h.to(tl.int64) * stride_qh) * UNIT
+            p_q = q + (i_b * stride_qb + base * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT
             p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
-            p_g = g + (i_b * stride_gb + base * stride_gt + i_h.to(tl.int64) * stride_gh) * UNIT
+            p_g = g + (i_b * stride_gb + base * stride_gt + (i_h // RG).to(tl.int64) * stride_gh) * UNIT
             b_gamma = 0.0
             if GAMMA:
                 b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT) / LOG
@@ -279,11 +280,11 @@ def gradient_kernel(
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh, stride_gamma_b, stride_ob, stride_ot, stride_oh, scale, T, N, L, M, F, W,
     dq, dk, dg,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, UNIT: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
-    GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr,
-    MILD: tl.constexpr, HALVED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
+    RG: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+    BN: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr,
+    DG_TERMS: tl.constexpr, MILD: tl.constexpr, HALVED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dg of one chunk, for a tile of BK of the K dimensions.
 
@@ -333,7 +334,7 @@ def gradient_kernel(
             m_k = m_t[:, None] & (o_k < K)[None, :]
             p_v = v + (i_b * stride_vb + base * stride_vt + (i_h // RV) * stride_vh) * UNIT
             p_o = do + (i_b * stride_ob + base * stride_ot + i_h * stride_oh) * UNIT
-            p_q = q + (i_b * stride_qb + base * stride_qt + i_h * stride_qh) * UNIT
+            p_q = q + (i_b * stride_qb + base * stride_qt + (i_h // RQ) * stride_qh) * UNIT
             p_k = k + (i_b * stride_kb + base * stride_kt + (i_h // RK) * stride_kh) * UNIT
             i_slot = i_s * H + i_h
             i_state = (i_o.to(tl.int64) * H + i_h) * K * V
@@ -342,7 +343,7 @@ def gradient_kernel(
                 b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT)
             UNIT_G: tl.constexpr = UNIT if GATE == 2 else 1
             if GATE > 0:
-                p_g = g + (i_b * stride_gb + base * stride_gt + i_h * stride_gh) * UNIT_G
+                p_g = g + (i_b * stride_gb + base * stride_gt + (i_h // RG) * stride_gh) * UNIT_G
             m_upto = o_p[:, None] >= o_p[None, :]
             m_after = o_p[:, None] < o_p[None, :]
             row = (i_b * T + base) * H + i_h
@@ -407,8 +408,13 @@ def gradient_kernel(
 
 
 @triton.jit
-def sum_kernel(x, R, D, y, UNIT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, OVERLAP: tl.constexpr):
-    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order; D in units like strides."""
+def sum_kernel(
+    x, R, D, y, UNIT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, LAST: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order; D in units like strides.
+
+    LAST: x is ``[M, D, R]``.
+    """
     in_turn(OVERLAP)
     D *= UNIT
     n_d = tl.cdiv(D, BD)
@@ -418,5 +424,9 @@ def sum_kernel(x, R, D, y, UNIT: tl.constexpr, BR: tl.constexpr, BD: tl.constexp
     b_y = tl.zeros([BR, BD], dtype=tl.float32)
     for i_r in range(0, R, BR):
         m_x = (i_r + o_r < R)[:, None] & (o_d < D)[None, :]
-        b_y += tl.load(x + (i_m * R + i_r + o_r[:, None]) * D + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
+        if LAST:
+            p_x = x + (i_m * D + o_d[None, :]) * R + i_r + o_r[:, None]
+        else:
+            p_x = x + (i_m * R + i_r + o_r[:, None]) * D + o_d[None, :]
+        b_y += tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
     tl.store(y + i_m * D + o_d, tl.sum(b_y, 0).to(y.dtype.element_ty), mask=o_d < D)

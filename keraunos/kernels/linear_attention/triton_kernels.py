@@ -64,7 +64,8 @@ def scan_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gt, stride_gh, stride_gamma_b,
     scale, T, N, L, P, M, F, W, ROWS,
     o, ht, hs, total,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, RG: tl.constexpr,
     stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr,
@@ -80,7 +81,9 @@ def scan_kernel(
     transposed, values by tokens: then the state ``[BV, BK]`` and the decayed v are left operands, which the tensor
     cores read from registers, and only the masked ``k q^T`` passes through shared memory.
 
-    GATE: 0 none, 1 per token ``[B, T, H]``, 2 per token and dimension of k: then q and k come from ``decay_kernel``,
+    RQ, RK, RV, RG: how many heads share each head of q, k, v and g.
+
+    GATE: 0 none, 1 per token, 2 per token and dimension of k: then q and k come from ``decay_kernel``,
     decayed from and to their chunk's start, with its ``sums``; of a chunk that is ``halved`` (MILD of 0: all), k is
     decayed to the end, and the pairs are in ``intra`` ``[B, T, H, WIDTH]``, in the rows of their queries. INIT: 0
     zeros, 1 h0 of the sequence, 2 h0 of the walk, 3 h0 of the walk's part. FINAL: 0 none, 1 ht of the sequence, 2 ht
@@ -163,7 +166,7 @@ def scan_kernel(
     if OUTPUT:
         p_o = o + row * V
     if GATE == 1:
-        p_g = g + i_b * stride_gb + base * stride_gt + i_h * stride_gh + o_t * stride_gt
+        p_g = g + i_b * stride_gb + base * stride_gt + (i_h // RG) * stride_gh + o_t * stride_gt
     i_slot = (begin // BT + i_n) if PACKED else (i_b * tl.cdiv(T, BT))
     i_slot = (i_slot + first // BT + ((n_c - 1) if REVERSE else 0)) * H + i_h  # of the chunk
     # From the chunk's slot to that in hs, which has the chunks of a part side by side.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from keraunos import frontends
+from keraunos.kernels.linear_attention.interface import head_sizes
 from keraunos.kernels.registry import Implementation, UnsupportedError
 from keraunos.ops.kernel import Config, Invocation, is_number
 
@@ -26,12 +27,16 @@ INTEGERS = ("int32", "int64")
 
 
 class Args(NamedTuple):
-    """The arrays of one call; absent ones are ``None``. Rows are [N], or [N, T] drafts, or [T] packed tokens."""
+    """The arrays of one call; absent ones are ``None``. Rows are [N], or [N, T] drafts, or [T] packed tokens.
 
-    key: Any  # [rows, G, K]
-    value: Any  # [rows, G, V]
-    query: Any = None  # [rows, H, K]; None: commit
-    g: Any = None  # [rows, H, K] or [rows, H], log, <= 0
+    The recurrence has H heads, as the states. Head h reads head ``h // (H // n)`` of an array with n heads, which
+    divides H. H is the most that any has; of a commit, which has no query, any may have fewer.
+    """
+
+    key: Any  # [rows, heads, K]
+    value: Any  # [rows, heads, V]
+    query: Any = None  # [rows, heads, K]; None: commit
+    g: Any = None  # [rows, heads, K] or [rows, heads], log, <= 0
     g_gamma: Any = None  # [H], log, <= 0
     states: Any = None  # [slots, H, K, V]
     slots: Any = None  # [N], int; -1: padding
@@ -82,10 +87,10 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
     dtypes = _dtypes(args, frontend, framework, op_id, fail)
     rows = _ROWS[op_id]
     if args.key.ndim != len(rows) + 2:
-        fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[{', '.join(rows)}, G, K]")
+        fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[{', '.join(rows)}, heads, K]")
     if args.states.ndim != 4:
         fail(ValueError, "states", f"has shape {tuple(args.states.shape)}", "[slots, H, K, V]")
-    *leading, G, K = args.key.shape
+    *leading, _, K = args.key.shape
     sizes = dict(zip(rows, leading, strict=True))
     _, H, _, V = args.states.shape
     N = sizes.setdefault("N", args.slots.shape[0] if args.slots.ndim == 1 else 0)
@@ -100,14 +105,27 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         fail(ValueError, "states", f"has shape {tuple(args.states.shape)}", f"[slots, H, K, V] with K = {K}",
              "like key")  # fmt: skip
     drafts = sizes.get("T", 1) if op_id != "prefill" else 1
-    if min(H, G, K, V, drafts) < 1:
+    if min(H, K, V, drafts) < 1:
         fail(ValueError, "key", f"has shape {tuple(args.key.shape)} with H = {H}, V = {V}", "sizes of at least 1")
-    if H % G:
-        fail(ValueError, "key", f"has G = {G} heads", f"a divisor of H = {H}", "query heads share them evenly")
-    lead = tuple(leading)
-    shape("query", [(*lead, H, K)], [(*rows, "H", "K")], "with H like states and K like key")
-    shape("value", [(*lead, G, V)], [(*rows, "G", "V")], "with G like key and V like states")
-    shape("g", [(*lead, H, K), (*lead, H)], [(*rows, "H", "K"), (*rows, "H")])
+    lead, heads = tuple(leading), {}
+    for name, last, why in (
+        ("key", "K", ""),
+        ("query", "K", "like key"),
+        ("value", "V", "like states"),
+        ("g", "K", ""),
+    ):
+        if (x := getattr(args, name)) is None:
+            continue
+        n = heads[name] = x.shape[len(lead)] if x.ndim > len(lead) else 1
+        wanted = [(*lead, n, V if last == "V" else K), (*lead, n)]
+        few = 2 if name == "g" else 1
+        shape(name, wanted[:few], [(*rows, "heads", last), (*rows, "heads")][:few], why)
+        if n < 1 or H % n:
+            fail(ValueError, name, f"has {n} heads", f"a divisor of H = {H}", "the heads of states")
+    if op_id != "commit" and max(heads.values()) < H:
+        fail(
+            ValueError, "states", f"has H = {H} heads", max(heads.values()), "the most that query, key, value or g has"
+        )
     shape("g_gamma", [(H,)], ["H"], "one decay per head")
     shape("out", [(*lead, H, V)], [(*rows, "H", "V")])
     for name in ("slots", "counts", "has_initial"):
@@ -128,7 +146,8 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
     if args.out is not None and dtypes["out"] != dtypes["query"]:
         fail(TypeError, "out", f"has dtype {dtypes['out']}", dtypes["query"], "like query")
     device = frontend.device_of(args.key)
-    sizes = {"N": N, "T": sizes.get("T", 1), "H": H, "G": G, "K": K, "V": V}
+    sizes = {"N": N, "T": sizes.get("T", 1), "H": H, "G": heads["key"], "K": K, "V": V}
+    sizes |= head_sizes(heads, H)
     return Invocation(
         op_id=op_id,
         framework=framework,
@@ -178,7 +197,8 @@ def output(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     if not opts.reads:
         return None
     dtype = frontends.get(frontends.framework_of(args.query)).dtype_name(args.query)
-    return (*args.query.shape[:-1], args.states.shape[-1]), dtype
+    _, H, _, V = args.states.shape
+    return (*args.query.shape[:-2], H, V), dtype
 
 
 def kernels(

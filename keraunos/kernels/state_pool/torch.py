@@ -43,18 +43,18 @@ def _steps(args: Args, opts: Options):
     live = args.slots >= 0
     state = _read(args).float()
 
-    def token(x, heads=True):
+    def token(x):
         """The rows of each token ``[N, H, ...]`` in float32."""
         if x is None:
             return None
         x = x[:, None] if opts.op_id == "decode" else x
         x = x.float()
-        return x.repeat_interleave(H // x.shape[2], 2) if heads and x.shape[2] != H else x
+        return x.repeat_interleave(H // x.shape[2], 2) if x.shape[2] != H else x
 
     q, k, v = token(args.query), token(args.key), token(args.value)
     gate = state.new_zeros(1, 1, 1, 1)
     if args.g is not None:
-        gate = token(args.g, heads=False)
+        gate = token(args.g)
         gate = gate if gate.ndim == 4 else gate[..., None]
     if args.g_gamma is not None:
         gate = gate + args.g_gamma.float()[:, None]
@@ -133,13 +133,14 @@ def _in_pieces(call: linear_interface.Args, options: linear_interface.Options, a
 
 def _gates(call: linear_interface.Args, cuts: torch.Tensor) -> torch.Tensor:
     """The decay across each piece, ``[pieces, H, K or 1, 1]``: sums over its own tokens only, so that none cancels."""
-    n, H = len(cuts) - 1, call.query.shape[2]
+    n, H = len(cuts) - 1, call.heads
     total = torch.zeros(n, H, 1, device=cuts.device)
     if call.g is not None:
         g = call.g[0].float()
         g = g if g.ndim == 3 else g[..., None]
         piece = torch.searchsorted(cuts[1:].contiguous(), torch.arange(len(g), device=cuts.device), right=True)
         total = total.new_zeros(n + 1, *g.shape[1:]).index_add_(0, piece, g)[:n]
+        total = total.repeat_interleave(H // g.shape[1], 1)
     if call.g_gamma is not None:
         length = (cuts[1:] - cuts[:-1]).float()[:, None, None]
         total = total + torch.where(length > 0, call.g_gamma.float()[:, None] * length, 0)

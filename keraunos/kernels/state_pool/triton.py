@@ -34,6 +34,13 @@ def _strides(states: Spec) -> dict[str, int]:
     return {f"stride_s{axis}": n for axis, n in zip("shkv", states.strides, strict=True)}
 
 
+def _ratios(specs: Args, gate: int) -> dict[str, int]:
+    """How many heads share each of those of q, k, v and g."""
+    heads = dict(Q=specs.query, K=specs.key, V=specs.value, G=specs.g)
+    own = {name: x and x.shape[-1 if name == "G" and gate == 1 else -2] for name, x in heads.items()}
+    return {f"R{name}": specs.states.shape[1] // n if n else 1 for name, n in own.items()}
+
+
 def _tokens(specs: Args, axes: str, out: Spec | None) -> tuple[dict[str, Any], int, int]:
     """The strides of tokens' arrays with these axes, in units, 0 for others; the unit; the kind of gate."""
     gate = 0 if specs.g is None else len(specs.g.shape) - len(specs.key.shape) + 2
@@ -55,13 +62,13 @@ def _step_plan(specs: Args, opts: Options) -> Plan:
     N, (_, H, K, V) = specs.slots.shape[0], states.shape
     many, made = opts.op_id != "decode", None
     if opts.reads:
-        shape = (*q.shape[:-1], V)
+        shape = (*q.shape[:-2], H, V)
         made = out or Spec(shape, _contiguous(shape), q.dtype)
     numbers, unit, gate = _tokens(specs, "nth" if many else "nh", made)
     numbers |= dict(scale=opts.softmax_scale, T=k.shape[1] if many else 1)
     BV = min(cast(int, opts.cfg.block_d), tile(V))
     constants = dict(
-        H=H, K=K, V=V, RK=H // k.shape[-2], UNIT=unit, **_strides(states), BK=tile(K), BV=BV, GATE=gate,
+        H=H, K=K, V=V, **_ratios(specs, gate), UNIT=unit, **_strides(states), BK=tile(K), BV=BV, GATE=gate,
         GAMMA=specs.g_gamma is not None, EXACT=k.dtype == "float32", MANY=many,
         COUNTED=specs.counts is not None, OUTPUT=opts.reads, STORE=opts.writes, OVERLAP=4,
     )  # fmt: skip
@@ -106,10 +113,12 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     plan = Plan(triton_steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
                         dict(BT=BT, BN=BN), 1, 1)  # fmt: skip
     strides, unit, gate = _tokens(specs, "th", None)
+    ratios = _ratios(specs, gate)
+    del ratios["RQ"]
     names = [f"stride_{name}{axis}" for name in "kvg" for axis in "th"]
     BV = min(_EXPORT[0], tile(V))
     constants = dict(
-        H=H, K=K, V=V, RK=H // specs.key.shape[-2], UNIT=unit, **_strides(specs.states), BK=tile(K), BV=BV,
+        H=H, K=K, V=V, **ratios, UNIT=unit, **_strides(specs.states), BK=tile(K), BV=BV,
         BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, EXACT=exact, PRECISION=precision,
     )  # fmt: skip
     return plan, Plan(

@@ -52,7 +52,8 @@ def step_kernel(
     stride_qn, stride_qt, stride_qh, stride_kn, stride_kt, stride_kh, stride_vn, stride_vt, stride_vh,
     stride_gn, stride_gt, stride_gh, stride_on, stride_ot, stride_oh, scale, T,
     o, pool,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
+    RG: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
     MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -92,12 +93,12 @@ def step_kernel(
         if n_t <= 0:
             return
 
-    p_q = q + (i_n * stride_qn + i_h.to(tl.int64) * stride_qh) * UNIT + o_k
+    p_q = q + (i_n * stride_qn + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT + o_k
     p_k = k + (i_n * stride_kn + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + o_k
-    p_v = v + (i_n * stride_vn + (i_h // RK).to(tl.int64) * stride_vh) * UNIT + o_v
+    p_v = v + (i_n * stride_vn + (i_h // RV).to(tl.int64) * stride_vh) * UNIT + o_v
     p_g = p_k
     if GATE > 0:
-        p_g = g + (i_n * stride_gn + i_h.to(tl.int64) * stride_gh) * UNIT_G
+        p_g = g + (i_n * stride_gn + (i_h // RG).to(tl.int64) * stride_gh) * UNIT_G
     if GATE == 2:
         p_g += o_k
     b_gamma = 0.0
@@ -195,7 +196,8 @@ def export_kernel(
     k, v, g, gamma, cu_seqlens, slots, tokens, targets, states,
     stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, N, M,
     pool,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, UNIT: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, RG: tl.constexpr,
+    UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -239,14 +241,15 @@ def export_kernel(
     m_v = o_v < V
     o_t = tl.arange(0, BT)
     m_t = (start + o_t < last)[:, None]
-    i_g = (i_h // RK).to(tl.int64)
-    p_k = k + (start * stride_kt + i_g * stride_kh) * UNIT + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :]
-    p_v = v + (start * stride_vt + i_g * stride_vh) * UNIT + o_t[:, None] * (stride_vt * UNIT) + o_v[None, :]
+    i_hk = (i_h // RK).to(tl.int64)
+    i_hv = (i_h // RV).to(tl.int64)
+    p_k = k + (start * stride_kt + i_hk * stride_kh) * UNIT + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :]
+    p_v = v + (start * stride_vt + i_hv * stride_vh) * UNIT + o_t[:, None] * (stride_vt * UNIT) + o_v[None, :]
     b_k = tl.load(p_k, mask=m_t & m_k[None, :], other=0.0)  # [BT, BK]
     b_v = tl.load(p_v, mask=m_t & m_v[None, :], other=0.0)  # [BT, BV]
     p_g = k
     if GATE > 0:
-        p_g = g + (start * stride_gt + i_h.to(tl.int64) * stride_gh) * UNIT_G
+        p_g = g + (start * stride_gt + (i_h // RG).to(tl.int64) * stride_gh) * UNIT_G
     b_gamma = 0.0
     if GAMMA:
         b_gamma = tl.load(gamma + i_h).to(tl.float32)

@@ -35,15 +35,12 @@ def _steps(args: Args, opts: Options):
     H, one = args.states.shape[1], opts.op_id == "decode"
 
     def tokens(x):
-        """``[T, N, heads, ...]`` in float32."""
+        """``[T, N, H, ...]`` in float32."""
         x = x[:, None] if one else x
-        return jnp.moveaxis(x, 1, 0).astype(jnp.float32)
-
-    def heads(x):
-        x = tokens(x)
+        x = jnp.moveaxis(x, 1, 0).astype(jnp.float32)
         return jnp.repeat(x, H // x.shape[2], 2) if x.shape[2] != H else x
 
-    k, v = heads(args.key), heads(args.value)
+    k, v = tokens(args.key), tokens(args.value)
     gate = jnp.zeros((*k.shape[:3], 1), jnp.float32)
     if args.g is not None:
         g = tokens(args.g)
@@ -122,12 +119,13 @@ def _in_pieces(call: linear_interface.Args, options: linear_interface.Options, a
 
 def _gates(call: linear_interface.Args, cuts: jax.Array) -> jax.Array:
     """The decay across each piece, ``[pieces, H, K or 1, 1]``: sums over its own tokens only, so that none cancels."""
-    n, H = len(cuts) - 1, call.query.shape[2]
+    n, H = len(cuts) - 1, call.heads
     total = jnp.zeros((n, H, 1), jnp.float32)
     if call.g is not None:
         g = call.g[0].astype(jnp.float32)
         piece = jnp.searchsorted(cuts[1:], jnp.arange(len(g)), side="right")
         total = jax.ops.segment_sum(g if g.ndim == 3 else g[..., None], piece, n)
+        total = jnp.repeat(total, H // g.shape[1], axis=1)
     if call.g_gamma is not None:
         length = (cuts[1:] - cuts[:-1]).astype(jnp.float32)[:, None, None]
         total = total + jnp.where(length > 0, call.g_gamma.astype(jnp.float32)[:, None] * length, 0)
