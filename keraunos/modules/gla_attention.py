@@ -7,7 +7,7 @@ from typing import Any
 
 from keraunos import frontends
 from keraunos.kernels.linear_attention import interface
-from keraunos.kernels.linear_attention.operation import LinearOperation
+from keraunos.kernels.linear_attention.operation import LinearOperation, turned
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config, Invocation
 
@@ -26,18 +26,20 @@ class GLAttention(LinearOperation):
     pack = interface.Args
 
     def bind(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
-             *, softmax_scale=None, reverse=False, return_state=True) -> Invocation:  # fmt: skip
+             *, softmax_scale=None, reverse=False, return_state=True, state_v_first=False) -> Invocation:  # fmt: skip
         args = self.pack(query, key, value, g, g_gamma, initial_state, cu_seqlens)
-        return interface.describe(self.op_id, args, softmax_scale, reverse)
+        return interface.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
     def run(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
-            *, cfg, softmax_scale=None, reverse=False, return_state=True):  # fmt: skip
+            *, cfg, softmax_scale=None, reverse=False, return_state=True, state_v_first=False):  # fmt: skip
         args = (query, key, value, g, g_gamma, initial_state, cu_seqlens)
         if self.get_impl(cfg).prepare:
             return self.prepare(*args, cfg=cfg, softmax_scale=softmax_scale, reverse=reverse,
-                                return_state=return_state)(*args)  # fmt: skip
+                                return_state=return_state, state_v_first=state_v_first)(*args)  # fmt: skip
         fn = self.get_impl(cfg).fn
-        return fn(query, key, value, g, g_gamma, softmax_scale, initial_state, reverse, cu_seqlens, cfg=cfg)
+        initial_state = turned(initial_state) if state_v_first else initial_state
+        output, state = fn(query, key, value, g, g_gamma, softmax_scale, initial_state, reverse, cu_seqlens, cfg=cfg)
+        return output, turned(state) if state_v_first else state
 
 
 _OPERATION = GLAttention()
@@ -56,6 +58,7 @@ def gla_attention(
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    state_v_first: bool = False,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Any:
@@ -84,6 +87,7 @@ def gla_attention(
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         reverse: run from the last token to the first; ``initial_state`` enters after the last token.
         return_state: return the final state too.
+        state_v_first: initial_state and the returned state are ``[N, H, V, K]``, as some libraries have them.
         platform: ``"triton"``, ``"pallas"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the
             best that can run the call.
         cfg: launch configuration; wins over every cache and is never stored.
@@ -110,6 +114,7 @@ def gla_attention(
     g_gamma = interface.per_head("gla_attention", "g_gamma", g_gamma)
     output, state = default_executor()(
         _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,
-        softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform, _cfg=cfg,
+        softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,
+        platform=platform, _cfg=cfg,
     )  # fmt: skip
     return (output, state) if return_state else output

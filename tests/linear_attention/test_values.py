@@ -17,9 +17,9 @@ CHUNK = 64
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
 
 
-def gla(args, case, platform, return_state=True):
+def gla(args, case, platform, return_state=True, **options):
     return keraunos.gla_attention(
-        *args, softmax_scale=case.scale, reverse=case.reverse, return_state=return_state, platform=platform
+        *args, softmax_scale=case.scale, reverse=case.reverse, return_state=return_state, platform=platform, **options
     )
 
 
@@ -28,13 +28,28 @@ def gla_in_two(args, case, platform):
     return gla(args, case, platform, return_state=False), gla(args, case, platform)[1]
 
 
-def lightning(args, case, platform):
+def lightning(args, case, platform, **options):
     query, key, value, g, g_gamma, state, cu_seqlens = args
     assert g is None
     return keraunos.lightning_attention(
         query, key, value, state, cu_seqlens, log_decay=g_gamma, softmax_scale=case.scale, reverse=case.reverse,
-        return_state=True, platform=platform,
+        return_state=True, platform=platform, **options,
     )  # fmt: skip
+
+
+def values_first(function):
+    """The same call with states ``[N, H, V, K]``."""
+
+    def call(args, case, platform):
+        args = list(args)
+        if args[5] is not None:
+            # In memory too.
+            args[5] = args[5].mT.contiguous() if hasattr(args[5], "contiguous") else args[5].mT
+        output, state = function(args, case, platform, state_v_first=True)
+        assert state.shape[2:] == (case.V, case.K)
+        return output, state.mT
+
+    return call
 
 
 @pytest.fixture(params=platforms(), ids="-".join)
@@ -107,6 +122,15 @@ def test_gradients_of_gates_that_are_next_to_nothing(run_gla, case):
 @pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"]], ids=str)
 def test_gates_of_single_tokens_without_a_state_have_no_gradient(run_gla, gates):
     Case(**gates, lengths=(1, 0, 1), B=1, H=1, K=64, V=64, dtype="bfloat16").check(run_gla)
+
+
+@pytest.mark.parametrize(("platform", "framework"), platforms())
+@pytest.mark.parametrize("case", [
+    Case(gate="scalar", T=40, V=24, state=True), Case(gate="vector", lengths=(20, 0, 9), V=24, B=1, state=True),
+    Case(gamma=1, T=40, V=24, G=1), Case(gamma=1, T=40, V=24, state=True, reverse=True),
+], ids=str)  # fmt: skip
+def test_states_with_values_first(platform, framework, case):
+    case.check(runner(platform, framework, values_first(gla if case.gate != "none" else lightning)))
 
 
 @pytest.mark.parametrize("T", LENGTHS)

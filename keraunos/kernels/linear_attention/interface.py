@@ -81,8 +81,12 @@ class Options(NamedTuple):
     started: bool = False  # in place of the initial state, and of the final one's gradient, those of every segment
 
 
-def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False) -> Invocation:
+def describe(
+    op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False, state_v_first: bool = False
+) -> Invocation:
     """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
+
+    ``state_v_first``: the initial state is ``[N, H, V, K]``.
 
     Raises:
         TypeError: an argument is no array of the query's framework, or has a wrong dtype.
@@ -149,9 +153,12 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, reverse
         if B != 1:
             fail(ValueError, "query", f"has B = {B}", "B = 1 with cu_seqlens", "packed sequences lie in one row")
         N = args.cu_seqlens.shape[0] - 1
-    if args.initial_state is not None and tuple(args.initial_state.shape) != (N, H, K, V):
+    if not isinstance(state_v_first, bool | np.bool_):
+        fail(TypeError, "state_v_first", f"is {state_v_first!r}", "True or False", "")
+    letters, shape = ("V, K", (N, H, V, K)) if state_v_first else ("K, V", (N, H, K, V))
+    if args.initial_state is not None and tuple(args.initial_state.shape) != shape:
         fail(ValueError, "initial_state", f"has shape {tuple(args.initial_state.shape)}",
-             f"[N, H, K, V] = {(N, H, K, V)}", "one state per sequence and head")  # fmt: skip
+             f"[N, H, {letters}] = {shape}", "one state per sequence and head")  # fmt: skip
     if softmax_scale is not None and not is_number(softmax_scale):
         fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number", "to learn it, scale the query")
     if not isinstance(reverse, bool | np.bool_):

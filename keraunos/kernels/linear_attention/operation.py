@@ -79,13 +79,25 @@ class LinearOperation(Kernel):
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
                           {"reverse": reverse}, arguments)  # fmt: skip
 
-    def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
-        """See :meth:`Kernel.prepare`."""
+    def prepare(self, *args: Any, cfg: Config, state_v_first: bool = False, **kwargs: Any) -> Callable:
+        """See :meth:`Kernel.prepare`; ``state_v_first``: states are ``[N, H, V, K]``."""
         prepare, pack = self.get_impl(cfg).prepare, self.pack
         if prepare is None:
-            return super().prepare(*args, cfg=cfg, **kwargs)
-        run = prepare(pack(*args), cfg=cfg, **kwargs)
-        return lambda *args: run(pack(*args))
+            return super().prepare(*args, cfg=cfg, state_v_first=state_v_first, **kwargs)
+        if not state_v_first:
+            run = prepare(pack(*args), cfg=cfg, **kwargs)
+            return lambda *args: run(pack(*args))
+
+        def packed(*args):
+            given = pack(*args)
+            return given._replace(initial_state=turned(given.initial_state))
+
+        def turned_back(*args):
+            output, state = run(packed(*args))
+            return output, turned(state)
+
+        run = prepare(packed(*args), cfg=cfg, **kwargs)
+        return turned_back
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
         """See :func:`sample`."""
@@ -110,6 +122,11 @@ class LinearOperation(Kernel):
         """A gradient for each float argument."""
         found = linear_attention_vjp(*self.pack(*args), *cotangents, **kwargs, dtype=dtype)
         return self.unpack(Args(*found))  # none for the offsets, the last argument
+
+
+def turned(state: Any) -> Any:
+    """States ``[N, H, V, K]`` as ``[N, H, K, V]``, or the other way."""
+    return state if state is None else state.mT
 
 
 def sample(inv: Invocation, seed: int) -> Args:
