@@ -31,6 +31,7 @@ LINEAR = {
     "initial state": STATE,
     "`reverse`": {"reverse": True},
     "shared keys (GQA)": {"G": 2},
+    "shared queries and keys (GVA)": {"HQ": 2, "G": 2, "HV": 8},
     "K = 64, V = 128": {"K": 64},
     "K = V = 96": {"K": 96, "V": 96},
     "K = V = 256": {"K": 256, "V": 256},
