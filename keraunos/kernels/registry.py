@@ -274,22 +274,28 @@ class KernelRegistry:
         )
 
     def choose(self, inv: Invocation, platform: str | None = None, backend: str = Backend.ANY) -> tuple[Row, list[str]]:
-        """The best row that can run the call, and why better ones were passed over.
+        """The best row that can run the call, and why each better platform was passed over.
 
         Raises:
             ValueError: unknown names.
             UnsupportedError: none can; the message gives each one's reason.
         """
-        passed: list[str] = []
+        passed: dict[str, dict[str, None]] = {}
         rows, name = self.find(inv.op_id, platform, backend), public_name(inv.op_id)
         if backend not in (Backend.ANY, inv.backend):
             raise UnsupportedError(f"{name}: asked for backend {backend!r}; the arrays are on {inv.backend}")
         for row in rows:
             reason = row.unsupported(inv)
             if reason is None:
-                return row, passed
-            passed.append(f"{row.platform}: {reason}")
-        raise UnsupportedError(f"{name}: no platform can run this call. {'; '.join(dict.fromkeys(passed))}")
+                # A platform may have several rows, and one of those that could not run the call is no platform less.
+                passed.pop(row.platform, None)
+                return row, _by_platform(passed)
+            passed.setdefault(row.platform, {})[reason] = None
+        raise UnsupportedError(f"{name}: no platform can run this call. {'; '.join(_by_platform(passed))}")
+
+
+def _by_platform(reasons: dict[str, dict[str, None]]) -> list[str]:
+    return [f"{platform}: {'; and '.join(found)}" for platform, found in reasons.items()]
 
 
 kernel_registry = KernelRegistry()

@@ -122,7 +122,7 @@ class Choice:
         tier: which step gave it, one of ``TIERS``.
         platform: who computes.
         key: what is looked up in the caches.
-        passed: why better platforms were passed over.
+        passed: why better platforms were passed over, each once.
         missed: for each step before ``tier``, why it gave nothing.
         unused: fields of an explicit configuration that the platform does not have.
     """

@@ -17,7 +17,7 @@ from keraunos.ops.executor import create_default_executor
 from keraunos.ops.kernel import bucket
 from keraunos.ops.selection import default_policy
 
-from .toy import SLOW, choose, executor, planted
+from .toy import SLOW, choose, compute, executor, planted
 
 X = jnp.ones((2, 32))
 
@@ -144,6 +144,28 @@ def test_everything_in_the_key_changes_it(toy, monkeypatch):
 
 def test_buckets_are_powers_of_two():
     assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 1024, 2048]
+
+
+@pytest.mark.parametrize("operation", [keraunos.gla_attention, keraunos.attention, keraunos.lightning_attention])
+def test_explain_names_each_platform_once(operation):
+    q = jnp.ones((1, 8, 1, 16))
+    layer = {"layer_idx": 0, "num_layers": 2} if operation is keraunos.lightning_attention else {}
+    choice = keraunos.explain(operation, q, q, q, **layer)
+    named = [choice.platform, *(reason.partition(": ")[0] for reason in choice.passed)]
+    assert sorted(named) == sorted(set(named))
+    assert "triton" in named
+    with pytest.raises(ValueError, match="no platform can run this call") as error:
+        keraunos.explain(operation, q, q, q, platform="torch", **layer)
+    assert str(error.value).count("torch: ") == 1
+
+
+def test_all_reasons_of_a_platform_are_told(toy):
+    for n, reason in enumerate(("is slow", "is slow", "is out of order")):
+        keraunos.kernel_registry.register("toy", "pallas", priority=9 - n, unsupported=lambda inv, r=reason: r)(compute)
+    run = executor(cache_miss_fallback="heuristics")
+    assert choose(run, toy, X).passed == ["pallas: is slow; and is out of order"]
+    with pytest.raises(ValueError, match=r"run this call\. pallas: is slow; and is out of order$"):
+        run(toy, X, platform="pallas")
 
 
 def test_explain_measures_nothing(monkeypatch):
