@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from keraunos.cli.console import fields
+from keraunos.text import printable
+
 cache = typer.Typer(help="The configurations measured on this machine.", no_args_is_help=True)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -15,22 +18,23 @@ _Only = Annotated[str, typer.Option("--only", help="Only entries whose key conta
 @cache.command("path")
 def path(as_json: _Json = False) -> None:
     """Print the folder of the files; KERAUNOS_CACHE_DIR moves it."""
-    folder = str(_cache().directory())
-    typer.echo(json.dumps({"path": folder}) if as_json else folder)
+    folder = str(_folder())
+    typer.echo(json.dumps({"path": folder}) if as_json else printable(folder))
 
 
 @cache.command("list")
 def list_files(as_json: _Json = False) -> None:
     """List the files, one for each kind of device, and how many entries each has."""
+    folder = _folder()
     found = [
         {"file": str(file), "entries": len(entries), "bytes": file.stat().st_size} for file, entries in _files().items()
     ]
     if as_json:
-        typer.echo(json.dumps({"path": str(_cache().directory()), "files": found}, indent=1))
+        typer.echo(json.dumps({"path": str(folder), "files": found}, indent=1))
     for row in () if as_json else found:
-        typer.echo(f"{row['file']}: {row['entries']} entries, {row['bytes']} bytes")
+        typer.echo(printable(f"{row['file']}: {row['entries']} entries, {row['bytes']} bytes"))
     if not found and not as_json:
-        typer.echo(f"nothing in {_cache().directory()}")
+        typer.echo(printable(f"nothing in {folder}"))
 
 
 @cache.command("show")
@@ -41,13 +45,25 @@ def show(only: _Only = "", as_json: _Json = False) -> None:
         typer.echo(json.dumps({"entries": found}, indent=1))
         return
     for key, entry in found.items():
-        winner = entry.get("winner")
-        measurements = entry.get("measurements", [])
-        median = next((m["microseconds"]["median"] for m in measurements if m["config"] == winner), None)
-        time = "" if median is None else f", {median} µs"
-        typer.echo(f"{key}\n    {winner}{time}, of {len(measurements)} candidates: {entry.get('note', '')}")
+        typer.echo(f"{printable(key)}\n    {printable(_summary(entry))}")
     if not found:
         typer.echo("no such entry")
+
+
+def _summary(entry: dict[str, Any]) -> str:
+    """One line of what we write into an entry, as far as it is there: a file may hold any JSON."""
+    winner, measurements = entry.get("winner"), entry.get("measurements")
+    measured = [m for m in measurements if isinstance(m, dict)] if isinstance(measurements, list) else []
+    parts = [fields(winner)]
+    for found in measured:
+        times = found.get("microseconds")
+        if found.get("config") == winner and isinstance(times, dict) and "median" in times:
+            parts.append(f"{times['median']} µs")
+    if measured:
+        parts.append(f"of {len(measured)} candidates")
+    if "note" in entry:
+        parts.append(str(entry["note"]))
+    return " · ".join(parts)
 
 
 @cache.command("clear")
@@ -74,7 +90,17 @@ def _cache() -> Any:
     return PersistentCache("configurations")
 
 
+def _folder() -> Path:
+    """The folder; without one the command ends here."""
+    try:
+        return _cache().directory()
+    except OSError as error:
+        typer.secho(f"keraunos cache: there is no folder: {printable(error)}", err=True)
+        raise typer.Exit(1) from None
+
+
 def _files() -> dict[Path, dict[str, dict]]:
+    _folder()
     store = _cache()
     found = {file: store.entries(file) for file in store.files()}
     # A damaged one is moved aside when it is read.

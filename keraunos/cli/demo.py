@@ -1,8 +1,6 @@
 """`keraunos demo`: train a language model made of linear attention, let it write, and check what it claims."""
 
-import io
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,9 +42,6 @@ def demo(
 
     from keraunos.demo import DemoError
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Text that a terminal cannot show must not end the run.
-        sys.stdout.reconfigure(errors="replace")
     # The model is small: leave a GPU's memory to others.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     console = Console(highlight=False)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from keraunos.demo.training import NATS_PER_BIT, Budget, Run, Settings
+from keraunos.text import printable
 
 _LINE_SECONDS = 10.0
 _MEAN_STEPS = 50
@@ -79,12 +80,7 @@ class ByteDisplay:
 
     def write(self, text: bytes, style: str | None = None) -> None:
         """Shows some more bytes; a character is shown when its last byte is there."""
-        self._console.out(printable(self._decoder.decode(text)), end="", style=style, highlight=False)
-
-
-def printable(text: str) -> str:
-    """Replaces everything but visible characters, spaces, tabs and line ends by a dot."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+        self._console.out(printable(self._decoder.decode(text), keep="\n\t"), end="", style=style, highlight=False)
 
 
 def minutes(seconds: float) -> str:

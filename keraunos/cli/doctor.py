@@ -11,6 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from keraunos.cli.console import plain
+from keraunos.cli.probe import ANSWER
+from keraunos.text import printable
+
 _SUBJECTS = ("jax", "torch", "gpu")
 _SECONDS = 60
 _PACKAGES = ("keraunos", "numpy", "jax", "jaxlib", "jax-triton", "torch", "triton")
@@ -38,26 +42,37 @@ def examine() -> dict[str, Any]:
         "environment": {
             name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith("KERAUNOS_")
         },
+        "cache": _cache(),
         "installed": _installed(),
         **found,
     }
 
 
 def _probe(subject: str) -> dict[str, Any]:
-    """Runs one probe in its own process; the answer is its last line, or why there is none."""
+    """Runs one probe in its own process; its answer, or why there is none."""
     command = [sys.executable, "-m", "keraunos.cli.probe", subject]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
         if done.returncode:
             complaint = (done.stderr.strip().splitlines() or ["no message"])[-1]
             return {"error": f"looking at it ended with status {done.returncode}: {complaint}"}
-        return json.loads((done.stdout.splitlines() or [""])[-1])
+        # What a framework prints, even when it ends, is no answer.
+        lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+        return json.loads(lines[-1].removeprefix(ANSWER)) if lines else {"error": "no answer: it ended before the end"}
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {_SECONDS} s"}
-    except json.JSONDecodeError:
-        return {"error": "no answer: it ended before the end"}
     except OSError as error:
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _cache() -> dict[str, Any]:
+    """Where configurations are stored that were measured on this machine."""
+    from keraunos.ops.cache import PersistentCache
+
+    try:
+        return {"value": str(PersistentCache("configurations").directory())}
+    except OSError as error:
+        return {"error": f"none: {error}"}
 
 
 def _installed() -> dict[str, str | None]:
@@ -72,14 +87,13 @@ def _installed() -> dict[str, str | None]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = plain()
     python = report["python"]
-    console.print(f"Python {python['version']} ({python['executable']})", markup=False, soft_wrap=True)
-    console.print(python["system"], markup=False, soft_wrap=True)
-    for name, value in report["environment"].items():
-        console.print(f"{name}={value}", markup=False, soft_wrap=True)
+    cache, error = _unfold(report, "cache")
+    lines = [f"Python {python['version']} ({python['executable']})", python["system"]]
+    lines += [f"{name}={value}" for name, value in report["environment"].items()]
+    for line in [*lines, f"cache: {cache or error}"]:
+        console.print(printable(line), soft_wrap=True)
     console.print(_version_table(report))
     console.print(_device_table(report))
     console.print(_operation_table(report))
@@ -93,7 +107,7 @@ def _version_table(report: dict[str, Any]) -> Any:
     for name, version in report["installed"].items():
         finding = loaded.get(name.replace("-", "_"))
         state = "" if finding is None else finding.get("value") or (finding["error"] if version else "")
-        table.add_row(name, version or "not installed", state)
+        table.add_row(*_cells(name, version or "not installed", state))
     return table
 
 
@@ -106,7 +120,7 @@ def _device_table(report: dict[str, Any]) -> Any:
         ("CUDA driver", "gpu", "cuda_driver"),
     ):
         value, error = _unfold(report[subject], name)
-        table.add_row(title, error or ("\n".join(value) if isinstance(value, list) else value))
+        table.add_row(*_cells(title, error or ("\n".join(value) if isinstance(value, list) else value)))
     return table
 
 
@@ -118,10 +132,11 @@ def _operation_table(report: dict[str, Any]) -> Any:
         found = [({}, error) if error else _unfold(value, operation) for value, error in answers.values()]
         platforms = dict.fromkeys(name for value, _ in found for name in value or () if name != "auto")
         for platform in platforms or ("any",):
-            table.add_row(operation, platform, *(error or _verdict(value, platform) for value, error in found))
+            verdicts = [error or _verdict(value, platform) for value, error in found]
+            table.add_row(*_cells(operation, platform, *verdicts))
         table.add_section()
     if not operations:
-        table.add_row("any", "any", *(error for _, error in answers.values()))
+        table.add_row(*_cells("any", "any", *(error for _, error in answers.values())))
     return table
 
 
@@ -135,6 +150,11 @@ def _unfold(answer: dict[str, Any], name: str) -> tuple[Any, str]:
     """A finding's value and "", or None and the error, whether the finding or its whole probe failed."""
     finding = answer.get(name, answer)
     return finding.get("value"), finding.get("error", "")
+
+
+def _cells(*texts: str) -> list[str]:
+    # Versions, names and reasons come from files and libraries.
+    return [printable(text, keep="\n") for text in texts]
 
 
 def _table(title: str, *columns: str) -> Any:

@@ -1,7 +1,7 @@
 """What `keraunos doctor` finds out about one framework or the GPUs: `python -m keraunos.cli.probe jax|torch|gpu`.
 
 Each runs in a process of its own, because a broken installation may crash or hang where no `except` helps, and so that
-whatever memory a framework takes on a GPU is given back at once. It prints one line of JSON.
+whatever memory a framework takes on a GPU is given back at once. It prints ``ANSWER`` and one line of JSON.
 """
 
 import ctypes
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+# What the line with the answer starts with.
+ANSWER = "keraunos probe: "
 # One ordinary call, [B, T, heads, dim] in bfloat16; the answers are for calls like it.
 SHAPE = (1, 128, 2, 64)
 # Each public operation: its class, and what it has to be told besides query, key and value.
@@ -136,4 +138,4 @@ if __name__ == "__main__":
     # JAX would reserve most of a GPU's memory, which is somebody else's while we only look.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     subject = sys.argv[1]
-    print(json.dumps(probe_gpu() if subject == "gpu" else probe_framework(subject)))
+    print(ANSWER + json.dumps(probe_gpu() if subject == "gpu" else probe_framework(subject)))

@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from keraunos.cli import session
-from keraunos.cli.display import ByteDisplay, minutes, printable
+from keraunos.cli.display import ByteDisplay, minutes
 from keraunos.cli.interrupts import HeldBackInterrupt
 from keraunos.cli.main import app
 from keraunos.demo import checkpoint, data, training
+from keraunos.text import printable
 
 
 @pytest.fixture
@@ -180,7 +181,8 @@ def test_bytes_are_shown_without_commands_for_the_terminal(capsys):
     for byte in "é\x1b[31mx\r\x07\n".encode():
         display.write(bytes([byte]))
     assert capsys.readouterr().out == "é·[31mx··\n"
-    assert printable("a\x9b\u202e\tb") == "a··\tb"
+    assert printable("a\x9b\u202e\tb", keep="\n\t") == "a··\tb"
+    assert printable("a\n\tb") == "a··b"
 
 
 def test_minutes():

@@ -53,6 +53,43 @@ def test_broken_frameworks_are_named(tmp_path, broken, reason):
     assert reason in json.dumps(report["torch"])
 
 
+def test_what_a_framework_prints_at_its_end_is_no_answer(tmp_path):
+    (tmp_path / "torch.py").write_text("import atexit; atexit.register(print, '{}'); __version__ = '1.2.3'")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", "from keraunos.cli import doctor; print(doctor._probe('torch'))"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert "{'value': '1.2.3'}" in done.stdout
+
+
+@pytest.fixture
+def unasked(monkeypatch):
+    """No probe is started; each of them answers with what is put here."""
+    answer = {"error": "not asked"}
+    monkeypatch.setattr(doctor_module, "_probe", lambda subject: answer)
+    return answer
+
+
+def test_what_comes_from_files_is_shown_as_text(unasked, monkeypatch):
+    unasked["error"] = "[/bold] [B, T] \x1b]0;title\x07 :smile:"
+    monkeypatch.setattr(doctor_module, "_installed", lambda: {"jax": "1\x1b[31m", "torch": None})
+    monkeypatch.setenv("KERAUNOS_LOG", "\x1b[2J")
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert result.stdout.count("[/bold] [B, T] ·]0;title· :smile:") > 5
+    for expected in ("1·[31m", "KERAUNOS_LOG=·[2J"):
+        assert expected in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize(("folder", "shown"), [("/somewhere", "/somewhere/configurations"),
+                         ("~nosuchuser/x", "none: KERAUNOS_CACHE_DIR is '~nosuchuser/x'")])  # fmt: skip
+def test_the_cache_is_named(unasked, monkeypatch, folder, shown):
+    monkeypatch.setenv("KERAUNOS_CACHE_DIR", folder)
+    assert f"cache: {shown}" in CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"]).stdout
+    (finding,) = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["cache"].values()
+    assert finding.startswith(shown)
+
+
 def test_probe_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(doctor_module, "_SECONDS", 0.01)
     began = time.monotonic()
@@ -67,7 +104,7 @@ def test_help_is_quick_because_no_framework_is_loaded():
     look = "import sys, keraunos.cli.main; print({'jax', 'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-    for command in ((), ("demo",), ("doctor",)):
+    for command in ((), ("demo",), ("doctor",), ("explain",), ("tune",), ("cache",), ("bench",)):
         assert CliRunner().invoke(app, [*command, "--help"]).exit_code == 0
 
 
