@@ -9,6 +9,7 @@ from keraunos.cli.bench import bench
 from keraunos.cli.cache import cache
 from keraunos.cli.demo import demo
 from keraunos.cli.doctor import doctor
+from keraunos.cli.explain import explain
 from keraunos.cli.tune import tune
 
 app = typer.Typer(
@@ -41,5 +42,6 @@ def _options(
 app.command()(bench)
 app.command()(demo)
 app.command()(doctor)
+app.command()(explain)
 app.command()(tune)
 app.add_typer(cache, name="cache")
