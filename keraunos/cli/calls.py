@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from keraunos.kernels.registry import public_name
+
 # Operation -> its class, and the module of the shapes of real models.
 _OPERATIONS = {
     "lightning_attn": ("keraunos.modules.lightning_attention:LightningAttention", "linear_attention"),
     "gla": ("keraunos.modules.gla_attention:GLAttention", "linear_attention"),
     "attention": ("keraunos.modules.attention:Attention", "softmax_attention"),
 }
-# The public functions' names are good, too.
-_PUBLIC = {"lightning_attention": "lightning_attn", "gla_attention": "gla"}
 _MOST = 2**31 - 1
 
 Operation = Annotated[str, typer.Argument(metavar="OP", help="lightning_attention, gla_attention or attention.")]
@@ -30,10 +30,11 @@ Framework = Annotated[str | None, typer.Option(help="jax or torch; the first tha
 
 def find_operation(name: str) -> tuple[Any, dict[str, dict[str, Any]]]:
     """An operation, and its calls in real models, by name."""
-    name = _PUBLIC.get(name, name)
+    # The public function's name is good, and the one in keys.
+    public = {public_name(algorithm): algorithm for algorithm in _OPERATIONS}
+    name = public.get(name, name)
     if name not in _OPERATIONS:
-        names = ", ".join([*_PUBLIC, "attention"])
-        raise typer.BadParameter(f"{name!r} is none of {names}", param_hint="OP")
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(public)}", param_hint="OP")
     target, family = _OPERATIONS[name]
     module, _, kernel = target.partition(":")
     cases = importlib.import_module(f"keraunos.kernels.{family}.cases").CASES[name]
