@@ -79,7 +79,8 @@ def decode(
     """One token for each request: ``S = diag(exp(g + g_gamma)) S + k v^T``, ``o = softmax_scale * S^T q``.
 
     Args:
-        query: ``[N, H, K]``, bfloat16, float16 or float32; like key and value possibly a slice of a fused projection.
+        query: ``[N, heads, K]``, bfloat16, float16 or float32; like key and value possibly a slice of a fused
+            projection.
         key: ``[N, heads, K]``; value: ``[N, heads, V]``. Each of query, key, value and g may have any number of heads
             that divides H, the largest of their numbers: head h reads head ``h // (H // n)`` of an array with n heads.
         states: ``[slots, H, K, V]``, the pool; see :mod:`keraunos.serving`.

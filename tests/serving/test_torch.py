@@ -205,10 +205,24 @@ BAD = {
     "an array of NumPy": (lambda a: a | {"value": np.zeros(3)}, TypeError, "value is of type numpy.ndarray"),
     "a key of another dtype": (lambda a: a | {"value": a["value"].half()}, TypeError, "value has dtype float16"),
     "a value too few": (lambda a: a | {"value": a["value"][1:]}, ValueError, "value has shape"),
+    "heads that divide no others": (
+        lambda a: a | {"value": a["value"].repeat_interleave(3, -2)[..., :3, :]},
+        ValueError,
+        "value has 3 heads; expected a divisor of H = 4, the heads of states",
+    ),
     "decays of two axes": (lambda a: a | {"g_gamma": a["g_gamma"][None]}, ValueError, r"expected \[H\]"),
     "a gate that grows": (lambda a: a | {"g_gamma": [1.0] * 4}, ValueError, "<= 0"),
     "a gate too wide": (lambda a: a | {"g": a["key"][..., None]}, ValueError, "g has shape"),
 }
+
+
+@pytest.mark.parametrize("op", ["decode", "verify", "prefill"])
+def test_states_have_as_many_heads_as_the_array_with_most(platform, op):
+    given = whole(CASES[op])
+    given |= {name: given[name][..., :2, :] for name in ("query", "key", "value")}
+    args, gates = arguments(op, given | {"g": None})
+    with pytest.raises(ValueError, match=f"{op}: states has H = 4 heads; expected 2, the most that query"):
+        getattr(serving, op)(*args, **gates, platform=platform)
 
 
 @pytest.mark.parametrize("op", CASES)
