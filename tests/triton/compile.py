@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-import subprocess
-import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -27,6 +24,7 @@ from keraunos.kernels.softmax_attention import triton as softmax_platform
 from keraunos.kernels.state_pool import interface as pool_interface
 from keraunos.kernels.state_pool import triton as pool_platform
 from keraunos.ops import Config
+from tests.triton.usage import usage
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "int8": "i8",
@@ -97,14 +95,7 @@ def resources(kernel, inputs, made, constants, num_warps, num_stages) -> dict[st
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, {(names.index(name),): x for name, x in fixed.items()}, attrs)
     options = dict(num_warps=num_warps, num_stages=num_stages)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(built.asm["cubin"])
-        command = [tool, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = {name: int(re.search(rf"{key}:(\d+)", text)[1]) for name, key in (("registers", "REG"), ("stack", "STACK"))}
-    return {**usage, "shared": built.metadata.shared}
+    return usage(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
 
 
 def measure(call: str) -> dict[str, dict[str, int]]:
