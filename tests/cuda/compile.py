@@ -1,0 +1,29 @@
+"""Compile Gluon kernels ahead of time for Hopper, without a GPU, and report their resources."""
+
+from __future__ import annotations
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.triton.usage import usage
+
+
+def descriptor(dtype: str, block_shape, layout) -> str:
+    """A host tensor descriptor in a signature; ``dtype`` as Triton writes it ("bf16")."""
+    return f"tensordesc<{dtype}{list(block_shape)},{layout!r}>"
+
+
+def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int = 4) -> dict[str, int]:
+    """Registers, bytes of stack (spills) and of shared memory, and warps of a kernel built for sm_90.
+
+    ``signature`` has the types of the arguments of run time ("*bf16", "i32", "fp32", `descriptor`); pointers are
+    taken to be of 16 bytes.
+    """
+    names = kernel.arg_names
+    types = {name: signature.get(name, "constexpr") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, types, fixed, attrs)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps))
+    return {**usage(built), "warps": built.metadata.num_warps}

@@ -1,0 +1,96 @@
+"""Copies by the TMA unit: blocks of an array into shared memory, and out of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import barriers, errors, machine, shared
+from .memory import Descriptor
+from .values import concrete, static
+
+
+class Copy:
+    """A block on its way from an array to shared memory."""
+
+    def __init__(self, descriptor, coordinates, target, access):
+        self.descriptor, self.coordinates, self.target, self.access = descriptor, coordinates, target, access
+        self.nbytes = descriptor.block_type.nbytes
+
+    def __str__(self):
+        return str(self.access)
+
+    def happen(self) -> None:
+        self.target.data[...] = self.descriptor.fetch(self.coordinates)
+
+
+class Store:
+    """A block on its way from shared memory to an array."""
+
+    def __init__(self, descriptor, coordinates, source, access):
+        self.descriptor, self.coordinates, self.source, self.access = descriptor, coordinates, source, access
+        self.happened = False
+
+    def __str__(self):
+        return f"{self.source}: {self.access}"
+
+    def happen(self) -> None:
+        if not self.happened:
+            self.happened = True
+            self.descriptor.put(self.coordinates, self.source.data.copy())
+
+
+def _block(descriptor, coordinates, view):
+    if not isinstance(descriptor, Descriptor):
+        raise errors.CompileError(f"a tensor descriptor is needed, not {descriptor!r}")
+    if not isinstance(view, shared.View) or view.shape != tuple(descriptor.block_shape):
+        raise errors.CompileError(f"a block of {descriptor.block_shape} and {view!r} of {getattr(view, 'shape', None)}")
+    if view.dtype != descriptor.dtype or view.layout != descriptor.layout:
+        raise errors.CompileError(
+            f"a descriptor of {descriptor.dtype} in {descriptor.layout} and {view!r} of {view.dtype} in {view.layout}"
+        )
+    if len(coordinates) != len(descriptor.block_shape):
+        raise errors.CompileError(f"{len(coordinates)} coordinates for blocks of {descriptor.block_shape}")
+    return [concrete(x, "a coordinate") for x in coordinates]
+
+
+def copy_in(descriptor, coord, barrier, result, pred=True):
+    coordinates = _block(descriptor, coord, result)
+    if not barriers.holds(pred):
+        return
+    here, barrier = machine.here(), barriers.of(barrier, copies=True)
+    here.current.clock.tick()
+    access = shared.Access(barrier, None, True, f"{here.current} copies in", here.place())
+    shared.writes(result, access)
+    copy = Copy(descriptor, coordinates, result, access)
+    barrier.copies.append(copy)
+    if here.mode == "early":
+        barrier.deliver(copy)
+    else:
+        result.data[...] = np.nan if result.dtype.is_floating() else 0
+    here.pause()
+
+
+def copy_out(descriptor, coord, src):
+    coordinates = _block(descriptor, coord, src)
+    here = machine.here()
+    here.current.clock.tick()
+    access = shared.Access(here.current, None, True, f"{here.current} copies out", here.place())
+    shared.reads_later(src, access)
+    store = Store(descriptor, coordinates, src, access)
+    here.current.stores.append(store)
+    if here.mode == "early":
+        store.happen()
+    here.pause()
+
+
+def store_wait(pendings):
+    pendings = static(pendings, "pendings")
+    here = machine.here()
+    here.pause()
+    me = here.current
+    me.clock.tick()
+    while len(me.stores) > pendings:
+        store = me.stores.pop(0)
+        store.happen()
+        shared.read_is_done(store.source, store.access, "copy")
+    me.clock.barrier()  # Gluon's compiler puts one after this wait.
