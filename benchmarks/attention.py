@@ -86,7 +86,7 @@ def measure(seconds: float, save) -> None:
             case = measuring.measure(workload, [known[name] for name in names], bandwidth, effort, console.print)
             section["cases"].append(case)
             save(section)
-            console.print(report.table(case, []))
+            console.print(report.show(case, [], told=set()))
     save(section)
     console.print(section["left_out"])
 

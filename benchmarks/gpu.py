@@ -119,7 +119,7 @@ def measure_operation(operation: str, fla: dict[int, str], seconds: float, save)
         case = measuring.measure(workload, contestants(workload, fla), bandwidth, effort, console.print)
         section["cases"].append(case)
         save(section)
-        console.print(report.table(case, ["fla"]))
+        console.print(report.show(case, ["fla"], told=set()))
     try:
         section["equalities"] = equalities(operation)
     except Exception as error:

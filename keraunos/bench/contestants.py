@@ -14,7 +14,7 @@ import numpy as np
 import keraunos
 from keraunos import frontends
 from keraunos.bench.workloads import Shape, Workload
-from keraunos.kernels.registry import UnsupportedError, kernel_registry
+from keraunos.kernels.registry import kernel_registry
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config
 from keraunos.ops.selection import Choice
@@ -72,10 +72,12 @@ class Ours:
         if importlib.util.find_spec(self.framework) is None:
             return f"{self.framework} is not installed"
         try:
-            self._choice(workload)
-        except (UnsupportedError, ImportError) as error:
+            inv = workload.invocation(self.framework)
+        except ImportError as error:
             return str(error)
-        return None
+        rows = [row for row in kernel_registry.rows(inv.op_id) if row.platform == self.name]
+        reasons = [row.unsupported(inv) for row in rows]
+        return None if None in reasons else "; and ".join(dict.fromkeys(map(str, reasons)))
 
     def about(self, workload: Workload) -> dict[str, Any]:
         """See :class:`Contestant`."""

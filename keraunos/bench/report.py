@@ -14,6 +14,7 @@ from typing import Any
 
 import keraunos
 from keraunos.bench.workloads import Shape
+from keraunos.text import pairs
 
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "fla-core", "numpy")
 
@@ -58,34 +59,47 @@ def fastest(case: Mapping[str, Any], name: str) -> float | None:
     return min(found, default=None)
 
 
-def table(case: Mapping[str, Any], against: Sequence[str]) -> Any:
-    """A rich table of one workload.
+def show(case: Mapping[str, Any], against: Sequence[str], told: set[tuple[str, str]]) -> Any:
+    """What a terminal shows of one workload: a table of those that were timed, and below it why others were not.
 
     Args:
         case: what :func:`keraunos.bench.measuring.measure` returned.
         against: names of contestants; each gets a column that says how many times as fast as it the others are.
+        told: the reasons that were told before, of which no more is said; those of this workload are added.
     """
+    from rich.console import Group
+    from rich.text import Text
+
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for found in case["contestants"].values():
+        if "skipped" in found:
+            reasons.setdefault((found["name"], found["skipped"]), []).append(found["framework"])
+    new = [(f"{name} ({', '.join(of)})", why) for (name, why), of in reasons.items() if (name, why) not in told]
+    told.update(reasons)
+    notes = [(label, found["note"]) for label, found in case["contestants"].items() if "note" in found]
+    title = f"{_operation(case)} {shape_of(case)} {case['dtype']} {case['pass']}"
+    floor = f"floor {1e3 * case['floor_s']:.3g} ms ({case['bytes_moved'] / 1e6:.4g} MB)"
+    shown: list[Any] = [Text(title, style="bold"), Text(floor)]
+    if any("median_s" in found for found in case["contestants"].values()):
+        shown.append(table(case, [name for name in against if fastest(case, name)]))
+    for title, rows in (("Not measured:", new), ("Notes:", notes)):
+        shown += ["", title, pairs(rows)] if rows else []
+    return Group(*shown, "")
+
+
+def table(case: Mapping[str, Any], against: Sequence[str]) -> Any:
+    """A rich table of those that were timed, the fastest first; see :func:`show`."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = (
-        f"{_operation(case)} {shape_of(case)} {case['dtype']} {case['pass']}: "
-        f"floor {1e3 * case['floor_s']:.3g} ms ({case['bytes_moved'] / 1e6:.4g} MB)"
-    )
-    shown = Table(title=title, title_justify="left")
+    peers = [f"vs\n{name}" for name in against]
+    # 80 characters have room for two of them.
+    shown = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1 if len(peers) < 2 else 0, 0, 0))
     shown.add_column("contestant", no_wrap=True)
-    for column in (
-        "ms",
-        "x floor",
-        *(f"vs {name}" for name in against),
-        "host µs",
-        "wall ms",
-        "peak",
-        "error",
-        "first s",
-    ):
-        shown.add_column(column, justify="right")
-    shown.add_column("", overflow="fold")
-    for label, found in case["contestants"].items():
+    for column in ("ms", "x\nfloor", *peers, "host\nµs", "wall\nms", "peak", "error", "first\ns"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    timed = [(label, found) for label, found in case["contestants"].items() if "median_s" in found]
+    for label, found in sorted(timed, key=lambda one: one[1]["median_s"]):
         shown.add_row(label, *_cells(case, found, against))
     return shown
 
@@ -94,29 +108,36 @@ def _operation(case: Mapping[str, Any]) -> str:
     return f"{case['operation']} {case.get('variant', '')}".strip()
 
 
-LEGEND = (
-    "ms: median by device events (on a CPU by the clock). x floor: over the time to move the bytes once, or of softmax "
-    "attention's matrix products at the rate of a large one. vs: times as "
-    "fast. host: until a call returns. wall: each of many calls in a row. peak: memory over that of inputs, outputs "
-    "and gradients. error: the largest, relative. first s: first call in this process, compiling and tuning included."
-)
+LEGEND = {
+    "ms": "median by device events (on a CPU by the clock)",
+    "x floor": "over the time to move the bytes once, or of the matrix products of softmax attention if that is longer",
+    "vs": "times as fast",
+    "host": "until a call returns",
+    "wall": "each of many calls in a row",
+    "peak": "memory over that of inputs, outputs and gradients",
+    "error": "the largest, relative",
+    "first": "first call in this process, compiling and tuning included",
+}
 
 
-def _cells(case, found, against) -> list[Any]:
-    from rich.text import Text
-
-    # As text: what looks like markup in a message is none.
-    if "skipped" in found:
-        return [""] * (7 + len(against)) + [Text(found["skipped"])]
+def _cells(case, found, against) -> list[str]:
     median, peak = found["median_s"], found["peak_ratio"]
     peers = [fastest(case, name) for name in against]
     return [
-        f"{1e3 * median:.3g}", f"{median / case['floor_s']:.2f}",
-        *("" if peer is None else f"{peer / median:.2f}" for peer in peers),
-        f"{1e6 * found['host_s']:.0f}", f"{1e3 * found['in_a_row_s']:.3g}", "" if peak is None else f"{peak:.2f}",
+        _short(1e3 * median), _ratio(median / case["floor_s"]),
+        *("" if peer is None else _ratio(peer / median) for peer in peers),
+        _short(1e6 * found["host_s"]), _short(1e3 * found["in_a_row_s"]), "" if peak is None else f"{peak:.2f}",
         f"{max(found['errors'].values()):.1e}", f"{found['first_call_s']:.1f}",
-        Text(found.get("note", "")),
     ]  # fmt: skip
+
+
+def _ratio(x: float) -> str:
+    return f"{x:.2f}" if x < 100 else _short(x)
+
+
+def _short(x: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:#.3g}"
 
 
 def check_plot(path: Path) -> None:

@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from keraunos.cli.console import plain
+from keraunos.text import pairs
+
 
 def bench(
     operation: Annotated[str, typer.Argument(metavar="OP", help="lightning_attention, gla_attention or attention.")],
@@ -49,11 +52,9 @@ def bench(
     """
     # JAX would take most of a GPU's memory for itself, and PyTorch is measured beside it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from rich.console import Console
-
     from keraunos.bench import contestants, measuring, report, workloads
 
-    console = Console()
+    console = plain()
     peers = _names(against)
     try:
         stages = [False] * (forward or not backward) + [True] * (backward or not forward)
@@ -75,17 +76,19 @@ def bench(
     with console.status("Measuring the copy bandwidth") as status:
         bandwidth = measuring.copy_bandwidth()
         results: dict[str, Any] = {"about": report.about(bandwidth), "cases": []}
+        told: set[tuple[str, str]] = set()
         device = results["about"]["device"]
-        console.print(f"{device}: copies {bandwidth / 1e9:.4g} GB/s, read plus written", highlight=False)
+        console.print(f"{device}: copies {bandwidth / 1e9:.4g} GB/s, read plus written\n")
         effort = measuring.Effort(rounds=rounds, seconds=seconds)
         for workload in work:
             case = measuring.measure(workload, found, bandwidth, effort, lambda text: status.update(text))
             results["cases"].append(case)
-            console.print(report.table(case, peers))
+            console.print(report.show(case, peers, told))
             if as_json is not None:
                 # After each, so that a run that is stopped keeps what it has.
                 report.write(as_json, results)
-    console.print(report.LEGEND, highlight=False)
+    console.print("Columns:")
+    console.print(pairs((name, text) for name, text in report.LEGEND.items() if peers or name != "vs"))
     if plot is not None:
         report.plot(results["cases"], plot)
     if any(c.get("wrong") for case in results["cases"] for c in case["contestants"].values()):

@@ -1,6 +1,5 @@
 """How commands print: text that is no markup, in lines as long as the terminal is wide."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from keraunos.text import printable
@@ -11,25 +10,6 @@ def plain() -> Any:
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False)
-
-
-def pairs(rows: Iterable[tuple[str, str]], chosen: str = "") -> Any:
-    """Names and what there is to say of each, in two columns of which the second one wraps.
-
-    Args:
-        rows: the names and texts.
-        chosen: the name that stands out.
-    """
-    from rich.padding import Padding
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        # Text of several lines is one: the second column wraps.
-        table.add_row(printable(name), printable(" ".join(text.split())), style="bold" if name == chosen else None)
-    return Padding(table, (0, 0, 0, 2))
 
 
 def fields(config: Any) -> str:

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from keraunos.cli import calls
-from keraunos.cli.console import fields, pairs, plain
-from keraunos.text import printable
+from keraunos.cli.console import fields, plain
+from keraunos.text import pairs, printable
 
 
 def explain(

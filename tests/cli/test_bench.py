@@ -1,14 +1,16 @@
 """`keraunos bench`, and the page made from what was measured."""
 
 import importlib.util
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from keraunos.bench import check, contestants, measuring, workloads
+from keraunos.bench import check, contestants, measuring, report, workloads
 from keraunos.bench.workloads import Shape, Workload
 from keraunos.cli.main import app
 
@@ -37,10 +39,13 @@ def test_table_json_and_plot(run, tmp_path):
     for expected in (
         "xla (jax)",
         "torch (torch)",
-        "vs torch",
-        "lightning_attention 1,40,1,16,8 float32 forward+backward",
+        "lightning_attention 1,40,1,16,8 float32 forward+backward\n",
     ):
         assert expected in output
+    heads = [line.split() for line in output.splitlines() if line.startswith("contestant")]
+    assert heads == [["contestant", "ms", "floor", "torch", "µs", "ms", "peak", "error", "s"]] * 2
+    # One reason for all tables and frameworks.
+    assert output.count("fla (torch) ") == 1
     results = json.loads((tmp_path / "out" / "b.json").read_text())
     assert {"device", "jax", "torch", "triton", "fla-core", "driver", "date", "copy_bandwidth"} <= results[
         "about"
@@ -56,6 +61,59 @@ def test_table_json_and_plot(run, tmp_path):
             assert min(found["host_s"], found["latency_s"], found["in_a_row_s"], found["first_call_s"]) > 0
             assert ("dvalue" in found["errors"]) == (case["pass"] != "forward")
     assert (tmp_path / "drawn" / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def case(**more):
+    """One measured workload: three that were timed, and three that were not."""
+
+    def timed(name, framework, seconds, **other):
+        figures = dict.fromkeys(("host_s", "in_a_row_s", "first_call_s"), seconds) | {"peak_ratio": 1.43} | other
+        return {"name": name, "framework": framework, "median_s": seconds, "errors": {"output": 2.1e-3}, **figures}
+
+    reason = "takes head dims of 64, 128 and 256; [the call] has K = 96, V = 96, " + "and so on " * 8
+    found = [
+        *({"name": "pallas", "framework": framework, "skipped": reason} for framework in ("jax", "torch")),
+        timed("xla", "jax", 0.0018), timed("torch", "torch", 321.5, host_s=0.4321, peak_ratio=None, note="timed once"),
+        timed("cudnn", "jax", 0.0014), {"name": "sdpa", "framework": "torch", "skipped": "needs \x1b[31m a GPU"},
+    ]  # fmt: skip
+    return {
+        "operation": "attention", "variant": "shared-special", "dtype": "bfloat16", "pass": "forward+backward",
+        "shape": {"B": 1, "T": 65536, "H": 64, "K": 128, "V": 256}, "floor_s": 3.8e-4, "bytes_moved": 294900,
+        "contestants": {f"{one['name']} ({one['framework']})": one for one in found}, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_results_fit_into_terminals_and_reasons_stand_below(columns):
+    console, told = Console(width=columns, record=True, file=io.StringIO(), markup=False), set()
+    console.print(report.show(case(), ["cudnn", "xla", "sdpa"], told))
+    text = console.export_text(clear=True)
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    assert "\x1b" not in text
+    table, _, below = text.partition("\n\nNot measured:")
+    rows = [line.split() for line in table.splitlines()]
+    # The fastest first; of those to compare with only who was measured.
+    assert ["contestant", "ms", "floor", "cudnn", "xla", "µs", "ms", "peak", "error", "s"] in rows
+    assert [row[0] for row in rows[-3:]] == ["cudnn", "xla", "torch"]
+    assert "(torch) 321,500 846,053 0.00 0.00 432,100 321,500 2.1e-03 321.5" in " ".join(rows[-1])
+    assert "pallas" not in table
+    words = " ".join(below.split())
+    assert words.count("pallas (jax, torch) takes head dims of 64, 128 and 256; [the call] has K = 96") == 1
+    assert "sdpa (torch) needs ·[31m a GPU" in words
+    assert "torch (torch) timed once" in words
+    console.print(report.show(case(), [], told))
+    again = console.export_text()
+    assert "torch (torch)" in again
+    assert "pallas" not in again, "a reason is told once"
+
+
+def test_without_times_there_is_no_table():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report.show(case(contestants={"sdpa (torch)": case()["contestants"]["sdpa (torch)"]}), [], set()))
+    text = console.export_text()
+    assert "contestant" not in text
+    assert "Not measured:" in text
 
 
 def test_variants_of_attention(run, tmp_path):
