@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from keraunos import frontends
 from keraunos.kernels.registry import Platform, UnsupportedError
-from keraunos.kernels.softmax_attention.interface import Args, Options
+from keraunos.kernels.softmax_attention.interface import Args, Options, sides, truth
 from keraunos.modules import attention as module
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config
@@ -35,7 +35,7 @@ class Ring(NamedTuple):
     left: int | None  # keys before a query that it sees, None: all
     right: int | None  # and after
     platform: str
-    opts: Options  # of a part; causal and window say nothing
+    opts: Options  # of a part, but for left and right
 
     @property
     def kernels(self) -> Any:
@@ -49,16 +49,11 @@ class Ring(NamedTuple):
 
     def part(self, shift: int | None, T: int) -> Options:
         """The options of that part; shift None: every key is visible."""
-        if shift is None or (self.left is None and self.right is None):
+        if shift is None:
             return self.opts
-        far = 2 * T
-        left = far if self.left is None else self.left - shift * T
-        right = far if self.right is None else self.right + shift * T
-        if left >= T - 1 and right >= T - 1:
-            return self.opts
-        if left >= T - 1 and right == 0:
-            return self.opts._replace(causal=True)
-        return self.opts._replace(window=(min(left, far), min(right, far)))
+        sides = (None if x is None else x + by for x, by in ((self.left, -shift * T), (self.right, shift * T)))
+        left, right = (None if x is None or x >= T - 1 else x for x in sides)
+        return self.opts._replace(left=left, right=right)
 
 
 class Merged(NamedTuple):
@@ -189,6 +184,9 @@ def attention(
         if given:
             raise UnsupportedError(f"attention: {name} cannot be had over shards of the tokens: it has a value for each"
                                    " query and key")  # fmt: skip
+    if limits.query_offset is not None:
+        raise UnsupportedError("attention: query_offset cannot be had over shards of the tokens, whose queries and keys"
+                               " count from the same place")  # fmt: skip
     framework = frontends.framework_of(query)
     if framework is None:
         raise TypeError(f"attention: query is a {type(query).__name__}; expected a jax.Array or a torch.Tensor")
@@ -202,8 +200,10 @@ def attention(
     query, key, value = (x if frontends.framework_of(x) != framework else frontend.cast(x, wanted)
                          for x in (query, key, value))  # fmt: skip
     window = narrower(as_window(sliding_window), limits.sliding_window)
-    options = dict(softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=bool(causal or limits.causal),
-                   window=window, softmax_dtype=module._softmax_dtype(wanted, softmax_dtype))  # fmt: skip
+    limits = limits.placed(query)
+    causal = truth("causal", causal) or limits.causal
+    options = dict(softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=causal, window=window,
+                   softmax_dtype=module._softmax_dtype(wanted, softmax_dtype))  # fmt: skip
     args = Args(query, key, value, None, softmax_aux, None, limits.query_segments, limits.key_segments)
     if mesh is not None:
         mine = axis = _tokens(spec)
@@ -248,11 +248,9 @@ def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Confi
     scale = options["softmax_scale"]
     scale = float(inv.dims["K"] ** -0.5 if scale is None else scale)
     cap = options["soft_cap"]
-    opts = Options(scale, None if cap is None else float(cap), False, None, 0.0, options["softmax_dtype"], False,
+    opts = Options(scale, None if cap is None else float(cap), None, None, 0.0, options["softmax_dtype"], False,
                    chosen.cfg)  # fmt: skip
-    left, right = options["window"] or (None, None)
-    if options["causal"]:
-        right = 0
+    left, right = sides(options["causal"], options["window"])
     return Ring(size, axis_name, left, right, str(name), opts)
 
 

@@ -94,7 +94,7 @@ class _OverShards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ring, group, query, key, value, sinks, *segments):
-        given = (query, key, value, None, sinks, None, *segments, None)
+        given = (query, key, value, None, sinks, None, *segments)
         args = Args(*(x if x is None else x.detach() for x in given))
         steps, found = _Steps(ring, group, query.shape[1]), None
         for keys, source, _ in steps.shards(_keys(args)):
@@ -113,7 +113,7 @@ class _OverShards(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, doutput):
         saved = [x if x is None else x.detach() for x in ctx.saved_tensors]
-        ring, args, found = ctx.ring, Args(*saved[:9]), Merged(*saved[9:])
+        ring, args, found = ctx.ring, Args(*saved[:-3]), Merged(*saved[-3:])
         steps, known = _Steps(ring, ctx.group, args.query.shape[1]), whole(torch, found)
         work, doutput = found.top.dtype, doutput.contiguous()
         sums = [torch.zeros_like(x, dtype=work) for x in args[:3]]

@@ -169,6 +169,11 @@ def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     return vary(jnp.zeros(shape, dtype), varying(like))
 
 
+def array(x: np.ndarray, like: jax.Array) -> jax.Array:
+    """A NumPy array as one of JAX."""
+    return jnp.asarray(x)
+
+
 def cast(x: jax.Array | np.ndarray, dtype: str) -> jax.Array:
     """The values in another dtype."""
     return jnp.asarray(x, dtype)

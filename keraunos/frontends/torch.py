@@ -359,6 +359,11 @@ def zeros(shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Tenso
     return torch.zeros(shape, dtype=_DTYPES[dtype], device=like.device)
 
 
+def array(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """A NumPy array on the device of ``like``."""
+    return torch.tensor(x, device=like.device)
+
+
 def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """The values in another dtype."""
     return x if x.dtype == _DTYPES[dtype] else x.to(_DTYPES[dtype])

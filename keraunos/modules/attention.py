@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +15,7 @@ from keraunos.kernels.softmax_attention import interface, reference
 from keraunos.kernels.softmax_attention.interface import Args
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config, Invocation, Kernel
-from keraunos.types import MaskInfo, as_window, narrower
+from keraunos.types import MaskInfo, as_offset, as_window, narrower
 
 # Of samples: what models have.
 _CAP = 30.0
@@ -70,8 +72,9 @@ class Attention(Kernel):
             )
         device = frontends.get(framework).default_device()
         dims = dict(zip("BTSHGKV", (B, T, S, H, G, K, V), strict=True))
-        options = {"causal": causal, "window": as_window(window), "soft_cap": bool(soft_cap), "dropout": False,
-                   "softmax_dtype": _softmax_dtype(dtype, None), "return_weights": False}  # fmt: skip
+        options = {"causal": causal, "window": as_window(window), "shifted": False, "soft_cap": bool(soft_cap),
+                   "dropout": False, "softmax_dtype": _softmax_dtype(dtype, None), "return_weights": False,
+                   "positive_scale": True}  # fmt: skip
         arrays: dict[str, tuple[str, int]] = dict.fromkeys(("query", "key", "value"), (dtype, 4))
         arrays |= {"sinks": ("float32", 2)} if sinks else {}
         arrays |= dict.fromkeys(("query_segments", "key_segments"), ("int32", 2)) if segments else {}
@@ -81,7 +84,9 @@ class Attention(Kernel):
                           arguments)  # fmt: skip
 
     def extras(self, inv: Invocation) -> dict[str, Any]:
-        """Sinks and segment ids of a call: normal ones, and one segment, of which no block can be left out."""
+        """Sinks, segment ids and offsets of a call: normal ones, one segment, of which no block can be left out, and
+        queries at the end of the keys.
+        """
         measure = frontends.get(f"{inv.framework}_measure")
         made = {}
         if "sinks" in inv.arrays:
@@ -91,12 +96,17 @@ class Attention(Kernel):
         if "query_segments" in inv.arrays:
             for name, length in (("query_segments", "T"), ("key_segments", "S")):
                 made[name] = measure.array(np.zeros((inv.dims["B"], inv.dims[length])), "int32", inv.backend)
+        if "query_offset" in inv.arrays:
+            offsets = np.full(inv.dims["B"], inv.dims["S"] - inv.dims["T"])
+            made["query_offset"] = measure.array(offsets, inv.arrays["query_offset"][0], inv.backend)
         return made
 
     def sample_options(self, inv: Invocation) -> dict[str, Any]:
         """Options of ``run`` for a call like this."""
         kwargs = {name: inv.options[name] for name in ("causal", "window", "softmax_dtype")}
-        return {**kwargs, "soft_cap": _CAP if inv.options["soft_cap"] else None}
+        return {**kwargs, "soft_cap": _CAP if inv.options["soft_cap"] else None,
+                "softmax_scale": None if inv.options["positive_scale"] else -(inv.dims["K"] ** -0.5),
+                "shift": inv.dims["S"] - inv.dims["T"] if inv.options["shifted"] else 0}  # fmt: skip
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
         """See :meth:`Kernel.sample`."""
@@ -127,7 +137,7 @@ class Attention(Kernel):
 
 def _options(kwargs: dict) -> dict:
     """What the reference takes of :meth:`Attention.sample`'s options."""
-    return {name: kwargs[name] for name in ("causal", "window", "soft_cap")}
+    return {name: kwargs[name] for name in ("causal", "window", "soft_cap", "softmax_scale", "shift")}
 
 
 _OPERATION = Attention()
@@ -151,6 +161,7 @@ def attention(
     dropout_prob: float = 0.0,
     causal: bool = False,
     sliding_window: int | tuple[int, int] | None = None,
+    query_offset: Any = None,
     platform: str | None = None,
     cfg: Config | None = None,
     return_weights: bool = False,
@@ -175,16 +186,23 @@ def attention(
             state, drops the same weights. ``torch.utils.checkpoint`` sets no such generator back: make it, from a seed,
             within the function that runs again.
         softmax_aux: attention sinks, ``[sinks]`` or ``[G or H, sinks]``: logits that take probability, for no value.
+            One sink for each head is ``[H, 1]``; ``[H]`` would be H sinks that all heads share.
         mask_info: which keys are visible, a :class:`keraunos.types.MaskInfo`.
         init_bias: makes a bias; called only if there is neither a bias nor a mask, segment ids or lengths.
         deterministic: without dropout.
         softmax_scale: factor of the logits; ``K ** -0.5`` if None.
         logits_soft_cap: bound of the logits' magnitude, before the bias; None: none.
-        dtype: of the computation and of the output; None: the query's.
+        dtype: of the computation and of the output: bfloat16 if not given, also where the arrays are float32; None: the
+            query's.
         softmax_dtype: of the softmax: float32 if None (float64 for float64). A platform may take a wider one.
         dropout_prob: the probability of dropping a weight; the others are divided by one minus it.
-        causal: query t sees keys 0 to t, also where T and S differ.
-        sliding_window: ``(left, right)``, or one number for both: query t sees keys ``t - left`` to ``t + right``.
+        causal: query t sees keys 0 to ``query_offset + t``, also where T and S differ.
+        sliding_window: ``(left, right)``, or one number for both: query t sees keys ``query_offset + t - left`` to
+            ``query_offset + t + right``.
+        query_offset: the place of the first query among the keys, for ``causal`` and windows, those of ``mask_info``
+            too: an int, or an array of integers ``[B]``, one for each sequence; None: 0. One token on a cache of keys
+            of which ``length`` are valid has ``length - 1``. An int is a constant of the compiled program, so that
+            another one compiles again; an array may change from call to call. Below 0, the first queries see no key.
         platform: ``"triton"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the best that can
             run the call.
         cfg: launch configuration; wins over every cache and is never stored.
@@ -212,14 +230,15 @@ def attention(
     hidden = (limits.attention_mask, limits.query_segments, limits.key_lengths)
     if init_bias is not None and all(x is None for x in (bias, *hidden)):
         bias = init_bias()
-    dropout = 0.0 if deterministic else dropout_prob
+    dropout = 0.0 if interface.truth("deterministic", deterministic) else dropout_prob
     seed = None
     if dropout and dropout_rng is not None and frontends.framework_of(query):
         seed = _seed(dropout_rng, query)
     return _attention(
         query, key, value, bias, softmax_aux, seed, limits=limits, softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap, dtype=dtype, softmax_dtype=softmax_dtype, dropout=dropout, causal=causal,
-        sliding_window=sliding_window, platform=platform, cfg=cfg, return_weights=return_weights,
+        sliding_window=sliding_window, query_offset=query_offset, platform=platform, cfg=cfg,
+        return_weights=return_weights,
     )  # fmt: skip
 
 
@@ -232,14 +251,24 @@ def _seed(dropout_rng, query):
 @frontends.operation
 def _attention(
     query, key, value, bias, softmax_aux, seed, *, limits, softmax_scale, logits_soft_cap, dtype, softmax_dtype,
-    dropout, causal, sliding_window, platform, cfg, return_weights,
+    dropout, causal, sliding_window, query_offset, platform, cfg, return_weights,
 ):  # fmt: skip
     """:func:`attention` without what ``torch.compile`` cannot make a node of: a function, and a generator."""
+    framework = frontends.framework_of(query)
+    causal, return_weights = (interface.truth(*x) for x in (("causal", causal), ("return_weights", return_weights)))
+    causal, window = causal or limits.causal, narrower(as_window(sliding_window), limits.sliding_window)
+    if query_offset is not None:
+        if limits.query_offset is not None:
+            raise ValueError("attention: query_offset is given twice, also in mask_info; expected it once")
+        limits = replace(limits, query_offset=as_offset(query_offset))
+    if framework:
+        limits = limits.placed(query)
     mask, segments = limits.attention_mask, _segments(limits, query, key)
     if bias is not None:
         # A bias wins over a mask.
+        if mask is not None or segments[0] is not None:
+            _warn_of_bias()
         mask, segments = None, (None, None)
-    framework = frontends.framework_of(query)
     wanted = None if framework is None else _name(dtype) or frontends.get(framework).dtype_name(query)
     if dtype is not None and wanted and wanted not in interface.FLOATS:
         raise TypeError(f"attention: dtype is {dtype!r}; expected {' or '.join(interface.FLOATS)}, or None")
@@ -252,14 +281,37 @@ def _attention(
             else x
             for x in (query, key, value)
         )
+    offset, shift = _offset(limits.query_offset, query) if causal or window else (None, 0)
     output, weights = default_executor()(
-        _OPERATION, query, key, value, bias, softmax_aux, mask, *segments, seed,
-        softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=bool(causal or limits.causal),
-        window=narrower(as_window(sliding_window), limits.sliding_window), dropout=dropout,
-        softmax_dtype=_softmax_dtype(wanted, softmax_dtype), return_weights=bool(return_weights),
+        _OPERATION, query, key, value, bias, softmax_aux, mask, *segments, seed, offset,
+        softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=causal, window=window, shift=shift,
+        dropout=dropout, softmax_dtype=_softmax_dtype(wanted, softmax_dtype), return_weights=return_weights,
         platform=platform, _cfg=cfg,
     )  # fmt: skip
     return (output, weights) if return_weights else output
+
+
+@functools.cache
+def _warn_of_bias() -> None:
+    """Once; cached, as what raises is not, where warnings are errors."""
+    message = (
+        "attention: a bias is given, so the mask, segment ids and lengths of mask_info are not used: put -inf in it"
+    )
+    warnings.warn(message, stacklevel=5)
+
+
+def _offset(query_offset: Any, query: Any) -> tuple[Any, int]:
+    """``(array [B] or None, int)`` of which one says where the queries stand."""
+    if query_offset is None or isinstance(query_offset, int):
+        return None, query_offset or 0
+    framework = frontends.framework_of(query)
+    if framework is None or frontends.framework_of(query_offset) != framework or query.ndim != 4:
+        return query_offset, 0  # the call is refused
+    frontend = frontends.get(framework)
+    if frontend.dtype_name(query_offset) not in ("int32", "int64"):
+        query_offset = frontend.cast(query_offset, "int32")
+    one = query_offset.ndim == 0
+    return frontend.xp.broadcast_to(query_offset, query.shape[:1]) if one else query_offset, 0
 
 
 def _segments(limits: MaskInfo, query: Any, key: Any, first: Any = 0) -> tuple[Any, Any]:

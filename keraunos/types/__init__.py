@@ -32,20 +32,44 @@ def as_window(sliding_window: int | tuple[int, int] | None, name: str = "attenti
     return min(int(pair[0]), _FAR), min(int(pair[1]), _FAR)
 
 
+def as_offset(query_offset: Any, op: str = "attention") -> Any:
+    """An int, or an array of integers, ``[]`` or ``[B]``; a list becomes a NumPy array. None stays None.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it has more dimensions.
+    """
+    if query_offset is None:
+        return None
+    if isinstance(query_offset, list | tuple):
+        query_offset = np.asarray(query_offset)
+    if isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool):
+        return int(query_offset)
+    if not _dtype(query_offset).startswith(("int", "uint")):
+        raise TypeError(f"{op}: query_offset is {_kind(query_offset)}; expected an int or an array of integers")
+    if query_offset.ndim > 1:
+        raise ValueError(f"{op}: query_offset has shape {tuple(query_offset.shape)}; expected an int or [B]")
+    return query_offset
+
+
 @dataclass(frozen=True)
 class MaskInfo:
     """Which keys a query may see: a boolean mask or segment ids, and limits on top of them.
 
     Made by :meth:`from_attention_mask` or :meth:`from_segments`; JAX takes it as a pytree. A key is visible where the
     mask is true, or the ids are equal and not negative, and where all limits allow it. Segment ids and limits take
-    memory for ``T + S`` values and are handed to the kernels as they are; a mask takes ``T * S``.
+    memory for ``T + S`` values and are handed to the kernels as they are; a mask takes ``T * S``. Arrays of NumPy go
+    with calls of either framework.
 
     Attributes:
         attention_mask: ``[1 or B, heads, T, S]``, bool, or None.
         query_segments, key_segments: ``[B, T]`` and ``[B, S]``, integers, or None; below 0: padding.
         key_lengths: ``[B]``, integers: keys from there on are padding; or None.
-        causal: query t sees keys 0 to t only.
-        sliding_window: ``(left, right)``: query t sees keys ``t - left`` to ``t + right`` only; or None.
+        causal: query t sees keys 0 to ``query_offset + t`` only.
+        sliding_window: ``(left, right)``: query t sees keys ``query_offset + t - left`` to ``query_offset + t + right``
+            only; or None.
+        query_offset: the place of the first query among the keys, for causality and window: an int, or integers
+            ``[B]``; None: 0.
     """
 
     attention_mask: Any = None
@@ -54,8 +78,11 @@ class MaskInfo:
     key_lengths: Any = None
     causal: bool = False
     sliding_window: tuple[int, int] | None = None
+    query_offset: Any = None
 
     def __post_init__(self):
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"MaskInfo: causal is {self.causal!r}; expected True or False")
         object.__setattr__(self, "sliding_window", as_window(self.sliding_window, "MaskInfo"))
         if "jax" in sys.modules and not _registered and not frontends.compiling():
             _register()
@@ -101,12 +128,25 @@ class MaskInfo:
                 raise ValueError(f"from_segments: {name} has shape {tuple(x.shape)}; expected [B, T] and [B, S]")
         return cls(query_segments=query_segments, key_segments=key_segments)
 
-    def apply_causal(self) -> MaskInfo:
-        """The same, and no key after the query."""
-        return replace(self, causal=True)
+    def apply_causal(self, query_offset: Any = None) -> MaskInfo:
+        """The same, and no key after the query.
+
+        Args:
+            query_offset: the place of the first query among the keys, from which windows count, too: an int, or
+                integers ``[B]``, one for each sequence. None: what it was, or 0.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: there is one already, or it has other dimensions.
+        """
+        if query_offset is None:
+            return replace(self, causal=True)
+        if self.query_offset is not None:
+            raise ValueError("apply_causal: there is a query_offset already; give it once")
+        return replace(self, causal=True, query_offset=as_offset(query_offset, "apply_causal"))
 
     def apply_sliding_window(self, sliding_window: int | tuple[int, int]) -> MaskInfo:
-        """The same, and only keys from ``t - left`` to ``t + right``; one number stands for both.
+        """The same, and only keys ``t - left`` to ``t + right``, plus ``query_offset``; one number stands for both.
 
         Raises:
             ValueError: it is no window.
@@ -140,7 +180,10 @@ class MaskInfo:
         Raises:
             ValueError: they are needed, and one is not given.
         """
-        given = next((x for x in self._arrays() if x is not None), None)
+        arrays = [x for x in (*self._arrays(), self.query_offset) if x is not None and not isinstance(x, int)]
+        given = next((x for x in arrays if not isinstance(x, np.ndarray)), None)
+        if given is not None and any(isinstance(x, np.ndarray) for x in arrays):
+            return self.placed(given).get_or_compute_attention_mask(T, S)
         xp: Any = _namespace(given)
         if self.attention_mask is not None:
             T, S = self.attention_mask.shape[-2:]
@@ -159,12 +202,24 @@ class MaskInfo:
             mask = mask & (own == self.key_segments[:, None, None, :]) & (own >= 0)
         if self.key_lengths is not None:
             mask = mask & (s < self.key_lengths[:, None, None])[:, None]
+        place = t
+        if isinstance(self.query_offset, int):
+            place = t + self.query_offset
+        elif self.query_offset is not None:
+            place = t + self.query_offset.reshape(-1, 1, 1, 1)
         if self.causal:
-            mask = mask & (s <= t)
+            mask = mask & (s <= place)
         if self.sliding_window is not None:
             left, right = self.sliding_window
-            mask = mask & (s >= t - left) & (s <= t + right)
+            mask = mask & (s >= place - left) & (s <= place + right)
         return mask
+
+    def placed(self, like: Any) -> MaskInfo:
+        """The same with its NumPy arrays as arrays of the framework of ``like``, on its device."""
+        frontend = frontends.get(frontends.framework_of(like))
+        own = {name: getattr(self, name) for name in (*_ARRAYS, "query_offset")}
+        made = {name: frontend.array(x, like) for name, x in own.items() if isinstance(x, np.ndarray)}
+        return replace(self, **made) if made else self
 
     def get_or_compute_segment_ids(self) -> tuple[Any, Any]:
         """``(query_segments, key_segments)``, ``[B, T]`` and ``[B, S]``, as given or int32, without the limits.
@@ -234,10 +289,14 @@ def _register() -> None:
     import jax
 
     def flatten(info):
-        return info._arrays(), (info.causal, info.sliding_window)
+        # An int is known while a call is traced.
+        number = info.query_offset if isinstance(info.query_offset, int) else None
+        offset = info.query_offset if number is None else None
+        return (*info._arrays(), offset), (info.causal, info.sliding_window, number)
 
     def unflatten(limits, arrays):
-        return MaskInfo(*arrays, *limits)
+        (mask, own, other, lengths, offset), (causal, window, number) = arrays, limits
+        return MaskInfo(mask, own, other, lengths, causal, window, offset if number is None else number)
 
     _registered.append(MaskInfo)
     jax.tree_util.register_pytree_node(MaskInfo, flatten, unflatten)

@@ -38,6 +38,7 @@ def normal(seed, *shape):
 Q, KEYS, VALUES = normal(0, B, T, H, K), normal(1, B, T, G, K), normal(2, B, T, G, K)
 GATES, DECAYS, STATES = -abs(normal(3, B, T, H)), -abs(normal(4, H)), normal(5, B, H, K, K)
 SINKS, IDS = normal(6, H, 2), np.repeat(np.array([[0, 1, -1]], np.int32), [20, 15, 5], axis=1).repeat(B, 0)
+OFFSETS = np.array([7, -3], np.int32)
 
 
 def box_of_attention(q, k, v):
@@ -51,13 +52,13 @@ def box_of_attention(q, k, v):
     def backward(args, residuals, grads, opts):
         return softmax.part_gradients(args, (*residuals, 0 * residuals[1]), grads[0], opts)
 
-    opts = Options(0.25, None, True, None, 0.0, "float32", False, CFG)
+    opts = Options(0.25, None, None, 0, 0.0, "float32", False, CFG)
     prepare = frontends.differentiable(forward, backward, (None, None), (triton.fold, triton.unfold), triton._axes)
     return prepare("jax", opts)(Args(q, k, v))[0]
 
 
-def masked(q, k, v, sinks, ids):
-    info = MaskInfo.from_segments(ids)
+def masked(q, k, v, sinks, ids, offsets):
+    info = MaskInfo.from_segments(ids).apply_causal(offsets)
     return keraunos.attention(q, k, v, None, None, sinks, mask_info=info, causal=True, dtype=None, cfg=CFG)
 
 
@@ -80,7 +81,7 @@ CALLS = {
     "attention": (functools.partial(keraunos.attention, causal=True, dtype=None),
                   [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS)]),
     "attention by blocks": (masked, [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (SINKS, P("heads")),
-                                     (IDS, P("batch"))]),
+                                     (IDS, P("batch")), (OFFSETS, P("batch"))]),
     "attention in a box": (box_of_attention, [(half(x), TOKENS) for x in (Q, KEYS, VALUES)]),
 }  # fmt: skip
 

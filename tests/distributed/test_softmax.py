@@ -271,6 +271,7 @@ def test_shards_that_do_not_fit_raise_on_all_ranks():
     (dict(return_weights=True), UnsupportedError, "return_weights"),
     (dict(dropout_prob=0.5, deterministic=False), UnsupportedError, "dropout_prob"),
     (dict(mask=True), UnsupportedError, "boolean mask"),
+    (dict(offset=True), UnsupportedError, "query_offset"), (dict(causal="no"), TypeError, "causal is 'no'"),
     (dict(axis_name=None), ValueError, "expected axis_name="),
     (dict(axis_name="rows"), ValueError, "no axis of a shard_map"),
     (dict(S=8, causal=True), ValueError, "T = 4 queries and S = 2 keys"),
@@ -288,6 +289,7 @@ def test_what_is_refused(options, error, message):
     q, k = jnp.ones((1, 16, 2, 8)), jnp.ones((1, S, 2, 8))
     bias = jnp.zeros((1, 1, 4, 4)) if options.pop("bias", False) else None
     info = MaskInfo.from_attention_mask(jnp.ones((4, 4), bool)) if options.pop("mask", False) else None
+    info = MaskInfo().apply_causal(3) if options.pop("offset", False) else info
     options = dict(axis_name="tokens", mask_info=info, dtype=None) | options
     n = min(4, jax.device_count())
     if n < 4:

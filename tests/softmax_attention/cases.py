@@ -50,6 +50,7 @@ class Case:
     soft_cap: float | None = None
     causal: bool = False
     window: int | tuple[int, int] | None = None
+    offset: int | tuple[int, ...] | None = None  # a number, or an array with one for each of the first B rows
     dropout: float = 0.0
     dtype: str = "float32"
     scale: float | None = None
@@ -84,12 +85,16 @@ class Case:
         args = Args(normal(B, T, H, K), normal(B, S, G, K), normal(B, S, G, V), bias, sinks, mask, *segments)
         return args, normal(B, T, H, V)
 
-    def options(self, platform: str) -> dict:
-        """Keyword arguments of the public function, but for arrays."""
+    def options(self, platform: str, array=None) -> dict:
+        """Keyword arguments of the public function, but for arrays; ``array`` makes those of the framework."""
         cfg = keraunos.AttentionConfig(block_q=self.block, block_k=self.block) if self.block else None
+        offset = self.offset
+        if isinstance(offset, tuple):
+            offset = array(np.array(offset[: self.B], np.int32))
         return dict(
             logits_soft_cap=self.soft_cap, causal=self.causal, sliding_window=self.window, softmax_scale=self.scale,
-            dropout_prob=self.dropout, deterministic=not self.dropout, dtype=self.dtype, platform=platform, cfg=cfg,
+            query_offset=offset, dropout_prob=self.dropout, deterministic=not self.dropout, dtype=self.dtype,
+            platform=platform, cfg=cfg,
         )  # fmt: skip
 
     def check(self, platform: str, framework: str) -> None:
@@ -101,7 +106,7 @@ class Case:
                        dropout=self.dropout)  # fmt: skip
         found, scales = [], []
         for dtype in (np.float64, working_dtype(self.dtype)):
-            given = args._replace(seed=seed)
+            given = args._replace(seed=seed, query_offset=np.resize(self.offset or 0, self.B))
             output, _ = attention(*given, **options, dtype=dtype)
             *grads, dbias, dsinks = attention(*given, **options, doutput=doutput, dtype=dtype)
             found.append([output, *grads, *self.shared(args, dbias, dsinks)])
@@ -136,7 +141,7 @@ class Case:
 
         def call(query, key_, value, bias, sinks):
             return keraunos.attention(
-                query, key_, value, bias, key, sinks, mask_info=mask_info(args), **self.options(platform)
+                query, key_, value, bias, key, sinks, mask_info=mask_info(args), **self.options(platform, jnp.asarray)
             )
 
         output, pull = jax.vjp(call, *args[:5])
@@ -158,7 +163,8 @@ class Case:
         args = Args(*map(tensor, args))
         given = [x if x is None else x.requires_grad_() for x in args[:5]]
         rng, again = (torch.Generator().manual_seed(3) for _ in range(2))
-        output = keraunos.attention(*given[:4], rng, given[4], mask_info=mask_info(args), **self.options(platform))
+        output = keraunos.attention(*given[:4], rng, given[4], mask_info=mask_info(args),
+                                    **self.options(platform, tensor))  # fmt: skip
         output.backward(tensor(doutput))
         got = [output.detach(), *(x if x is None else x.grad for x in given)]
         seed = torch.randint(1 << 32, (2,), generator=again).numpy()

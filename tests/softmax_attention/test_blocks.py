@@ -56,6 +56,27 @@ def test_a_window_visits_no_block_outside_of_it():
         torch.testing.assert_close(got[:, head], want[:, head], rtol=0, atol=0)
 
 
+def test_offsets_visit_no_block_outside_of_what_they_make_visible():
+    q, k, v, do = arrays(2, 64, 2, 16)
+    q, do = q[:, :16], do[:, :16]
+    # The rows' queries see keys up to 31 and up to 15; the keys from 16 on are seen by the first row only.
+    options = dict(sliding_window=(12, 0), query_offset=torch.tensor([16, 0], device=DEVICE, dtype=torch.int32))
+    whole = run(q, k, v, do, **options)
+    far = [x.clone() for x in (k, v)]
+    for x in far:
+        x[0, 32:], x[1, 16:] = torch.nan, torch.nan
+    output, dq, _, _ = run(q, *far, do, **options)
+    for got, want in ((output, whole[0]), (dq, whole[1])):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    hidden = [x.clone() for x in (q, do)]
+    for x in hidden:
+        x[1] = torch.nan
+    grads = run(hidden[0], k, v, hidden[1], **options)[2:]
+    for got, want in zip(grads, whole[2:], strict=True):
+        torch.testing.assert_close(got[0], want[0], rtol=0, atol=0)
+        torch.testing.assert_close(got[1, 16:], want[1, 16:], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("ids", [(0, 1, 2), (2, -1, 0)], ids=str)
 def test_segments_visit_no_block_of_others(ids):
     q, k, v, do = arrays(1, T, 2, 16)

@@ -1,5 +1,8 @@
 """What softmax attention refuses, and how it says so; the order in which masks and biases count."""
 
+import importlib
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from keraunos.types import MaskInfo
 
 Q = jnp.ones((2, 6, 4, 8))
 KV = jnp.ones((2, 6, 2, 8))
+module = importlib.import_module("keraunos.modules.attention")
 
 
 @pytest.mark.parametrize(("args", "kwargs", "error", "message"), [
@@ -39,6 +43,16 @@ KV = jnp.ones((2, 6, 2, 8))
     ((Q, KV, KV, None, 42), {"dropout_prob": 0.1, "deterministic": False}, TypeError,
      r"dropout_rng is of type int; expected a key of jax\.random"),
     ((Q, KV, KV), {"platform": "pallas"}, keraunos.UnsupportedError, "platform 'pallas' does not have it"),
+    ((Q, KV, KV), {"causal": "no"}, TypeError, "causal is 'no'; expected True or False"),
+    ((Q, KV, KV), {"deterministic": "no"}, TypeError, "deterministic is 'no'; expected True or False"),
+    ((Q, KV, KV), {"return_weights": 1}, TypeError, "return_weights is 1; expected True or False"),
+    ((Q, KV, KV), {"causal": True, "query_offset": 1.5}, TypeError, "query_offset is a float; expected an int or an"),
+    ((Q, KV, KV), {"causal": True, "query_offset": True}, TypeError, "query_offset is a bool"),
+    ((Q, KV, KV), {"causal": True, "query_offset": jnp.ones(2)}, TypeError, "query_offset is a .* of float32"),
+    ((Q, KV, KV), {"causal": True, "query_offset": jnp.ones(3, int)}, ValueError,
+     r"query_offset has shape \(3,\); expected an int, or \[B\] = \(2,\)"),
+    ((Q, KV, KV), {"causal": True, "query_offset": jnp.ones((2, 1), int)}, ValueError, "query_offset has shape"),
+    ((Q, KV, KV), {"query_offset": 3, "mask_info": MaskInfo().apply_causal(2)}, ValueError, "is given twice"),
     ((Q, KV, KV), {"softmax_dtype": "int8"}, TypeError, "softmax_dtype is int8"),
     ((Q + 0j, KV, KV), {}, TypeError, "query has dtype complex64"),
     ((Q, KV, KV.astype(int)), {"dtype": None}, TypeError, "value has dtype int32"),
@@ -79,6 +93,12 @@ def test_what_masks_refuse():
         MaskInfo().apply_kv_lengths(jnp.ones(2))
     with pytest.raises(ValueError, match=r"key_lengths has shape \(\); expected \[B\]"):
         MaskInfo().apply_kv_lengths(jnp.array(3))
+    with pytest.raises(TypeError, match="causal is 'no'; expected True or False"):
+        MaskInfo(causal="no")
+    with pytest.raises(TypeError, match="apply_causal: query_offset is a str; expected an int or an array of integers"):
+        MaskInfo().apply_causal("2")
+    with pytest.raises(ValueError, match="apply_causal: there is a query_offset already"):
+        MaskInfo().apply_causal(2).apply_causal(2)
     with pytest.raises(ValueError, match="MaskInfo: sliding_window is -2"):
         MaskInfo(sliding_window=-2)
 
@@ -99,6 +119,21 @@ def test_windows_may_be_wider_than_any_sequence(window, cfg, x64):
         np.testing.assert_array_equal(in_jax.get_or_compute_attention_mask(), masks[1])
 
 
+def test_a_bias_that_switches_a_mask_off_warns_once():
+    module._warn_of_bias.cache_clear()
+    bias = jnp.zeros((1, 1, 6, 6))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        keraunos.attention(Q, KV, KV, bias, mask_info=MaskInfo().apply_causal())
+        assert not seen
+        for _ in range(2):
+            keraunos.attention(Q, KV, KV, bias, mask_info=MaskInfo().apply_kv_lengths(np.array([2, 3])))
+    (warning,) = seen
+    assert "a bias is given" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.filterwarnings("ignore:attention. a bias is given")
 def test_a_bias_wins_over_a_mask_and_init_bias_is_asked_last():
     given = [jax.random.normal(jax.random.key(i), (2, 6, 2, 8)) for i in range(3)]
     info = MaskInfo.from_attention_mask(jnp.zeros((6, 6), bool))

@@ -73,6 +73,30 @@ CASES = [
     Case(B=0, window=3, sinks=2, G=2),
     Case(T=0, S=20, bias=4, dropout=0.3),
     Case(T=20, S=0, sinks=4),
+    # Queries that stand further on than the keys begin: one token after a cache, a chunk, for all rows or each its own.
+    Case(T=1, S=50, causal=True, offset=(49, 20)),
+    Case(B=1, T=1, S=700, H=2, G=1, causal=True, offset=(650,), scale=1.0),
+    Case(T=20, S=50, causal=True, offset=30, G=2),
+    Case(T=20, S=50, causal=True, offset=(30, 17), G=2, dtype="bfloat16"),
+    Case(T=40, S=50, window=(9, 4), offset=(20, 37), sinks=4, soft_cap=3.0, segments=True),
+    Case(T=40, S=50, window=(9, 4), offset=13, sinks=-1),
+    Case(B=1, T=30, S=50, H=6, G=1, causal=True, offset=(20,), soft_cap=5.0, segments=True, dtype="bfloat16"),
+    Case(T=40, S=50, causal=True, offset=(10, 3), mask=2, G=2),
+    # A bias of all rows, whose gradient is of tiles that only some rows see; and one of each.
+    Case(T=70, S=130, causal=True, offset=(60, -40), bias=1, bias_batch=1, dropout=0.3),
+    Case(T=40, S=50, window=(7, 0), offset=(10, -20), bias=4, scale=-0.4),
+    # Queries that stand before the first key, past the last, and as far off as there are numbers for.
+    Case(T=40, S=20, causal=True, offset=-25),
+    Case(T=20, S=40, window=(3, 3), offset=(-15, 38), sinks=4),
+    Case(T=20, S=20, window=(2**62, 3), offset=(2**31 - 1, -(2**31))),
+    Case(T=20, S=20, window=(2**62, 3), offset=2**40),
+    # Scales that make nothing of the logits, or turn them round: what libraries' own kernels are wrong for.
+    Case(scale=0.0),
+    Case(scale=0.0, causal=True, dtype="bfloat16", K=64),
+    Case(scale=-0.4, G=2),
+    Case(scale=-3.0, causal=True, dtype="bfloat16", K=64),
+    Case(scale=0.0, causal=True, soft_cap=2.0, sinks=4),
+    Case(scale=0.0, bias=1, causal=True),
     # A cap next to which the tangent of a logit is small.
     Case(dtype="float16", soft_cap=1e6),
 ]

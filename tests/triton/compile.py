@@ -54,7 +54,8 @@ SERVING = {
     "prefill, few heads": ("prefill", "bfloat16", "float32", 128, 128, 8, 8, None, 2, 65536, 0),
     "prefill, vector gates": ("prefill", "bfloat16", "bfloat16", 128, 128, 64, 64, "vector", 32, 65536, 100),
 }
-# Name -> (dtype, K, V, heads of q, heads of k, heads of a bias, a mask, sinks, segment ids, options)
+# Name -> (dtype, K, V, heads of q, heads of k, heads of a bias, a mask, sinks, segment ids, options); "offset" is one
+# of them that stands for an array.
 SOFTMAX = {
     "attention, causal, soft cap, sinks, segments": (
         "bfloat16", 128, 128, 16, 16, 0, 0, 4, True, {"causal": True, "soft_cap": 30.0}),
@@ -63,6 +64,10 @@ SOFTMAX = {
     "attention, wide, shared keys, mask, window": ("float16", 256, 192, 16, 2, 0, 1, 0, False, {"window": (1023, 0)}),
     "attention, bias, dropout": ("bfloat16", 128, 128, 16, 16, 1, 0, 0, False, {"dropout": 0.1}),
     "attention, float32, wide, bias": ("float32", 256, 256, 16, 16, 16, 0, 0, False, {"causal": True}),
+    "attention, causal, offsets, shared keys, window": (
+        "bfloat16", 128, 128, 64, 8, 0, 0, 0, False, {"causal": True, "window": (1023, 0), "offset": True}),
+    "attention, causal, offsets, bias": (
+        "bfloat16", 128, 128, 16, 16, 1, 0, 0, False, {"causal": True, "offset": True}),
 }  # fmt: skip
 
 # Name -> (dtype, K, V, heads of q, heads of k, gate, gamma): what devices that share a sequence tell each other.
@@ -187,11 +192,13 @@ def soften(dtype, K, V, H, G, bias, mask, sinks, segments, options, B=2, T=8192,
         array(B, T, H, K), array(B, S, G, K), array(B, S, G, V), array(B, bias, T, S, wanted=bias),
         array(H, sinks, wanted=sinks, dtype="float32"), array(B, mask, T, S, wanted=mask, dtype="bool"),
         array(B, T, wanted=segments, dtype="int32"), array(B, S, wanted=segments, dtype="int32"),
-        array(2, wanted="dropout" in options, dtype="int32"),
+        array(2, wanted="dropout" in options, dtype="int32"), array(B, wanted="offset" in options, dtype="int32"),
     )  # fmt: skip
     given = {"soft_cap": None, "causal": False, "window": None, "dropout": 0.0, **options}
+    given.pop("offset", None)
     cfg = softmax_platform.heuristic(softmax_interface.describe(args, **given), Config())
-    opts = softmax_interface.Options(K**-0.5, **given, softmax_dtype="float32", return_weights=False, cfg=cfg)
+    sides = softmax_interface.sides(given["causal"], given["window"])
+    opts = softmax_interface.Options(K**-0.5, given["soft_cap"], *sides, given["dropout"], "float32", False, cfg)
     _, residuals = softmax_platform.forward(args, opts)
     softmax_platform.backward(args, residuals, (array(B, T, H, V), None), opts)
 

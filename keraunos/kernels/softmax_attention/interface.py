@@ -7,14 +7,17 @@ framework, and hands it to :func:`kernel`. For each query, with every step in at
     p_s = exp(x_s) / (sum_s exp(x_s) + sum_n exp(sinks_n))                  0 where no key is visible and no sink there
     o   = sum_s keep_s / (1 - dropout) p_s v_s
 
+Query t sees keys ``t - left`` to ``t + right``, plus its row's offset where there are offsets: causality, window and an
+offset that is known beforehand are all in these two numbers (:func:`sides`), either of which may be negative.
+
 For sequences in shards (``keraunos.distributed``), a module also has what parts of the keys are merged with::
 
     part(args, opts)                                          -> (output, top, total)
     part_gradients(args, (output, top, total), doutput, opts) -> gradients of query, key and value, as Args
 
 A query's sum over the part's keys is ``exp(top) total``, both ``[B, H, T]``, top being inf where it sees none: the log
-of the sum would have fewer digits. ``part_gradients`` is given the output and the sum of all keys. No bias, sinks, mask
-or dropout comes; ``opts.window`` counts from the part's first key and may be negative.
+of the sum would have fewer digits. ``part_gradients`` is given the output and the sum of all keys. No bias, sinks,
+mask, dropout or offset comes; ``opts.left`` and ``opts.right`` count from the part's first key.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class Args(NamedTuple):
     query_segments: Any = None  # [B, T], int; below 0: padding
     key_segments: Any = None  # [B, S], int
     seed: Any = None  # [2], int: what the dropout follows from
+    query_offset: Any = None  # [B], int: the place of each row's first query among the keys
 
 
 class Options(NamedTuple):
@@ -48,17 +52,46 @@ class Options(NamedTuple):
 
     softmax_scale: float
     soft_cap: float | None
-    causal: bool
-    window: tuple[int, int] | None
+    left: int | None  # how far before its place a query sees keys; None: all
+    right: int | None  # and after
     dropout: float
     softmax_dtype: str
     return_weights: bool
     cfg: Config  # complete: every field that the platform reads has a value
 
 
+# What is as far away is out of reach: no sequence is as long, and places and this can be added in 32 bits.
+FAR = 1 << 30
+
+
+def truth(name: str, x: Any) -> bool:
+    """An option that is True or False, and nothing that only counts as such.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if type(x).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"attention: {name} is {x!r}; expected True or False")
+    return bool(x)
+
+
+def sides(causal: bool, window: tuple[int, int] | None, shift: int = 0) -> tuple[int | None, int | None]:
+    """``(left, right)`` of :class:`Options`, for queries of which the first has the place ``shift`` among the keys."""
+    left, right = window or (None, None)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+
+    def moved(reach, by):
+        if reach is None or reach >= FAR or reach + by >= FAR:
+            return None
+        return max(reach + by, -FAR)
+
+    return moved(left, -shift), moved(right, shift)
+
+
 def describe(
     args: Args, *, softmax_scale: Any = None, soft_cap: Any = None, causal: Any = False, window: Any = None,
-    dropout: Any = 0.0, softmax_dtype: str = "float32", return_weights: bool = False,
+    shift: int = 0, dropout: Any = 0.0, softmax_dtype: str = "float32", return_weights: bool = False,
 ) -> Invocation:  # fmt: skip
     """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
 
@@ -88,7 +121,7 @@ def describe(
         if name == "mask":
             if own != "bool":
                 fail(TypeError, name, f"has dtype {own}", "bool")
-        elif name in ("query_segments", "key_segments", "seed"):
+        elif name in ("query_segments", "key_segments", "seed", "query_offset"):
             if not own.startswith(("int", "uint")):
                 fail(TypeError, name, f"has dtype {own}", "integers")
         elif own not in FLOATS:
@@ -127,6 +160,8 @@ def describe(
         x = getattr(args, name)
         if x is not None and tuple(x.shape) != (B, n):
             fail(ValueError, name, f"has shape {tuple(x.shape)}", f"{(B, n)}")
+    if args.query_offset is not None and tuple(args.query_offset.shape) != (B,):
+        fail(ValueError, "query_offset", f"has shape {tuple(args.query_offset.shape)}", f"an int, or [B] = ({B},)")
     for name, x, lowest in (("softmax_scale", softmax_scale, None), ("logits_soft_cap", soft_cap, 0)):
         if x is not None and not (is_number(x) and (lowest is None or x > lowest)):
             fail(TypeError, name, f"is {x!r}", f"a finite number{'' if lowest is None else ' above 0'}")
@@ -134,8 +169,7 @@ def describe(
         fail(ValueError, "dropout_prob", f"is {dropout!r}", "a number from 0 to less than 1")
     if dropout and args.seed is None:
         fail(ValueError, "dropout_rng", "is None", "a key or generator", "dropout_prob is above 0")
-    if not isinstance(causal, bool):
-        fail(TypeError, "causal", f"is {causal!r}", "True or False")
+    truth("causal", causal)
     if softmax_dtype not in FLOATS:
         fail(TypeError, "softmax_dtype", f"is {softmax_dtype}", " or ".join(FLOATS))
     device = frontend.device_of(args.query)
@@ -149,23 +183,34 @@ def describe(
         arrays={
             name: (dtypes[name], x.ndim) for name, x in zip(Args._fields, args, strict=True) if x is not None
         },
-        options={"causal": causal, "window": window, "soft_cap": soft_cap is not None, "dropout": bool(dropout),
-                 "softmax_dtype": softmax_dtype, "return_weights": return_weights},
+        # Of numbers that may change from call to call only what the choice depends on.
+        options={"causal": causal, "window": window, "shifted": bool(shift), "soft_cap": soft_cap is not None,
+                 "dropout": bool(dropout), "softmax_dtype": softmax_dtype, "return_weights": return_weights,
+                 "positive_scale": softmax_scale is None or softmax_scale > 0},
         arguments=args._asdict(),
     )  # fmt: skip
+
+
+def traits(opts: Options) -> dict[str, Any]:
+    """What :func:`describe` has of options, and :func:`is_for_libraries` asks."""
+    causal = opts.left is None and opts.right == 0
+    return {**opts._asdict(), "causal": causal, "window": not causal and (opts.left, opts.right) != (None, None),
+            "shifted": False, "positive_scale": opts.softmax_scale > 0}  # fmt: skip
 
 
 def is_for_libraries(arrays: Iterable[str], dtype: str, dims: Mapping[str, int], options: Mapping[str, Any]) -> bool:
     """Whether a vendor's kernel computes just this call, and nothing is faster: plain and causal ones in 16 bits.
 
+    With a scale of 0 or below PyTorch's kernels are wrong where keys are hidden: they scale the -inf of these.
+
     Args:
         arrays: the names of those that are given; dtype: of query, key and value; dims: T, S, K and V.
-        options: of the call.
+        options: of the call, as :func:`describe` has them.
     """
     return (
         set(arrays) == {"query", "key", "value"}
-        and not any(options[name] for name in ("soft_cap", "dropout", "return_weights"))
-        and options["window"] is None
+        and not any(options[name] for name in ("window", "shifted", "soft_cap", "dropout", "return_weights"))
+        and options["positive_scale"]
         and options["softmax_dtype"] == "float32"
         and dtype in ("bfloat16", "float16")
         and dims["K"] == dims["V"] <= 128
@@ -179,7 +224,7 @@ def not_for_libraries(inv: Invocation) -> str | None:
     """Why a call is not :func:`is_for_libraries`, or None."""
     if is_for_libraries(inv.arrays, inv.arrays["query"][0], inv.dims, inv.options):
         return None
-    return "the vendor's kernels take plain and causal calls in 16 bits with head dims up to 128"
+    return "the vendor's kernels take plain and causal calls in 16 bits, positive scales and head dims up to 128"
 
 
 def over_groups(x: Any, G: int) -> Any:
@@ -234,19 +279,18 @@ def axes(args: Args, opts: Options) -> tuple[Args, str]:
 
     sinks = None if args.sinks is None else "." if args.sinks.ndim == 1 else heads(args.sinks.shape[0]) + "."
     rows, ids = f"{b}.{h}.", f"{b}."
-    return Args(rows, rows, rows, plane(args.bias), sinks, plane(args.mask), ids, ids, "."), rows
+    return Args(rows, rows, rows, plane(args.bias), sinks, plane(args.mask), ids, ids, ".", b), rows
 
 
-def blocks(T: int, S: int, block_q: int, block_k: int, causal: bool, window: tuple[int, int] | None) -> list[range]:
-    """For each block of queries, the blocks of keys of which it may see any."""
+def blocks(args: Args, opts: Options, block_q: int, block_k: int) -> list[range]:
+    """For each block of queries, the blocks of keys of which it may see any: all, where only a device has offsets."""
+    T, S = args.query.shape[1], args.key.shape[1]
+    left, right = (opts.left, opts.right) if args.query_offset is None else (None, None)
     found = []
     for first in range(0, T, block_q):
         last = min(first + block_q, T) - 1
-        low, high = 0, S - 1
-        if causal:
-            high = min(high, last)
-        if window is not None:
-            low, high = max(low, first - window[0]), min(high, last + window[1])
+        low = 0 if left is None else max(0, first - left)
+        high = S - 1 if right is None else min(S - 1, last + right)
         found.append(range(low // block_k, high // block_k + 1) if low <= high else range(0))
     return found
 
@@ -270,24 +314,26 @@ def kernel(
         forms_weights: it can return them.
     """
 
-    def prepare(args, *, softmax_scale=None, soft_cap=None, causal=False, window=None, dropout=0.0,
+    def prepare(args, *, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
                 softmax_dtype="float32", return_weights=False, cfg=None):  # fmt: skip
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
         cap = None if soft_cap is None else float(soft_cap)
-        opts = Options(scale, cap, causal, window, float(dropout), softmax_dtype, return_weights, cfg)
+        left, right = sides(causal, window, shift)
+        opts = Options(scale, cap, left, right, float(dropout), softmax_dtype, return_weights, cfg)
         return lambda args: attention(args, opts)
 
-    def fn(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None, *,
-           softmax_scale=None, soft_cap=None, causal=False, window=None, dropout=0.0, softmax_dtype="float32",
-           return_weights=None, cfg=None):  # fmt: skip
+    def fn(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None,
+           query_offset=None, *, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
+           softmax_dtype="float32", return_weights=None, cfg=None):  # fmt: skip
         """Softmax attention, ``(output, weights)``; see :func:`keraunos.attention`.
 
+        The places of the first queries are an array ``query_offset`` or the number ``shift``, not both.
         Where the platform never forms the weights, or ``return_weights`` is False, ``(output, None)``, in less memory.
         """
         return_weights = forms_weights if return_weights is None else return_weights
-        args = Args(query, key, value, bias, sinks, mask, query_segments, key_segments, seed)
-        options = dict(softmax_scale=softmax_scale, soft_cap=soft_cap, causal=causal, window=window, dropout=dropout,
-                       softmax_dtype=softmax_dtype, return_weights=return_weights)  # fmt: skip
+        args = Args(query, key, value, bias, sinks, mask, query_segments, key_segments, seed, query_offset)
+        options = dict(softmax_scale=softmax_scale, soft_cap=soft_cap, causal=causal, window=window, shift=shift,
+                       dropout=dropout, softmax_dtype=softmax_dtype, return_weights=return_weights)  # fmt: skip
         if cfg is None:
             inv = describe(args, **options)
             if reason := unsupported(inv):

@@ -6,8 +6,8 @@ from keraunos.kernels.softmax_attention.interface import keeps, over_groups, sin
 
 
 def attention(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None,
-              *, softmax_scale=None, soft_cap=None, causal=False, window=None, dropout=0.0, doutput=None,
-              dtype=np.float64):  # fmt: skip
+              query_offset=None, *, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
+              doutput=None, dtype=np.float64):  # fmt: skip
     """``(output, weights)`` as ``interface.py`` defines them; with ``doutput``, gradients of the first five arrays.
 
     Those of bias and sinks are for every sequence, head and query: ``[B, H, T, S]`` and ``[B, H, T, n]``.
@@ -21,9 +21,10 @@ def attention(query, key, value, bias=None, sinks=None, mask=None, query_segment
     if soft_cap is not None:
         capped = x = dtype(soft_cap) * np.tanh(x / dtype(soft_cap))
     t, s = np.arange(T)[:, None], np.arange(S)[None]
-    seen = np.ones((1, 1, 1, T, S), bool) & (not causal or s <= t)
+    place = t + shift + (0 if query_offset is None else np.asarray(query_offset, np.int64)[:, None, None, None, None])
+    seen = np.ones((1, 1, 1, T, S), bool) & (not causal or s <= place)
     if window is not None:
-        seen = seen & (s >= t - window[0]) & (s <= t + window[1])
+        seen = seen & (s >= place - window[0]) & (s <= place + window[1])
     if bias is not None:
         x = x + over_groups(np.asarray(bias).astype(dtype), G)
     if mask is not None:

@@ -104,11 +104,12 @@ def _weights(args: Args, opts: Options, t0: int, s0: int, sums: tuple[torch.Tens
     if args.bias is not None:
         x = x + over_groups(args.bias, G)
     t, s = torch.arange(t0, t0 + T, device=device)[:, None], torch.arange(s0, s0 + S, device=device)
+    place = t if args.query_offset is None else t + args.query_offset[:, None, None, None, None]
     seen = None
-    if opts.causal:
-        seen = s <= t
-    if opts.window is not None:
-        seen = _both(seen, (s >= t - opts.window[0]) & (s <= t + opts.window[1]))
+    if opts.right is not None:
+        seen = s <= place + opts.right
+    if opts.left is not None:
+        seen = _both(seen, s >= place - opts.left)
     if args.mask is not None:
         seen = _both(seen, over_groups(args.mask, G))
     if args.query_segments is not None:
@@ -148,14 +149,14 @@ def _part(args: Args, t: slice, s: slice) -> Args:
     both, every = (slice(None), slice(None), t, s), slice(None)
     return Args(
         args.query[:, t], args.key[:, s], args.value[:, s], cut(args.bias, *both), args.sinks, cut(args.mask, *both),
-        cut(args.query_segments, every, t), cut(args.key_segments, every, s), args.seed,
+        cut(args.query_segments, every, t), cut(args.key_segments, every, s), args.seed, args.query_offset,
     )  # fmt: skip
 
 
 def _parts(args: Args, opts: Options) -> Iterator[tuple[Args, slice, slice]]:
     """Blocks of queries with the keys that they may see, and where both are."""
-    T, S, size = args.query.shape[1], args.key.shape[1], opts.cfg.block_q or 1
-    for i, keys in enumerate(blocks(T, S, size, 1, opts.causal, opts.window)):
+    T, size = args.query.shape[1], opts.cfg.block_q or 1
+    for i, keys in enumerate(blocks(args, opts, size, 1)):
         t, s = slice(i * size, min((i + 1) * size, T)), slice(keys.start, keys.stop)
         yield _part(args, t, s), t, s
 
@@ -241,17 +242,18 @@ def _shapes(args: Args, opts: Options):
 
 
 def _differentiated(args: Args, opts: Options) -> Args:
-    return args._replace(mask=None, query_segments=None, key_segments=None, seed=None)
+    return Args(*args[:5])
 
 
 _by_block = frontends.differentiable(forward, backward, (_shapes, _differentiated))
 
 
 def _is_plain(args: Args, opts: Options) -> bool:
-    """Whether PyTorch's own function computes just this."""
-    special = opts.soft_cap, opts.window, opts.dropout or None
+    """Whether PyTorch's own function computes just this. It scales what causality hides, which is -inf."""
     return (
-        all(x is None for x in (*args[3:8], *special))
+        all(x is None for x in (*args[3:8], args.query_offset, opts.soft_cap, opts.left, opts.dropout or None))
+        and opts.right in (None, 0)
+        and opts.softmax_scale > 0
         and not opts.return_weights
         and opts.softmax_dtype == ("float64" if args.query.dtype == torch.float64 else "float32")
         # On GPUs its float32 has not float32's precision.
@@ -267,7 +269,9 @@ def attention(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | N
         q, k, v = (x.transpose(1, 2) for x in args[:3])
         # Of sizes that a graph leaves open, it is a symbol.
         shared = bool(q.shape[1] != k.shape[1])
-        o = scaled_dot_product_attention(q, k, v, is_causal=opts.causal, scale=opts.softmax_scale, enable_gqa=shared)
+        o = scaled_dot_product_attention(
+            q, k, v, is_causal=opts.right == 0, scale=opts.softmax_scale, enable_gqa=shared
+        )
         return o.transpose(1, 2), None
     if opts.return_weights:
         weights = _weights(args, opts, 0, 0).kept

@@ -18,7 +18,7 @@ from typing import Any, cast
 from keraunos import frontends
 from keraunos.kernels.registry import UnsupportedError
 from keraunos.kernels.softmax_attention import triton_gradients, triton_kernels
-from keraunos.kernels.softmax_attention.interface import Args, Options, axes, kernel
+from keraunos.kernels.softmax_attention.interface import FAR, Args, Options, axes, kernel
 
 FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
@@ -68,17 +68,17 @@ class _Call:
             raise ValueError(f"attention: block_q = {self.cfg.block_q}, block_k = {self.cfg.block_k}; expected at "
                              "least 16 on triton, whose products take no smaller tiles")  # fmt: skip
         self.sinks = 0 if args.sinks is None else args.sinks.shape[-1]
-        left, right = opts.window or (None, None)
-        right = 0 if opts.causal else right
         self.flags = dict(
-            CAP=self.cap(), LEFT=left is not None, RIGHT=right is not None, DROPOUT=opts.dropout > 0,
+            CAP=self.cap(), LEFT=opts.left is not None, RIGHT=opts.right is not None, DROPOUT=opts.dropout > 0,
             PRECISION="tf32" if not self.exact else "ieee" if _INTERPRETED else "bf16x6",
         )  # fmt: skip
         self.masks = dict(SEGMENTS=args.query_segments is not None, BIAS=args.bias is not None,
                           MASK=args.mask is not None)  # fmt: skip
-        # A window that reaches past both ends is as good as any wider one.
-        most = max(self.T, self.S)
-        self.left, self.right = min(left or 0, most), min(right or 0, most)
+        # What reaches past both ends is as good as what reaches further; where, an offset decides.
+        most = max(self.T, self.S) if args.query_offset is None else FAR
+        left, right = (max(min(x or 0, most), -most) for x in (opts.left, opts.right))
+        self.window = dict(left=left, right=right, offsets=args.query_offset)
+        self.flags["OFFSET"] = args.query_offset is not None and (opts.left, opts.right) != (None, None)
         scale, cap = opts.softmax_scale, opts.soft_cap
         # The running maximum is of products: the factor that follows must not turn them round, nor make -inf nothing.
         self.negative = scale < 0 and cap is None and args.bias is None
@@ -194,7 +194,7 @@ def forward(args: Args, opts: Options):
         flags=w.mask_flags(args.mask, BT, BS), query_ids=args.query_segments, key_ids=args.key_segments,
         spreads=spreads, seed=args.seed,
         **strides, **w.plane("bias", args.bias), **w.mask_strides(), stride_sinksh=stride_sinks, **w.ids(),
-        **w.numbers, threshold=w.threshold, left=w.left, right=w.right, T=w.T, S=w.S,
+        **w.numbers, threshold=w.threshold, **w.window, T=w.T, S=w.S,
     )  # fmt: skip
     constants = dict(
         **w.sizes(), RM=w.shared(args.mask), RN=RN, **fixed, BT=BT, BS=BS, BK=_tile(w.K), BV=_tile(w.V),
@@ -236,7 +236,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
             q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, flags=flags,
             query_ids=args.query_segments, key_ids=args.key_segments, spreads=spreads, seed=args.seed, do=do, lse=lse,
             mean=mean, **strides, **w.plane("bias", args.bias), **w.mask_strides(), **w.ids(),
-            scale=opts.softmax_scale, **w.numbers, threshold=w.threshold, left=w.left, right=w.right, T=w.T, S=w.S,
+            scale=opts.softmax_scale, **w.numbers, threshold=w.threshold, **w.window, T=w.T, S=w.S,
         )  # fmt: skip
         return frontends.launch(kernel, grid, inputs, outputs, constants, **options)
 
@@ -266,7 +266,7 @@ def _bias(w: _Call, do: Any, lse: Any, mean: Any) -> Any:
     shape = tuple(args.bias.shape)
     inputs = dict(
         q=args.query, k=args.key, v=args.value, bias=args.bias, do=do, lse=lse, mean=mean, seed=args.seed, **strides,
-        **w.plane("bias", args.bias), **w.numbers, threshold=w.threshold, left=w.left, right=w.right, B=w.B, T=w.T,
+        **w.plane("bias", args.bias), **w.numbers, threshold=w.threshold, **w.window, B=w.B, T=w.T,
         S=w.S,
     )  # fmt: skip
     constants = dict(**w.sizes(), SHARED=shape[0] < w.B, **fixed, BT=_BIAS, BS=_BIAS, BK=_tile(w.K), BV=_tile(w.V),
@@ -358,7 +358,7 @@ def _shapes(args: Args, opts: Options):
 
 
 def _differentiated(args: Args, opts: Options) -> Args:
-    return args._replace(mask=None, query_segments=None, key_segments=None, seed=None)
+    return Args(*args[:5])
 
 
 def fold(args: Args, size: int) -> Args | None:

@@ -17,6 +17,7 @@ from keraunos.kernels.softmax_attention.triton_kernels import (
     kept,
     load_log,
     load_rows,
+    moved,
     narrowed,
     power,
     scores,
@@ -102,13 +103,13 @@ def query_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
     stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt, stride_flagsb, stride_queryb,
     stride_keyb,
-    scale, inner, unit, keep, threshold, left, right, T, S,
+    scale, inner, unit, keep, threshold, left, right, offsets, T, S,
     dq,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
     stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_dot: tl.constexpr,
     UNIT: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of BT queries, which walk over the keys as in the forward."""
     NT = tl.cdiv(T, BT)
@@ -134,6 +135,7 @@ def query_kernel(
     row = i_bh.to(tl.int64) * T + o_r
     b_top, b_one = load_log(lse + (i_bh.to(tl.int64) * 2 * T + o_r if EXACT else row), o_r, T, 1, True, EXACT)
     b_mean = tl.load(mean + row, mask=o_r < T, other=0.0)[:, None]
+    left, right = moved(left, right, offsets, i_b, OFFSET)
     lo, hi, whole_lo, whole_hi = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
     b_id, b_own, NS = o_r, o_t, tl.cdiv(S, BS)
     if SEGMENTS:
@@ -212,14 +214,14 @@ def key_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
     stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt, stride_flagsb, stride_queryb,
     stride_keyb,
-    scale, inner, unit, keep, threshold, left, right, T, S,
+    scale, inner, unit, keep, threshold, left, right, offsets, T, S,
     dk, dv,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
     N: tl.constexpr, stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr,
     stride_dot: tl.constexpr, stride_qn: tl.constexpr, stride_don: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BS keys and their values (DK, DV: which), which walk over the queries of the R heads in turn.
@@ -254,6 +256,7 @@ def key_kernel(
     if NEGATIVE:
         b_k = (-b_k.to(tl.float32)).to(b_k.dtype)
     b_v = load_rows(v, stride_vt, S - s0, BS, V, BV, True, 1 if N else 0) if DK else b_k
+    left, right = moved(left, right, offsets, i_b, OFFSET)
     lo, hi, whole_lo, whole_hi = bounds(s0, tl.minimum(s0 + BS, S) - 1, T, right, left, RIGHT, LEFT, BQ)
     b_id, b_other, NT = o_r, o_s, tl.cdiv(T, BQ)
     if SEGMENTS:
@@ -311,12 +314,13 @@ def key_kernel(
 def bias_kernel(
     q, k, v, bias, do, lse, mean, seed,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
-    stride_biasb, stride_biash, stride_biast, inner, unit, keep, threshold, left, right, B, T, S,
+    stride_biasb, stride_biash, stride_biast, inner, unit, keep, threshold, left, right, offsets, B, T, S,
     dbias,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, SHARED: tl.constexpr,
     stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_dot: tl.constexpr,
     UNIT: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of the bias: the sum over the RB heads (SHARED: and the batch) that share it."""
     NB: tl.constexpr = H // RB
@@ -330,10 +334,14 @@ def bias_kernel(
     o_t, o_s = o_r[:, None], (s0 + tl.arange(0, BS))[None, :]
     bias += first * stride_biasb + i_hb.to(tl.int64) * stride_biash
     acc = tl.zeros([BT, BS], tl.float32)
-    lo, hi, _, _ = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
     calls = (B if SHARED else 1) * RB
-    for i in range(0, tl.where((i_s >= lo) & (i_s < hi), calls, 0)):
+    if not (OFFSET and SHARED):
+        left, right = moved(left, right, offsets, first, OFFSET)
+        lo, hi, _, _ = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
+        calls = tl.where((i_s >= lo) & (i_s < hi), calls, 0)
+    for i in range(0, calls):
         i_b, i_h = first + i // RB, i_hb * RB + i % RB
+        own_left, own_right = moved(left, right, offsets, i_b, OFFSET and SHARED)
         p_q = q + (i_b * stride_qb + i_h.to(tl.int64) * stride_qh) * UNIT + t0.to(tl.int64) * stride_qt
         p_k = k + (i_b * stride_kb + (i_h // R).to(tl.int64) * stride_kh) * UNIT + s0.to(tl.int64) * stride_kt
         p_v = v + (i_b * stride_vb + (i_h // R).to(tl.int64) * stride_vh) * UNIT + s0.to(tl.int64) * stride_vt
@@ -345,8 +353,8 @@ def bias_kernel(
         b_q = load_rows(p_q, stride_qt, T - t0, BT, K, BK, True)
         b_k = load_rows(p_k, stride_kt, S - s0, BS, K, BK, True)
         b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_x, _tanh = scores(b_x, o_t, o_s, o_t, o_s, bias, bias, stride_biast, stride_biast, inner, unit, left, right,
-                            T, S, CAP, LEFT, RIGHT, False, True, False, True, EXACT)  # fmt: skip
+        b_x, _tanh = scores(b_x, o_t, o_s, o_t, o_s, bias, bias, stride_biast, stride_biast, inner, unit, own_left,
+                            own_right, T, S, CAP, LEFT, RIGHT, False, True, False, True, EXACT)  # fmt: skip
         b_do = load_rows(p_do, stride_dot, T - t0, BT, V, BV, True)
         b_v = load_rows(p_v, stride_vt, S - s0, BS, V, BV, True)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)

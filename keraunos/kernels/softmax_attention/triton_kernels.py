@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Offsets are no further from 0, so that sums with windows and places stay within 32 bits.
+FAR = tl.constexpr(1 << 29)
 
 
 @triton.jit
@@ -76,6 +78,15 @@ def bounds(first, last, n, before, after, BEFORE: tl.constexpr, AFTER: tl.conste
     whole_lo = tl.minimum(tl.maximum(tl.cdiv(whole_lo, BLOCK), lo), hi)
     whole_hi = tl.minimum(tl.maximum(whole_hi // BLOCK, whole_lo), hi)
     return lo, hi, whole_lo, whole_hi
+
+
+@triton.jit
+def moved(left, right, offsets, i_b, OFFSET: tl.constexpr):
+    """How far queries of a row see, counted from their numbers; with OFFSET, their places are that much further on."""
+    if OFFSET:
+        offset = tl.minimum(tl.maximum(tl.load(offsets + i_b), -FAR), FAR).to(tl.int32)
+        left, right = left - offset, right + offset
+    return left, right
 
 
 @triton.jit
@@ -296,13 +307,14 @@ def forward_kernel(
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt,
     stride_flagsb, stride_sinksh, stride_queryb, stride_keyb,
-    inner, unit, keep, threshold, left, right, T, S,
+    inner, unit, keep, threshold, left, right, offsets, T, S,
     o, lse,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, RM: tl.constexpr,
     RN: tl.constexpr, stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr, BOUNDED: tl.constexpr, NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output, and for each query the log of its sum, base 2; inf where it has none. EXACT: its top and its sum.
 
@@ -328,6 +340,7 @@ def forward_kernel(
     b_q = load_rows(q, stride_qt, T - t0, BT, K, BK, True)
     if NEGATIVE:
         b_q = (-b_q.to(tl.float32)).to(b_q.dtype)
+    left, right = moved(left, right, offsets, i_b, OFFSET)
     lo, hi, whole_lo, whole_hi = bounds(t0, tl.minimum(t0 + BT, T) - 1, S, left, right, LEFT, RIGHT, BS)
     b_id, b_own, NS = o_r, o_t, tl.cdiv(S, BS)
     if SEGMENTS:

@@ -20,6 +20,7 @@ import numpy as np
 
 from keraunos.frontends import jax as frontend
 from keraunos.kernels.softmax_attention.interface import (
+    FAR,
     Args,
     Options,
     axes,
@@ -30,6 +31,7 @@ from keraunos.kernels.softmax_attention.interface import (
     not_for_libraries,
     over_groups,
     sinks_of,
+    traits,
 )
 
 FIELDS = ("block_q", "block_k")
@@ -62,6 +64,7 @@ class _Tile(NamedTuple):
     query_segments: Any  # [B, Tq]
     key_segments: Any  # [B, Sk]
     seed: Any
+    query_offset: Any  # [B, 1, 1, 1, 1]
 
 
 def _logits(q: Any, k: Any, tile: _Tile, opts: Options, S: int) -> tuple[Any, Any]:
@@ -74,10 +77,11 @@ def _logits(q: Any, k: Any, tile: _Tile, opts: Options, S: int) -> tuple[Any, An
         x = x + tile.bias
     t, s = tile.t[:, None], tile.s[None]
     seen = s < S
-    if opts.causal:
-        seen = seen & (s <= t)
-    if opts.window is not None:
-        seen = seen & (s >= t - opts.window[0]) & (s <= t + opts.window[1])
+    place = t if tile.query_offset is None else t + tile.query_offset
+    if opts.right is not None:
+        seen = seen & (s <= place + opts.right)
+    if opts.left is not None:
+        seen = seen & (s >= place - opts.left)
     if tile.mask is not None:
         seen = seen & tile.mask
     if tile.query_segments is not None:
@@ -120,7 +124,11 @@ def _tile(args: Args) -> _Tile:
     G, sides = args.key.shape[2], (args.query.shape[1], args.key.shape[1])
     t, s = (jnp.arange(n, dtype=jnp.int32) for n in sides)
     bias, mask = (None if x is None else over_groups(x, G) for x in (args.bias, args.mask))
-    return _Tile(t, s, bias, mask, args.query_segments, args.key_segments, args.seed)
+    offset = args.query_offset
+    if offset is not None:
+        # So near that the sums with places and windows have no more than 32 bits.
+        offset = jnp.clip(offset, -FAR // 2, FAR // 2).astype(jnp.int32)[:, None, None, None, None]
+    return _Tile(t, s, bias, mask, args.query_segments, args.key_segments, args.seed, offset)
 
 
 def _at_once(args: Args, opts: Options) -> tuple[Any, Any]:
@@ -156,7 +164,7 @@ class _Blocks:
         bias, mask = (None if x is None else self.pad(self.pad(x, t, 0), s, 1) for x, t, s in sides)
         segments = [None if x is None else self.pad(x, 1, i) for i, x in enumerate(whole[4:6])]
         self.whole = whole._replace(bias=bias, mask=mask, query_segments=segments[0], key_segments=segments[1])
-        seen = blocks(self.T, self.S, *self.sizes, opts.causal, opts.window)
+        seen = blocks(args, opts, *self.sizes)
         pairs = [(i, j, n == 0) for i, row in enumerate(seen) for n, j in enumerate(row)]
         self.pairs = tuple(np.array(x, np.int32) for x in zip(*pairs, strict=True)) if pairs else ()
 
@@ -191,7 +199,7 @@ class _Blocks:
         t, s = (jnp.arange(n, dtype=jnp.int32) + first for n, first in zip(sizes, at, strict=True))
         bias, mask = (part(part(x, -2, 0), -1, 1) for x in self.whole[2:4])
         own, other = part(self.whole.query_segments, 1, 0), part(self.whole.key_segments, 1, 1)
-        return _Tile(t, s, bias, mask, own, other, self.args.seed)
+        return _Tile(t, s, bias, mask, own, other, self.args.seed, self.whole.query_offset)
 
     def sinks(self) -> Any:
         """``[1, G or 1, R or 1, 1, n]``; none: n is 0."""
@@ -347,7 +355,7 @@ def _goes_to_cudnn(args: Args, opts: Options) -> bool:
         device.backend == "gpu"
         and device.kind.startswith("NVIDIA")
         and (sizes["T"] | sizes["S"]) % 2 == 0
-        and is_for_libraries(given, frontend.dtype_name(q), sizes, opts._asdict())
+        and is_for_libraries(given, frontend.dtype_name(q), sizes, traits(opts))
     )
 
 
@@ -356,14 +364,17 @@ def attention(args: Args, opts: Options) -> tuple[Any, Any]:
     if _goes_to_cudnn(args, opts):
         q, k, v = args[:3]
         o = jax.nn.dot_product_attention(
-            q, k, v, scale=opts.softmax_scale, is_causal=opts.causal, implementation="cudnn"
+            q, k, v, scale=opts.softmax_scale, is_causal=opts.right == 0, implementation="cudnn"
         )
         return o, None
-    small = args.query.shape[1] <= opts.cfg.block_q and args.key.shape[1] <= opts.cfg.block_k
-    if small or opts.return_weights:
+    queries, keys = args.query.shape[1], args.key.shape[1]
+    # One token on a cache has few weights, however many keys it sees; blocks would copy these.
+    block_q, block_k = cast(int, opts.cfg.block_q), cast(int, opts.cfg.block_k)
+    most = block_k * (block_q if queries == 1 else 1)
+    if (queries <= block_q and keys <= most) or opts.return_weights:
         output, weights = _jitted(args, opts)
         return output, weights if opts.return_weights else None
-    return _by_block(opts)(args), None
+    return _by_block(_small(args, opts))(args), None
 
 
 implementation = kernel(__file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates)
