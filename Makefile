@@ -9,7 +9,7 @@ GPU_JOBS ?= $(shell nproc)
 .PHONY: run test lint pytest bench test-gpu bench-gpu clean
 
 run: $(VENV)/run.stamp
-	$(PY) -m keraunos demo
+	$(PY) examples/language_model
 
 # Types take one processor a minute, which the tests can share.
 test: $(VENV)/test.stamp

@@ -1,4 +1,4 @@
-"""Training steps of the demo's model at a size that fills a GPU, in tokens per second, by platform of the attention.
+"""Training steps of examples/language_model at a size that fills a GPU: tokens per second, by the attention's platform.
 
     PYTHONPATH=. python3 benchmarks/training.py [--platforms pallas,triton,xla] [--width 2048] [--layers 8] ...
 
@@ -13,17 +13,20 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# The example's model.
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import jax
 import jax.numpy as jnp
 import optax
+from language_model.model import VOCABULARY, ModelConfig, forward, init_params, init_states
 
-from keraunos.demo.model import VOCABULARY, ModelConfig, forward, init_params, init_states
 from keraunos.ops.cache import file_name
 
 RESULTS = Path(__file__).parent / "results" / "training"

@@ -1,4 +1,4 @@
-"""Training over data, sequence and heads at once: the demo's model on a mesh of devices, in JAX.
+"""Training over data, sequence and heads at once: the model of `language_model` on a mesh of devices, in JAX.
 
     python examples/distributed_training.py                         on all GPUs, or on 8 devices that the CPU plays
     python examples/distributed_training.py --mesh 1 4 2 --context 4096 --steps 20
@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from keraunos.demo.model import ModelConfig, Params, forward, init_params, init_states
+from language_model.model import ModelConfig, Params, forward, init_params, init_states
 
 AXES = ("data", "tokens", "heads")
 TOKENS = P(*AXES)

@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 
 # Parts of the names of tests that take half a minute or more: without --gpu, and with it.
-_LONGEST = ("test_in_the_interpreter", "test_demo")
+_LONGEST = ("test_in_the_interpreter", "test_language_model")
 _LONGEST_ON_GPUS = ("test_any_shape", "test_many_segments", "test_both_frameworks", "test_grad_and_checkpoint")
 # Keep a GPU busy, and a processor each that waits for it: few at a time.
 _WATCHED = "compute_sanitizer"

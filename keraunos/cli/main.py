@@ -7,7 +7,6 @@ import typer
 import keraunos
 from keraunos.cli.bench import bench
 from keraunos.cli.cache import cache
-from keraunos.cli.demo import demo
 from keraunos.cli.doctor import doctor
 from keraunos.cli.explain import explain
 from keraunos.cli.tune import tune
@@ -40,7 +39,6 @@ def _options(
 
 # The modules of the subcommands import frameworks only inside their functions, so that --help is quick.
 app.command()(bench)
-app.command()(demo)
 app.command()(doctor)
 app.command()(explain)
 app.command()(tune)

@@ -20,7 +20,8 @@ def load():
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices: the CPU run forces 8 host devices")
 def test_a_step_on_a_mesh_is_that_of_one_device():
-    from keraunos.demo.model import ModelConfig
+    from language_model.model import ModelConfig
+
     from tests.numerics import assert_within_rule
 
     example = load()

@@ -20,7 +20,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         # 32 heads in a width of 4096: Ring-flash-linear-2.0, table 1 of arXiv:2510.19338.
         "ring-flash-linear prompt 8k": {"B": 1, "T": 8192, "H": 32, "K": 128},
         "ring-flash-linear training": {"B": 8, "T": 4096, "H": 32, "K": 128},
-        # The blocks of the model that `keraunos demo` trains.
+        # The blocks of the model that `make run` trains.
         "demo training": {"B": 2, "T": 256, "H": 4, "K": 32, "dtype": "float32"},
     },
     "gla": {

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-
-from keraunos.demo import checkpoint
+from language_model import checkpoint
 
 
 @pytest.fixture

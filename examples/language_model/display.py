@@ -7,8 +7,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from keraunos.demo.training import NATS_PER_BIT, Budget, Run, Settings
 from keraunos.text import printable
+from language_model.training import NATS_PER_BIT, Budget, Run, Settings
 
 _LINE_SECONDS = 10.0
 _MEAN_STEPS = 50

@@ -2,8 +2,7 @@ import math
 
 import numpy as np
 import pytest
-
-from keraunos.demo import DemoError, data
+from language_model import DemoError, data
 
 
 def _library(folder, count):

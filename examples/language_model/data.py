@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from keraunos.demo import DemoError
+from language_model import DemoError
 
 # One file in HELD_OUT_SHARE of the standard library is held out, or that share of a single text.
 LIBRARY_HELD_OUT_SHARE = 20

@@ -3,8 +3,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-
-from keraunos.demo import DemoError, checkpoint, data, training
+from language_model import DemoError, checkpoint, data, training
 
 
 @pytest.fixture(scope="module")

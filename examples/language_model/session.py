@@ -10,15 +10,15 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from keraunos.cli.display import ByteDisplay, TrainingDisplay, minutes
-from keraunos.cli.interrupts import HeldBackInterrupt
-from keraunos.demo import DemoError, checkpoint, data, generation, plot, training
-from keraunos.demo.checks import Check, beats_bigram, constant_state, same_logits
+from language_model import DemoError, checkpoint, data, generation, plot, training
+from language_model.checks import Check, beats_bigram, constant_state, same_logits
+from language_model.display import ByteDisplay, TrainingDisplay, minutes
+from language_model.interrupts import HeldBackInterrupt
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for; see `keraunos demo --help`."""
+    """What the user asked for; see ``python examples/language_model --help``."""
 
     text: Path | None
     seconds: float

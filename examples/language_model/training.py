@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import optax.contrib
 
-from keraunos.demo import DemoError, checkpoint
-from keraunos.demo.data import EVALUATION_BATCH, Corpus, training_batch
-from keraunos.demo.model import ModelConfig, Params, forward, init_params, init_states
+from language_model import DemoError, checkpoint
+from language_model.data import EVALUATION_BATCH, Corpus, training_batch
+from language_model.model import ModelConfig, Params, forward, init_params, init_states
 
 NATS_PER_BIT = math.log(2)
 # How often the held-out text is looked at, as a share of the training, and the file written, in seconds.

@@ -1,10 +1,9 @@
 import jax
 import numpy as np
 import pytest
-
-from keraunos.demo import generation
-from keraunos.demo.checks import beats_bigram, constant_state, same_logits
-from keraunos.demo.model import init_params
+from language_model import generation
+from language_model.checks import beats_bigram, constant_state, same_logits
+from language_model.model import init_params
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keraunos.demo.model import ModelConfig, Params, States, forward, init_states
+from language_model.model import ModelConfig, Params, States, forward, init_states
 
 TEMPERATURE = 0.7
 

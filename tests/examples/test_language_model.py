@@ -6,16 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from language_model import checkpoint, data, session, training
+from language_model.command import app
+from language_model.display import ByteDisplay, minutes
+from language_model.interrupts import HeldBackInterrupt
 from typer.testing import CliRunner
 
-from keraunos.cli import session
-from keraunos.cli.display import ByteDisplay, minutes
-from keraunos.cli.interrupts import HeldBackInterrupt
-from keraunos.cli.main import app
-from keraunos.demo import checkpoint, data, training
 from keraunos.text import printable
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def demo(monkeypatch, settings, prose, tmp_path):
     def run(*options, text=text, out=tmp_path / "out", model=one_block):
         tiny = functools.partial(training.Settings, model=model, batch=settings.batch)
         monkeypatch.setattr(session.training, "Settings", tiny)
-        return CliRunner().invoke(app, ["demo", "--text", str(text), "--out", str(out), "--length", "40", *options])
+        return CliRunner().invoke(app, ["--text", str(text), "--out", str(out), "--length", "40", *options])
 
     return run
 
@@ -94,17 +96,17 @@ def test_unusable_arguments_are_refused_in_one_line_before_training(demo, tmp_pa
         done = demo("--steps", "2", *options, **places)
         assert done.exit_code == 2, done.output
         (line,) = done.output.strip().splitlines()
-        assert re.search(f"keraunos demo: .*{message}", line)
+        assert re.match(f"demo: .*{message}", line)
     assert not (tmp_path / "out" / "checkpoint.npz").exists()
 
 
 def _start(cache, *options):
     return subprocess.Popen(
-        [sys.executable, "-m", "keraunos", "demo", *options],
+        [sys.executable, str(ROOT / "examples" / "language_model"), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)},
     )
 
 

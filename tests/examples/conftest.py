@@ -3,10 +3,9 @@
 import jax
 import numpy as np
 import pytest
-
-from keraunos.demo.data import Corpus
-from keraunos.demo.model import ModelConfig
-from keraunos.demo.training import Settings
+from language_model.data import Corpus
+from language_model.model import ModelConfig
+from language_model.training import Settings
 
 PHRASES = [b"the storm comes over the hill; ", b"lightning strikes the tree, ", b"and thunder answers from the sea.\n"]
 

@@ -1,4 +1,4 @@
-"""`keraunos demo`: train a language model made of linear attention, let it write, and check what it claims."""
+"""The command: train a language model made of linear attention, let it write, and check what it claims."""
 
 import os
 from pathlib import Path
@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from keraunos.cli.session import Session
+    from language_model.session import Session
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False)
 
 # Compilation and the closing checks take another half a minute on two CPU cores; all of it has to end within three.
 _MINUTES = 1.75
 
 
+@app.command()
 def demo(
     text: Annotated[
         Path | None,
@@ -40,7 +43,7 @@ def demo(
     """
     from rich.console import Console
 
-    from keraunos.demo import DemoError
+    from language_model import DemoError
 
     # The model is small: leave a GPU's memory to others.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -48,13 +51,13 @@ def demo(
     session: Session | None = None
     try:
         with console.status("Loading JAX and the text"):
-            from keraunos.cli import session as loaded
+            from language_model import session as loaded
 
             options = loaded.Options(text, minutes * 60, steps, out, prompt, length, seed, fresh, platform)
             session = loaded.Session(options, console)
         passed = session.run()
     except ImportError as error:
-        _fail(f"the demo needs {error.name}, which cannot be imported ({error}): pip install 'keraunos[demo]'")
+        _fail(f"the demo needs {error.name}, which cannot be imported ({error}): pip install -e '.[demo]'")
     except DemoError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -66,5 +69,5 @@ def demo(
 
 
 def _fail(message: str) -> None:
-    typer.secho(f"keraunos demo: {message}", fg=typer.colors.RED, err=True)
+    typer.secho(f"demo: {message}", fg=typer.colors.RED, err=True)
     raise typer.Exit(2)
