@@ -167,7 +167,13 @@ def _dot(_):
     def call(a, b, acc=None, input_precision=None):
         assert a.dtype is b.dtype
         assert acc is None or acc.dtype is tl.float32
-        data = np.matmul(_floats(a), _floats(b))
+        x, y = _floats(a), _floats(b)
+        if a.dtype is tl.float32:
+            # NumPy's product of the transposed operands has other digits on some processors, a GPU's has not: what a
+            # backward computes again is then what the forward had.
+            data = np.matmul(x.astype(np.float64), y.astype(np.float64)).astype(np.float32)
+        else:
+            data = np.matmul(x, y)
         return _tensor(data if acc is None else data + acc.handle.data, tl.float32, a)
 
     return call
