@@ -9,27 +9,17 @@ the relative distance in the Frobenius norm (keraunos/numerics.py); "rounded" is
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-from pathlib import Path
 from typing import Any
 
-# JAX would take most of the memory for itself, and PyTorch is beside it.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
+import harness
 import torch
 from compile_fla import compile_all
 
 import keraunos
 from keraunos import frontends
-from keraunos.bench import measuring, report
-from keraunos.bench.contestants import find
+from keraunos.bench.contestants import find, label
 from keraunos.bench.workloads import Shape, Workload
-from keraunos.ops.cache import file_name
 
-OPERATIONS = ("lightning_attention", "gla_attention")
-RESULTS = Path(__file__).parent / "results" / "accuracy"
 SHAPE = Shape.parse("1,8192,64")
 NAMES = ("output", "dquery", "dkey", "dvalue", "dg")
 
@@ -47,9 +37,8 @@ def truth(workload: Workload, inputs: list[Any], cotangents: list[Any], log_deca
 
 
 def errors(got: list[torch.Tensor], true: list[torch.Tensor]) -> dict[str, float]:
-    """The relative error of each result, on the device: they are large."""
-    pairs = zip(NAMES, got, true, strict=False)
-    return {name: float((x.double() - y).norm() / y.norm()) for name, x, y in pairs}
+    """The relative error of each result."""
+    return {name: harness.distance(x, y) for name, x, y in zip(NAMES, got, true, strict=False)}
 
 
 def measure(operation: str, fla: str | None) -> dict[str, Any]:
@@ -61,39 +50,28 @@ def measure(operation: str, fla: str | None) -> dict[str, Any]:
     true = truth(workload, inputs, cotangents, log_decay)
     found: dict[str, Any] = {"rounded": errors([x.bfloat16() for x in true], true)}
     for c in find(operation, ["pallas", "triton"], ["fla"]):
-        name, frontend = f"{c.name} ({c.framework})", frontends.get(f"{c.framework}_measure")
+        name, frontend = label(c), frontends.get(f"{c.framework}_measure")
         reason = fla if c.name == "fla" else c.unsupported(workload)
         if reason is None:
             given = [frontend.array(x.float().cpu().numpy(), "bfloat16", "gpu") for x in (*inputs, *cotangents)]
             outputs, gradients = frontend.program(c.function(workload, log_decay), given[:-1], given[-1:])()
             got = [torch.from_numpy(frontend.values(x).astype("float32")).cuda() for x in (*outputs, *gradients)]
         found[name] = {"skipped": reason} if reason else errors(got, true)
-        print(operation, name, found[name], flush=True)
+        harness.say(f"{operation} {name} {found[name]}")
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("operations", nargs="*", metavar="OP", help=f"{' or '.join(OPERATIONS)}; both if none is named")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for <gpu>.json")
+    parser = harness.parser(__doc__, "accuracy", names=harness.LINEAR)
     parser.add_argument("--fla-seconds", type=float, default=240.0, help="for compiling fla; 0 leaves it out")
-    arguments = parser.parse_args()
-    operations = arguments.operations or list(OPERATIONS)
-    if unknown := set(operations) - set(OPERATIONS):
-        parser.error(f"operation {unknown.pop()!r}; expected one of {', '.join(OPERATIONS)}")
-    if not measuring.on_gpu():
-        parser.error("no framework that is installed sees a GPU")
-    about = {key: value for key, value in report.about(0).items() if key != "copy_bandwidth"}
-    name = file_name(about["device"])
-    results = json.loads((RESULTS / name).read_text()) if (RESULTS / name).exists() else {}
-    fla = {operation: {SHAPE.H: "not asked for"} for operation in operations}
-    if arguments.fla_seconds:
-        fla = compile_all(operations, [SHAPE.H], arguments.fla_seconds, print)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for operation in operations:
+    options = parser.parse_args()
+    harness.require_gpu(parser)
+    run = harness.Run(options, keep=True)
+    fla = compile_all(options.names, [SHAPE.H], options.fla_seconds, harness.say)
+    for operation in options.names:
         found = measure(operation, fla[operation].get(SHAPE.H))
-        results[operation] = {"about": about, "shape": str(SHAPE), "errors": found}
-        report.write(arguments.out / name, results)
+        run.results[operation] = {"about": run.about, "shape": str(SHAPE), "errors": found}
+        run.save()
 
 
 if __name__ == "__main__":

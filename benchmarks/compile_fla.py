@@ -26,12 +26,14 @@ def compile_all(operations: list[str], heads: list[int], seconds: float, say) ->
     Args:
         operations: public operations.
         heads: numbers of heads, for which fla compiles anew.
-        seconds: after these the processes that still compile are ended.
+        seconds: after these the processes that still compile are ended; 0: none are started.
         say: called with a line for each operation and number of heads.
 
     Returns:
         operation -> heads -> why it is not ready.
     """
+    if not seconds:
+        return {operation: dict.fromkeys(heads, "not asked for") for operation in operations}
     end = time.monotonic() + seconds
     found: dict[str, dict[int, str]] = {operation: {} for operation in operations}
     reason = PEERS["fla"].unsupported(Workload(operations[0], Shape(1, 1024, heads[0])))

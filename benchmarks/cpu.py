@@ -9,22 +9,22 @@ Speed compares with the plain algorithm, a jitted ``lax.scan`` over tokens, in t
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import resource
+import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import keraunos
+from keraunos.bench.workloads import Shape, Workload
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
 from keraunos.numerics import error
@@ -32,11 +32,11 @@ from keraunos.numerics import error
 OPERATIONS = ("lightning", "gla")
 
 
-def inputs(operation, B, T, H, K, V):
-    keys = jax.random.split(jax.random.key(0), 5)
-    q, k, v, do = (jax.random.normal(key, (B, T, H, n)) for key, n in zip(keys, (K, K, V, V), strict=False))
-    gates = [jax.nn.log_sigmoid(jax.random.normal(keys[4], (B, T, H, K))) / 16] if operation == "gla" else []
-    return [q, k, v, *gates], do
+def inputs(operation, *sizes):
+    """Query, key, value, the gates of GLA, and the output's gradient."""
+    workload = Workload(f"{operation}_attention", Shape(*sizes), "float32", backward=True)
+    arrays, (do,) = workload.arguments("jax", 0)
+    return arrays, do
 
 
 def ours(operation):
@@ -68,12 +68,7 @@ def with_gradient(f, do, n):
 
 def seconds(f, *x, repeats=7):
     jax.block_until_ready(f(*x))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*x))
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
+    return statistics.median(harness.wall(lambda: f(*x), finish=jax.block_until_ready) for _ in range(repeats))
 
 
 def speed():
@@ -197,17 +192,15 @@ def main():
         return peak(sys.argv[2])
     if sys.argv[1:2] == ["softmax"]:
         return softmax(*sys.argv[2:])
-    results = {name: PARTS[name]() for name in sys.argv[1:] or PARTS}
-    if len(sys.argv) > 1:
+    options = harness.parser(__doc__, names=list(PARTS)).parse_args()
+    measured = {name: PARTS[name]() for name in options.names}
+    if options.names != list(PARTS):
         return None
-    about = {"device": "cpu", "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-             "python": platform.python_version(), "jax": jax.__version__, "keraunos": keraunos.__version__,
-             "source": {a: keraunos.kernel_registry.get(a, "xla").source_version
-                        for a in ("gla", "lightning_attn", "attention")},
-             "date": time.strftime("%Y-%m-%d")}  # fmt: skip
-    path = Path(__file__).parent / "results" / "cpu.json"
-    path.write_text(json.dumps({"about": about, **results}, indent=1) + "\n")
-    print(f"written: {path}")
+    run = harness.Run(options, "jax")
+    sources = {a: keraunos.kernel_registry.get(a, "xla").source_version for a in ("gla", "lightning_attn", "attention")}
+    run.results = {"about": {**run.about, "source": sources}, **measured}
+    run.save()
+    print(f"written: {run.path}")
     return None
 
 

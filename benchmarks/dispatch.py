@@ -11,9 +11,11 @@ import json
 import os
 import statistics
 import time
+from functools import partial
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import harness
 import jax
 
 import keraunos
@@ -21,20 +23,13 @@ from keraunos.kernels.registry import kernel_registry
 from keraunos.ops.executor import Executor, default_executor
 
 
-def per_call(fn, calls):
-    start = time.thread_time()
-    for _ in range(calls):
-        fn()
-    return (time.thread_time() - start) / calls * 1e6
-
-
 def overhead(public, direct, batches, calls):
     """Microseconds: public call, direct call, median of the differences of neighbouring batches."""
-    for fn in (public, direct):
-        per_call(fn, 200)
-    pairs = [(per_call(public, calls), per_call(direct, calls)) for _ in range(batches)]
-    medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
-    return *medians, statistics.median(a - b for a, b in pairs)
+    timers = {fn: partial(harness.wall, fn, clock=time.thread_time) for fn in (public, direct)}
+    for timer in timers.values():
+        timer(200)
+    a, b = harness.in_turns({fn: partial(timer, calls) for fn, timer in timers.items()}, batches).values()
+    return [1e6 * statistics.median(x) for x in (a, b, [x - y for x, y in zip(a, b, strict=True)])]
 
 
 def measure(batches=30, calls=300):

@@ -11,17 +11,18 @@ timed as they are and as CUDA graphs.
 """
 
 import argparse
-import contextlib
 import functools
-import importlib.metadata as metadata
 import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
-import time
-from pathlib import Path
+
+import harness
+
+from keraunos.bench.workloads import Shape, Workload
+from keraunos.ops.cache import file_name
 
 K = 128
 WARM, RUNS, STEPS = 5, 7, 100
@@ -41,12 +42,8 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
                             device_id=torch.device("cuda", rank))  # fmt: skip
 
     def inputs(operation, T, seed=rank):
-        made = torch.Generator("cuda").manual_seed(seed)
-        x = [torch.randn(1, T, heads, K, generator=made, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-        if operation == "gla_attention":
-            gate = torch.randn(1, T, heads, K, generator=made, device="cuda", dtype=torch.bfloat16)
-            x.insert(3, torch.nn.functional.logsigmoid(gate.float()).div(16).bfloat16())
-        return [y.requires_grad_() for y in x[:-1]], x[-1]
+        x, (do,) = Workload(operation, Shape(1, T, heads), backward=True).arguments("torch", seed)
+        return [y.requires_grad_() for y in x], do
 
     def call(operation, module, x, **options):
         if operation == "lightning_attention":
@@ -70,18 +67,8 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
         forward(x).backward(do)
 
     def captured(forward, x, do):
-        """The same step, in a CUDA graph: a function of no arguments, which keeps what the graph writes to."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM):
-                step(forward, x, do)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog, a thread of its own, may do what a capture forbids.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step(forward, x, do)
-        return graph.replay
+        """The same step, in a CUDA graph."""
+        return harness.captured(functools.partial(step, forward, x, do), WARM)
 
     def timed(run, *given):
         for _ in range(WARM):
@@ -89,13 +76,7 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
         found = []
         for _ in range(RUNS):
             dist.barrier()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(STEPS):
-                run(*given)
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end) / STEPS)
+            found.append(1e3 * harness.events(functools.partial(run, *given), STEPS))
         return slowest(statistics.median(found))
 
     def host(forward, x, do):
@@ -105,10 +86,7 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda._sleep(100_000_000)
-            begin = time.perf_counter()
-            for _ in range(10):
-                step(forward, x, do)
-            times.append((time.perf_counter() - begin) * 100)
+            times.append(1e3 * harness.wall(functools.partial(step, forward, x, do), 10))
         return slowest(statistics.median(times))
 
     def slowest(x):
@@ -136,8 +114,8 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
         mine = [y.detach()[:, own].contiguous().requires_grad_() for y in x]
         out = call(operation, keraunos.distributed, mine)
         out.backward(do[:, own].contiguous())
-        pairs = zip(whole, (out, *(y.grad for y in mine)), strict=True)
-        return slowest(max(((a - b).float().norm() / a.float().norm()).item() for a, b in pairs))
+        pairs = zip((out, *(y.grad for y in mine)), whole, strict=True)
+        return slowest(max(harness.distance(a, b) for a, b in pairs))
 
     found = {}
     for operation in operations:
@@ -202,13 +180,7 @@ def parts(x, size, heads):
         for i in range(30):
             if i % 10 == 0:
                 dist.barrier()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)
-            begin.record()
-            fn()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1000)
+            times.append(1e6 * harness.events(fn, cycles=2_000_000))
         return statistics.median(times[10:])
 
     return dict(
@@ -235,10 +207,12 @@ def jax_devices(tokens, heads, operations, quick):
     """The same in JAX: one process, its devices in a mesh; number of devices -> what was found."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
     import keraunos
+    from keraunos.numerics import error
 
     def call(operation, module, x, **options):
         if operation == "lightning_attention":
@@ -259,24 +233,19 @@ def jax_devices(tokens, heads, operations, quick):
 
         return make
 
-    def timed(*calls):
-        """Of each. In turn: under load GPUs slow down, and not at once."""
-        times = [[] for _ in calls]
-        for fn, x in calls * WARM:
+    def timed(**calls):
+        """Milliseconds of each, in turns: under load GPUs slow down, and not at once."""
+        for fn, x in [*calls.values()] * WARM:
             jax.block_until_ready(fn(*x))
-        for _ in range(RUNS):
-            for (fn, x), found in zip(calls, times, strict=True):
-                begin = time.perf_counter()
-                for _ in range(STEPS):
-                    out = fn(*x)
-                jax.block_until_ready(out)
-                found.append((time.perf_counter() - begin) / STEPS * 1000)
-        return map(statistics.median, times)
+        timers = {
+            name: functools.partial(harness.wall, functools.partial(fn, *x), STEPS, jax.block_until_ready)
+            for name, (fn, x) in calls.items()
+        }
+        return {name: 1e3 * statistics.median(times) for name, times in harness.in_turns(timers, RUNS).items()}
 
     def one_by_one(whole, parts):
-        pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True)
-        return max(float(jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.linalg.norm(a.astype(jnp.float32)))
-                   for a, b in pairs)  # fmt: skip
+        pairs = zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True)
+        return max(error(*(np.asarray(x, np.float32) for x in pair)) for pair in pairs)
 
     found = {}
     sizes = [n for n in (2, 4, 8) if n <= len(jax.devices())]
@@ -293,8 +262,7 @@ def jax_devices(tokens, heads, operations, quick):
 
             x = jax.jit(inputs(operation, tokens * size), out_shardings=NamedSharding(mesh, kind))()
             fn = on_each(keraunos.distributed, axis_name="tokens")
-            names = "one_ms", "alone_ms", "shards_ms"
-            row = dict(zip(names, timed(one, (on_each(keraunos), x), (fn, x)), strict=True))
+            row = timed(one_ms=one, alone_ms=(on_each(keraunos), x), shards_ms=(fn, x))
             row["efficiency"] = row["alone_ms"] / row["shards_ms"]
             row["efficiency_of_one"] = row["one_ms"] / row["shards_ms"]
             if not quick:
@@ -311,45 +279,33 @@ def log(rank, text):
         print(text, flush=True)
 
 
-def versions():
-    """Of what was measured."""
-    found = {}
-    for name in ("torch", "triton", "jax", "jaxlib", "jax-triton", "nvidia-nccl-cu13"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
 def main():
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--tokens", type=int, default=32768, help="of each GPU")
-    options.add_argument("--heads", type=int, default=16)
-    options.add_argument("--frameworks", default="torch,jax")
-    options.add_argument("--operations", default="lightning_attention,gla_attention")
-    options.add_argument("--quick", action="store_true", help="times of calls alone and over shards, nothing else")
-    options.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "distributed")
-    options.add_argument("--in-process", choices=["jax"], help=argparse.SUPPRESS)
-    given = options.parse_args()
+    parser = harness.parser(__doc__, "distributed")
+    parser.add_argument("--tokens", type=int, default=32768, help="of each GPU")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--frameworks", default="torch,jax")
+    parser.add_argument("--operations", default=",".join(harness.LINEAR))
+    parser.add_argument("--quick", action="store_true", help="times of calls alone and over shards, nothing else")
+    parser.add_argument("--in-process", choices=["jax"], help=argparse.SUPPRESS)
+    given = parser.parse_args()
     operations = given.operations.split(",")
     # Ranks that tuned on their own could choose differently, and would disturb each other's clocks.
     os.environ.setdefault("KERAUNOS_AUTOTUNE_POLICY", "heuristics")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if given.in_process:
         print(json.dumps(jax_devices(given.tokens, given.heads, operations, given.quick)))
         return
     import torch
 
-    n, gpu = torch.cuda.device_count(), torch.cuda.get_device_name().lower().replace(" ", "-")
-    found = dict(gpu=gpu, gpus=n, tokens=given.tokens, heads=given.heads, head_dim=K, dtype="bfloat16", layer=LAYER,
-                 versions=versions(), date=time.strftime("%Y-%m-%d"))  # fmt: skip
-    given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / f"{gpu}-x{n}{'-quick' * given.quick}.json"
+    n = torch.cuda.device_count()
+    gpu = file_name(torch.cuda.get_device_name()).removesuffix(".json")
+    run = harness.Run(given, "torch", f"{gpu}-x{n}{'-quick' * given.quick}.json")
+    run.results = dict(about=run.about, gpus=n, tokens=given.tokens, heads=given.heads, head_dim=K, dtype="bfloat16",
+                       layer=LAYER)  # fmt: skip
     if "torch" in given.frameworks:
         for size in [size for size in (2, 4, 8) if size <= n]:
-            found.setdefault("torch", {})[str(size)] = torch_world(
-                size, given.tokens, given.heads, operations, given.quick
-            )
-            path.write_text(json.dumps(found, indent=1) + "\n")
+            found = torch_world(size, given.tokens, given.heads, operations, given.quick)
+            run.results.setdefault("torch", {})[str(size)] = found
+            run.save()
     if "jax" in given.frameworks:
         # A process of its own: each framework takes memory for itself.
         command = [sys.executable, __file__, "--in-process", "jax", "--tokens", str(given.tokens)]
@@ -361,9 +317,9 @@ def main():
                 print(line, end="", flush=True)
         if process.returncode:
             raise SystemExit(f"distributed: JAX's part ended with {process.returncode}")
-        found["jax"] = json.loads(lines[-1])
-        path.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"wrote {path}")
+        run.results["jax"] = json.loads(lines[-1])
+        run.save()
+    harness.say(f"written: {run.path}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What a user sees when the cache or the tuner cannot work: one line of log, and the call's result all the same.
 
-python benchmarks/faults.py        (as root on Linux: it mounts a read-only and a full file system for two of the rows)
+python benchmarks/faults.py        as root on Linux: it mounts file systems, one read-only and one full
 """
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -60,6 +61,7 @@ def mounted(folder, *options):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for fault, content in (
         ("nothing is wrong", None),
         ("corrupt JSON", b'{"schema": 1, "entries": \x00}'),

@@ -9,29 +9,19 @@ left out, for the time or for another reason, is in the results with its reason.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import tempfile
-import time
-from pathlib import Path
+from dataclasses import dataclass
 
-# JAX would take most of the memory for itself, and PyTorch is measured beside it.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
+import harness
 import numpy as np
 from compile_fla import compile_all
-from rich.console import Console
+from first_call import first_call
 
 from keraunos import frontends
-from keraunos.bench import measuring, report
-from keraunos.bench.contestants import Absent, Contestant, find
-from keraunos.bench.first import first_call
+from keraunos.bench import measuring
+from keraunos.bench.contestants import Contestant, find
 from keraunos.bench.workloads import Shape, Workload
-from keraunos.ops.cache import file_name
 
-OPERATIONS = ("lightning_attention", "gla_attention")
-RESULTS = Path(__file__).parent / "results"
 # In the order of importance, for a run that ends early. fla keeps what it tuned for a number of heads: the longer shape
 # comes first.
 SHAPES = ("2,16384,64", "1,8192,64", "1,65536,64", "8,4096,32", "1,32768,16", "1,32768,8", "1,65536,4")
@@ -42,7 +32,18 @@ SOME_SHAPES = ("2,16384,64", "1,8192,64")
 # For questions that have nothing to do with size.
 SAMPLE = "1,4096,16"
 
-console = Console(highlight=False, markup=False, width=170)
+
+@dataclass(frozen=True)
+class Absent:
+    """A contestant that is not measured this time, and why."""
+
+    name: str
+    framework: str
+    reason: str
+
+    def unsupported(self, workload: Workload) -> str:
+        """The reason."""
+        return self.reason
 
 
 def workloads(operation: str) -> list[Workload]:
@@ -52,9 +53,9 @@ def workloads(operation: str) -> list[Workload]:
     return found
 
 
-def contestants(workload: Workload, fla: dict[int, str]) -> list[Contestant]:
+def contestants(workload: Workload, fla: dict[int, str]) -> list[Contestant | Absent]:
     """Triton and Pallas, XLA on some shapes, and fla unless its first call took too long."""
-    chosen: list[Contestant] = []
+    chosen: list[Contestant | Absent] = []
     for c in find(workload.operation, [], ["fla"]):
         through_torch = (c.name, c.framework) == ("pallas", "torch")
         slow = through_torch and workload.operation == "gla_attention" and workload.backward
@@ -104,62 +105,35 @@ def equalities(operation: str) -> dict[str, bool]:
     return {"jax_equals_torch": equal, "reruns_equal": same}
 
 
-def measure_operation(operation: str, fla: dict[int, str], seconds: float, save) -> None:
+def measure_operation(run: harness.Run, operation: str, fla: dict[int, str]) -> None:
     """Fill one operation's section of the results, saving after every step."""
-    end = time.monotonic() + seconds
-    bandwidth = measuring.copy_bandwidth()
-    section: dict = {"about": report.about(bandwidth), "first_calls": [], "cases": [], "left_out": []}
-    save(section)
-    effort = measuring.Effort(rounds=15, seconds=1.5)
-    for workload in workloads(operation):
-        if time.monotonic() > end:
-            section["left_out"].append({"workload": str(workload), "reason": f"{seconds:.0f} s were over"})
-            save(section)
-            continue
-        case = measuring.measure(workload, contestants(workload, fla), bandwidth, effort, console.print)
-        section["cases"].append(case)
-        save(section)
-        console.print(report.show(case, ["fla"], told=set()))
+    section = run.section(operation)
+    section["first_calls"] = []
+    calls = ((workload, contestants(workload, fla)) for workload in workloads(operation))
+    run.compare(section, calls, measuring.Effort(rounds=15, seconds=1.5), ["fla"])
     try:
         section["equalities"] = equalities(operation)
     except Exception as error:
         # The figures above stay, whatever happens here.
-        section["left_out"].append({"workload": "same bits", "reason": f"{type(error).__name__}: {error}"})
-    save(section)
+        section["left_out"].append({"workload": "same bits", "reason": harness.failure(error)})
+    run.save()
     section["first_calls"] = first_calls(operation)
-    save(section)
-    console.print(section.get("equalities"), section["first_calls"], section["left_out"])
+    run.save()
+    harness.say(f"{section.get('equalities')} {section['first_calls']} {section['left_out']}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("operations", nargs="*", metavar="OP", help=f"{' or '.join(OPERATIONS)}; both if none is named")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for <gpu>.json")
-    parser.add_argument("--seconds", type=float, default=400.0, help="for each operation; no workload begins later")
+    parser = harness.parser(__doc__, seconds=400.0, names=harness.LINEAR)
     parser.add_argument("--fla-seconds", type=float, default=240.0, help="for compiling fla; 0 leaves it out")
-    arguments = parser.parse_args()
-    operations = arguments.operations or list(OPERATIONS)
-    if unknown := set(operations) - set(OPERATIONS):
-        parser.error(f"operation {unknown.pop()!r}; expected one of {', '.join(OPERATIONS)}")
-    if not measuring.on_gpu():
-        parser.error("no framework that is installed sees a GPU; on a CPU, use `keraunos bench`")
-    path = arguments.out / file_name(report.about(0)["device"])
-    # What another run measured for the other operation stays.
-    known = RESULTS / path.name
-    results = json.loads(known.read_text()) if known.exists() else {}
-    start = time.monotonic()
+    options = parser.parse_args()
+    harness.require_gpu(parser)
+    run = harness.Run(options, keep=True)
     heads = list(dict.fromkeys(Shape.parse(text).H for text in SHAPES))
-    fla = dict.fromkeys(operations, dict.fromkeys(heads, "not asked for"))
-    if arguments.fla_seconds:
-        fla = compile_all(operations, heads, arguments.fla_seconds, console.print)
-    for operation in operations:
-
-        def save(section, operation=operation):
-            report.write(path, {**results, operation: section})
-            results[operation] = section
-
-        measure_operation(operation, fla[operation], arguments.seconds, save)
-        console.print(f"{time.monotonic() - start:.0f} s so far; written: {path}")
+    fla = compile_all(options.names, heads, options.fla_seconds, harness.say)
+    for operation in options.names:
+        run.restart()
+        measure_operation(run, operation, fla[operation])
+        harness.say(f"written: {run.path}")
 
 
 if __name__ == "__main__":

@@ -10,27 +10,19 @@ tokens' arrays too. Bandwidth is measured in the same run.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import math
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
+import harness
 import torch
-import triton
 
-import keraunos
 from keraunos import decay, serving
-from keraunos.ops.cache import file_name
 from keraunos.ops.kernel import Config
 
-RESULTS = Path(__file__).parent / "results" / "serving"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "continuous_batching.py"
 K = V = 128
 # Bytes of a pool: more than the device's cache holds, several times.
@@ -66,34 +58,17 @@ class Pool:
         return n * self.heads * K * V * self.itemsize
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second, read plus written."""
-    x = torch.randn(1 << 29, device="cuda")
-    y = torch.empty_like(x)
-    # By a kernel: what copies within graphs is another, slower unit.
-    return 2 * x.nbytes / device_seconds(lambda turn: torch.neg(x, out=y), 1, 7)
-
-
 def device_seconds(call: Callable[[int], object], turns: int, rounds: int = 9) -> float:
     """Seconds of one of ``turns`` calls in a graph: the median over its replays."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+    def all_turns():
         for turn in range(turns):
             call(turn)
-    times = []
+
+    replay = harness.captured(all_turns)
     # The first are for the clocks to rise.
-    for _ in range(2 * rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The device sleeps until the host has launched the graph: else it would wait for that between the events.
-        torch.cuda._sleep(200_000)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / turns / 1e3)
-    return statistics.median(times[rounds:])
+    times = [harness.events(replay, cycles=200_000) for _ in range(2 * rounds)]
+    return statistics.median(times[rounds:]) / turns
 
 
 def host_seconds(call: Callable[[int], object], calls: int = 30) -> float:
@@ -102,9 +77,7 @@ def host_seconds(call: Callable[[int], object], calls: int = 30) -> float:
     for turn in range(calls):
         if turn % 10 == 0:
             torch.cuda.synchronize()
-        start = time.perf_counter()
-        call(turn)
-        times.append(time.perf_counter() - start)
+        times.append(harness.wall(lambda turn=turn: call(turn)))
     torch.cuda.synchronize()
     return statistics.median(times)
 
@@ -141,14 +114,14 @@ def check_steps(pool: Pool, cfg: Config | None = None) -> None:
         ("verify", verified[[0, 2]], torch.stack(truth, 1), 2.0**-7), ("commit", committed, state, rounding),
         ("decode", decoded[[0, 2]], torch.stack(truth, 1), 2.0**-6), ("state", pool.states[live], state, 2 * rounding),
     ):  # fmt: skip
-        error = ((got.double() - want).norm() / want.norm()).item()
+        error = harness.distance(got, want)
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
     if pool.itemsize == 4:
         assert torch.equal(verified, decoded), "verify and decode differ in a bit"
         assert torch.equal(committed, pool.states[live]), "commit and decode differ in a bit"
 
 
-def steps(report: Callable, bandwidth: float, left: Callable[[], float]) -> None:
+def steps(report: Callable, bandwidth: float, late: Callable[[], bool]) -> None:
     """decode, verify and commit."""
     pools: dict[object, Pool] = {}
 
@@ -161,7 +134,7 @@ def steps(report: Callable, bandwidth: float, left: Callable[[], float]) -> None
         return pools[kind]
 
     def one(name, kind, batch, bytes_moved, call, bar):
-        if left() < 0:
+        if late():
             return None
         turns = max(min(64, (1 << 30) // max(bytes_moved, 1)), 4)
         seconds = device_seconds(call, turns)
@@ -236,19 +209,19 @@ def check_prefill(pool: Pool) -> None:
         for t in range(begin, begin + size):
             want, _ = serving.decode(*(x[t : t + 1] for x in (q, k, v)), pool.states, other[n : n + 1], **options)
             if t >= begin + size - 3:
-                error = ((output[t] - want[0]).float().norm() / want.float().norm()).item()
+                error = harness.distance(output[t], want[0])
                 assert error < 2.0**-6, f"prefill: token {t} of request {n} differs by {error:.2e}"
-    a, b = pool.states[slots.long()].double(), pool.states[other.long()].double()
-    assert (a - b).norm() < 2.0**-6 * b.norm(), "prefill: states differ"
+    error = harness.distance(pool.states[slots.long()], pool.states[other.long()])
+    assert error < 2.0**-6, f"prefill: states differ by {error:.2e}"
 
 
-def prefills(report: Callable, bandwidth: float, left: Callable[[], float]) -> None:
+def prefills(report: Callable, bandwidth: float, late: Callable[[], bool]) -> None:
     """Many prompts at once, and one of as many tokens."""
     pool = Pool(64)
     check_prefill(pool)
     total = sum(lengths())
     for name, sizes, bar in (("32 requests", lengths(), "1.6 x floor"), ("1 request", [total], "1.4 x floor")):
-        if left() < 0:
+        if late():
             return
         q, k, v = pool.tokens(total)
         cu = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], device="cuda", dtype=torch.int32)
@@ -268,7 +241,7 @@ def prefills(report: Callable, bandwidth: float, left: Callable[[], float]) -> N
         report(f"prefill, {name}, host", heads=64, microseconds=host_seconds(call) * 1e6, bar="60 µs")
 
 
-def batching(report: Callable, left: Callable[[], float], heads: int = 32, dim: int = K, longest: int = 2048) -> None:
+def batching(report: Callable, late: Callable[[], bool], heads: int = 32, dim: int = K, longest: int = 2048) -> None:
     """The engine of examples/continuous_batching.py, host and all: 64 requests that come and go.
 
     Raises:
@@ -281,7 +254,7 @@ def batching(report: Callable, left: Callable[[], float], heads: int = 32, dim: 
     requests = example.random_requests(64, longest, heads, dim, device, dtype)
     log_decay, outputs = torch.from_numpy(decay.minimax(heads, 5, 32)), []
     for graph in (False, True) if device == "cuda" else (False,):
-        if left() < 0:
+        if late():
             return
         engine = example.Engine(32, longest, 8, log_decay, dim, device, dtype, graph)
         tokens, steps, seconds = example.measure(engine, requests)
@@ -293,36 +266,22 @@ def batching(report: Callable, left: Callable[[], float], heads: int = 32, dim: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing new after that long")
-    parser.add_argument("--out", type=Path, help="where the results go")
-    args = parser.parse_args()
-    start = time.perf_counter()
-    rows: list[dict] = []
-    device = torch.cuda.get_device_name()
-    bandwidth = copy_bandwidth()
-    about = dict(
-        device=device, date=date.today().isoformat(), bytes_per_second=bandwidth, torch=torch.__version__,
-        triton=triton.__version__, keraunos=keraunos.__version__, python=platform.python_version(),
-    )  # fmt: skip
-    print(f"{device}: copies {bandwidth / 1e12:.2f} TB/s", flush=True)
-    target = args.out or RESULTS / file_name(device)
-    target.parent.mkdir(exist_ok=True)
+    options = harness.parser(__doc__, "serving", seconds=math.inf).parse_args()
+    run = harness.Run(options, "torch")
+    about = run.measured()
+    run.results = {"about": about, "rows": []}
 
     def report(name, **figures):
-        rows.append(dict(name=name, **figures))
+        run.results["rows"].append(dict(name=name, **figures))
         shown = (
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
         )
-        print(f"{name}: {', '.join(shown)}", flush=True)
-        target.write_text(json.dumps(dict(about=about, rows=rows), indent=1) + "\n")
+        harness.say(f"{name}: {', '.join(shown)}")
+        run.save()
 
-    def left():
-        return args.seconds - (time.perf_counter() - start)
-
-    steps(report, bandwidth, left)
-    prefills(report, bandwidth, left)
-    batching(report, left)
+    steps(report, about["copy_bandwidth"], lambda: run.late)
+    prefills(report, about["copy_bandwidth"], lambda: run.late)
+    batching(report, lambda: run.late)
 
 
 if __name__ == "__main__":

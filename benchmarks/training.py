@@ -9,7 +9,6 @@ that failed is there with its reason.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -18,18 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # The example's model.
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
+import harness
 import jax
 import jax.numpy as jnp
 import optax
 from language_model.model import VOCABULARY, ModelConfig, forward, init_params, init_states
-
-from keraunos.ops.cache import file_name
-
-RESULTS = Path(__file__).parent / "results" / "training"
 
 
 def program(config: ModelConfig, batch: int, platform: str) -> tuple[Any, Any]:
@@ -79,30 +74,25 @@ def measure(config: ModelConfig, batch: int, platform: str, steps: int) -> dict[
 
 def main() -> None:
     """Measure each platform, write after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = dict(width=2048, heads=16, layers=8, context=8192, batch=4, steps=10)
+    parser = harness.parser(__doc__, "training")
     parser.add_argument("--platforms", default="pallas,triton,xla")
-    for name, default in dict(width=2048, heads=16, layers=8, context=8192, batch=4, steps=10).items():
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--out", type=Path, help="where to write; the default is named after the GPU")
-    args = parser.parse_args()
-    config = ModelConfig(args.width, args.heads, ("lightning",) * args.layers, args.context)
-    device = jax.devices()[0]
-    path = args.out or RESULTS / file_name(device.device_kind)
-    found: dict[str, Any] = {
-        "about": {"device": device.device_kind, "date": time.strftime("%Y-%m-%d"), "jax": jax.__version__,
-                  "compilation cache": bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))},
-        "model": {name: getattr(args, name) for name in ("width", "heads", "layers", "context", "batch", "steps")},
-        "platforms": {},
-    }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for platform in args.platforms.split(","):
+    options = parser.parse_args()
+    config = ModelConfig(options.width, options.heads, ("lightning",) * options.layers, options.context)
+    run = harness.Run(options, "jax")
+    run.about["compilation cache"] = bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+    run.results = {"about": run.about, "model": {name: getattr(options, name) for name in sizes}, "platforms": {}}
+    for platform in options.platforms.split(","):
         try:
-            found["platforms"][platform] = measure(config, args.batch, platform, args.steps)
+            found = measure(config, options.batch, platform, options.steps)
         # The others are still worth knowing.
         except Exception as error:
-            found["platforms"][platform] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
-        print(platform, json.dumps(found["platforms"][platform]), flush=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+            found = {"failed": harness.failure(error)}
+        run.results["platforms"][platform] = found
+        harness.say(f"{platform} {json.dumps(found)}")
+        run.save()
 
 
 if __name__ == "__main__":

@@ -9,28 +9,21 @@ go to benchmarks/results/variants/<gpu>.json after every call; one that failed i
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import keraunos
 from keraunos import decay
-from keraunos.bench import measuring, report
 from keraunos.frontends import jax_measure
-from keraunos.ops.cache import file_name
 
-RESULTS = Path(__file__).parent / "results" / "variants"
 ROUNDS = 5
 # Of 32 sequences, with a fixed seed.
 LENGTHS = np.random.default_rng(0).integers(16, 4097, 32)
@@ -111,12 +104,9 @@ def measure(call: Call, platforms: list[str], backward: bool, bandwidth: float) 
             programs[platform] = jax_measure.program(lambda *x, p=platform: run(p, *x), arrays, cotangents)
         # The others are still worth knowing.
         except Exception as error:
-            found[platform] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            found[platform] = {"failed": harness.failure(error)}
     clock = jax_measure.clock(list(programs.values()), "gpu")
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(ROUNDS):
-        for name, program in programs.items():
-            times[name].append(clock(program))
+    times = harness.in_turns({name: partial(clock, program) for name, program in programs.items()}, ROUNDS)
     floor = call.bytes_moved(backward) / bandwidth
     for name, seconds in times.items():
         median = statistics.median(seconds[1:])
@@ -126,26 +116,22 @@ def measure(call: Call, platforms: list[str], backward: bool, bandwidth: float) 
 
 def main() -> None:
     """Measure each call, write after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "variants", seconds=150)
     parser.add_argument("--platforms", default="pallas,triton")
-    parser.add_argument("--seconds", type=float, default=150, help="no call begins later; packed sequences come first")
-    parser.add_argument("--out", type=Path, help="where to write; the default is named after the GPU")
-    args = parser.parse_args()
-    end = time.monotonic() + args.seconds
-    path = args.out or RESULTS / file_name(jax.devices()[0].device_kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    bandwidth = measuring.copy_bandwidth()
-    found: dict[str, Any] = {"about": report.about(bandwidth), "calls": []}
+    options = parser.parse_args()
+    run = harness.Run(options, "jax")
+    about = run.measured()
+    run.results = {"about": about, "calls": []}
+    # Packed sequences come first.
     for call in sorted(CALLS, key=lambda call: call.lengths is None):
         row = {"name": call.name, "B, T, H, K = V": [call.B, call.T, call.H, call.D]}
         for backward in (False, True):
-            late = time.monotonic() > end
-            given = {"left out": "the time was over"} if late else measure(
-                call, args.platforms.split(","), backward, bandwidth)  # fmt: skip
+            given = {"left out": "the time was over"} if run.late else measure(
+                call, options.platforms.split(","), backward, about["copy_bandwidth"])  # fmt: skip
             row["forward and backward" if backward else "forward"] = given
-        found["calls"].append(row)
-        print(json.dumps(row), flush=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        run.results["calls"].append(row)
+        harness.say(json.dumps(row))
+        run.save()
 
 
 if __name__ == "__main__":

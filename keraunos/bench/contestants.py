@@ -193,32 +193,6 @@ class Vendor:
         return run
 
 
-@dataclass(frozen=True)
-class Absent:
-    """A contestant that is not measured this time, and why; see :class:`Contestant`."""
-
-    name: str
-    framework: str
-    reason: str
-    tolerance: float = 1.0
-
-    def unsupported(self, workload: Workload) -> str | None:
-        """See :class:`Contestant`."""
-        return self.reason
-
-    def about(self, workload: Workload) -> dict[str, Any]:
-        """See :class:`Contestant`."""
-        return {}
-
-    def config(self, workload: Workload) -> Config | None:
-        """See :class:`Contestant`."""
-        return None
-
-    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
-        """See :class:`Contestant`."""
-        raise NotImplementedError(self.reason)
-
-
 PEERS: dict[str, Contestant] = {"fla": Fla(), "cudnn": Vendor("cudnn", "jax"), "sdpa": Vendor("sdpa", "torch")}
 
 

@@ -32,12 +32,10 @@ class Effort:
     Attributes:
         rounds: times each contestant is timed, at most; on a GPU each time is the mean of ten runs.
         seconds: after that long, no further round of one workload begins.
-        slow: seconds; a contestant with a slower call is not timed further. None: 0.05 on a GPU, else 2.
     """
 
     rounds: int = 20
     seconds: float = 4.0
-    slow: float | None = None
 
 
 @functools.cache
@@ -158,7 +156,7 @@ def measure(
             entry = _Entry(contestant, workload)
             report["errors"] = check(contestant, workload)
             report |= entry.figures()
-            slow = effort.slow or (0.05 if entry.backend == "gpu" else 2.0)
+            slow = 0.05 if entry.backend == "gpu" else 2.0
             if report["latency_s"] > slow:
                 report["seconds"] = [report["latency_s"]]
                 report["note"] = f"one call takes more than {slow} s: timed once, by the host's clock"

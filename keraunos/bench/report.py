@@ -16,15 +16,15 @@ import keraunos
 from keraunos.bench.workloads import Shape
 from keraunos.text import pairs
 
-_PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "fla-core", "numpy")
+_PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "fla-core", "nvidia-nccl-cu13", "numpy")
 
 
-def about(bandwidth: float) -> dict[str, Any]:
-    """The device, the versions of everything, and the date."""
+def about(framework: str | None = None) -> dict[str, Any]:
+    """The device of a framework, or of one that has a GPU, the versions of everything, and the date."""
     from keraunos import frontends
     from keraunos.bench.measuring import backends
 
-    framework = max(backends(), key=lambda name: backends()[name] == "gpu")
+    framework = framework or max(backends(), key=lambda name: backends()[name] == "gpu")
     device = frontends.get(framework).default_device()
     return {
         "device": device.kind,
@@ -36,7 +36,6 @@ def about(bandwidth: float) -> dict[str, Any]:
         "keraunos": keraunos.__version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
-        "copy_bandwidth": bandwidth,
     }
 
 

@@ -75,7 +75,7 @@ def bench(
         raise typer.BadParameter(str(error)) from None
     with console.status("Measuring the copy bandwidth") as status:
         bandwidth = measuring.copy_bandwidth()
-        results: dict[str, Any] = {"about": report.about(bandwidth), "cases": []}
+        results: dict[str, Any] = {"about": {**report.about(), "copy_bandwidth": bandwidth}, "cases": []}
         told: set[tuple[str, str]] = set()
         device = results["about"]["device"]
         console.print(f"{device}: copies {bandwidth / 1e9:.4g} GB/s, read plus written\n")

@@ -1,4 +1,4 @@
-"""The first call of a contestant in a process of its own: `first_call` starts `python -m keraunos.bench.first`.
+"""The first call of a contestant in a process of its own: `first_call` starts a process of this file.
 
 What a user waits for at the first call of a fresh process: compiling, and tuning where a library tunes. The start of
 the framework and of the device, and making the inputs, are not in it.
@@ -33,7 +33,7 @@ def first_call(
         Seconds, or why there are none.
     """
     question = json.dumps({**asdict(workload), "name": name, "framework": framework})
-    command = [sys.executable, "-m", "keraunos.bench.first", question]
+    command = [sys.executable, __file__, question]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **environment}, check=False

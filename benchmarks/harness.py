@@ -1,0 +1,208 @@
+"""What the scripts of this folder share: options, clocks, and a run whose results are written after every step.
+
+Inputs are those of ``keraunos.bench.workloads``, checks and times of calls those of ``keraunos.bench.measuring``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# JAX would take most of a GPU's memory for itself, and PyTorch is measured beside it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+from keraunos.bench import measuring, report
+from keraunos.bench.contestants import Contestant
+from keraunos.bench.workloads import Workload
+from keraunos.ops.cache import file_name
+
+RESULTS = Path(__file__).parent / "results"
+LINEAR = ("lightning_attention", "gla_attention")
+
+
+def say(shown: Any) -> None:
+    """Print a line, or something of rich."""
+    if isinstance(shown, str):
+        print(shown, flush=True)
+        return
+    from rich.console import Console
+
+    Console(highlight=False, markup=False, width=170).print(shown)
+
+
+def parser(description: str, folder: str = "", seconds: float | None = None, names: Sequence[str] = ()):
+    """The options of a script.
+
+    Args:
+        description: the script's docstring.
+        folder: of its results, within ``benchmarks/results``.
+        seconds: the default of --seconds; None: there is no such option.
+        names: what the script can be asked for by name; all of it is the default.
+    """
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.set_defaults(results=RESULTS / folder)
+    made.add_argument("--out", type=Path, default=RESULTS / folder, help="the file, or the folder for <device>.json")
+    if seconds is not None:
+        made.add_argument("--seconds", type=float, default=seconds, help="after that long nothing new begins")
+    if names:
+
+        def known(text: str) -> str:
+            if text not in names:
+                raise argparse.ArgumentTypeError(f"{text!r}; expected one of {', '.join(names)}")
+            return text
+
+        made.add_argument("names", nargs="*", type=known, default=list(names), metavar="NAME",
+                          help=f"of {', '.join(names)}; all if none is named")  # fmt: skip
+    return made
+
+
+def wall(run: Callable[[], Any], calls: int = 1, finish: Callable[[Any], Any] | None = None,
+         clock: Callable[[], float] = time.perf_counter) -> float:  # fmt: skip
+    """Seconds of each of so many calls by the host's clock, until ``finish`` has waited for the last one's results."""
+    start = clock()
+    for _ in range(calls):
+        results = run()
+    if finish is not None:
+        finish(results)
+    return (clock() - start) / calls
+
+
+def events(run: Callable[[], Any], calls: int = 1, cycles: int = 0) -> float:
+    """Seconds of each of so many calls by the events of PyTorch's GPU.
+
+    Args:
+        run: what to launch.
+        calls: how often, between the two events.
+        cycles: for which the GPU sleeps before: else it would wait between the events until the host has launched.
+    """
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if cycles:
+        torch.cuda._sleep(cycles)
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls / 1e3
+
+
+def captured(run: Callable[[], Any], warm: int = 1) -> Callable[[], None]:
+    """The replay of a CUDA graph of what ``run`` launches, which has run ``warm`` times before."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog, a thread of its own, may do what a capture forbids.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+def in_turns(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each timer says in each round; one after the other, as a device does not stay as fast as it is."""
+    found: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            found[name].append(timer())
+    return found
+
+
+def distance(got: Any, true: Any) -> float:
+    """The relative error of a tensor in the Frobenius norm, computed on its device in float64."""
+    true = true.double()
+    return float((got.double() - true).norm() / true.norm())
+
+
+def failure(error: BaseException) -> str:
+    """What the results say of an exception."""
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+class Run:
+    """One run of a script: its device, the time that is left, and its results.
+
+    Attributes:
+        about: the device, versions and the date.
+        results: what the file holds, from the last run on where it is kept.
+        path: the file.
+    """
+
+    def __init__(self, options: argparse.Namespace, framework: str | None = None, name: str = "", keep: bool = False):
+        """Find the device and the file.
+
+        Args:
+            options: what :func:`parser` read.
+            framework: whose device it is; one that has a GPU if None.
+            name: of the file; that of the device if empty.
+            keep: whether what earlier runs measured stays, unless it is measured anew.
+        """
+        self.about = report.about(framework)
+        name = name or file_name(self.about["device"])
+        self.path: Path = options.out if options.out.suffix == ".json" else options.out / name
+        before: Path = options.results / name
+        self.results: dict[str, Any] = json.loads(before.read_text()) if keep and before.exists() else {}
+        self._seconds: float | None = getattr(options, "seconds", None)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to count the time anew."""
+        self._start = time.monotonic()
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return self._seconds is not None and time.monotonic() - self._start > self._seconds
+
+    def measured(self) -> dict[str, Any]:
+        """What the results are about, and the bandwidth of a large copy now."""
+        about = {**self.about, "copy_bandwidth": measuring.copy_bandwidth()}
+        say(f"{about['device']}: copies {about['copy_bandwidth'] / 1e9:.4g} GB/s, read plus written")
+        return about
+
+    def save(self) -> None:
+        """Write all results."""
+        report.write(self.path, self.results)
+
+    def section(self, name: str, **more: Any) -> dict[str, Any]:
+        """A new section of the results for :meth:`compare`."""
+        self.results[name] = {"about": {**self.measured(), **more}, "cases": [], "left_out": []}
+        return self.results[name]
+
+    def compare(
+        self,
+        section: dict[str, Any],
+        calls: Iterable[tuple[Workload, Sequence[Contestant]]],
+        effort: measuring.Effort,
+        peers: Sequence[str] = (),
+    ) -> None:
+        """Check and time who computes each workload; those for which the time was over are named in the section."""
+        told: set[tuple[str, str]] = set()
+        for workload, contestants in calls:
+            if self.late:
+                reason = f"{self._seconds:.0f} s were over"
+                section["left_out"].append({"workload": str(workload), "reason": reason})
+            else:
+                bandwidth = section["about"]["copy_bandwidth"]
+                case = measuring.measure(workload, contestants, bandwidth, effort, say)
+                section["cases"].append(case)
+                say(report.show(case, peers, told))
+            self.save()
+
+
+def require_gpu(made: argparse.ArgumentParser) -> None:
+    """End the script where no framework that is installed sees a GPU."""
+    if not measuring.on_gpu():
+        made.error("no framework that is installed sees a GPU; on a CPU, use `keraunos bench`")

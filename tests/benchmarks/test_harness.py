@@ -1,0 +1,121 @@
+"""The harness of the benchmarks: options, clocks, results; and that each script still takes its options."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import harness
+import pytest
+from first_call import first_call
+
+from keraunos.bench import measuring
+from keraunos.bench.contestants import find
+from keraunos.bench.workloads import Shape, Workload
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+TINY = Workload("lightning_attention", Shape(1, 16, 1, 16, 16), "float32")
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    """Options as a script has them, whose results are in a folder of the test."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+
+    def read(*arguments, seconds=100.0):
+        return harness.parser("A script.", "some", seconds, ("one", "other")).parse_args(arguments)
+
+    return read
+
+
+def test_names_are_all_or_those_asked_for(options, capsys):
+    assert options().names == ["one", "other"]
+    assert options("other").names == ["other"]
+    with pytest.raises(SystemExit):
+        options("another")
+    assert "'another'; expected one of one, other" in capsys.readouterr().err
+
+
+def test_what_other_runs_measured_stays(options, tmp_path):
+    run = harness.Run(options(), "jax", keep=True)
+    assert (run.results, run.path) == ({}, tmp_path / "results" / "some" / "cpu.json")
+    run.results["one"] = 1
+    run.save()
+    run = harness.Run(options("--out", str(tmp_path / "elsewhere")), "jax", keep=True)
+    run.results["other"] = 2
+    run.save()
+    assert run.path == tmp_path / "elsewhere" / "cpu.json"
+    assert json.loads(run.path.read_text()) == {"one": 1, "other": 2}
+    run = harness.Run(options("--out", str(tmp_path / "elsewhere" / "other.json")), "jax")
+    assert (run.results, run.path.name) == ({}, "other.json")
+
+
+def test_cases_are_written_one_by_one_and_what_was_left_out_is_named(options, monkeypatch):
+    monkeypatch.setattr(measuring, "copy_bandwidth", lambda: 1e9)
+    run = harness.Run(options(), "jax")
+    section, written = run.section("one", more="known"), []
+    assert section["about"].items() >= {"device": "cpu", "copy_bandwidth": 1e9, "more": "known"}.items()
+    monkeypatch.setattr(run, "save", lambda: written.append(json.loads(json.dumps(run.results["one"]))))
+    contestants = find(TINY.operation, ["xla"], [])
+
+    def calls():
+        yield TINY, contestants
+        run._start -= 200
+        yield TINY, contestants
+
+    run.compare(section, calls(), measuring.Effort(rounds=2, seconds=0))
+    assert [(len(x["cases"]), len(x["left_out"])) for x in written] == [(1, 0), (1, 1)]
+    assert section["cases"][0]["contestants"]["xla (jax)"]["median_s"] > 0
+    assert section["left_out"] == [{"workload": str(TINY), "reason": "100 s were over"}]
+
+
+def test_the_wall_clock_waits_for_the_last_call():
+    now, done = [0.0], []
+
+    def call():
+        now[0] += 1.0
+        return len(done)
+
+    def finish(results):
+        done.append(results)
+        now[0] += 2.0
+
+    assert harness.wall(call, 4, finish, clock=lambda: now[0]) == 1.5
+    assert done == [0]
+
+
+def test_timers_take_turns():
+    asked = []
+    timers = {name: lambda name=name: asked.append(name) or len(asked) for name in "ab"}
+    assert harness.in_turns(timers, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]}
+
+
+def test_a_first_call_is_timed_in_a_process_of_its_own():
+    assert first_call(TINY, "xla", "jax", {"PYTHONPATH": str(SCRIPTS.parent)}, seconds=300) > 0
+    failed = first_call(TINY, "fla", "torch", {"PYTHONPATH": str(SCRIPTS.parent)}, seconds=300)
+    assert failed.startswith("its first call failed: ")
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["accuracy", "attention", "concurrency", "cpu", "dispatch", "distributed", "faults", "gpu", "serving", "training",
+     "variants"],
+)  # fmt: skip
+def test_scripts_take_their_options(script, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert ("--out" in said) == (script not in ("concurrency", "dispatch", "faults"))
+
+
+@pytest.mark.parametrize("script", ["accuracy", "attention", "gpu"])
+def test_no_gpu_is_said(script, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(measuring, "on_gpu", lambda: False)
+    monkeypatch.setattr(sys, "argv", [script])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+    assert "no framework that is installed sees a GPU" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+"""The page that is made from what was measured."""
+
+import json
+from pathlib import Path
+
+import report
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_committed_page_is_that_of_the_committed_results():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert page == report.page(), "run: python benchmarks/report.py"
+    for file in report.gpu_files():
+        assert (ROOT / "docs" / report.plot_name(file.stem)).exists()
+
+
+def test_the_page_shows_the_figures(tmp_path):
+    def contestant(name, seconds):
+        figures = dict.fromkeys(("host_s", "latency_s", "in_a_row_s", "peak_ratio"), 1.0)
+        return {"name": name, "framework": "torch", "median_s": seconds, "errors": {"output": 0.002}, **figures}
+
+    case = {
+        "operation": "gla_attention", "shape": {"B": 1, "T": 8192, "H": 64, "K": 128, "V": 128}, "dtype": "bfloat16",
+        "pass": "forward", "floor_s": 0.001, "contestants": {
+            "triton (torch)": contestant("triton", 0.0015), "fla (torch)": contestant("fla", 0.006),
+            "xla (jax)": {"name": "xla", "framework": "jax", "skipped": "left out"},
+        },
+    }  # fmt: skip
+    about = dict.fromkeys(("keraunos", "torch", "jax", "triton", "jax-triton", "fla-core", "driver", "python"), "1.2.3")
+    about |= {"device": "NVIDIA X", "date": "2026-01-02", "copy_bandwidth": 4.2e12}
+    section = {
+        "about": about, "cases": [case], "first_calls": [], "left_out": [{"workload": "w", "reason": "no time"}],
+        "equalities": {"jax_equals_torch": True, "reruns_equal": False},
+    }  # fmt: skip
+    (tmp_path / "nvidia-x.json").write_text(json.dumps({"gla_attention": section}))
+    page = report.page(tmp_path)
+    for expected in (
+        "gla_attention on NVIDIA X", "2026-01-02; copies 4.20 TB/s", "fla-core 1.2.3",
+        "| 1,8192,64 | 1.000 | 1.500 | 6.000 | 1.50 | 6.00 | 4.00 |", "xla (jax): left out (at 1,8192,64)",
+        "left out: w: no time", "through JAX and PyTorch: yes; in 20 runs: no", "![", "(benchmarks-nvidia-x.png)",
+        "no results from a CPU",
+    ):  # fmt: skip
+        assert expected in page
