@@ -123,7 +123,7 @@ def in_turns(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
 def distance(got: Any, true: Any) -> float:
     """The relative error of a tensor in the Frobenius norm, computed on its device in float64."""
     true = true.double()
-    return float((got.double() - true).norm() / true.norm())
+    return ((got.double() - true).norm() / true.norm()).item()
 
 
 def failure(error: BaseException) -> str:
@@ -138,6 +138,7 @@ class Run:
         about: the device, versions and the date.
         results: what the file holds, from the last run on where it is kept.
         path: the file.
+        began: when the time began to count, of ``time.monotonic``.
     """
 
     def __init__(self, options: argparse.Namespace, framework: str | None = None, name: str = "", keep: bool = False):
@@ -159,12 +160,12 @@ class Run:
 
     def restart(self) -> None:
         """Begin to count the time anew."""
-        self._start = time.monotonic()
+        self.began = time.monotonic()
 
     @property
     def late(self) -> bool:
         """Whether the time is over."""
-        return self._seconds is not None and time.monotonic() - self._start > self._seconds
+        return self._seconds is not None and time.monotonic() - self.began > self._seconds
 
     def measured(self) -> dict[str, Any]:
         """What the results are about, and the bandwidth of a large copy now."""

@@ -60,7 +60,7 @@ def test_cases_are_written_one_by_one_and_what_was_left_out_is_named(options, mo
 
     def calls():
         yield TINY, contestants
-        run._start -= 200
+        run.began -= 200
         yield TINY, contestants
 
     run.compare(section, calls(), measuring.Effort(rounds=2, seconds=0))
@@ -119,3 +119,11 @@ def test_no_gpu_is_said(script, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
     assert "no framework that is installed sees a GPU" in capsys.readouterr().err
+
+
+def test_the_distance_is_relative_and_in_float64():
+    torch = pytest.importorskip("torch")
+    true = torch.full((3, 4), 2.0, requires_grad=True)
+    assert harness.distance(true.bfloat16() * 1.5, true) == 0.5
+    # In float32 this difference would be lost.
+    assert harness.distance(torch.tensor([1.0 + 2**-40], dtype=torch.float64), torch.ones(1)) == 2**-40
