@@ -12,6 +12,8 @@ import numpy as np
 
 # Among the residuals of a forward: its first output.
 OUTPUT = object()
+# Bytes of shared memory that a program may have on Hopper: what is assumed where there is no GPU to ask.
+SHARED_MEMORY = 232448
 
 
 class Device(NamedTuple):
@@ -19,6 +21,7 @@ class Device(NamedTuple):
 
     backend: str  # "cpu", "gpu" or "tpu"
     kind: str  # such as "NVIDIA H200"
+    shared_memory: int = SHARED_MEMORY  # bytes of it that a program on a GPU may have
 
 
 def framework_of(x: Any) -> str | None:
@@ -31,6 +34,11 @@ def framework_of(x: Any) -> str | None:
         if module is not None and isinstance(x, getattr(module, array, ())):
             return name
     return None
+
+
+def shared_memory(x: Any) -> int:
+    """Bytes of shared memory that a program may have on the array's GPU."""
+    return get(framework_of(x) or "").device_of(x).shared_memory
 
 
 def signature(args: Sequence[Any]) -> list[Any]:
@@ -172,3 +180,27 @@ def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outp
     """Launch a Triton kernel through the framework whose arrays ``inputs`` holds; see the front ends."""
     framework = next(name for name in map(framework_of, inputs.values()) if name)
     return get(f"{framework}_launch").launch(kernel, grid, inputs, outputs, constants, **options)
+
+
+def in_shared_memory(build: Callable[[int], Any], kernel: str, num_stages: int) -> Any:
+    """What ``build`` makes with as many stages, up to these, as the GPU has shared memory for.
+
+    Args:
+        build: takes the number of stages; raises Triton's OutOfResources if that many do not fit.
+        kernel: its name.
+
+    Raises:
+        ValueError: one stage does not fit.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    while True:
+        try:
+            return build(num_stages)
+        except OutOfResources as error:
+            if num_stages == 1:
+                raise ValueError(
+                    f"keraunos: {kernel} needs {error.required} of {error.name} with num_stages = 1, of which this GPU "
+                    f"has {error.limit}; expected a cfg with smaller blocks, or none: the default fits"
+                ) from error
+            num_stages -= 1

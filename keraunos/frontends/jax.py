@@ -246,7 +246,19 @@ def default_device() -> Device:
 @functools.cache
 def _describe(device: jax.Device) -> Device:
     backend = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+    if backend == "gpu":
+        return Device(backend, device.device_kind, shared_memory(str(getattr(device, "compute_capability", ""))))
     return Device(backend, device.device_kind)
+
+
+def shared_memory(capability: str) -> int:
+    """Bytes of shared memory that a program may have on GPUs of a capability, such as "8.9" or "gfx942".
+
+    Of unknown ones what all have of their maker's that are known: JAX does not say how much it is.
+    """
+    if capability.startswith("gfx"):
+        return 163840 if capability.startswith("gfx950") else 65536
+    return {"8.0": 166912, "8.7": 166912, "9.0": 232448, "10.0": 232448, "10.3": 232448}.get(capability, 101376)
 
 
 def place_of(x: Any) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import mlir
 
-from keraunos.frontends.jax import vary, varying
+from keraunos.frontends import in_shared_memory
+from keraunos.frontends.jax import shared_memory, vary, varying
 
 _CACHE = os.environ.get("TRITON_CACHE_DIR")
 try:
     import jax_triton
+    from jax_triton import triton_lib
 finally:
     # Importing jax_triton, even in vain, empties the variable, which would switch Triton's own cache off for everybody
     # in the process.
@@ -69,3 +74,40 @@ def _check_names(kernel: Any, inputs: dict[str, Any], outputs: dict[str, Any], c
     names, given = kernel.arg_names, [*inputs, *outputs]
     if given != names[: len(given)] or set(constants) != set(names[len(given) :]):
         raise TypeError(f"{kernel.__name__}: got arguments {given}, constants {list(constants)}; expected {names}")
+
+
+def _lower(
+    lower: Callable, make_backend: Callable, ctx: Any, *args: Any, fn: Any, num_stages: int, **options: Any
+) -> Any:
+    """jax_triton's lowering, of our kernels with as many stages, up to these, as the GPU has shared memory for."""
+    if not fn.__module__.startswith("keraunos."):
+        return lower(make_backend, ctx, *args, fn=fn, num_stages=num_stages, **options)
+
+    def build(num_stages):
+        return lower(functools.partial(_limited, make_backend), ctx, *args, fn=fn, num_stages=num_stages, **options)
+
+    return in_shared_memory(build, fn.__name__, num_stages)
+
+
+def _limited(make_backend: Callable, device: int, capability: int) -> Any:
+    """Triton's compiler, which refuses kernels that need more shared memory than there is before it assembles them."""
+    from triton.runtime.errors import OutOfResources
+
+    backend = make_backend(device, capability)
+    arch, make_llir = backend.target.arch, backend.make_llir
+    limit = shared_memory(arch if isinstance(arch, str) else f"{arch // 10}.{arch % 10}")
+
+    def limited(source, metadata, *options):
+        made = make_llir(source, metadata, *options)
+        if metadata["shared"] > limit:
+            raise OutOfResources(metadata["shared"], limit, "shared memory")
+        return made
+
+    backend.make_llir = limited
+    return backend
+
+
+# The GPU is known when the program is lowered, and no sooner.
+for _platform, _make_backend in (("cuda", triton_lib.get_cuda_backend), ("rocm", triton_lib.get_hip_backend)):
+    _rule = functools.partial(_lower, triton_lib.triton_kernel_call_lowering, _make_backend)
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, _rule, platform=_platform)

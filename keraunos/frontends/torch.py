@@ -418,7 +418,11 @@ def default_device() -> Device:
 
 @functools.cache
 def _describe(kind: str, index: int | None) -> Device:
-    return Device("gpu", torch.cuda.get_device_name(index)) if kind == "cuda" else Device(kind, kind)
+    if kind != "cuda":
+        return Device(kind, kind)
+    has = torch.cuda.get_device_properties(index)
+    # AMD's GPUs have no more of it for those who ask.
+    return Device("gpu", has.name, getattr(has, "shared_memory_per_block_optin", has.shared_memory_per_block))
 
 
 def place_of(x: torch.Tensor) -> Any:

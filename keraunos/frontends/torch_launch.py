@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from keraunos.frontends import in_shared_memory
+
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST = 4096
 
@@ -83,25 +85,23 @@ def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> 
         constants = {**constants, "OVERLAP": constants["OVERLAP"] if able else 0}
         if constants["OVERLAP"] & 6:
             options["launch_pdl"] = True  # which other makers' GPUs do not know
-    run, built = _build(kernel[grid], [*inputs.values(), *made], {**constants, **options}, like.device)
+    run, built = _build(kernel, grid, [*inputs.values(), *made], {**constants, **options}, like.device)
     if built is None:
         # The interpreter builds nothing.
         return made, run, [], kinds
     return made, _again(built, (*grid, 1, 1)[:3]), [constants[p.name] for p in kernel.params if p.is_constexpr], kinds
 
 
-def _build(start: Callable, args: list[Any], options: dict[str, Any], device: torch.device) -> tuple[Callable, Any]:
+def _build(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[str, Any],
+           device: torch.device) -> tuple[Callable, Any]:  # fmt: skip
     """Launch, with fewer stages where the GPU has not the shared memory for all; what did it, and what was built."""
-    from triton.runtime.errors import OutOfResources
 
-    run = functools.partial(start, **options)
-    try:
+    def build(num_stages):
+        run = functools.partial(kernel[grid], **{**options, "num_stages": num_stages})
         with _on(device):
             return run, run(*args)
-    except OutOfResources:
-        if options["num_stages"] == 1:
-            raise
-    return _build(start, args, {**options, "num_stages": options["num_stages"] - 1}, device)
+
+    return in_shared_memory(build, kernel.__name__, options["num_stages"])
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
+from keraunos.frontends import SHARED_MEMORY
 from keraunos.kernels.registry import Backend, Implementation, Platform, Row, kernel_registry, public_name
 
 # As text: PyTorch's compiler, which reads the checks of configurations, does not know classes of such names.
@@ -108,6 +109,7 @@ class Invocation:
         arrays: name -> (dtype, number of dimensions) of the arguments that are given.
         options: the call's options that change what is computed.
         arguments: the call's own arrays, by name; not part of its identity.
+        shared_memory: bytes of it that a program on the device may have, if that is a GPU.
     """
 
     op_id: str
@@ -119,6 +121,7 @@ class Invocation:
     arrays: Mapping[str, tuple[str, int]]
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    shared_memory: int = SHARED_MEMORY
 
     @functools.cached_property
     def key(self) -> str:

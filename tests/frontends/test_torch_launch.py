@@ -15,6 +15,8 @@ from keraunos.frontends import torch_launch  # noqa: E402
 class AddKernel:
     """Stands for a Triton kernel: ``y = x + factor * z``."""
 
+    __name__ = "add_kernel"
+
     def __init__(self):
         self.seen = []
 
@@ -261,7 +263,7 @@ def test_stages_that_do_not_fit_are_left_out(kernel):
     assert torch.equal(launch(4), x)
     assert [stages for *_, stages in greedy.seen] == [2]
     greedy.room = 0
-    with pytest.raises(OutOfResources, match="shared memory"):
+    with pytest.raises(ValueError, match=r"add_kernel needs 1 of shared memory with num_stages = 1, .* has 0"):
         launch(2)
 
 

@@ -52,6 +52,49 @@ def attention(triton):
     return call
 
 
+@pytest.fixture
+def shared(triton, monkeypatch):
+    """``capability ->`` the bytes of shared memory of what is launched on such a GPU, asked for with eight stages."""
+    from keraunos.frontends import jax_launch
+    from tests.triton.product import product_kernel
+
+    library = jax_launch.triton_lib.triton_kernel_call_lib
+    x, made, found = jax.ShapeDtypeStruct((5, 64, 64), jnp.bfloat16), library.TritonKernel, []
+
+    def kernel(name, num_warps, num_ctas, bytes, *rest):
+        found.append(bytes)
+        return made(name, num_warps, num_ctas, bytes, *rest)
+
+    def call(capability):
+        launch = functools.partial(jax_launch.jax_triton.triton_call.func, compute_capability=capability)
+        monkeypatch.setattr(library, "TritonKernel", kernel)
+        monkeypatch.setattr(jax_launch.jax_triton, "triton_call", launch)
+
+        def run(x):
+            inputs, outputs = dict(x=x, n=4), dict(y=((64, 64), "float32"))
+            return jax_launch.launch(product_kernel, (1,), inputs, outputs, dict(BLOCK=64), num_warps=4, num_stages=8)
+
+        jax.jit(run).trace(x).lower(lowering_platforms=("cuda",))
+        return found.pop()
+
+    monkeypatch.setattr(product_kernel, "__module__", "keraunos.product")
+    return call
+
+
+def test_stages_that_do_not_fit_are_left_out(shared):
+    """Seven stages are on their way, of 16 KB each: one too many where a program has 99 KB."""
+    assert shared(80) == 7 * 16384
+    assert shared(89) == shared(120) == 6 * 16384
+
+
+def test_what_fits_with_no_number_of_stages_is_refused(shared, monkeypatch):
+    from keraunos.frontends import jax_launch
+
+    monkeypatch.setattr(jax_launch, "shared_memory", {"8.6": 1000}.get)
+    with pytest.raises(ValueError, match=r"product_kernel needs \d+ of shared memory .* this GPU has 1000;"):
+        shared(86)
+
+
 def gradients(f):
     def loss(*x):
         output, state = f(*x)

@@ -171,6 +171,7 @@ def describe(
         framework=framework,
         backend=device.backend,
         device=device.kind,
+        shared_memory=device.shared_memory,
         dims=sizes,
         lengths=frozenset("BTN"),
         arrays={

@@ -77,7 +77,7 @@ class LinearOperation(Kernel):
         arguments = {"g_gamma": np.zeros(H, np.float32)} if gate == "constant" else {}
         arrays = {name: given[name] for name in Args._fields if name in given}
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
-                          {"reverse": reverse}, arguments)  # fmt: skip
+                          {"reverse": reverse}, arguments, device.shared_memory)  # fmt: skip
 
     def prepare(self, *args: Any, cfg: Config, state_v_first: bool = False, **kwargs: Any) -> Callable:
         """See :meth:`Kernel.prepare`; ``state_v_first``: states are ``[N, H, V, K]``."""

@@ -178,6 +178,7 @@ def describe(
         framework=framework,
         backend=device.backend,
         device=device.kind,
+        shared_memory=device.shared_memory,
         dims={name: frontend.length(n) for name, n in zip("BTSHGKV", (B, T, S, H, G, K, V), strict=True)},
         lengths=frozenset("BTS"),
         arrays={

@@ -153,6 +153,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         framework=framework,
         backend=device.backend,
         device=device.kind,
+        shared_memory=device.shared_memory,
         dims=sizes,
         lengths=frozenset("NT"),
         arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
