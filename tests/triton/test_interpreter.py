@@ -30,6 +30,7 @@ ENDS = "tests/linear_attention/test_ends.py"
 SHARDS = "tests/distributed/test_torch_linear.py"
 PEERS = "tests/distributed/test_peers.py"
 ADDRESSES = "tests/triton/test_addresses.py"
+CHIPS = "tests/triton/test_chips.py"
 
 
 @pytest.mark.parametrize(("files", "segment", "tests"), [
@@ -45,9 +46,9 @@ ADDRESSES = "tests/triton/test_addresses.py"
     (f"{SOFTMAX} {BLOCKS} {PARTS} {ENDS}", "", "test"),
     (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
     (SERVING, "64", "every_gate and exported or parts and 65"), (SHARDS, "64", "alike"), (PEERS, "", "comes"),
-    (ADDRESSES, "", "test"),
+    (ADDRESSES, "", "test"), (CHIPS, "", "test"),
 ], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax and ends", "serving", "serving segments",
-        "shards", "peers", "addresses"])  # fmt: skip
+        "shards", "peers", "addresses", "chips"])  # fmt: skip
 def test_in_the_interpreter(files, segment, tests):
     parts, segment = ("1", {"pairs": "64"}.get(segment, "")) if segment in ("parts", "pairs") else ("", segment)
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)

@@ -23,11 +23,14 @@ from dataclasses import replace
 from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
+from keraunos.frontends import shared_memory
 from keraunos.kernels.linear_attention import triton_chunks, triton_kernels
 from keraunos.kernels.linear_attention.interface import Args, Options
 from keraunos.kernels.linear_attention.interface import kernels as implementations
 from keraunos.kernels.linear_attention.triton_call import (
+    ENOUGH,
     INTERPRETED,
+    LITTLE,
     NO_POOL,
     NO_STATES,
     Call,
@@ -66,7 +69,7 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
     K, V = k.shape[-1], v.shape[-1]
     BV, num_warps, num_stages = min(cfg.block_d, tile(V)), cfg.num_warps, cfg.num_stages
     if q is None:
-        BV, num_warps, num_stages = min((BV, num_warps, num_stages), _STATES)
+        BV, num_warps, num_stages = min((BV, num_warps, num_stages), (*_STATES[:2], min(num_stages, _STATES[2])))
     if overlap and num_warps == 4:
         num_stages = min(num_stages, _SHARING)
     pieces = final == _Final.PIECE
@@ -261,7 +264,7 @@ def forward(args: Args, opts: Options, pool: Pool | None = None):
 
     With a pool, which is the final state then, the arrays of tokens have no axis for the batch.
     """
-    call = call_of(pool.call if pool else Args(*map(spec_of, args)), opts)
+    call = call_of(pool.call if pool else Args(*map(spec_of, args)), opts, shared_memory(args.query))
     q, k, v = args.query, args.key, args.value
     decayed = _decay(call, args, call.BT)
     if decayed:
@@ -280,7 +283,7 @@ forward.residuals = dict(starts=room)  # type: ignore[attr-defined]
 
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
-    call = call_of(Args(*map(spec_of, args)), opts).of_gradients
+    call = call_of(Args(*map(spec_of, args)), opts, shared_memory(args.query)).of_gradients
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
     do, dfinal = grads
     decayed = _decay(call, args, call.K if call.shares_pairs else call.BT)
@@ -314,6 +317,7 @@ def _gradient_plan(
     v, g = call.specs.value, call.specs.g
     H, K, V = call.H, call.K, call.V
     BK, BV, num_warps, num_stages = _GRADIENT
+    num_stages = min(num_stages, 2) if call.little else num_stages
     vector = call.gate == 2
     unit = unit_of(q, k, v, do, g if vector else None)
     numbers = dict(**strides_of(q, "q", unit), **strides_of(k, "k", unit), **strides_of(v, "v", unit),
@@ -475,6 +479,8 @@ def heuristic(inv, cfg):
     """Chunks of 64 tokens; tiles of V and pipeline depth as registers and shared memory allow."""
     exact, K, V = inv.arrays["query"][0] == "float32", inv.dims["K"], inv.dims["V"]
     wide = max(K, V) > 128
+    if inv.shared_memory < ENOUGH:
+        return _for_two_programs(inv, cfg, exact, wide)
     if exact or wide:
         return replace(cfg, block_q=_exact_chunk(wide) if exact else 64, block_d=32 if exact and wide else 64,
                        num_warps=4, num_stages=2)  # fmt: skip
@@ -490,6 +496,19 @@ def heuristic(inv, cfg):
     wide = min(K, V) > 64 and not narrow
     stages = 3 if gates else 4
     return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)
+
+
+def _for_two_programs(inv, cfg, exact: bool, wide: bool):
+    """What is chosen for GPUs with less shared memory than Hopper: by occupancy, as nothing was measured there.
+
+    Two programs of four warps fit a multiprocessor, by registers and by shared memory. Products there take operands
+    from registers: with 64 tokens to a chunk these do not hold them, but for gates per dimension, whose pairs another
+    kernel makes.
+    """
+    vector = "g" in inv.arrays and inv.arrays["g"][1] == inv.arrays["key"][1]
+    chunk = _exact_chunk(wide) if exact else 64 if vector and not wide else 32
+    stages = (1 if exact or wide else 2) if inv.shared_memory < LITTLE else (1 if exact else 2 if wide else 3)
+    return replace(cfg, block_q=chunk, block_d=32 if exact and wide else 64, num_warps=4, num_stages=stages)
 
 
 def _exact_chunk(wide: bool) -> int:

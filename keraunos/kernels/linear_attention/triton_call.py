@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from keraunos.frontends import launch
+from keraunos.frontends import SHARED_MEMORY, launch
 from keraunos.kernels.linear_attention.interface import Args, Options
 
 # With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
@@ -28,6 +28,11 @@ _SEGMENT_PARTS, _MIN_SEGMENT_PART = 6, 10
 # Heads of all sequences that leave segments too short for so many parts: gradients walk them in pairs then, and each
 # program has but this many of V's dimensions, half of what it has elsewhere.
 _FEW_HEADS, _HALF_TILE = 24, 64
+
+# Bytes of shared memory that programs have on Hopper and sm_100 and nowhere else, of which tiles and stages were chosen
+# by speed; and those that they have on A100 but not on sm_86, sm_89, sm_120 and AMD's GPUs (99 and 64 KB). With less,
+# what is chosen is what lets two programs of four warps share a multiprocessor: by occupancy, as nothing was measured.
+ENOUGH, LITTLE = SHARED_MEMORY, 160 * 1024
 
 # What follows from shapes, dtypes and options is worked out once.
 remember = functools.lru_cache(maxsize=4096)
@@ -140,8 +145,10 @@ NO_STATES = Pool(None, None)
 class Call:
     """The sizes of one call, its gates and how its sequences are cut; one object for all calls that are alike."""
 
-    def __init__(self, specs: Args, opts: Options):
+    def __init__(self, specs: Args, opts: Options, shared: int):
         self.specs, self.opts = specs, opts
+        # Whether so little shared memory makes it worth its while to have less on its way, for two programs at once.
+        self.little = shared < LITTLE
         # Complete by the contract, whatever its declared type allows.
         self.cfg: Any = opts.cfg
         self.scale, self.reverse = opts.softmax_scale, opts.reverse
@@ -256,9 +263,9 @@ class Call:
 
 
 @remember
-def call_of(specs: Args, opts: Options) -> Call:
-    """The call; the same object for all that are alike."""
-    return Call(specs, opts)
+def call_of(specs: Args, opts: Options, shared: int = SHARED_MEMORY) -> Call:
+    """The call; the same object for all that are alike. shared: bytes of shared memory that a program may have."""
+    return Call(specs, opts, shared)
 
 
 def _sequences(args: Args) -> int:

@@ -29,6 +29,8 @@ _LOG2E = math.log2(math.e)
 _SMALL_CAP = 1000.0
 # Queries whose means one program makes; tiles of the bias's gradient.
 _MEANS, _BIAS = 64, 64
+# Bytes of shared memory that programs have on Hopper, where tiles were chosen by speed; and nearly those on A100.
+_ENOUGH, _LITTLE = frontends.SHARED_MEMORY, 160 * 1024
 _NO_WEIGHTS = "never forms the weights; return_weights needs xla or torch"
 
 
@@ -329,11 +331,17 @@ def heuristic(inv, cfg):
     products. Smaller blocks, or one program of two warpgroups, where registers ask for it.
     """
     wide = max(inv.dims["K"], inv.dims["V"]) > 128
+    enough, little = inv.shared_memory >= _ENOUGH, inv.shared_memory < _LITTLE
     if inv.arrays["query"][0] == "float32":
         # Its products are of three parts of each operand; from larger tiles ptxas makes wrong code.
         rows, columns, num_warps, num_stages = (16, 16, 4, 2) if wide else (64, 16, 4, 3)
-    else:
+    elif enough:
         rows, columns, num_warps, num_stages = (128, 32, 8, 3) if wide else (64, 64, 4, 3)
+    else:
+        # By occupancy: nothing was measured on such GPUs. The gradients of keys are what must fit, and with a bias they
+        # need room for it too.
+        rows, num_warps, num_stages = 64, 4, 2 if wide or little else 3
+        columns = 16 if wide and "bias" in inv.arrays else 32 if wide or little else 64
     return replace(cfg, block_q=rows, block_k=columns, num_warps=num_warps, num_stages=num_stages)
 
 
