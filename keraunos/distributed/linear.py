@@ -240,6 +240,11 @@ class _OverShards(LinearOperation):
         operation: Any = super()
         return operation.bind(*args, **options)
 
+    def checker(self, *args: Any, where: _Where | None = None, **options: Any) -> Callable | None:
+        """See :meth:`Kernel.checker`."""
+        check, pack = interface.checker(self.op_id, self.pack(*args), where is None or where.size == 1), self.pack
+        return check and (lambda *args: check(pack(*args)))
+
     def run(self, *args: Any, where: _Where | None = None, **options: Any) -> Any:
         """See :meth:`Kernel.run`; what ``prepare`` gives if the tokens are shards."""
         operation: Any = super()
@@ -315,11 +320,16 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: 
     if mesh is not None:
         from keraunos.distributed.mesh import over_mesh
 
+        arrays = (*arrays[:-1], interface.placed(name, arrays[-1], arrays[0]))
+        # Inside, values are traced.
+        if check := _OPERATIONS[name].checker(*arrays):
+            check(*arrays)
         output, state = over_mesh(run, name, _OPERATIONS[name], mesh, spec, arrays, options)
     else:
         frontend = frontends.get(f"{framework}_shards")
         place = frontend.place(mine)
         with frontend.arguments(place):
+            arrays = (*arrays[:-1], interface.placed(name, arrays[-1], arrays[0], whole=False))
             here = _Where(framework, place, frontend.shards(name, place).size, fixed)
             call = default_executor()(_OPERATIONS[name], *arrays, where=here, **options)
         output, state = call()

@@ -41,6 +41,14 @@ def shared_memory(x: Any) -> int:
     return get(framework_of(x) or "").device_of(x).shared_memory
 
 
+def number(x: Any) -> int | None:
+    """A whole number, or an array of one where its value is known on the host, as a number; else None."""
+    if isinstance(x, int | np.integer | np.ndarray):
+        return int(x)
+    framework = None if compiling() else framework_of(x)
+    return None if framework is None else get(f"{framework}_values").number(x)
+
+
 def signature(args: Sequence[Any]) -> list[Any]:
     """What arrays are told apart by: choices, checks and what is prepared for a call depend on nothing else of them.
 

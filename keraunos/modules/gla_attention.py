@@ -82,8 +82,8 @@ def gla_attention(
         g_gamma: ``[H]`` or ``[B, H]``, a constant gate per head, natural log, <= 0. Added to ``g``.
         initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
         cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
-            (B = 1). It stays on the device: the offsets must rise from 0 to T, which is not checked. Padding is a
-            sequence too, the last: what is of no sequence gets undefined results and gradients.
+            (B = 1), that rise from 0 to T; or a NumPy array, a constant of the call. Those on a device stay there.
+            Padding is a sequence too, the last: what is of no sequence gets undefined results and gradients.
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         reverse: run from the last token to the first; ``initial_state`` enters after the last token.
         return_state: return the final state too.
@@ -98,7 +98,8 @@ def gla_attention(
         and initial_state, also through the final state.
 
     Raises:
-        ValueError: a shape, range or name is wrong, or no platform can run the call (:class:`UnsupportedError`).
+        ValueError: a shape, range or name is wrong, a decay or offset that is known on the host is
+            (:mod:`keraunos.kernels.values`), or no platform can run the call (:class:`UnsupportedError`).
         TypeError: an argument is of a wrong type or dtype.
 
     Example:
@@ -112,6 +113,7 @@ def gla_attention(
     Source: Gated Linear Attention Transformers with Hardware-Efficient Training (arXiv:2312.06635).
     """
     g_gamma = interface.per_head("gla_attention", "g_gamma", g_gamma)
+    cu_seqlens = interface.placed("gla_attention", cu_seqlens, query)
     output, state = default_executor()(
         _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,

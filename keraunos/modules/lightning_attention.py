@@ -86,10 +86,10 @@ def lightning_attention(
         value: ``[B, T, heads, V]``, the query's dtype.
         initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
         cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
-            (B = 1). It stays on the device: the offsets must rise from 0 to T, which is not checked. Padding is a
-            sequence too, the last: what is of no sequence gets undefined results and gradients.
-        layer_idx: the layer, counted from 0; an integer, or a tracer in a loop over layers (then its range is not
-            checked).
+            (B = 1), that rise from 0 to T; or a NumPy array, a constant of the call. Those on a device stay there.
+            Padding is a sequence too, the last: what is of no sequence gets undefined results and gradients.
+        layer_idx: the layer, counted from 0; an integer, or an array of one, such as a tracer in a loop over layers
+            (its range is checked where its value is known on the host).
         num_layers: the number of layers.
         log_decay: ``[H]`` or ``[B, H]``, in place of ``layer_idx`` and ``num_layers``: the decay of one step back,
             natural log, <= 0. Other models' formulas are in :mod:`keraunos.decay`. Heads sharded over devices need it
@@ -108,7 +108,8 @@ def lightning_attention(
         initial_state and, if it is an array, log_decay, also through the final state.
 
     Raises:
-        ValueError: a shape, range or name is wrong, or no platform can run the call (:class:`UnsupportedError`).
+        ValueError: a shape, range or name is wrong, a decay or offset that is known on the host is
+            (:mod:`keraunos.kernels.values`), or no platform can run the call (:class:`UnsupportedError`).
         TypeError: an argument is of a wrong type or dtype.
 
     Example:
@@ -121,6 +122,7 @@ def lightning_attention(
     """
     heads = interface.most_heads(query, key, value)
     log_decay = interface.constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
+    cu_seqlens = interface.placed("lightning_attention", cu_seqlens, query)
     output, state = default_executor()(
         _OPERATION, query, key, value, log_decay, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,

@@ -74,7 +74,7 @@ class Executor:
             return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
         if run is None:
             cfg = self._choose(kernel, args, kwargs, _cfg, platform).cfg
-            run = kernel.prepare(*args, cfg=cfg, **kwargs)
+            run = _checked(kernel.checker(*args, **kwargs), kernel.prepare(*args, cfg=cfg, **kwargs))
             if len(self._remembered) >= 16384:
                 self._remembered.clear()
             self._remembered[(*key[:4], self.chain.cache.generation, *key[5:])] = run
@@ -82,6 +82,8 @@ class Executor:
 
     def _choose(self, kernel, args, kwargs, cfg, platform) -> Choice:
         inv = kernel.bind(*args, **kwargs)
+        if check := kernel.checker(*args, **kwargs):
+            check(*args)
         explaining = _explaining.get()
         choice = self.chain.choose(kernel, inv, cfg, platform, measure=not explaining)
         if explaining:
@@ -90,6 +92,18 @@ class Executor:
             self._seen.add(choice.key)
             _log.info("%s", choice)
         return choice
+
+
+def _checked(check: Callable | None, run: Callable) -> Callable:
+    """``run``, which looks at the values first that are known on the host."""
+    if check is None:
+        return run
+
+    def checked(*args):
+        check(*args)
+        return run(*args)
+
+    return checked
 
 
 def create_default_executor() -> Executor:

@@ -171,6 +171,14 @@ class Kernel(ABC):
         options = {name: value for name, value in kwargs.items() if name not in names}
         return (*args, *map(kwargs.get, names[len(args) :])), options
 
+    def checker(self, *args: Any, **kwargs: Any) -> Callable | None:
+        """What checks the values of ``args`` in all calls with arguments like these; None: nothing does.
+
+        Raises:
+            ValueError: a constant has a wrong value.
+        """
+        return None
+
     def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
         """``run`` for all calls with arguments like these, as a function of ``args``, settled as far as it can be."""
         return functools.partial(self.run, cfg=cfg, **kwargs)

@@ -18,7 +18,8 @@ that is given goes to the one that is returned, as with ``jax.jit``'s ``donate_a
 is changed in place. Values are computed in float32 and rounded when they are stored.
 
 ``slots``: one per request; -1 is padding: no slot is touched, and its rows of the output are zero. Two requests of one
-call must not share a slot, and slots must be below the pool's size, which is not checked: they stay on the device.
+call must not share a slot, and slots must be below the pool's size, which is checked on the CPU only: a device's values
+are not read (but see :mod:`keraunos.kernels.values`).
 
 There are no gradients: training uses :func:`keraunos.gla_attention` and :func:`keraunos.lightning_attention`.
 """
@@ -30,6 +31,7 @@ from typing import Any
 from keraunos import frontends
 from keraunos.kernels.linear_attention.interface import per_head
 from keraunos.kernels.state_pool.interface import Args
+from keraunos.kernels.values import placed
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config
 from keraunos.serving.operation import COMMIT, DECODE, PREFILL, VERIFY, PoolOperation
@@ -207,8 +209,8 @@ def prefill(
         query, key, value: ``[T, heads, K]``, ``[T, heads, K]``, ``[T, heads, V]``.
         states, slots: as for :func:`decode`; slots are ``[N]``, one per request.
         cu_seqlens: ``[N + 1]``, int32 or int64: request n has the tokens from ``cu_seqlens[n]`` to
-            ``cu_seqlens[n + 1]``; it may have none. Offsets rise from 0 to T at most, which is not checked; tokens
-            after the last offset are padding.
+            ``cu_seqlens[n + 1]``; it may have none. Offsets rise from 0 to T at most; tokens after the last
+            offset are padding. A NumPy array is a constant of the call.
         g: ``[T, heads, K]`` or ``[T, heads]``.
         has_initial: ``[N]``, bool: False for a request that starts from zeros, whatever its slot holds, NaN included.
             None: all continue.
@@ -229,5 +231,7 @@ def prefill(
         raise TypeError(f"prefill: boundaries is {boundaries!r}; expected a pair (tokens, targets)")
     tokens, targets = pair
     gamma = _decay(PREFILL, log_decay, g_gamma)
+    T = query.shape[0] if getattr(query, "ndim", 0) == 3 else None
+    cu_seqlens = placed("prefill", cu_seqlens, query, T, whole=False)
     args = Args(key, value, query, g, gamma, states, slots, None, cu_seqlens, has_initial, tokens, targets, out)
     return _call(PREFILL, args, softmax_scale, platform, cfg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from keraunos.kernels.state_pool import interface
@@ -20,6 +21,11 @@ class PoolOperation(Kernel):
     def bind(self, *args: Any, softmax_scale: float | None = None) -> Invocation:
         """Check the arguments, in the order of :class:`interface.Args`, and describe the call."""
         return interface.describe(self.op_id, interface.Args(*args), softmax_scale)
+
+    def checker(self, *args: Any, **options: Any) -> Callable | None:
+        """See :meth:`Kernel.checker`."""
+        check = interface.checker(self.op_id, interface.Args(*args))
+        return check and (lambda *args: check(interface.Args(*args)))
 
     def run(self, *args: Any, cfg: Config, softmax_scale: float | None = None) -> Any:
         """Compute."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from keraunos import decay, frontends
+from keraunos.kernels import values
 from keraunos.kernels.registry import Implementation, UnsupportedError, public_name
 from keraunos.ops.kernel import Config, Invocation, is_number
 
@@ -144,8 +145,6 @@ def describe(
     if args.g_gamma is not None and tuple(args.g_gamma.shape) not in ((H,), (B, H)):
         fail(ValueError, "g_gamma", f"has shape {tuple(args.g_gamma.shape)}", f"[H] = {(H,)} or [B, H] = {(B, H)}",
              "one decay per head")  # fmt: skip
-    if isinstance(args.g_gamma, np.ndarray) and not (args.g_gamma <= 0).all():
-        fail(ValueError, "g_gamma", f"has a value {args.g_gamma.max()}", "<= 0", "it is the log of a decay")
     N = B
     if args.cu_seqlens is not None:
         if args.cu_seqlens.ndim != 1 or args.cu_seqlens.shape[0] < 2:
@@ -179,6 +178,25 @@ def describe(
         },
         options={"reverse": bool(reverse)},
         arguments=args._asdict(),
+    )
+
+
+def checker(op_id: str, args: Args, whole: bool = True) -> Callable[[Args], None] | None:
+    """What checks values of calls like this one; see :mod:`keraunos.kernels.values`.
+
+    Args:
+        whole: the tokens are those of whole sequences; else one of several shards of them.
+    """
+    gamma = "log_decay" if op_id == "lightning_attn" else "g_gamma"
+    cu_seqlens = values.offsets(args.query.shape[1] if whole else None)
+    rules = {"g": values.decay("g"), "g_gamma": values.decay(gamma), "cu_seqlens": cu_seqlens}
+    return values.checker(public_name(op_id), rules, args)
+
+
+def placed(function: str, cu_seqlens: Any, query: Any, whole: bool = True) -> Any:
+    """NumPy offsets as a constant on the query's device; see :func:`checker` and :func:`values.placed`."""
+    return values.placed(
+        function, cu_seqlens, query, query.shape[1] if whole and getattr(query, "ndim", 0) == 4 else None
     )
 
 
@@ -351,6 +369,8 @@ def kernels(
             reason = unsupported(inv)
             if reason:
                 raise UnsupportedError(f"{public_name(op_id)}: {reason}")
+            if check := checker(op_id, args):
+                check(args)
             cfg = heuristic(inv, Config())
         return prepare(args, softmax_scale, reverse, cfg)(args)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends
+from keraunos.kernels.linear_attention import interface
 from keraunos.kernels.linear_attention.interface import FLOATS, Args, head_counts
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
@@ -78,6 +79,11 @@ class LinearOperation(Kernel):
         arrays = {name: given[name] for name in Args._fields if name in given}
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
                           {"reverse": reverse}, arguments, device.shared_memory)  # fmt: skip
+
+    def checker(self, *args: Any, **kwargs: Any) -> Callable | None:
+        """See :meth:`Kernel.checker`."""
+        check, pack = interface.checker(self.op_id, self.pack(*args)), self.pack
+        return check and (lambda *args: check(pack(*args)))
 
     def prepare(self, *args: Any, cfg: Config, state_v_first: bool = False, **kwargs: Any) -> Callable:
         """See :meth:`Kernel.prepare`; ``state_v_first``: states are ``[N, H, V, K]``."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from keraunos import frontends
+from keraunos.kernels import values
 from keraunos.kernels.linear_attention.interface import head_sizes
 from keraunos.kernels.registry import Implementation, UnsupportedError
 from keraunos.ops.kernel import Config, Invocation, is_number
@@ -137,8 +138,6 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         if args.tokens.ndim != 1:
             fail(ValueError, "boundaries", f"has tokens of shape {tuple(args.tokens.shape)}", "[M]")
         shape("targets", [tuple(args.tokens.shape)], ["M"], "one slot for each token")
-    if isinstance(args.g_gamma, np.ndarray) and not (args.g_gamma <= 0).all():
-        fail(ValueError, "g_gamma", f"has a value {args.g_gamma.max()}", "<= 0", "it is the log of a decay")
     if softmax_scale is not None and not is_number(softmax_scale):
         fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number")
     if args.out is not None and framework == "jax":
@@ -159,6 +158,25 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
         arguments=args._asdict(),
     )
+
+
+def checker(op_id: str, args: Args) -> Callable[[Args], None] | None:
+    """What checks values of calls like this one; see :mod:`keraunos.kernels.values`. Those of padding are any."""
+
+    def tokens(slots, cu_seqlens):
+        found = np.repeat(slots >= 0, np.diff(cu_seqlens).clip(0))[:rows]
+        return np.pad(found, (0, rows - len(found)))
+
+    rows, size, packed = args.key.shape[0], args.states.shape[0], op_id == "prefill"
+    live, beside = (tokens, ("slots", "cu_seqlens")) if packed else (lambda slots: slots >= 0, ("slots",))
+    rules = {
+        "slots": values.slots("slots", size),
+        "targets": values.slots("boundaries' targets", size),
+        "cu_seqlens": values.offsets(rows, whole=False),
+        "g": values.decay("g", live, beside),
+        "g_gamma": values.decay("g_gamma (or log_decay)"),
+    }
+    return values.checker(op_id, rules, args)
 
 
 def _dtypes(args: Args, frontend, framework, op_id, fail) -> dict[str, str]:
@@ -235,6 +253,8 @@ def kernels(
                 inv = describe(op_id, args, softmax_scale)
                 if reason := unsupported(inv):
                     raise UnsupportedError(f"{op_id}: {reason}")
+                if check := checker(op_id, args):
+                    check(args)
                 cfg = heuristic(inv, Config())
             return prepare(args, softmax_scale, cfg)(args)
 
