@@ -1,8 +1,20 @@
 """The decays of released models: for each head, the log decay of one step back (<= 0), float32 ``[H]``.
 
-Every function takes ``layer_idx`` counted from 0. The layer index may be a JAX tracer or a torch scalar (in a loop over
-layers); then the decay is computed with that framework and nothing is range-checked. ``num_heads`` is H. A number out
-of its range is a ValueError, a layer index that is no integer a TypeError.
+Both frameworks take what a function returns as ``log_decay=`` and ``g_gamma=``: a NumPy array, a constant of the call.
+To keep it in a module, convert it once: ``register_buffer("decay", torch.from_numpy(decay))`` in PyTorch,
+``jnp.asarray(decay)`` in JAX.
+
+Every function takes ``layer_idx`` counted from 0. The layer index may be an array of a framework (a tracer in a loop
+over layers, or a tensor without dimensions); then the decay is computed with that framework and is an array of it, and
+the range is checked where the value is known on the host. ``num_heads`` is H. A number out of its range is a
+ValueError, a layer index that is no integer a TypeError.
+
+- :func:`lightning`: fla's ``chunk_lightning_attn``, and :func:`keraunos.lightning_attention` of a layer;
+- :func:`minimax`: MiniMax-Text-01 in Hugging Face transformers;
+- :func:`minimax_vllm`: MiniMax-Text-01 in vLLM and in the code published with its weights; Ring linear and Ling linear
+  in vLLM and SGLang;
+- :func:`bailing`: Ring linear and Ling linear in the code published with their weights;
+- :func:`minicpm_sala`: MiniCPM-SALA in the code published with its weights, and in SGLang.
 
 Example:
     >>> from keraunos import decay
@@ -14,13 +26,18 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 
+from keraunos import frontends
+
 
 def lightning(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
-    """``-(8 / H) * (1 - layer_idx / num_layers) * h``: stronger for later heads and earlier layers.
+    """``-(8 / H) * (1 - layer_idx / num_layers) * h`` for h = 0 to H - 1: stronger for later heads, earlier layers.
+
+    What :func:`keraunos.lightning_attention` takes for a layer; so does fla's ``chunk_lightning_attn``.
 
     Source: Lightning Attention-2 (arXiv:2401.04658) with the layer scaling of TransNormerLLM (arXiv:2307.14995).
     """
@@ -29,9 +46,11 @@ def lightning(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Geometric slopes > 0: ``2 ** (-8 (i + 1) / n)`` for n a power of two.
+    """Geometric slopes > 0: ``2 ** (-8 (i + 1) / n)`` for i = 0 to n - 1, with n = H a power of two.
 
-    Otherwise the slopes of the closest power of two below, followed by every other slope of twice that.
+    Otherwise the slopes of the closest power of two below, n, followed by every other slope of 2 n. The formulas below
+    take them with a minus.
+
     Source: ALiBi (arXiv:2108.12409).
     """
     check("alibi_slopes", num_heads)
@@ -42,30 +61,50 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def minimax(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
-    """``-alibi * (1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)``, with :func:`alibi_slopes`.
+    """``-(2 ** (-8 (i + 1) / H)) * (1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)`` for head i, for every H.
 
-    Source: MiniMax-01 (arXiv:2501.08313), as in Hugging Face transformers.
+    MiniMax-Text-01 in Hugging Face transformers (``MiniMaxLightningAttention.get_slope_rate``). Where H is no power of
+    two these are not ALiBi's slopes, which :func:`minimax_vllm` has.
+
+    Source: MiniMax-01 (arXiv:2501.08313).
     """
     check("minimax", num_heads, layer_idx, num_layers)
-    return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)
+    slopes = 2.0 ** (-8 * np.arange(1, num_heads + 1) / num_heads)
+    return _scale(-slopes, 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)
 
 
 def minimax_vllm(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
-    """``-alibi * (1 - layer_idx / (num_layers - 1) + 1e-5)``, with :func:`alibi_slopes`; two layers or more.
+    """``-alibi * (1 - layer_idx / (num_layers - 1) + 1e-5)``, with :func:`alibi_slopes`; of one layer, ``1 + 1e-5``.
 
-    Source: the same model, as in vLLM.
+    MiniMax-Text-01 in vLLM, and in the code published with its weights (which takes two layers or more); Ring linear
+    and Ling linear in vLLM and SGLang, where their own code has :func:`bailing`.
+
+    Source: MiniMax-01 (arXiv:2501.08313).
     """
-    check("minimax_vllm", num_heads, layer_idx, num_layers, least=2)
-    return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - layer_idx / (num_layers - 1) + 1e-5)
+    check("minimax_vllm", num_heads, layer_idx, num_layers)
+    # With one layer its index is 0.
+    return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - layer_idx / max(num_layers - 1, 1) + 1e-5)
 
 
 def bailing(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
     """``-alibi * (1 - (layer_idx - 1) / (num_layers - 1) + 1e-5)``, with :func:`alibi_slopes`; two layers or more.
 
-    Source: the code published with the weights of Ring and Ling linear, in which the first layer is 0, too.
+    The code published with the weights of Ring linear and Ling linear (Bailing), in which the first layer is 0, too:
+    its decays are scaled by more than 1. vLLM and SGLang run these models with :func:`minimax_vllm`.
+
+    Source: Every Attention Matters (arXiv:2510.19338).
     """
     check("bailing", num_heads, layer_idx, num_layers, least=2)
     return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - (layer_idx - 1) / (num_layers - 1) + 1e-5)
+
+
+def minicpm_sala(num_heads: int) -> np.ndarray:
+    """``-alibi``, with :func:`alibi_slopes`: the same in every layer.
+
+    The lightning layers of MiniCPM-SALA, in the code published with the weights and in SGLang.
+    """
+    check("minicpm_sala", num_heads)
+    return -alibi_slopes(num_heads)
 
 
 def _scale(per_head: np.ndarray, factor: Any) -> Any:
@@ -73,7 +112,9 @@ def _scale(per_head: np.ndarray, factor: Any) -> Any:
         return (per_head * factor).astype(np.float32)
     # A traced layer index: its own framework does the product.
     per_head = per_head.astype(np.float32)
-    return factor * (factor.new_tensor(per_head) if hasattr(factor, "new_tensor") else per_head)
+    if hasattr(factor, "new_tensor"):
+        return factor * sys.modules["torch"].as_tensor(per_head, device=factor.device)
+    return factor * per_head
 
 
 def check(name: str, num_heads: int, layer_idx: Any = 0, num_layers: int = 1, least: int = 1) -> None:
@@ -89,7 +130,8 @@ def check(name: str, num_heads: int, layer_idx: Any = 0, num_layers: int = 1, le
         whole = kind.startswith(("int", "uint")) and not layer_idx.ndim
     if not whole:
         raise TypeError(f"{name}: layer_idx is {layer_idx!r}; expected an integer (0-based)")
-    if isinstance(layer_idx, int | np.integer | np.ndarray) and not 0 <= layer_idx < num_layers:
+    known = frontends.number(layer_idx)
+    if known is not None and not 0 <= known < num_layers:
         raise ValueError(
             f"{name}: layer_idx is {layer_idx}; expected 0 <= layer_idx < num_layers = {num_layers} (0-based)"
         )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import keraunos
 from keraunos import decay
 
 
@@ -19,20 +20,58 @@ def test_alibi_slopes():
     assert len(decay.alibi_slopes(1)) == 1
 
 
-def test_the_models():
-    slopes = decay.alibi_slopes(8).astype(np.float64)
-    np.testing.assert_allclose(decay.minimax(8, 3, 10), -slopes * (1 - 3 / (9 + 1e-5) + 1e-5), rtol=1e-6)
-    np.testing.assert_allclose(decay.minimax_vllm(8, 3, 10), -slopes * (1 - 3 / 9 + 1e-5), rtol=1e-6)
-    np.testing.assert_allclose(decay.bailing(8, 3, 10), -slopes * (1 - 2 / 9 + 1e-5), rtol=1e-6)
+@pytest.mark.parametrize(("got", "want"), [
+    # Hugging Face's MiniMax: powers of 2 ** (-8 / 6) times 1 - 1 / 3.00001 + 1e-5; no power of two is needed.
+    (decay.minimax(6, 1, 4),
+     [-0.264571251, -0.104995171, -0.0416673611, -0.0165357032, -0.00656219817, -0.00260421007]),
+    # One layer: times 1.00001.
+    (decay.minimax(6, 0, 1), [-0.396854231, -0.157491706, -0.062500625, -0.0248033895, -0.00984323163, -0.00390628906]),
+    (decay.minimax(4, 2, 3), [-3.74999375e-06, -9.37498438e-07, -2.34374609e-07, -5.85936523e-08]),
+    # vLLM's: ALiBi's slopes of 6 heads, those of 4 and then every other one of 8, times 2 / 3 + 1e-5.
+    (decay.minimax_vllm(6, 1, 4),
+     [-0.166669167, -0.0416672917, -0.0104168229, -0.00260420573, -0.333338333, -0.0833345833]),
+    (decay.minimax_vllm(6, 0, 1), [-0.2500025, -0.062500625, -0.0156251562, -0.00390628906, -0.500005, -0.12500125]),
+    # The code of Ring and Ling: the first layer counts as the one before the first, times 4 / 3 + 1e-5.
+    (decay.bailing(6, 0, 4),
+     [-0.333335833, -0.0833339583, -0.0208334896, -0.00520837240, -0.666671667, -0.166667917]),
+    (decay.bailing(6, 3, 4),
+     [-0.0833358333, -0.0208339583, -0.00520848958, -0.00130212240, -0.166671667, -0.0416679167]),
+    (decay.minicpm_sala(6), [-0.25, -0.0625, -0.015625, -0.00390625, -0.5, -0.125]),
+], ids=range(8))  # fmt: skip
+def test_the_models(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-7)
+    assert type(got) is np.ndarray
+    assert got.dtype == np.float32
 
 
-@pytest.mark.parametrize("formula", [decay.lightning, decay.minimax, decay.minimax_vllm, decay.bailing])
+FORMULAS = [decay.lightning, decay.minimax, decay.minimax_vllm, decay.bailing]
+
+
+def test_what_they_return_is_taken_as_it_is():
+    torch = pytest.importorskip("torch")
+    for formula in FORMULAS:
+        found = formula(2, 1, 4)
+        module = torch.nn.Module()
+        module.register_buffer("decay", torch.from_numpy(found))
+        q = np.ones((1, 5, 2, 4), np.float32)
+        outputs = [
+            keraunos.lightning_attention(*[x] * 3, log_decay=log_decay)
+            for x, log_decay in (
+                (jnp.asarray(q), found), (jnp.asarray(q), jnp.asarray(found)),
+                (torch.from_numpy(q), found), (torch.from_numpy(q), module.decay),
+            )
+        ]  # fmt: skip
+        for output in outputs[1:]:
+            np.testing.assert_allclose(output, outputs[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
 def test_traced_layer(formula):
     traced = jax.jit(lambda i: formula(6, i, 5))(jnp.int32(2))
     np.testing.assert_allclose(traced, formula(6, 2, 5), rtol=1e-6)
 
 
-@pytest.mark.parametrize("formula", [decay.lightning, decay.minimax, decay.minimax_vllm, decay.bailing])
+@pytest.mark.parametrize("formula", FORMULAS)
 def test_every_decay_of_every_layer_is_a_decay(formula):
     for layer in range(12):
         assert (formula(10, layer, 12) <= 0).all() or (formula is decay.bailing and layer == 0)
@@ -55,8 +94,7 @@ def test_what_is_no_layer(layer):
         decay.lightning(2, layer, 4)
 
 
-@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-@pytest.mark.parametrize("formula", [decay.lightning, decay.minimax, decay.minimax_vllm, decay.bailing])
+@pytest.mark.parametrize("formula", FORMULAS)
 def test_a_layer_that_torch_traces(formula):
     torch = pytest.importorskip("torch")
     compiled = torch.compile(lambda i: formula(6, i, 5), backend="eager", fullgraph=True)
@@ -75,6 +113,24 @@ class _Number(int):
 @pytest.mark.parametrize("number", [int, _Number, np.int64, np.uint8])
 def test_whole_numbers_of_any_type_are_numbers(number):
     np.testing.assert_array_equal(decay.minimax(number(6), number(1), number(4)), decay.minimax(6, 1, 4))
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("layer", [5, -1, 7])
+def test_an_array_out_of_range_is_refused_where_its_value_is_known(formula, layer):
+    torch = pytest.importorskip("torch")
+    message = f"{formula.__name__}: layer_idx is .*{layer}.*; expected 0 <= layer_idx < num_layers = 5"
+    for number in (torch.tensor(layer), jnp.int32(layer), np.array(layer)):
+        with pytest.raises(ValueError, match=message):
+            formula(6, number, 5)
+    q = torch.ones(1, 3, 6, 4)
+    with pytest.raises(
+        ValueError, match=r"^lightning_attention: layer_idx is .*; expected 0 <= layer_idx < num_layers"
+    ):
+        keraunos.lightning_attention(q, q, q, layer_idx=torch.tensor(layer), num_layers=5)
+    # What is traced has no value.
+    jax.jit(lambda i: formula(6, i, 5))(layer)
+    torch.compile(lambda i: formula(6, i, 5), backend="eager")(torch.tensor(layer))
 
 
 def test_one_layer_is_refused_where_the_formula_divides_by_zero():
