@@ -261,7 +261,7 @@ class _OverShards(LinearOperation):
         given, scale = self.pack(*args), options["softmax_scale"]
         scale = float(given.query.shape[-1] ** -0.5 if scale is None else scale)
         constant = where.fixed or isinstance(given.g_gamma, np.ndarray)
-        opts = Options(scale, bool(options["reverse"]), cfg, constant, options["return_state"])
+        opts = Options(scale, bool(options["reverse"]), cfg, ("g_gamma",) if constant else (), options["return_state"])
         impl, what = self.get_impl(cfg), _description(self.op_id, given, opts)
         segment = None
         # Gates per dimension: a pass that stops where all is forgotten is shorter than one that serves segments too.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,41 @@ class Device(NamedTuple):
     backend: str  # "cpu", "gpu" or "tpu"
     kind: str  # such as "NVIDIA H200"
     shared_memory: int = SHARED_MEMORY  # bytes of it that a program on a GPU may have
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """An operation as a node of PyTorch's graphs, with a name and arguments that any process understands.
+
+    Attributes:
+        name: of ``torch.ops.keraunos``.
+        args: the NamedTuple of the operation's arrays; fields: the names of those that it takes; required: of those
+            that are always there; gradients: of those that can have a gradient; changed: of those that it changes in
+            place; strided: of those that kernels take with any strides.
+        options: the NamedTuple of its options; plain: the names of those that are arguments; settled: the others.
+        passes: ``platform -> functions``: forward and backward, or the one that changes arrays.
+        check: ``(args, opts)``: raises what the public function would, for the platform of ``opts.cfg``.
+        outputs: ``(args, opts) ->`` for each output ``(shape, dtype name)``, None for one that is not there.
+        fold, unfold: what makes one call of many; see :func:`keraunos.frontends.jax.batched`.
+        flops: ``args -> (forward, backward)``, the floating point operations of a call with arrays of these shapes.
+    """
+
+    name: str
+    args: Any
+    fields: tuple[str, ...]
+    required: frozenset[str]
+    options: Any
+    plain: tuple[str, ...]
+    passes: Callable[[str], tuple[Callable, ...]]
+    check: Callable[[Any, Any], None]
+    flops: Callable[[Any], tuple[int, int]]
+    outputs: Callable[[Any, Any], tuple] = lambda args, opts: ()
+    fold: Callable[[Any, int], Any] = lambda args, size: None
+    unfold: Callable[[Any, int, tuple[int, ...]], Any] = lambda x, size, shape: x
+    gradients: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    strided: tuple[str, ...] = ()
+    settled: Mapping[str, Any] = field(default_factory=dict)
 
 
 def framework_of(x: Any) -> str | None:
@@ -82,7 +118,7 @@ def alone(opts: Any) -> Any:
     return opts._replace(kept=False) if hasattr(opts, "kept") else opts
 
 
-def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable, Callable],
+def differentiable(forward: Callable, backward: Callable, operator: Operator, platform: str,
                    folding: tuple[Callable, Callable] | None = None,
                    axes: Callable | None = None) -> Callable:  # fmt: skip
     """``prepare(framework, opts, args)``: ``args -> outputs``, with gradients.
@@ -92,7 +128,8 @@ def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable
     Args:
         forward: ``(args, opts) -> (outputs, residuals)``.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
-        shapes: of what both return, for PyTorch's compiler; see :func:`keraunos.frontends.torch.differentiable`.
+        operator: what the operation is to PyTorch's graphs; see :func:`keraunos.frontends.torch.differentiable`.
+        platform: whose functions these are, under its name in the registry.
         folding: what makes of many calls one, for JAX's ``vmap``; see :func:`keraunos.frontends.jax.batched`.
         axes: what JAX may shard over devices; see :func:`keraunos.frontends.jax_partition.partitioned`.
     """
@@ -101,7 +138,7 @@ def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable
     def made(framework):
         pair = forward, backward
         if framework == "torch":
-            return get("torch").differentiable(*pair, *shapes)
+            return get("torch").differentiable(*pair, operator, platform)
         if folding:
             if axes:
                 # The partitioner calls them later.
@@ -117,14 +154,15 @@ def differentiable(forward: Callable, backward: Callable, shapes: tuple[Callable
     return prepare
 
 
-def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
+def in_place(compute: Callable, operator: Operator, platform: str, pool: str, writes: Callable[[Any], bool],
+             output: Callable) -> Callable:  # fmt: skip
     """``prepare(framework, opts, args)``: ``args -> (output, pool)`` without gradients, which changes the pool.
 
     It serves all args that :func:`signature` does not tell from those that it is prepared for.
 
     Args:
         compute: ``(args, opts) -> (output or None, pool or None)``; in PyTorch it changes the pool that it is given.
-        kind: the NamedTuple that args are.
+        operator: what the operation is to PyTorch's graphs. platform: whose function this is.
         pool: the name of the argument that is changed; in JAX an array to give up for a new one, or a ``jax.Ref``.
         writes: ``opts ->`` whether it is.
         output: ``(args, opts) -> (shape, dtype name)`` of the output, or None. In PyTorch it goes to ``args.out``.
@@ -132,7 +170,9 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
 
     @functools.cache
     def made(framework):
-        return get(framework).in_place(compute, kind, pool, writes, output)
+        if framework == "torch":
+            return get("torch").in_place(compute, operator, platform, pool, writes, output)
+        return get("jax").in_place(compute, operator.args, pool, writes, output)
 
     return lambda framework, opts, args: made(framework)(opts, args)
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import functools
-import itertools
-import pickle
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,106 +11,38 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from keraunos.frontends import OUTPUT, Device, alone
-from keraunos.frontends.torch_launch import kinds, remembered
+from keraunos.frontends import Device, Operator, alone
+from keraunos.frontends import torch_operators as operators
+from keraunos.frontends.torch_launch import kinds
+from keraunos.frontends.torch_operators import DTYPES as DTYPES
+from keraunos.frontends.torch_operators import dtype_name as dtype_name
+from keraunos.frontends.torch_operators import fitting as fitting
+from keraunos.frontends.torch_operators import rows as rows
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-
-
-_NUMBER = itertools.count()
 # Tokens of a call of which nothing is known.
 _USUAL = 4096
 
 
-def differentiable(forward: Callable, backward: Callable, outputs: Callable, differentiated: Callable) -> Callable:
+def differentiable(forward: Callable, backward: Callable, operator: Operator, platform: str) -> Callable:
     """``prepare(opts, args)``: ``args -> outputs`` with a gradient; see :func:`keraunos.frontends.differentiable`.
 
-    To whatever traces or transforms a call, such as ``torch.compile``, it is a custom operator: opaque, so that nothing
+    To whatever traces or transforms a call, such as ``torch.compile``, it is an operator: opaque, so that nothing
     traces into its kernels. Where nothing does, the call goes past the dispatcher. While a graph is traced, sizes may
     be symbols that stand for any: then no host code runs, which would decide by them and so fix them, and the shapes of
-    the results are the answer.
+    the results are the answer. A gradient of which nobody asked is not made: ``opts.constant`` names the arrays.
 
     Args:
-        forward: ``(args, opts) -> (outputs, residuals)``. Its annotation of ``args`` is a NamedTuple of tensors or
-            None, ``opts`` can be pickled, there are two outputs, and ``forward.residuals`` are functions by the
-            residuals' names, ``(args, opts) -> (shape, dtype name)`` or None where there can be none (each may be None
-            all the same, or shorter); without it there are no residuals.
-            The first may be ``OUTPUT``: the first output itself.
+        forward: ``(args, opts) -> (outputs, residuals)``. There are two outputs, and ``forward.residuals`` are
+            functions by the residuals' names, ``(args, opts) -> (shape, dtype name)`` or None where there can be none
+            (each may be None all the same, or shorter); without it there are no residuals. The first may be ``OUTPUT``:
+            the first output itself.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``. Where a residual can be,
             but was None, it may be given a tensor without values.
-        outputs: ``(args, opts) ->`` for each output ``(shape, dtype name)``, None for one that is not there.
-        differentiated: ``(args, opts) -> args``, None in place of those that have no gradient.
+        operator: the operation. platform: the name under which it finds these functions.
     """
-    kind = typing.get_type_hints(forward)["args"]
-    names, given_back = kind._fields, getattr(forward, "residuals", {})
-    # Operators may not return a tensor twice.
-    residuals = {name: shape for name, shape in given_back.items() if shape is not OUTPUT}
-    n, shared = len(names), len(given_back) - len(residuals)
-    fits = fitting(names)
-    name = f"{forward.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
-
-    @functools.lru_cache(maxsize=4096)
-    def launchers(opts):
-        """``forward`` and ``backward`` of flat lists of tensors."""
-
-        def launch_forward(flat):
-            outputs, kept = forward(kind(*flat), opts)
-            return (*outputs, *kept)
-
-        def launch_backward(flat):
-            return tuple(backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
-
-        return remembered(launch_forward), remembered(launch_backward)
-
-    def traced_forward(*flat):
-        args, opts = kind(*flat[:n]), decode(flat[n])
-        kept = (shape(args, opts) for shape in residuals.values())
-        return tuple(_room(made, flat[0]) for made in (*outputs(args, opts), *kept))
-
-    def run_forward(*flat):
-        opts = decode(flat[n])
-        made = launchers(opts)[0](list(flat[:n]))
-        made = (*made[:2], *made[2 + shared :])
-        args = kind(*flat[:n])
-        shapes = (*outputs(args, opts), *(shape(args, opts) for shape in residuals.values()))
-        return tuple(_within(x, like, flat[0]) for x, like in zip(made, shapes, strict=True))
-
-    def traced_backward(*flat):
-        wanted = differentiated(kind(*flat[:n]), decode(flat[-1]))
-        return tuple(_room(None if x is None else (x.shape, dtype_name(x)), flat[0]) for x in wanted)
-
-    def run_backward(*flat):
-        _, launch = launchers(decode(flat[-1]))
-        given = [*flat[:n], *map(_absent, flat[n:-3]), flat[-3], _absent(flat[-2])]
-        return tuple(_room(None, flat[0]) if x is None else x for x in launch(given))
-
-    tensors = ", ".join(f"Tensor? {name}" for name in names)
-    forward_op = _operator(f"{name}_forward", f"({tensors}, str opts)", 2 + len(residuals), run_forward, traced_forward)
-    kept = "".join(f"Tensor {name}, " for name in given_back)
-    backward_op = _operator(
-        f"{name}_backward", f"({tensors}, {kept}Tensor d0, Tensor? d1, str opts)", n, run_backward, traced_backward
-    )
-
-    def save(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:n], *output[:shared], *output[2:])
-        ctx.opts, ctx.shape = inputs[n], output[0].shape
-        ctx.set_materialize_grads(False)
-
-    def given(ctx, doutput, dstate):
-        """What the kernels take: the saved tensors and the gradients, in rows, that of the state perhaps absent."""
-        saved = ctx.saved_tensors
-        if doutput is None:
-            doutput = torch.zeros(ctx.shape, dtype=saved[0].dtype, device=saved[0].device)
-        return [*saved, _rows(doutput), dstate if dstate is None else dstate.contiguous()]
-
-    def gradient(ctx, doutput, dstate, *_):
-        return (*map(_absent, backward_op(*given(ctx, doutput, dstate), ctx.opts)), None)
-
-    def second(ctx, *_):
-        raise NotImplementedError(f"keraunos: {forward.__module__} has no gradient of its gradient (double backward)")
-
-    forward_op = _with_gradient(forward_op, save, gradient)
-    backward_op = _with_gradient(backward_op, lambda ctx, inputs, output: None, second)
+    kind, n = operator.args, len(operator.args._fields)
+    fits, launchers = fitting(kind._fields), functools.partial(operators.launchers, kind, forward, backward)
+    places = [kind._fields.index(name) for name in operator.fields]
 
     class Direct(torch.autograd.Function):
         """The operator without the dispatcher, which would take several times the host time."""
@@ -129,25 +57,52 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
 
         @staticmethod
         def backward(ctx, doutput, dstate):
-            flat = given(ctx, doutput, dstate)
-            if not torch.is_grad_enabled() and not _watched(flat):
+            saved = ctx.saved_tensors
+            grads = operators.gradients_of(ctx.shape, saved[0], doutput, dstate)
+            if not torch.is_grad_enabled() and not _watched(flat := [*saved, *grads]):
                 return (None, None, *launchers(ctx.opts)[1](flat))
-            kept = (_room(None, flat[0]) if x is None else x for x in flat[n:-2])
-            return (None, None, *map(_absent, backward_op(*flat[:n], *kept, *flat[-2:], encode(ctx.opts))))
+            node = operators.differentiable(operator)
+            given, values = [saved[i] for i in places], node.plain.of(ctx.opts, platform)
+            found = dict(zip(places, node.backward(given, list(saved[n:]), grads, values), strict=True))
+            return (None, None, *map(found.get, range(n)))
+
+    def needing(opts, needed):
+        """The options of a call with what needs a gradient known."""
+        missing = [name for name, x in zip(kind._fields, needed, strict=True) if not x and name in operator.gradients]
+        return opts._replace(constant=tuple(dict.fromkeys((*opts.constant, *missing))))
+
+    def watched(opts):
+        node = operators.differentiable(operator)
+
+        def run(args):
+            flat, own = _seen(args, fits), opts
+            if not torch._C._are_functorch_transforms_active():
+                # To a transformation of a transformation, arrays do not say whether they need one.
+                needed = [x is None or x.requires_grad for x in flat]
+                graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat)
+                own = needing(opts, needed) if graded else alone(opts)
+            return tuple(map(operators.absent, node.forward([flat[i] for i in places], own, platform)))
+
+        return run
 
     def prepare(opts, args):
         if _watched(args):
-            return lambda args: tuple(map(_absent, forward_op(*_seen(args, fits), encode(opts))[:2]))
-        changes = _changes(args, fits)
-        launch, launch_alone = launchers(opts)[0].alike(), launchers(alone(opts))[0].alike()
+            return watched(opts)
+        changes, absent = _changes(args, fits), [x is None for x in args]
+        launch_alone = launchers(alone(opts))[0].alike()
+        known: dict[tuple[bool, ...], tuple[Any, Callable]] = {}
+
+        def settled(needed):
+            own = needing(opts, [x or y for x, y in zip(needed, absent, strict=True)])
+            known[needed] = own, launchers(own)[0].alike()
+            return known[needed]
 
         def run(args):
             flat = _flat(args, changes)
+            needed = tuple([x is not None and x.requires_grad for x in flat])
             # Forward mode has no derivative here, and says so.
-            if forward_ad._current_level >= 0 or (
-                torch.is_grad_enabled() and True in [x.requires_grad for x in flat if x is not None]
-            ):
-                return Direct.apply(opts, launch, *flat)
+            if (True in needed and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+                return Direct.apply(*(known.get(needed) or settled(needed)), *flat)
             return launch_alone(flat)[:2]
 
         return run
@@ -155,40 +110,27 @@ def differentiable(forward: Callable, backward: Callable, outputs: Callable, dif
     return prepare
 
 
-def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
+def in_place(compute: Callable, operator: Operator, platform: str, pool: str, writes: Callable[[Any], bool],
+             output: Callable) -> Callable:  # fmt: skip
     """``prepare(opts, args)``: ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`.
 
-    To whatever traces a call it is a custom operator, which writes its output where it is told to.
+    To whatever traces a call it is an operator, which writes its output where it is told to.
     """
-    names = kind._fields
-    place = names.index("out")
-    fits = [None if name in (pool, "out") else fit for name, fit in zip(names, fitting(names), strict=True)]
-    name = f"{compute.__module__.rpartition('.')[2]}_{next(_NUMBER)}"
-
-    @functools.lru_cache(maxsize=4096)
-    def launcher(opts):
-        return remembered(lambda flat: compute(kind(*flat), opts))
-
-    def run_operator(*flat):
-        launcher(decode(flat[-1]))(list(flat[:-1]))
-
-    def operator(changed):
-        tensors = ", ".join(f"Tensor({changed[n]}!)? {n}" if n in changed else f"Tensor? {n}" for n in names)
-        own = f"{name}_{'_'.join(changed)}"
-        return _operator(own, f"({tensors}, str opts)", 0, run_operator, lambda *flat: None)
-
-    operators = {True: operator({pool: "a", "out": "b"}), False: operator({"out": "a"})}
+    kind = operator.args
+    place, fits = kind._fields.index("out"), fitting(kind._fields, operator.strided)
+    launcher = functools.partial(operators.launcher, kind, compute)
 
     def prepare(opts, args):
         if not _watched(args):
             changes, launch = _changes(args, fits), launcher(opts).alike()
             return lambda args: launch(_flat(args, changes))
+        node = operators.in_place(operator)
 
         def run(args):
             flat = _seen(args, fits)
             if flat[place] is None and (made := output(args, opts)):
-                flat[place] = _room(made, args[0])
-            operators[writes(opts)](*(x if x is None else x.detach() for x in flat), encode(opts))
+                flat[place] = operators.room(made, args[0])
+            node(kind(*flat), opts, platform)
             return flat[place], getattr(args, pool) if writes(opts) else None
 
         return run
@@ -196,10 +138,6 @@ def in_place(compute: Callable, kind: Any, pool: str, writes: Callable[[Any], bo
     return prepare
 
 
-# Arguments that kernels take without strides, and those of tokens.
-_DENSE, _TOKENS = ("g_gamma", "initial_state"), ("query", "key", "value", "g")
-# Kernels count the values between the rows of a tile, which has 128 at most, in 32 bits.
-_FAR = 2**31 // 128
 _PLAIN = {torch.Tensor, torch.nn.Parameter, np.ndarray, type(None)}
 
 
@@ -250,100 +188,11 @@ def _watched(tensors: Sequence[Any]) -> bool:
     )
 
 
-_LIBRARY = torch.library.Library("keraunos", "FRAGMENT")
-
-
-def _operator(name: str, parameters: str, outputs: int, fn: Callable, traced: Callable) -> Callable:
-    returns = ", ".join(["Tensor"] * outputs)
-    _LIBRARY.define(f"{name}{parameters} -> ({returns})")
-    _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"keraunos::{name}", traced, lib=_LIBRARY)
-    return getattr(torch.ops.keraunos, name).default
-
-
-def _with_gradient(op: Any, save: Callable, gradient: Callable) -> Callable:
-    """The operator with its gradient; ``torch.func`` takes none of an operator, only that of such a class."""
-    torch.library.register_autograd(op, gradient, setup_context=save, lib=_LIBRARY)
-    torch.library.register_vmap(op, functools.partial(_one_by_one, op), lib=_LIBRARY)
-
-    class Transformed(torch.autograd.Function):
-        generate_vmap_rule = True
-        forward = staticmethod(lambda *flat: op(*flat))
-        setup_context = staticmethod(save)
-        backward = staticmethod(gradient)
-
-    return lambda *flat: (Transformed.apply if torch._C._are_functorch_transforms_active() else op)(*flat)
-
-
-def _one_by_one(op: Callable, info: Any, in_dims: tuple, *flat: Any) -> tuple:
-    """The operator for each element of ``torch.vmap``'s axis; packed sequences have none that it could be folded in."""
-    calls = [
-        op(*(x if d is None else x.select(d, i) for x, d in zip(flat, in_dims, strict=True)))
-        for i in range(info.batch_size)
-    ]
-    outputs = tuple(map(torch.stack, zip(*calls, strict=True)))
-    return outputs, (0,) * len(outputs)
-
-
-def _room(made: tuple[tuple[int, ...], str] | None, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of a shape and dtype. Operators return tensors only: an empty vector of bytes stands for None."""
-    shape, dtype = made or ((0,), "uint8")
-    return torch.empty(shape, dtype=_DTYPES[dtype], device=like.device)
-
-
-def _within(x: torch.Tensor | None, made: tuple[tuple[int, ...], str] | None, like: torch.Tensor) -> torch.Tensor:
-    """A residual in the room for it, of which it may take the beginning."""
-    if x is not None and (made is None or tuple(x.shape) == tuple(made[0])):
-        return x
-    room = _room(made, like)
-    if x is not None:
-        room[: len(x)] = x
-    return room
-
-
-def _absent(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None or x.dtype == torch.uint8 else x
-
-
-def fitting(names: Sequence[str]) -> list[Callable]:
-    """For each argument, what says whether kernels can take a tensor as it is."""
-    return [
-        torch.Tensor.is_contiguous if name in _DENSE else _has_near_rows if name in _TOKENS else _has_rows
-        for name in names
-    ]
-
-
-def _has_rows(x: torch.Tensor) -> bool:
-    """Kernels take any strides but the last one's, which is 1."""
-    return x.stride(-1) == 1
-
-
-def _has_near_rows(x: torch.Tensor) -> bool:
-    """Nor do they take tokens so far apart as those of a huge batch that lies in memory token by token."""
-    return _has_rows(x) and (x.ndim < 4 or x.stride(1) < _FAR or x.shape[1] == 1)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if _has_near_rows(x) else x.contiguous()
-
-
-@functools.lru_cache(maxsize=4096)
-def encode(opts: Any) -> str:
-    """Options as an operator's argument: text that means the same in other processes, which may share caches."""
-    return base64.b85encode(pickle.dumps(opts)).decode()
-
-
-@functools.lru_cache(maxsize=4096)
-def decode(text: str) -> Any:
-    """The options that :func:`encode` made a text of."""
-    return pickle.loads(base64.b85decode(text))
-
-
 def constant(x: np.ndarray, device: torch.device) -> torch.Tensor:
     """A small constant on the device: copied there once, not in every call."""
     if is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         # What is made now belongs to a graph or a transformation, and must not outlive it.
-        return torch.tensor(x.tolist(), dtype=_DTYPES[x.dtype.name], device=device)
+        return torch.tensor(x.tolist(), dtype=DTYPES[x.dtype.name], device=device)
     return _constant(x.tobytes(), x.dtype.str, x.shape, device)
 
 
@@ -356,7 +205,7 @@ def _constant(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.dev
 
 def zeros(shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Tensor:
     """Zeros on the device of ``like``."""
-    return torch.zeros(shape, dtype=_DTYPES[dtype], device=like.device)
+    return torch.zeros(shape, dtype=DTYPES[dtype], device=like.device)
 
 
 def array(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -366,7 +215,7 @@ def array(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """The values in another dtype."""
-    return x if x.dtype == _DTYPES[dtype] else x.to(_DTYPES[dtype])
+    return x if x.dtype == DTYPES[dtype] else x.to(DTYPES[dtype])
 
 
 # The array library, for what it and JAX have alike.
@@ -381,7 +230,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """The values, of float32, rounded to those of a narrower dtype."""
-    return x.to(_DTYPES[dtype]).to(x.dtype)
+    return x.to(DTYPES[dtype]).to(x.dtype)
 
 
 def pad(x: torch.Tensor, axis: int, after: int, before: int = 0) -> torch.Tensor:
@@ -428,11 +277,6 @@ def _describe(kind: str, index: int | None) -> Device:
 def place_of(x: torch.Tensor) -> Any:
     """Where the tensor is, for those of a call must be together."""
     return x.device
-
-
-def dtype_name(x: torch.Tensor) -> str:
-    """The dtype's name: "bfloat16", "float32", "int32", ..."""
-    return str(x.dtype).removeprefix("torch.")
 
 
 def length(n: int | torch.SymInt) -> int:

@@ -23,7 +23,7 @@ import torch
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-from keraunos.frontends.torch import _DTYPES, _constant, constant, dtype_name
+from keraunos.frontends.torch import DTYPES, _constant, constant, dtype_name
 from keraunos.frontends.torch_launch import _on, recorded
 
 try:
@@ -148,7 +148,7 @@ class _Program:
         # A kernel need not use all that it is given.
         traced = jax.jit(call, keep_unused=True).trace(*structs)
         outputs, self.structure = jax.tree.flatten(traced.out_info)
-        self.outputs = [(tuple(x.shape), _DTYPES[x.dtype.name]) for x in outputs]
+        self.outputs = [(tuple(x.shape), DTYPES[x.dtype.name]) for x in outputs]
         lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
         module, self.order, self.changed = _module(lowered, len(kinds), len(outputs))
         with _on(device):

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from keraunos.distributed import agreement
 from keraunos.frontends import alone
-from keraunos.frontends.torch import _changes, _flat, _rows, _watched, constant, fitting
+from keraunos.frontends.torch import _changes, _flat, _watched, constant, fitting, rows
 from keraunos.frontends.torch_launch import fixed, recorded
 from keraunos.frontends.torch_launch import remembered as remembered
 from keraunos.frontends.torch_peers import peers
@@ -148,7 +148,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     def gradient(ctx, doutput, dfinal):
         (shards, launch), saved = ctx.call, ctx.saved_tensors
         like = saved[0]
-        doutput = like.new_zeros(ctx.shape) if doutput is None else _rows(doutput)
+        doutput = like.new_zeros(ctx.shape) if doutput is None else rows(doutput)
         if ctx.state:
             # Some ranks may use the state in their losses, others not.
             shape, dtype = ctx.state

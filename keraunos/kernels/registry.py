@@ -81,7 +81,8 @@ class Implementation:
         source: its source file, if it is not the function's.
         prepare: ``(args, the operation's options, cfg) -> run``, where ``run(args)`` does what ``fn`` would, for all
             calls that are alike; None: there is nothing to settle beforehand.
-        passes: ``framework -> (forward, backward)``, of which ``fn`` is made, for those who put something in between.
+        passes: ``framework -> functions``, of which ``fn`` is made, forward and backward mostly: for those who put
+            something in between, and for PyTorch's operators.
         segment: ``(args, options) -> (tokens, walked)`` of the segments that it cuts sequences into, which lie in the
             order in which they are walked, or in that of their tokens; None: into none.
     """
@@ -94,7 +95,7 @@ class Implementation:
     config: type[Config] | None = None
     source: str | None = None
     prepare: Callable[..., Callable] | None = None
-    passes: Callable[[str], tuple[Callable, Callable]] | None = None
+    passes: Callable[[str], tuple[Callable, ...]] | None = None
     segment: Callable[..., tuple[int, bool] | None] | None = None
 
     def __call__(self, *args, **kwargs):
@@ -292,6 +293,30 @@ class KernelRegistry:
                 return row, _by_platform(passed)
             passed.setdefault(row.platform, {})[reason] = None
         raise UnsupportedError(f"{name}: no platform can run this call. {'; '.join(_by_platform(passed))}")
+
+    def passes(self, algorithm: str, platform: str) -> tuple[Callable, ...]:
+        """The functions of a platform of which PyTorch's operator is made.
+
+        Raises:
+            ValueError: no such platform.
+            UnsupportedError: the platform has none.
+        """
+        passes = self.get(algorithm, platform).passes
+        if passes is None:
+            raise UnsupportedError(f"{public_name(algorithm)}: platform {platform!r} is no part of PyTorch's graphs")
+        return passes("torch")
+
+    def require(self, inv: Invocation, cfg: Config) -> None:
+        """See that the platform of a configuration can run a call, and has all that it reads of the configuration.
+
+        Raises:
+            ValueError: the platform is unknown, or a field is not set.
+            UnsupportedError: it cannot.
+        """
+        row, _ = self.choose(inv, cfg.platform)
+        if missing := [name for name in row.implementation.fields if getattr(cfg, name) is None]:
+            raise ValueError(f"{public_name(inv.op_id)}: the configuration has no {', '.join(missing)}; platform"
+                             f" {row.platform!r} needs {', '.join(row.implementation.fields)}")  # fmt: skip
 
 
 def _by_platform(reasons: dict[str, dict[str, None]]) -> list[str]:

@@ -30,7 +30,7 @@ from typing import Any
 
 from keraunos import frontends
 from keraunos.kernels.linear_attention.interface import per_head
-from keraunos.kernels.state_pool.interface import Args
+from keraunos.kernels.state_pool.interface import Args, check_room
 from keraunos.kernels.values import placed
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config
@@ -51,12 +51,9 @@ def _decay(operation: PoolOperation, log_decay: Any, g_gamma: Any) -> Any:
 def _call(operation: PoolOperation, args: Args, softmax_scale, platform, cfg) -> tuple[Any, Any]:
     """``(output, pool)``: what is changed in place is what was given."""
     key, states, out = args.key, args.states, args.out
-    if out is not None and hasattr(out, "stride"):
-        # Not always among what calls are told apart by, so checked in each.
-        whole = operation is PREFILL
-        if not (out.is_contiguous() if whole else out.stride(-1) == 1):
-            wanted = "a contiguous tensor" if whole else "rows of V contiguous values"
-            raise ValueError(f"{operation.op_id}: out has strides {out.stride()}; expected {wanted}")
+    if out is not None:
+        # Strides are not always among what calls are told apart by.
+        check_room(operation.op_id, out)
     output, pool = default_executor()(operation, *args, softmax_scale=softmax_scale, platform=platform, _cfg=cfg)
     output = output if out is None else out
     return output, states if pool is None or frontends.framework_of(key) == "torch" else pool

@@ -26,7 +26,7 @@ B, T, H, G, K = 2, 40, 8, 4, 16
 TOKENS, STATE = P("batch", None, "heads"), P("batch", "heads")
 CFG = keraunos.Config(block_q=16, block_k=16, platform="xla")
 # The platform as if it were made of kernels that JAX and XLA see nothing of.
-BOXES = interface.kernels(linear.__file__, linear.forward, linear.backward, fields=linear.FIELDS,
+BOXES = interface.kernels("xla", linear.__file__, linear.forward, linear.backward, fields=linear.FIELDS,
                           heuristic=linear.heuristic, candidates=linear.candidates)  # fmt: skip
 
 

@@ -12,10 +12,11 @@ torch = pytest.importorskip("torch")
 
 from torch.autograd import forward_ad  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import keraunos  # noqa: E402
-from keraunos.frontends import torch as frontend  # noqa: E402
+from keraunos.frontends import torch_operators as operators  # noqa: E402
 from keraunos.kernels.linear_attention import interface  # noqa: E402
 from keraunos.kernels.linear_attention import torch as platform  # noqa: E402
 from keraunos.types import MaskInfo  # noqa: E402
@@ -93,15 +94,15 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
         if func.namespace == "keraunos":
-            self.calls.append((func, [x.detach() if isinstance(x, torch.Tensor) else x for x in args]))
+            self.calls.append((func, [*tree_map_only(torch.Tensor, torch.Tensor.detach, args)]))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("case", [{"gate": "vector", "gamma": 1}, {"lengths": (9, 0, 3), "reverse": True}], ids=str)
 def test_operators_keep_their_promises_and_read_no_value(case, monkeypatch):
     # Room for states that no launch writes holds anything, but here the outputs of several runs are compared.
-    room = frontend._room
-    monkeypatch.setattr(frontend, "_room", lambda made, like: room(made, like).zero_())
+    room = operators.room
+    monkeypatch.setattr(operators, "room", lambda made, like: room(made, like).zero_())
     args = arguments(**case, state=True)
     with Recorder() as recorder:
         gradients(call(*args, reverse=case.get("reverse", False)), args)

@@ -173,7 +173,13 @@ of_batching = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run with
 def folded():
     """The XLA platform as if it had no batching rules, so that calls under vmap become one with a larger batch."""
     return interface.kernels(
-        xla.__file__, xla.forward, xla.backward, fields=xla.FIELDS, heuristic=xla.heuristic, candidates=xla.candidates
+        "xla",
+        xla.__file__,
+        xla.forward,
+        xla.backward,
+        fields=xla.FIELDS,
+        heuristic=xla.heuristic,
+        candidates=xla.candidates,
     )
 
 

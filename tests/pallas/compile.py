@@ -99,7 +99,7 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
         array(H, dtype="float32") if gamma else None, final if state else None,
         array(packed + 1, dtype="int32") if packed else None,
     )  # fmt: skip
-    opts = Options(K**-0.5, reverse, Config(num_stages=2), gamma == "constant", kept=kept)
+    opts = Options(K**-0.5, reverse, Config(num_stages=2), ("g_gamma",) if gamma == "constant" else (), kept=kept)
 
     def both(args, doutput, dfinal):
         outputs, residuals = platform.forward(args, opts)

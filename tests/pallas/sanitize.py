@@ -74,7 +74,7 @@ def main(part: int = 0, parts: int = 1) -> None:
 
     for some, segmentation in CALLS[part::parts]:
         learned = some.gate != "none"
-        opts = Options(some.K**-0.5, some.reverse, Config(num_stages=2), not learned)
+        opts = Options(some.K**-0.5, some.reverse, Config(num_stages=2), () if learned else ("g_gamma",))
 
         def both(args, doutput, dfinal, opts=opts):
             outputs, residuals = platform.forward(args, opts)

@@ -21,7 +21,7 @@ def runner(case, learned, settled=True):
     from tests.pallas.interpreter import interpreted
 
     scale = case.K**-0.5 if case.scale is None else case.scale
-    opts = Options(scale, case.reverse, Config(num_stages=2), not learned)
+    opts = Options(scale, case.reverse, Config(num_stages=2), () if learned else ("g_gamma",))
 
     @jax.jit
     def both(args, doutput, dfinal):
@@ -136,7 +136,7 @@ def test_queries_and_keys_of_any_size():
     from keraunos.ops import Config
     from tests.pallas.interpreter import interpreted
 
-    opts = Options(128**-0.5, False, Config(num_stages=2), False)
+    opts = Options(128**-0.5, False, Config(num_stages=2))
     with interpreted():
         check_sizes(jax.jit(lambda *arrays: platform.forward(Args(*arrays, None, None, None), opts)[0][0]))
 

@@ -140,7 +140,7 @@ def test_segments_start_from_what_they_are_given(reverse, monkeypatch):
         return to_torch(x.astype(np.float32) if x.dtype == np.float64 else x)
 
     def call(args, doutput, dfinal):
-        opts = Options(64**-0.5, reverse, Config(num_stages=2), True, started=True)
+        opts = Options(64**-0.5, reverse, Config(num_stages=2), ("g_gamma",), started=True)
         forward, backward = platform.gla.passes("torch")
         own = args._replace(**{name: tensor(getattr(args, name)) for name in ("query", "key", "value", "g_gamma")})
         assert platform.segment(own._replace(initial_state=None), opts) == (128, True)

@@ -303,7 +303,7 @@ def attend(dtype, K, V, H, G, gate, gamma, B, T, packed) -> None:
         None, empty(9, dtype="int32") if packed else None,
     )  # fmt: skip
     cfg = platform.heuristic(interface.describe("gla", args), Config())
-    opts = interface.Options(K**-0.5, False, cfg, gate is None)
+    opts = interface.Options(K**-0.5, False, cfg, ("g_gamma",) if gate is None else ())
     _, residuals = platform.forward(args, opts)
     platform.backward(args, residuals, (empty(B, T, H, V, dtype=dtype), None), opts)
 

@@ -207,7 +207,7 @@ def test_calls_over_shards_lower(triton, monkeypatch):
 
     monkeypatch.setattr(ends, "is_for_gpu", lambda x: True)
     q = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.bfloat16)
-    opts = interface.Options(0.125, False, CFG, True)
+    opts = interface.Options(0.125, False, CFG, ("g_gamma",))
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @jax.shard_map(mesh=mesh, in_specs=P(None, "tokens"), out_specs=(P(None, "tokens"), P()))

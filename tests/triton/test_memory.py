@@ -51,7 +51,7 @@ def test_few_arrays_beside_those_of_the_caller(launches, B, T, H, framework):
     given = q, k, v, g, do = [torch.empty(B, T, H, 128, dtype=torch.bfloat16, device="meta") for _ in range(5)]
     args = interface.Args(q, k, v, g, None, None, None)
     call = replace(interface.describe("gla", args), framework=framework)
-    opts = interface.Options(1.0, False, triton.heuristic(call, Config()), True, False)
+    opts = interface.Options(1.0, False, triton.heuristic(call, Config()), ("g_gamma",), False)
     (output, _), residuals = triton.forward(args, opts)
     gradients = triton.backward(args, residuals, (do, None), opts)
     results = [x for x in (output, *gradients) if x is not None]

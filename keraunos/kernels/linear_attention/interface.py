@@ -21,7 +21,7 @@ import numpy as np
 
 from keraunos import decay, frontends
 from keraunos.kernels import values
-from keraunos.kernels.registry import Implementation, UnsupportedError, public_name
+from keraunos.kernels.registry import Implementation, UnsupportedError, kernel_registry, public_name
 from keraunos.ops.kernel import Config, Invocation, is_number
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -76,10 +76,14 @@ class Options(NamedTuple):
     softmax_scale: float
     reverse: bool
     cfg: Config  # complete: every field that the platform reads has a value
-    gamma_is_constant: bool = False  # g_gamma is no input of the user's: no gradient for it
+    constant: tuple[str, ...] = ()  # the arrays that no gradient is wanted of: it may be None, or be made all the same
     state: bool = True  # the final state is wanted
     kept: bool = True  # the residuals are
     started: bool = False  # in place of the initial state, and of the final one's gradient, those of every segment
+
+    def needs(self, args: Args, name: str) -> bool:
+        """Whether the array is there and a gradient of it is wanted."""
+        return getattr(args, name) is not None and name not in self.constant
 
 
 def describe(
@@ -215,9 +219,16 @@ def state_spec(args: Args) -> tuple[tuple[int, ...], str]:
     return (N, H, K, V), "float64" if dtype == "float64" else "float32"
 
 
-def differentiated(args: Args, opts: Options) -> Args:
-    """The arguments that have a gradient, which is of their shape and dtype; None in place of the others."""
-    return args._replace(g_gamma=None if opts.gamma_is_constant else args.g_gamma, cu_seqlens=None)
+def flops(args: Any) -> tuple[int, int]:
+    """The floating point operations of a call with arrays of these shapes, forward and backward.
+
+    Those of the recurrence, whatever a platform does: two products of K x V values for each token and head, to change
+    the state and to read it; backward five, of which one makes the states again. That is how Megatron-LM counts layers
+    with states, and the backward how PyTorch counts ``scaled_dot_product_attention``.
+    """
+    (B, T, _, K), V = args.query, args.value[-1]
+    product = 2 * B * T * max(x[2] for x in args[:4] if x is not None) * K * V
+    return 2 * product, 5 * product
 
 
 def fold(args: Args, size: int) -> Args | None:
@@ -231,26 +242,27 @@ def fold(args: Args, size: int) -> Args | None:
     packed = cu_seqlens is not None
     if packed and gamma is not None:
         return None
+    frontend = frontends.get(frontends.framework_of(query))
 
     def joined(x, axis):
         return x if x is None else x.reshape(*x.shape[1:axis], size * x.shape[axis], *x.shape[axis + 1 :])
 
     if gamma is not None:
         B, H = query.shape[1], max(x.shape[3] for x in args[:4] if x is not None)
-        gamma = (gamma.repeat(B, 0) if gamma.ndim == 2 else gamma).reshape(size * B, H)
+        gamma = gamma if gamma.ndim == 3 else frontend.xp.broadcast_to(gamma[:, None], (size, B, H))
+        gamma = gamma.reshape(size * B, H)
     if packed:
         # Each call's sequences start where the tokens of those before it end.
-        N = cu_seqlens.shape[1] - 1
-        starts = np.arange(size, dtype=np.int64)[:, None] * query.shape[2]
-        cu_seqlens = (cu_seqlens + starts.astype(str(cu_seqlens.dtype))).reshape(-1)
-        cu_seqlens = cu_seqlens[np.delete(np.arange(size * (N + 1)), np.s_[N + 1 :: N + 1])]
+        calls = frontend.cast(frontend.numbers(size, cu_seqlens), frontend.dtype_name(cu_seqlens))
+        cu_seqlens = cu_seqlens + calls[:, None] * query.shape[2]
+        cu_seqlens = frontend.xp.concatenate([cu_seqlens[0], cu_seqlens[1:, 1:].reshape(-1)])
     query, key, value, g = (joined(x, 2 if packed else 1) for x in args[:4])
     return Args(query, key, value, g, gamma, joined(args.initial_state, 1), cu_seqlens)
 
 
 def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
     """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
-    if x.size == size * math.prod(shape):
+    if math.prod(x.shape) == size * math.prod(shape):
         return x.reshape(size, *shape)
     # A decay that the batch of a call shares.
     return x.reshape(size, -1, *shape).sum(1)
@@ -329,7 +341,30 @@ def per_head(function: str, argument: str, x: Any) -> Any:
         raise TypeError(f"{function}: {argument} is {x!r}; expected an array or numbers, one per head") from None
 
 
+def _check(op_id: str) -> Callable[[Args, Options], None]:
+    def check(args, opts):
+        kernel_registry.require(describe(op_id, args, opts.softmax_scale, opts.reverse), opts.cfg)
+
+    return check
+
+
+def _operator(op_id: str, fields: tuple[str, ...]) -> frontends.Operator:
+    return frontends.Operator(
+        op_id, Args, fields, frozenset(("query", "key", "value")), Options,
+        ("softmax_scale", "reverse", "cfg", "constant", "state", "kept"),
+        passes=functools.partial(kernel_registry.passes, op_id), check=_check(op_id), flops=flops, outputs=outputs,
+        fold=fold, unfold=unfold, gradients=tuple(x for x in fields if x != "cu_seqlens"),
+    )  # fmt: skip
+
+
+OPERATORS = {
+    "gla": _operator("gla", Args._fields),
+    "lightning_attn": _operator("lightning_attn", tuple(x for x in Args._fields if x != "g")),
+}
+
+
 def kernels(
+    platform: str,
     source: str,
     forward: Callable,
     backward: Callable,
@@ -344,6 +379,7 @@ def kernels(
     """The implementations ``(gla, lightning_attn)`` that a platform module registers.
 
     Args:
+        platform: the name that it registers them under.
         source: the module's ``__file__``.
         forward, backward: as at the top of this page.
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
@@ -353,15 +389,19 @@ def kernels(
     """
     folding = None if has_vmap else (fold, unfold)
     both = _without_state(forward), backward
-    made = frontends.differentiable(*both, (outputs, differentiated), folding, axes)
+    made = {
+        op_id: frontends.differentiable(*both, operator, platform, folding, axes)
+        for op_id, operator in OPERATORS.items()
+    }
 
     def passes(framework):
         return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both
 
-    def prepare(args, softmax_scale=None, reverse=False, cfg=None, return_state=True):
+    def prepare(op_id, args, softmax_scale=None, reverse=False, cfg=None, return_state=True):
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-        opts = Options(scale, bool(reverse), cfg, isinstance(args.g_gamma, np.ndarray), return_state)
-        return made(frontends.framework_of(args.query), opts, args)
+        constant = ("g_gamma",) if isinstance(args.g_gamma, np.ndarray) else ()
+        opts = Options(scale, bool(reverse), cfg, constant, return_state)
+        return made[op_id](frontends.framework_of(args.query), opts, args)
 
     def run(op_id, args, softmax_scale, reverse, cfg):
         if cfg is None:
@@ -372,7 +412,7 @@ def kernels(
             if check := checker(op_id, args):
                 check(args)
             cfg = heuristic(inv, Config())
-        return prepare(args, softmax_scale, reverse, cfg)(args)
+        return prepare(op_id, args, softmax_scale, reverse, cfg)(args)
 
     def gla(query, key, value, g=None, g_gamma=None, softmax_scale=None, initial_state=None, reverse=False,
             cu_seqlens=None, *, cfg=None):  # fmt: skip
@@ -388,8 +428,8 @@ def kernels(
         args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
         return run("lightning_attn", args, softmax_scale, reverse, cfg)
 
-    def implementation(fn: Callable) -> Implementation:
-        return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare,
-                              passes=passes, segment=segment)  # fmt: skip
+    def implementation(op_id: str, fn: Callable) -> Implementation:
+        return Implementation(fn, fields, unsupported, heuristic, candidates, source=source,
+                              prepare=functools.partial(prepare, op_id), passes=passes, segment=segment)  # fmt: skip
 
-    return implementation(gla), implementation(lightning_attn)
+    return implementation("gla", gla), implementation("lightning_attn", lightning_attn)

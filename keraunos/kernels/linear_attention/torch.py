@@ -362,11 +362,12 @@ def _states_before(w: _Walker):
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     doutput, dfinal = grads
-    need_gamma = args.g_gamma is not None and not opts.gamma_is_constant
-    need_gate = args.g is not None or need_gamma
+    need_g, need_gamma = (opts.needs(args, name) for name in ("g", "g_gamma"))
+    need_gate = need_g or need_gamma
     w = _Walker(args, opts)
     dstates, dstate = w.states(dfinal)
-    dq_, dk_, dv_, dg_ = (None if x is None else w.buffer(*x.shape[2:], dtype=x.dtype) for x in args[:4])
+    inputs = *args[:3], args.g if need_g else None
+    dq_, dk_, dv_, dg_ = (None if x is None else w.buffer(*x.shape[2:], dtype=x.dtype) for x in inputs)
     dgamma = torch.zeros(w.B, w.H, dtype=w.dtype, device=w.device)
     with torch.autocast(w.device.type, enabled=False):
         for group, state in reversed(list(zip(w.groups, _states_before(w), strict=True))):
@@ -383,7 +384,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
             if need_gate:
                 passed = (decay.total * state).mul_(dincoming)
                 da = da + decay.across_backward(q_enter.mul_(dq_enter), k_leave.mul_(dk_leave), passed)
-                dgamma += _gamma_gradient(da, group)
+                dgamma += _gamma_gradient(da, group) if need_gamma else 0
             w.write(dq_, dq.mul_(opts.softmax_scale), group)
             w.write(dk_, dk, group)
             w.write(dv_, dv, group)
@@ -404,4 +405,6 @@ def _gamma_gradient(da, group: _Group):
     return da.sum((0, *range(3, da.ndim)))
 
 
-gla, lightning_attn = kernels(__file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates)
+gla, lightning_attn = kernels(
+    "torch", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates
+)

@@ -376,7 +376,7 @@ def _gradients(call: Call, args: Args, decayed: _Decayed | None, do, begin, ends
     if call.gate < 2:
         dg = _sum(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else call.dtype_of_each(g))
     dgamma = _gamma_gradient(call, dg) if call.need_gamma else None
-    if g is None:
+    if not call.opts.needs(args, "g"):
         dg = None
     elif call.need_gamma and call.ratio(g) == 1:
         dg = _sum(dg, 1, 1, math.prod(g.shape), g.shape, g.dtype)
@@ -530,6 +530,7 @@ def candidates(inv, cfg):
 
 
 gla, lightning_attn = implementations(
+    "triton",
     __file__,
     forward,
     backward,

@@ -159,8 +159,8 @@ class Call:
         self.N = _sequences(specs)
         self.gate = 0 if specs.g is None else len(specs.g.shape) - 2
         self.has_gamma = specs.g_gamma is not None
-        self.need_gamma = self.has_gamma and not opts.gamma_is_constant
-        self.need_gate = self.gate > 0 or self.need_gamma
+        self.need_gamma = opts.needs(specs, "g_gamma")
+        self.need_gate = needs_gates(specs, opts)
         # Of the gradient of gates, before it is summed over what shares a gate.
         self.dg = "float32" if self.need_gamma or self.gate < 2 else self.dtype_of_each(specs.g)
         self.stride_gamma_b = self.H if self.has_gamma and len(specs.g_gamma.shape) == 2 else 0
@@ -298,10 +298,16 @@ def segmentation(T: int, heads: int, programs: int, BT: int, forgets: bool) -> t
     return -(-T // (count * pieces * BT)) * pieces * BT, pieces
 
 
+def needs_gates(args: Args, opts: Options) -> bool:
+    """Whether the backward is the one that gives gates a gradient; with gates per dimension there is no other."""
+    vector = args.g is not None and len(args.g.shape) == 4
+    return vector or opts.needs(args, "g") or opts.needs(args, "g_gamma")
+
+
 def room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     """Room for the states that segments or parts start from, the same for all lengths; None: no length is cut."""
     H, K, V, N = args.heads, args.query.shape[-1], args.value.shape[-1], _sequences(args)
     most, packed = _most_segments(_programs(args, opts)), args.cu_seqlens is not None
-    if not packed and (args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)):
+    if not packed and needs_gates(args, opts):
         return (N * max(most, 1) * (_SEGMENT_PARTS if most > 1 else _PARTS), H, K, V), _name(args.query.dtype)
     return ((N + most if packed else N * most, H, K, V), "float32") if most > 1 else None

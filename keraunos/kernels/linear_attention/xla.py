@@ -417,7 +417,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         return jax.vjp(_no_tokens, args)[1]((doutput, dfinal))[0]
     w = _Walker(args, opts)
     under = w.decay()
-    need_gate = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
+    need_gate = opts.needs(args, "g") or opts.needs(args, "g_gamma")
 
     def step(carry, xs):
         dstate, dstates, dgamma, (dq_, dk_, dv_, dg_) = carry
@@ -452,7 +452,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     carry = (w.carry(dstates), dstates, w.zeros((w.B, w.H)), buffers)
     (_, dstates, dgamma, buffers), _ = jax.lax.scan(walk, carry, (w.chunks, *residuals), reverse=True)
     dgamma = None if args.g_gamma is None else (dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0))
-    if opts.gamma_is_constant:
+    if not opts.needs(args, "g_gamma"):
         dgamma = None
     dinitial = None if args.initial_state is None else dstates
     grads = (*buffers, dgamma, dinitial, None)
@@ -468,5 +468,5 @@ def _gamma_gradient(w: _Walker, da, chunk):
 
 
 gla, lightning_attn = kernels(
-    __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
+    "xla", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
 )

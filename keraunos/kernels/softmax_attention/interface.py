@@ -1,7 +1,8 @@
 """What every platform of softmax attention is given and what it must return; the checks of a call.
 
-A platform module defines ``attention(args: Args, opts: Options) -> (output, weights or None)``, differentiable in its
-framework, and hands it to :func:`kernel`. For each query, with every step in at least ``softmax_dtype``::
+A platform module defines ``prepare(args: Args, opts: Options) -> run`` and hands it to :func:`kernel`. ``run(args)``
+gives ``(output, weights or None)``, differentiable in its framework, for all args like these. For each query, with
+every step in at least ``softmax_dtype``::
 
     x_s = soft_cap * tanh(softmax_scale * q . k_s / soft_cap) + bias_s      -inf where the key is not visible
     p_s = exp(x_s) / (sum_s exp(x_s) + sum_n exp(sinks_n))                  0 where no key is visible and no sink there
@@ -22,11 +23,13 @@ mask, dropout or offset comes; ``opts.left`` and ``opts.right`` count from the p
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from keraunos import frontends
-from keraunos.kernels.registry import Implementation, UnsupportedError
+from keraunos.kernels.registry import Implementation, UnsupportedError, kernel_registry
 from keraunos.ops.kernel import Config, Invocation, is_number
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -58,6 +61,11 @@ class Options(NamedTuple):
     softmax_dtype: str
     return_weights: bool
     cfg: Config  # complete: every field that the platform reads has a value
+    constant: tuple[str, ...] = ()  # the arrays that no gradient is wanted of: it may be None, or be made all the same
+
+    def needs(self, args: Args, name: str) -> bool:
+        """Whether the array is there and a gradient of it is wanted."""
+        return getattr(args, name) is not None and name not in self.constant
 
 
 # What is as far away is out of reach: no sequence is as long, and places and this can be added in 32 bits.
@@ -296,23 +304,87 @@ def blocks(args: Args, opts: Options, block_q: int, block_k: int) -> list[range]
     return found
 
 
+def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
+    """The shape and dtype of the output, and None for the weights, which no operator gives."""
+    dtype = frontends.get(frontends.framework_of(args.query)).dtype_name(args.query)
+    return ((*args.query.shape[:3], args.value.shape[3]), dtype), None
+
+
+def flops(args: Any) -> tuple[int, int]:
+    """The floating point operations of a call with arrays of these shapes, forward and backward.
+
+    As PyTorch counts ``scaled_dot_product_attention``: all pairs of a query and a key, hidden ones too; two products
+    forward, five backward, of which one makes the logits again.
+    """
+    (B, T, H, K), (S, V) = args.query, (args.value[1], args.value[3])
+    pairs = 2 * B * H * T * S
+    return pairs * (K + V), pairs * (3 * K + 2 * V)
+
+
+def _check(args: Args, opts: Options) -> None:
+    names = ("softmax_scale", "soft_cap", "dropout", "softmax_dtype")
+    inv = describe(args, **{name: getattr(opts, name) for name in names})
+    for name in ("left", "right"):
+        if not -FAR <= (getattr(opts, name) or 0) <= FAR:
+            raise ValueError(f"attention: {name} is {getattr(opts, name)}; expected {-FAR} to {FAR}, or None")
+    kernel_registry.require(inv, opts.cfg)
+
+
+def fold(args: Args, size: int) -> Args | None:
+    """``size`` calls at once, stacked along a new first axis, as one call with a larger batch.
+
+    None: sinks have no batch, and what the dropout leaves out follows from the place in it.
+    """
+    if args.sinks is not None or args.seed is not None:
+        return None
+    B = args.query.shape[1]
+    xp = frontends.get(frontends.framework_of(args.query)).xp
+
+    def joined(x):
+        if x is None:
+            return None
+        x = xp.broadcast_to(x, (size, B, *x.shape[2:])) if x.shape[1] < B else x
+        return x.reshape(-1, *x.shape[2:])
+
+    return Args(*map(joined, args))
+
+
+def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
+    """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
+    if math.prod(x.shape) == size * math.prod(shape):
+        return x.reshape(size, *shape)
+    # A bias that the batch of a call shares.
+    return x.reshape(size, -1, *shape).sum(1)
+
+
+_GRADIENTS = ("query", "key", "value", "bias", "sinks")
+OPERATOR = frontends.Operator(
+    "attention", Args, Args._fields, frozenset(("query", "key", "value")), Options,
+    ("softmax_scale", "soft_cap", "left", "right", "dropout", "softmax_dtype", "cfg", "constant"),
+    passes=functools.partial(kernel_registry.passes, "attention"), check=_check, flops=flops, outputs=outputs,
+    fold=fold, unfold=unfold, gradients=_GRADIENTS, settled={"return_weights": False},
+)  # fmt: skip
+
+
 def kernel(
     source: str,
-    attention: Callable[[Args, Options], tuple],
+    prepared: Callable[[Args, Options], Callable],
     *,
     fields: tuple[str, ...],
     heuristic: Callable,
     candidates: Callable,
     unsupported: Callable = lambda inv: None,
     forms_weights: bool = True,
+    passes: tuple[Callable, Callable] | None = None,
 ) -> Implementation:
     """The implementation that a platform module registers; see :class:`Implementation`.
 
     Args:
         source: the module's ``__file__``.
-        attention: as at the top of this page.
+        prepared: as ``prepare`` at the top of this page.
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
         forms_weights: it can return them.
+        passes: forward and backward, which ``OPERATOR`` runs in PyTorch.
     """
 
     def prepare(args, *, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
@@ -321,7 +393,7 @@ def kernel(
         cap = None if soft_cap is None else float(soft_cap)
         left, right = sides(causal, window, shift)
         opts = Options(scale, cap, left, right, float(dropout), softmax_dtype, return_weights, cfg)
-        return lambda args: attention(args, opts)
+        return prepared(args, opts)
 
     def fn(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None,
            query_offset=None, *, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
@@ -342,4 +414,5 @@ def kernel(
             cfg = heuristic(inv, Config())
         return prepare(args, **options, cfg=cfg)(args)
 
-    return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare)
+    return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare,
+                          passes=passes and (lambda framework: passes))  # fmt: skip

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from keraunos import frontends
 from keraunos.kernels.softmax_attention.interface import (
+    OPERATOR,
     Args,
     Options,
     blocks,
@@ -187,7 +188,8 @@ def backward(args: Args, residuals, grads, opts: Options, sums: tuple = (), mean
     def zeros(x, dtype=None):
         return None if x is None else torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
-    dq, dk, dv, dbias = zeros(args.query), zeros(args.key, work), zeros(args.value, work), zeros(args.bias)
+    dq, dk, dv = zeros(args.query), zeros(args.key, work), zeros(args.value, work)
+    dbias = zeros(args.bias) if opts.needs(args, "bias") else None
     dsinks = None if args.sinks is None else args.sinks.new_zeros(G, H // G, args.sinks.shape[-1], dtype=work)
     for part, t, s in _parts(args, opts):
         w = _weights(part, opts, t.start, s.start, tuple(x[..., t, :] for x in sums) or None)
@@ -237,15 +239,7 @@ def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: 
     return backward(args, (), (doutput, None), opts, (top, total), means)
 
 
-def _shapes(args: Args, opts: Options):
-    return ((*args.query.shape[:3], args.value.shape[3]), str(args.query.dtype).removeprefix("torch.")), None
-
-
-def _differentiated(args: Args, opts: Options) -> Args:
-    return Args(*args[:5])
-
-
-_by_block = frontends.differentiable(forward, backward, (_shapes, _differentiated))
+_by_block = frontends.differentiable(forward, backward, OPERATOR, "torch")
 
 
 def _is_plain(args: Args, opts: Options) -> bool:
@@ -262,9 +256,16 @@ def _is_plain(args: Args, opts: Options) -> bool:
     )
 
 
-@_as_called
-def attention(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
+def prepare(args: Args, opts: Options) -> Callable[[Args], tuple[torch.Tensor, torch.Tensor | None]]:
     """See ``interface.py``."""
+    if _is_plain(args, opts) or opts.return_weights:
+        return lambda args: _at_once(args, opts)
+    return _by_block("torch", opts, args)
+
+
+@_as_called
+def _at_once(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """PyTorch's own function, or the definition, where the weights are wanted."""
     if _is_plain(args, opts):
         q, k, v = (x.transpose(1, 2) for x in args[:3])
         # Of sizes that a graph leaves open, it is a symbol.
@@ -273,13 +274,13 @@ def attention(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | N
             q, k, v, is_causal=opts.right == 0, scale=opts.softmax_scale, enable_gqa=shared
         )
         return o.transpose(1, 2), None
-    if opts.return_weights:
-        weights = _weights(args, opts, 0, 0).kept
-        return _output(args, weights), weights.flatten(1, 2)
-    return _by_block("torch", opts)(args)
+    weights = _weights(args, opts, 0, 0).kept
+    return _output(args, weights), weights.flatten(1, 2)
 
 
-implementation = kernel(__file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates)
+implementation = kernel(
+    __file__, prepare, fields=FIELDS, heuristic=heuristic, candidates=candidates, passes=(forward, backward)
+)
 
 # The same where PyTorch's own kernels do the call.
 preferred = replace(implementation, unsupported=not_for_libraries)

@@ -18,7 +18,7 @@ from typing import Any, cast
 from keraunos import frontends
 from keraunos.kernels.registry import UnsupportedError
 from keraunos.kernels.softmax_attention import triton_gradients, triton_kernels
-from keraunos.kernels.softmax_attention.interface import FAR, Args, Options, axes, kernel
+from keraunos.kernels.softmax_attention.interface import FAR, OPERATOR, Args, Options, axes, fold, kernel, unfold
 
 FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
@@ -257,7 +257,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         w.mask_flags(args.mask, rows, columns), w.spreads(args.key_segments, columns),
         dict(dq=(tuple(args.query.shape), w.dtype)), dict(constants, BT=rows, BS=columns),
     )  # fmt: skip
-    dbias = None if args.bias is None else _bias(w, do, lse, mean)
+    dbias = _bias(w, do, lse, mean) if opts.needs(args, "bias") else None
     return Args(dq, dk, dv, dbias, dsinks)
 
 
@@ -361,55 +361,21 @@ def candidates(inv, cfg):
     ]
 
 
-def _shapes(args: Args, opts: Options):
-    return _output(args, opts), None
-
-
-def _differentiated(args: Args, opts: Options) -> Args:
-    return Args(*args[:5])
-
-
-def fold(args: Args, size: int) -> Args | None:
-    """``size`` calls at once, stacked along a new first axis, as one call with a larger batch.
-
-    None: sinks have no batch, and what the dropout leaves out follows from the place in it.
-    """
-    if args.sinks is not None or args.seed is not None:
-        return None
-    B = args.query.shape[1]
-
-    def joined(x):
-        if x is None:
-            return None
-        x = x.repeat(B, 1) if x.shape[1] < B else x
-        return x.reshape(-1, *x.shape[2:])
-
-    return Args(*map(joined, args))
-
-
-def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
-    """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
-    if x.size == size * math.prod(shape):
-        return x.reshape(size, *shape)
-    # A bias that the batch of a call shares.
-    return x.reshape(size, -1, *shape).sum(1)
-
-
 def _axes(args: Args, opts: Options) -> tuple[Args, tuple[str, None], tuple[str, str]]:
     """:func:`interface.axes` with those of the residuals."""
     letters, output = axes(args, opts)
     return letters, (output, None), (output, output[0] + output[2] + "." * (len(_lse(args, opts)[0]) - 2))
 
 
-_differentiable = frontends.differentiable(forward, backward, (_shapes, _differentiated), (fold, unfold), _axes)
+_differentiable = frontends.differentiable(forward, backward, OPERATOR, "triton", (fold, unfold), _axes)
 
 
-def attention(args: Args, opts: Options) -> tuple[Any, None]:
+def prepare(args: Args, opts: Options) -> Any:
     """See ``interface.py``."""
     if opts.return_weights:
         # Of the low-level function, whose configuration is given, nobody else has asked.
         raise UnsupportedError(f"attention: {_NO_WEIGHTS}")
-    return _differentiable(frontends.framework_of(args.query), opts)(args)[0], None
+    return _differentiable(frontends.framework_of(args.query), opts, args)
 
 
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
@@ -432,10 +398,11 @@ def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: 
 
 implementation = kernel(
     __file__,
-    attention,
+    prepare,
     fields=FIELDS,
     heuristic=heuristic,
     candidates=candidates,
     unsupported=unsupported,
     forms_weights=False,
+    passes=(forward, backward),
 )

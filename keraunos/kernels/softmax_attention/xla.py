@@ -11,6 +11,7 @@ Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -360,7 +361,7 @@ def _goes_to_cudnn(args: Args, opts: Options) -> bool:
 
 
 def attention(args: Args, opts: Options) -> tuple[Any, Any]:
-    """See ``interface.py``."""
+    """``(output, weights or None)``."""
     if _goes_to_cudnn(args, opts):
         q, k, v = args[:3]
         o = jax.nn.dot_product_attention(
@@ -377,6 +378,11 @@ def attention(args: Args, opts: Options) -> tuple[Any, Any]:
     return _by_block(_small(args, opts))(args), None
 
 
-implementation = kernel(__file__, attention, fields=FIELDS, heuristic=heuristic, candidates=candidates)
+def prepare(args: Args, opts: Options) -> Callable[[Args], tuple[Any, Any]]:
+    """See ``interface.py``."""
+    return lambda args: attention(args, opts)
+
+
+implementation = kernel(__file__, prepare, fields=FIELDS, heuristic=heuristic, candidates=candidates)
 # The same where cuDNN does the call.
 preferred = replace(implementation, unsupported=_not_for_cudnn)

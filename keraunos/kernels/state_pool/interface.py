@@ -11,6 +11,8 @@ a new one, for which the front end gives the old one's memory up.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,7 +21,7 @@ import numpy as np
 from keraunos import frontends
 from keraunos.kernels import values
 from keraunos.kernels.linear_attention.interface import head_sizes
-from keraunos.kernels.registry import Implementation, UnsupportedError
+from keraunos.kernels.registry import Implementation, UnsupportedError, kernel_registry
 from keraunos.ops.kernel import Config, Invocation, is_number
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -220,7 +222,55 @@ def output(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     return (*args.query.shape[:-2], H, V), dtype
 
 
+def check_room(op_id: str, out: Any) -> None:
+    """Refuse what an output cannot go to: a tensor whose strides kernels do not know.
+
+    Raises:
+        ValueError: the strides, and what was wanted.
+    """
+    if out is not None and hasattr(out, "stride"):
+        whole = op_id == "prefill"
+        if not (out.is_contiguous() if whole else out.stride(-1) == 1):
+            wanted = "a contiguous tensor" if whole else "rows of V contiguous values"
+            raise ValueError(f"{op_id}: out has strides {out.stride()}; expected {wanted}")
+
+
+def flops(op_id: str, args: Any) -> tuple[int, int]:
+    """The floating point operations of a call with arrays of these shapes, as the recurrence has them; no backward.
+
+    A product of K x V values for each token and head changes the state, another one reads it.
+    """
+    rows, (_, H, K, V) = args.key[:-2], args.states
+    return 2 * math.prod(rows) * H * K * V * (1 if op_id == "commit" else 2), 0
+
+
+def _operator(op_id: str, required: tuple[str, ...], optional: tuple[str, ...]) -> frontends.Operator:
+    def check(args, opts):
+        inv = describe(op_id, args, opts.softmax_scale)
+        kernel_registry.require(inv, opts.cfg)
+        check_room(op_id, args.out)
+
+    opts = {"op_id": op_id}
+    return frontends.Operator(
+        op_id, Args, (*required, *optional), frozenset(required), Options, ("softmax_scale", "cfg"), settled=opts,
+        passes=functools.partial(kernel_registry.passes, op_id), check=check, flops=functools.partial(flops, op_id),
+        changed=tuple(x for x in ("states", "out") if x in required and (op_id, x) != ("verify", "states")),
+        strided=("states", "out"),
+    )  # fmt: skip
+
+
+_STEP, _PACKED = ("query", "key", "value", "states", "slots"), ("cu_seqlens",)
+_GATES, _PROMPT = ("g", "g_gamma"), ("has_initial", "tokens", "targets")
+OPERATORS = {
+    "decode": _operator("decode", (*_STEP, "out"), _GATES),
+    "verify": _operator("verify", (*_STEP, "out"), _GATES),
+    "commit": _operator("commit", (*_STEP[1:], "counts"), _GATES),
+    "prefill": _operator("prefill", (*_STEP, *_PACKED, "out"), (*_GATES, *_PROMPT)),
+}
+
+
 def kernels(
+    platform: str,
     source: str,
     steps: Callable,
     prefill: Callable,
@@ -233,6 +283,7 @@ def kernels(
     """The implementations ``(decode, verify, commit, prefill)`` that a platform module registers.
 
     Args:
+        platform: the name that it registers them under.
         source: the module's ``__file__``.
         steps, prefill: as at the top of this page.
         unsupported, heuristic: see :class:`Implementation`.
@@ -240,7 +291,7 @@ def kernels(
     """
 
     def implementation(op_id: str, compute: Callable, fields: tuple[str, ...]) -> Implementation:
-        made = frontends.in_place(compute, Args, "states", lambda opts: opts.writes, output)
+        made = frontends.in_place(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
 
         def prepare(args, softmax_scale=None, cfg=None):
             scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
@@ -258,7 +309,8 @@ def kernels(
                 cfg = heuristic(inv, Config())
             return prepare(args, softmax_scale, cfg)(args)
 
-        return Implementation(run, fields, unsupported, heuristic, source=source, prepare=prepare)
+        return Implementation(run, fields, unsupported, heuristic, source=source, prepare=prepare,
+                              passes=lambda framework: (compute,))  # fmt: skip
 
     return (*(implementation(op_id, steps, step_fields) for op_id in ("decode", "verify", "commit")),
             implementation("prefill", prefill, prefill_fields))  # fmt: skip

@@ -148,5 +148,5 @@ def _gates(call: linear_interface.Args, cuts: torch.Tensor) -> torch.Tensor:
 
 
 decode, verify, commit, prefill = interface.kernels(
-    __file__, _steps, _prefill, prefill_fields=linear.FIELDS, heuristic=linear.heuristic
+    "torch", __file__, _steps, _prefill, prefill_fields=linear.FIELDS, heuristic=linear.heuristic
 )

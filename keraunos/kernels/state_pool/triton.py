@@ -137,7 +137,7 @@ def _prefill(args: Args, opts: Options):
         plan, export = _export_plans(specs, opts)
         (exports,) = plan.launch(cu_seqlens=args.cu_seqlens, **wanted)
         pool = pool._replace(exports=exports)
-    options = linear.Options(opts.softmax_scale, False, opts.cfg, True, True, False)
+    options = linear.Options(opts.softmax_scale, False, opts.cfg, ("g_gamma",), kept=False)
     (output, states), _ = linear.forward(row, options, pool)
     if args.tokens is not None:
         (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, cu_seqlens=args.cu_seqlens,
@@ -158,6 +158,6 @@ def heuristic(inv, cfg):
 
 
 decode, verify, commit, prefill = interface.kernels(
-    __file__, _steps, _prefill, unsupported=unsupported, step_fields=STEP_FIELDS, prefill_fields=PREFILL_FIELDS,
-    heuristic=heuristic,
+    "triton", __file__, _steps, _prefill, unsupported=unsupported, step_fields=STEP_FIELDS,
+    prefill_fields=PREFILL_FIELDS, heuristic=heuristic,
 )  # fmt: skip

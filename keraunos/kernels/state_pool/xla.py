@@ -133,5 +133,5 @@ def _gates(call: linear_interface.Args, cuts: jax.Array) -> jax.Array:
 
 
 decode, verify, commit, prefill = interface.kernels(
-    __file__, _steps, _prefill, prefill_fields=linear.FIELDS, heuristic=linear.heuristic
+    "xla", __file__, _steps, _prefill, prefill_fields=linear.FIELDS, heuristic=linear.heuristic
 )

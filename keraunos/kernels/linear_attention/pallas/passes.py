@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.interface import Args, Options, differentiated, head_counts
+from keraunos.kernels.linear_attention.interface import Args, Options, head_counts
 from keraunos.kernels.linear_attention.interface import kernels as implementations
 from keraunos.kernels.registry import HOPPER
 
@@ -120,7 +120,7 @@ class _Call:
         self.arrays = frontends.get(self.framework)
         self.B, self.T, self.H, self.K = args.query.shape
         self.G, self.V = args.value.shape[2:]
-        self.learned = args.g is not None or (args.g_gamma is not None and not opts.gamma_is_constant)
+        self.learned = args.g is not None or opts.needs(args, "g_gamma")
         self.h0 = None if args.initial_state is None else self.arrays.cast(args.initial_state, "float32")
         self.N = self.B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
         self.cu_seqlens, self.row, length = self.lay_out()
@@ -243,7 +243,7 @@ class _Call:
         first, count = (0, self.T) if self.row is None else (self.row.lead, self.B * self.T)
         dg = self.arrays.permute(dgates[..., first : first + count].sum(0), 0, 2, 1).reshape(self.B, self.T, self.H)
         gamma = self.args.g_gamma
-        dgamma = None if gamma is None or self.opts.gamma_is_constant else dg.sum(1)
+        dgamma = dg.sum(1) if self.opts.needs(self.args, "g_gamma") else None
         if dgamma is not None and gamma.ndim == 1:
             dgamma = dgamma.sum(0)
         return None if self.args.g is None else dg, dgamma
@@ -335,7 +335,7 @@ class _VectorCall(_Call):
         dg = self.unpad(terms[0] if len(terms) == 1 else sum(self.arrays.cast(x, "float32") for x in terms))
         dk, dv = (self.shared(self.arrays.cast(x, "float32") if self.G < self.H else x) for x in (dk, dv))
         gamma, dgamma = self.args.g_gamma, None
-        if gamma is not None and not self.opts.gamma_is_constant:
+        if self.opts.needs(self.args, "g_gamma"):
             dgamma = self.arrays.cast(dg, "float32").sum((1, 3) if gamma.ndim == 2 else (0, 1, 3))
         return Args(self.unpad(dq), self.unpad(dk), self.unpad(dv), dg, dgamma, None if self.h0 is None else dh0)
 
@@ -387,7 +387,7 @@ def _no_tokens(args: Args):
 def _no_gradients(args: Args, dfinal: Any, opts: Options) -> Args:
     """Where there are no tokens: all zero but that of the initial state."""
     arrays = frontends.get(frontends.framework_of(args.query))
-    wanted = differentiated(args, opts)
+    wanted = args._replace(g_gamma=args.g_gamma if opts.needs(args, "g_gamma") else None, cu_seqlens=None)
     given = Args(*(None if x is None else arrays.zeros(x.shape, arrays.dtype_name(x), x) for x in wanted))
     if dfinal is not None and args.initial_state is not None:
         given = given._replace(initial_state=given.initial_state + arrays.cast(dfinal, "float32"))
@@ -396,7 +396,7 @@ def _no_gradients(args: Args, dfinal: Any, opts: Options) -> Args:
 
 def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
     """The tokens of a segment, if rows of one length are cut into several."""
-    if opts.gamma_is_constant:
+    if "g_gamma" in opts.constant:
         args = args._replace(g_gamma=None)
     call = _call(args, opts) if args.query.shape[1] else None
     if call is None or call.vector or call.cu_seqlens is not None or call.forward.segments == 1:
@@ -456,6 +456,7 @@ def candidates(inv, cfg):
 
 
 gla, lightning_attn = implementations(
+    "pallas",
     __file__,
     forward,
     backward,

@@ -1,0 +1,27 @@
+"""PyTorch's operators of keraunos: importing this module registers them all, ``torch.ops.keraunos.gla`` and the others.
+
+A program that ``torch.export`` has saved names them, and needs them registered before it is loaded::
+
+    import keraunos.torch_ops
+    program = torch.export.load("model.pt2")
+
+Calls register what they need by themselves, so nothing else needs the import.
+
+The operators: ``gla``, ``lightning_attn`` and ``attention``, each with its gradient (``gla_backward``, ...), and those
+that change a pool of states: ``decode``, ``verify``, ``commit``, ``prefill``. Their names and arguments last: tensors,
+numbers and texts, such as ``platform="triton"`` and ``launch="block_q=64 num_warps=4"``, what was chosen when the graph
+was made. Arguments are checked as those of the public functions are, so that a program may come from anyone.
+"""
+
+from __future__ import annotations
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention import interface as linear_attention
+from keraunos.kernels.softmax_attention import interface as softmax_attention
+from keraunos.kernels.state_pool import interface as state_pool
+
+_operators = frontends.get("torch").operators
+for _operator in (*linear_attention.OPERATORS.values(), softmax_attention.OPERATOR):
+    _operators.differentiable(_operator)
+for _operator in state_pool.OPERATORS.values():
+    _operators.in_place(_operator)
