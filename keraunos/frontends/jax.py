@@ -134,6 +134,30 @@ def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Calla
     return run_forward, run_backward
 
 
+def rowwise(fn: Callable) -> Callable:
+    """``fn``, whose arguments and results have rows along their first axis, each of which stands for itself.
+
+    Under ``vmap`` it makes one call of many, with all their rows.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*args):
+        return fn(*args)
+
+    @call.def_vmap
+    def rule(size, mapped, *args):
+        stacked = _stacked(args, tuple(mapped), size)
+        found = call(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked))
+        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), found), _all(found, True)
+
+    return call
+
+
+def is_local() -> bool:
+    """Whether no array is shared out among devices: there is one, or a ``shard_map`` is over all axes of the mesh."""
+    return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
+
+
 def _first(tree, mapped):
     """The shapes of one call."""
     return jax.tree.map(lambda x, m: jax.ShapeDtypeStruct(x.shape[1:] if m else x.shape, x.dtype), tree, mapped)

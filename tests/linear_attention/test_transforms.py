@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import keraunos
 from keraunos.kernels.linear_attention import interface, xla
 from keraunos.kernels.registry import kernel_registry
-from tests.linear_attention.cases import GPU, Case
+from tests.linear_attention.cases import GPU, Case, run_jax
 from tests.numerics import assert_within_rule
 
 B, T, H, K = 2, 70, 8, 16
@@ -240,3 +240,114 @@ def test_shared_arguments_get_the_sum_of_the_gradients():
 
     native = kernel_registry.get("gla", "xla").fn
     close(jax.grad(mapped(call), (0, 1, 2))(q, k, gamma), jax.grad(mapped(native), (0, 1, 2))(q, k, gamma))
+
+
+def rows_computed(monkeypatch, f, *arrays):
+    """How many rows with strong gates a call computes in each chunk that has any."""
+    counts, made = [], xla._Vector.__init__
+
+    def counted(self, walker, a):
+        jax.debug.callback(lambda: counts.append(a.shape[0] * a.shape[1]))
+        made(self, walker, a)
+
+    monkeypatch.setattr(xla._Vector, "__init__", counted)
+    jax.block_until_ready(jax.jit(f)(*arrays))
+    jax.effects_barrier()
+    return counts
+
+
+def strong_in_one_head(dtype):
+    """Arguments of many rows with mild gates; and with strong ones in a few tokens of one head of one sequence."""
+    case = Case(B=3, T=64, H=8, K=16, V=16, gate="vector", dtype=dtype, G=4)
+    q, k, v, g = map(jnp.asarray, case.arrays[0][:4])
+    return (q, k, v, g), (q, k, v, g.at[1, 40:43, 5].set(-50.0).at[1, 50, 5].set(-jnp.inf))
+
+
+@of_batching
+def test_only_rows_with_strong_gates_are_computed_in_the_way_for_them(monkeypatch):
+    mild, strong = strong_in_one_head("float32")
+    fresh = functools.partial(folded()[0].fn, cfg=keraunos.Config(block_q=32, platform="xla"))
+    with monkeypatch.context() as patch:
+        assert not rows_computed(patch, fresh, *mild)
+    # One of the two chunks has some.
+    with monkeypatch.context() as patch:
+        assert rows_computed(patch, fresh, *strong) == [8]
+    stacked = [jnp.stack(x) for x in zip(mild, strong, mild, strong, strong, strict=True)]
+    with monkeypatch.context() as patch:
+        assert rows_computed(patch, jax.vmap(fresh), *stacked) == [8]
+
+
+@of_batching
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strong_gates_of_a_head_leave_the_bits_of_the_others(gla, dtype):
+    def results(q, k, v, g):
+        output, pull = jax.vjp(lambda *x: gla(*x)[0], q, k, v, g)
+        return output, *pull(output)
+
+    results, pair = jax.jit(results), strong_in_one_head(dtype)
+    for usual, other in zip(*(results(*x) for x in pair), strict=True):
+        # What key heads 4 and 5 share is of head 2 there.
+        usual, other = (
+            np.delete(np.asarray(x).astype(np.float32), 5 * x.shape[2] // 8, axis=2) for x in (usual, other)
+        )
+        assert usual.tobytes() == other.tobytes()
+
+
+@of_batching
+@pytest.mark.parametrize("decay", ["weak", "strong"])
+def test_second_derivatives(gla, decay):
+    """Those of the whole are those of a pass token by token."""
+    q, k, v, g = (jnp.asarray(x) for x in Case(B=1, T=9, H=1, K=4, V=4, gate="vector", decay=decay).arrays[0][:4])
+
+    def by_tokens(q, k, v, g):
+        def step(state, x):
+            q, k, v, g = x
+            state = jnp.exp(g)[..., None] * state + k[..., None] * v[..., None, :]
+            return state, (state * q[..., None]).sum(-2) * 0.5
+
+        xs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g)]
+        return jnp.moveaxis(jax.lax.scan(step, jnp.zeros((1, 1, 4, 4)), xs)[1], 0, 1)
+
+    def second(f):
+        def size(*x):
+            return sum((y**2).sum() for y in jax.grad(lambda *x: (f(*x) ** 2).sum(), range(4))(*x))
+
+        return jax.jit(jax.grad(size, range(4)))
+
+    close(second(lambda *x: gla(*x)[0])(q, k, v, g), second(by_tokens)(q, k, v, g))
+
+
+def as_on_a_tpu(monkeypatch):
+    """Give products of float32 numbers the digits that they have on a TPU."""
+    einsum, bfloat16 = jnp.einsum, functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7)
+
+    def product(equation, a, b, precision=None):
+        exact = functools.partial(einsum, equation, precision=jax.lax.Precision.HIGHEST)
+        if precision == jax.lax.Precision.HIGHEST or a.dtype == jnp.float64:
+            return exact(a, b)
+        high = bfloat16(a), bfloat16(b)
+        low = bfloat16(a - high[0]), bfloat16(b - high[1])
+        once = exact(*high)
+        if precision == jax.lax.Precision.HIGH:
+            return once + exact(high[0], low[1]) + exact(low[0], high[1])
+        return once
+
+    monkeypatch.setattr(jnp, "einsum", product)
+
+
+@of_batching
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("case", [
+    Case(gamma=1, T=100, H=1), Case(gate="scalar", T=100, H=1), Case(gate="vector", T=100, H=1),
+    Case(gate="vector", T=70, H=1, decay="infinite"), Case(gate="vector", T=70, H=1, seed=-4),
+], ids=str)  # fmt: skip
+def test_the_digits_of_a_tpu_are_enough(monkeypatch, dtype, case):
+    as_on_a_tpu(monkeypatch)
+    call = functools.partial(folded()[0].fn, cfg=keraunos.Config(block_q=32, platform="xla"))
+    case = dataclasses.replace(case, dtype=dtype, state=True, K=32, V=32, seed=abs(case.seed))
+    if case.seed:
+        # As strong as gates may be that one product takes all pairs of.
+        args, doutput, dstate = case.arrays
+        case.__dict__["arrays"] = args._replace(g=np.maximum(20 * args.g, -1.9)), doutput, dstate
+    case.check(functools.partial(run_jax, "xla", lambda args, case, platform: call(
+        *args[:5], initial_state=args[5], cu_seqlens=args[6])))  # fmt: skip

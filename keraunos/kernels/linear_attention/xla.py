@@ -11,6 +11,7 @@ by ``K * V / chunk / 8`` values a token and head, not by ``K * V``.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,9 +25,17 @@ FIELDS = ("block_q",)
 
 # Stands for -inf in sums: finite, so that 0 * gate is 0 in the triangular products, and exp of it is 0.
 _CLOSED = -1e30
-# How far vector gates may sum below 0 over half a chunk where one product takes all its pairs. The rounding of the sum
-# is a relative error of the decay: up to 4, that is at most two units in the last place of float32.
+# How far a vector gate, and their sum over half a chunk, may be below 0 where one product takes all the chunk's pairs.
+# The rounding of the sum is a relative error of the decay: up to 4, that is at most two units in the last place of
+# float32. Inputs of 16 bits are coarser by far; there the range of float32 is the limit, which twice the sum must fit.
 _MILD = 4.0
+_FAR = 32.0
+# Products of float32 numbers on a TPU take one pass with the 8 digits of bfloat16, or three with 16, or six with all;
+# on a GPU with TensorFloat-32's 11 digits both of the first. What follows from bfloat16 needs no more than its digits,
+# what follows from float16 has 11.
+_PRECISION = {"bfloat16": jax.lax.Precision.DEFAULT, "float16": jax.lax.Precision.HIGH}
+# How many rows (a sequence's heads) with strong gates are computed at once.
+_TILE = 8
 # How many chunks, at most, walk back together from one state that was kept.
 _GROUP = 8
 
@@ -85,8 +94,8 @@ class _Walker:
         # A window of C tokens must fit into T; a power of two, for the halving of vector gates.
         self.C = min(opts.cfg.block_q, 1 << (self.T.bit_length() - 1))
         self.dtype = jnp.promote_types(args.query.dtype, jnp.float32)
-        exact = args.query.dtype in (jnp.float32, jnp.float64)
-        self.precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
+        self.precision = _PRECISION.get(args.query.dtype.name, jax.lax.Precision.HIGHEST)
+        self.far = _FAR if args.query.dtype.name in _PRECISION else _MILD
         self.chunks = _chunks(args, opts, self.C)
         self.whole = args.cu_seqlens is None and self.chunks.begin.size * self.C == self.T
 
@@ -134,27 +143,30 @@ class _Walker:
         return q * self.opts.softmax_scale, k, v
 
     def decay(self):
-        """A function ``(chunk, f) -> f(decay inside the chunk)``; a constant one is computed once, outside the scan."""
+        """A function ``(chunk, f, *arrays) -> f(decay inside the chunk, *arrays)``, with arrays ``[B, H, ...]``.
+
+        A constant decay is computed once, outside the scan.
+        """
         g, gamma = self.args.g, self.args.g_gamma
         gamma = jnp.zeros((1, self.H), self.dtype) if gamma is None else gamma.astype(self.dtype)
         gamma = jnp.broadcast_to(jnp.maximum(gamma, _CLOSED)[..., None], (*gamma.shape, self.C))
         gamma = gamma if gamma.ndim == 3 else gamma[None]  # [1 or B, H, C]
         if g is None and self.whole:
             constant = _Scalar(self, gamma)
-            return lambda chunk, f: f(constant)
+            return lambda chunk, f, *arrays: f(constant, *arrays)
 
-        def under(chunk, f):
+        def under(chunk, f, *arrays):
             _, valid = self.rows(chunk)
             a = gamma if valid is None else jnp.where(valid, gamma, 0)
             if g is None:
-                return f(_Scalar(self, a))
+                return f(_Scalar(self, a), *arrays)
             a = jnp.maximum(self.read(g, chunk), _CLOSED) + (a if g.ndim == 3 else a[..., None])
             if g.ndim == 3:
-                return f(_Scalar(self, a))
+                return f(_Scalar(self, a), *arrays)
             n = min(self.C, 2)
             halves = a.reshape(*a.shape[:2], n, self.C // n, self.K).sum(3)
-            mild = halves.min(initial=0) > -_MILD
-            return jax.lax.cond(mild, lambda: f(_MildVector(self, a)), lambda: f(_Vector(self, a)))
+            strong = (halves.min((2, 3)) <= -self.far) | (a.min((2, 3)) <= -_MILD)
+            return _by_strength(self, f, strong, a, *arrays)
 
         return under
 
@@ -180,6 +192,59 @@ class _Walker:
     def carry(self, states):
         """What the scan over chunks starts with: batch rows walk together, packed sequences one after another."""
         return states if self.args.cu_seqlens is None else self.zeros((1, self.H, self.K, self.V))
+
+
+def _by_strength(walker: _Walker, f, strong, a, *arrays):
+    """``f(decay, *arrays)`` for gates ``a: [B, H, C, K]``, whose rows ``[B, H]`` are strong or mild.
+
+    Arrays and results are ``[B, H, ...]``. No kind of row is computed that there is none of; what a row gets does not
+    depend on which others are strong.
+    """
+
+    def mild_rows(strong, a, *arrays):
+        return f(_MildVector(walker, jnp.where(strong[..., None, None], 0, a)), *arrays)
+
+    def strong_rows(a, *arrays):
+        return f(_Vector(walker, a), *arrays)
+
+    def everywhere(strong, *arrays, mild=None):
+        mild = mild_rows(strong, *arrays) if mild is None else mild
+        return jax.tree.map(lambda x, y: jnp.where(strong[..., None, None], x, y), strong_rows(*arrays), mild)
+
+    def mild_if_any(strong, *arrays):
+        shapes = jax.eval_shape(mild_rows, strong, *arrays)
+        zeros = jax.tree.map(lambda x: frontend.zeros(x.shape, x.dtype, arrays[0]), shapes)
+        return jax.lax.fori_loop(0, (~strong).any().astype(int), lambda *_: mild_rows(strong, *arrays), zeros)
+
+    @frontend.rowwise
+    def in_tiles(strong, *arrays):
+        n = len(strong)
+        tile = min(_TILE, n)
+        places = jnp.nonzero(strong[:, 0], size=-(-n // tile) * tile, fill_value=n)[0]
+
+        def step(i, found):
+            own = jax.lax.dynamic_slice_in_dim(places, i * tile, tile)
+            new = strong_rows(*(x.at[own].get(mode="clip") for x in arrays))
+            return jax.tree.map(lambda x, new: x.at[own].set(new, mode="drop"), found, new)
+
+        return jax.lax.fori_loop(0, -(-strong.sum() // tile), step, mild_if_any(strong, *arrays))
+
+    # Loops, not lax.cond: under vmap that computes both of its sides.
+    @jax.custom_jvp
+    def call(strong, *arrays):
+        if not frontend.is_local():
+            # Rows that lie on several devices are not gathered.
+            some = strong.any().astype(int)
+            mild = mild_if_any(strong, *arrays)
+            return jax.lax.fori_loop(0, some, lambda _, mild: everywhere(strong, *arrays, mild=mild), mild)
+        rows = [x.reshape(-1, 1, *x.shape[2:]) for x in (strong, *arrays)]
+        return jax.tree.map(lambda x: x.reshape(*strong.shape, *x.shape[2:]), in_tiles(*rows))
+
+    @call.defjvp
+    def second_order(primals, tangents):
+        return jax.jvp(everywhere, primals, tangents)
+
+    return call(strong, a, *arrays)
 
 
 class _Scalar:
@@ -355,7 +420,7 @@ def _join(left, right):
     return jnp.stack(halves, axis=3).reshape(B, H, n * 2 * m, dim)
 
 
-def _advance(w, state, k, v, decay):
+def _advance(w, decay, state, k, v):
     """The state after a chunk."""
     return decay.total * state + w.mm("bhjk,bhjv->bhkv", k * decay.leave, v)
 
@@ -367,16 +432,14 @@ def forward(args: Args, opts: Options):
     w = _Walker(args, opts)
     under = w.decay()
 
+    def pass_chunk(decay, state, q, k, v):
+        o = decay.inside(q, k, v) + w.mm("bhik,bhkv->bhiv", q * decay.enter, state)
+        return o, _advance(w, decay, state, k, v)
+
     def step(carry, chunk):
         state, states, output = carry
-        q, k, v = w.qkv(chunk)
         state = w.enter(state, states, chunk.first, chunk)
-
-        def pass_chunk(decay):
-            o = decay.inside(q, k, v) + w.mm("bhik,bhkv->bhiv", q * decay.enter, state)
-            return o, _advance(w, state, k, v, decay)
-
-        o, state = under(chunk, pass_chunk)
+        o, state = under(chunk, pass_chunk, state, *w.qkv(chunk))
         return (state, w.leave(state, states, chunk), w.write(output, o, chunk)), None
 
     def walk(carry, group):
@@ -403,7 +466,7 @@ def _states_before(w: _Walker, under, group, state):
     def step(state, chunk):
         state = w.enter(state, states, chunk.first, chunk)
         k, v = w.read(w.args.key, chunk), w.read(w.args.value, chunk)
-        return under(chunk, lambda decay: _advance(w, state, k, v, decay)), state
+        return under(chunk, functools.partial(_advance, w), state, k, v), state
 
     return jax.lax.scan(step, state, group)[1]
 
@@ -419,23 +482,21 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     under = w.decay()
     need_gate = opts.needs(args, "g") or opts.needs(args, "g_gamma")
 
+    def pass_chunk(decay, state, dstate, q, k, v, do):
+        q_enter, k_leave = q * decay.enter, k * decay.leave
+        dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
+        crossing = q_enter * dq_enter, k_leave * dk_leave, decay.total * state * dstate
+        dq, dk, dv, da = decay.backward(q, k, v, do, crossing if need_gate else None)
+        dq, dk = dq + decay.enter * dq_enter, dk + decay.leave * dk_leave
+        dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
+        return dq, dk, dv, da, decay.total * dstate + w.mm("bhik,bhiv->bhkv", q_enter, do)
+
     def step(carry, xs):
         dstate, dstates, dgamma, (dq_, dk_, dv_, dg_) = carry
         chunk, state = xs
-        q, k, v = w.qkv(chunk)
-        do = w.read(doutput, chunk)
         dstate = w.enter(dstate, dstates, chunk.last, chunk)
-
-        def pass_chunk(decay):
-            q_enter, k_leave = q * decay.enter, k * decay.leave
-            dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
-            crossing = q_enter * dq_enter, k_leave * dk_leave, decay.total * state * dstate
-            dq, dk, dv, da = decay.backward(q, k, v, do, crossing if need_gate else None)
-            dq, dk = dq + decay.enter * dq_enter, dk + decay.leave * dk_leave
-            dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
-            return dq, dk, dv, da, decay.total * dstate + w.mm("bhik,bhiv->bhkv", q_enter, do)
-
-        dq, dk, dv, da, dstate = under(chunk, pass_chunk)
+        given = state, dstate, *w.qkv(chunk), w.read(doutput, chunk)
+        dq, dk, dv, da, dstate = under(chunk, pass_chunk, *given)
         if need_gate:
             dgamma = dgamma + _gamma_gradient(w, da, chunk)
             dg_ = None if dg_ is None else w.write(dg_, da, chunk)
