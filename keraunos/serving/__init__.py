@@ -19,7 +19,8 @@ is changed in place. Values are computed in float32 and rounded when they are st
 
 ``slots``: one per request; -1 is padding: no slot is touched, and its rows of the output are zero. Two requests of one
 call must not share a slot, and slots must be below the pool's size, which is checked on the CPU only: a device's values
-are not read (but see :mod:`keraunos.kernels.values`).
+are not read (but see :mod:`keraunos.kernels.values`). Slots, counts, offsets and boundaries may also be NumPy arrays,
+which each call copies to the device.
 
 There are no gradients: training uses :func:`keraunos.gla_attention` and :func:`keraunos.lightning_attention`.
 """
@@ -28,9 +29,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from keraunos import frontends
 from keraunos.kernels.linear_attention.interface import per_head
-from keraunos.kernels.state_pool.interface import Args, check_room
+from keraunos.kernels.state_pool.interface import INDICES, Args, check_room
 from keraunos.kernels.values import placed
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config
@@ -50,13 +53,43 @@ def _decay(operation: PoolOperation, log_decay: Any, g_gamma: Any) -> Any:
 
 def _call(operation: PoolOperation, args: Args, softmax_scale, platform, cfg) -> tuple[Any, Any]:
     """``(output, pool)``: what is changed in place is what was given."""
-    key, states, out = args.key, args.states, args.out
+    if framework := frontends.framework_of(args.key):
+        # What varies from call to call, unlike decays, and so is no constant.
+        array = frontends.get(framework).array
+        host = {name: x for name in INDICES if isinstance(x := getattr(args, name), np.ndarray)}
+        args = args._replace(**{name: array(x, args.key) for name, x in host.items()}) if host else args
+        args = _per_token(args) if operation is PREFILL else args
+    states, out = args.states, args.out
     if out is not None:
         # Strides are not always among what calls are told apart by.
         check_room(operation.op_id, out)
     output, pool = default_executor()(operation, *args, softmax_scale=softmax_scale, platform=platform, _cfg=cfg)
     output = output if out is None else out
-    return output, states if pool is None or frontends.framework_of(key) == "torch" else pool
+    return output, states if pool is None or framework == "torch" else pool
+
+
+def _per_token(args: Args) -> Args:
+    """Decays per request and head as gates per token and head; what does not fit is left to the checks."""
+    gamma, slots, cu = args.g_gamma, args.slots, args.cu_seqlens
+    if gamma is None or gamma.ndim != 2 or any(getattr(x, "ndim", 0) != 1 for x in (slots, cu)):
+        return args
+    if gamma.shape[0] != slots.shape[0] or cu.shape[0] != slots.shape[0] + 1 or gamma.shape[1] != args.states.shape[1]:
+        return args
+    if isinstance(gamma, np.ndarray) and not (gamma <= 0).all():
+        return args
+    H, heads = gamma.shape[1], 0 if args.g is None else args.g.shape[1]
+    if args.g is not None and (args.g.ndim not in (2, 3) or not heads or H % heads):
+        return args
+    frontend = frontends.get(frontends.framework_of(args.key))
+    gamma = frontend.array(gamma, args.key) if isinstance(gamma, np.ndarray) else gamma
+    ends, token = frontend.cast(cu, "int32")[1:], frontend.numbers(args.key.shape[0], args.key)
+    request = frontend.xp.searchsorted(ends, token, side="right")
+    gate = frontend.cast(gamma, "float32")[frontend.xp.clip(request, 0, slots.shape[0] - 1)]
+    if args.g is not None:
+        head = frontend.array(np.arange(H) // (H // heads), args.key)
+        g = frontend.cast(args.g, "float32")[:, head]
+        gate = g + (gate if g.ndim == 2 else gate[..., None])
+    return args._replace(g=gate, g_gamma=None)
 
 
 @frontends.operation
@@ -86,7 +119,8 @@ def decode(
         slots: ``[N]``, int32 or int64; -1: padding.
         log_decay: another name of g_gamma; give one of them at most.
         g: ``[N, heads, K]`` or ``[N, heads]``, the token's gates, natural log, <= 0.
-        g_gamma: ``[H]``, a constant gate per head, natural log, <= 0. Added to ``g``.
+        g_gamma: ``[H]``, a constant gate per head, or ``[N, H]``, per request and head; natural log, <= 0. Added to
+            ``g``. (In :func:`prefill` one per request and head becomes a gate per token and head.)
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         out: ``[N, H, V]``, where the output goes (PyTorch).
         platform: ``"triton"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the best that can.

@@ -242,17 +242,30 @@ def test_shared_arguments_get_the_sum_of_the_gradients():
     close(jax.grad(mapped(call), (0, 1, 2))(q, k, gamma), jax.grad(mapped(native), (0, 1, 2))(q, k, gamma))
 
 
-def rows_computed(monkeypatch, f, *arrays):
-    """How many rows with strong gates a call computes in each chunk that has any."""
+def on_one_device(f):
+    """The function where it is known that no array is shared out: else rows with strong gates are not gathered."""
+    mesh = jax.make_mesh((1,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())
+
+
+def rows_computed(monkeypatch, *arrays, mapped=False):
+    """How many rows are computed in the way for strong gates, in each chunk where any is."""
     counts, made = [], xla._Vector.__init__
 
     def counted(self, walker, a):
         jax.debug.callback(lambda: counts.append(a.shape[0] * a.shape[1]))
         made(self, walker, a)
 
-    monkeypatch.setattr(xla._Vector, "__init__", counted)
-    jax.block_until_ready(jax.jit(f)(*arrays))
-    jax.effects_barrier()
+    # Implementations of its own, which have traced nothing yet.
+    kernels = interface.kernels(
+        xla.__file__, xla.forward, xla.backward, fields=xla.FIELDS, heuristic=xla.heuristic, candidates=xla.candidates,
+        has_vmap=True,
+    )  # fmt: skip
+    call = on_one_device(functools.partial(kernels[0].fn, cfg=keraunos.Config(block_q=32, platform="xla")))
+    with monkeypatch.context() as patch:
+        patch.setattr(xla._Vector, "__init__", counted)
+        jax.block_until_ready(jax.jit(jax.vmap(call) if mapped else call)(*arrays))
+        jax.effects_barrier()
     return counts
 
 
@@ -266,25 +279,24 @@ def strong_in_one_head(dtype):
 @of_batching
 def test_only_rows_with_strong_gates_are_computed_in_the_way_for_them(monkeypatch):
     mild, strong = strong_in_one_head("float32")
-    fresh = functools.partial(folded()[0].fn, cfg=keraunos.Config(block_q=32, platform="xla"))
-    with monkeypatch.context() as patch:
-        assert not rows_computed(patch, fresh, *mild)
+    assert not rows_computed(monkeypatch, *mild)
     # One of the two chunks has some.
-    with monkeypatch.context() as patch:
-        assert rows_computed(patch, fresh, *strong) == [8]
-    stacked = [jnp.stack(x) for x in zip(mild, strong, mild, strong, strong, strict=True)]
-    with monkeypatch.context() as patch:
-        assert rows_computed(patch, jax.vmap(fresh), *stacked) == [8]
+    assert rows_computed(monkeypatch, *strong) == [8]
+    pairs = [jnp.stack(x) for x in zip(mild, mild, strict=True)]
+    assert not rows_computed(monkeypatch, *pairs, mapped=True)
+    several = [jnp.stack(x) for x in zip(mild, strong, mild, strong, strong, strict=True)]
+    assert rows_computed(monkeypatch, *several, mapped=True) == [8]
 
 
 @of_batching
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_strong_gates_of_a_head_leave_the_bits_of_the_others(gla, dtype):
+@pytest.mark.parametrize("place", [on_one_device, lambda f: f], ids=["one device", "any"])
+def test_strong_gates_of_a_head_leave_the_bits_of_the_others(gla, dtype, place):
     def results(q, k, v, g):
         output, pull = jax.vjp(lambda *x: gla(*x)[0], q, k, v, g)
         return output, *pull(output)
 
-    results, pair = jax.jit(results), strong_in_one_head(dtype)
+    results, pair = jax.jit(place(results)), strong_in_one_head(dtype)
     for usual, other in zip(*(results(*x) for x in pair), strict=True):
         # What key heads 4 and 5 share is of head 2 there.
         usual, other = (
@@ -343,11 +355,11 @@ def as_on_a_tpu(monkeypatch):
 ], ids=str)  # fmt: skip
 def test_the_digits_of_a_tpu_are_enough(monkeypatch, dtype, case):
     as_on_a_tpu(monkeypatch)
-    call = functools.partial(folded()[0].fn, cfg=keraunos.Config(block_q=32, platform="xla"))
+    fn = functools.partial(folded()[0].fn, cfg=keraunos.Config(block_q=32, platform="xla"))
+    call = on_one_device(lambda *floats: fn(*floats[:5], initial_state=floats[5]))
     case = dataclasses.replace(case, dtype=dtype, state=True, K=32, V=32, seed=abs(case.seed))
     if case.seed:
         # As strong as gates may be that one product takes all pairs of.
         args, doutput, dstate = case.arrays
         case.__dict__["arrays"] = args._replace(g=np.maximum(20 * args.g, -1.9)), doutput, dstate
-    case.check(functools.partial(run_jax, "xla", lambda args, case, platform: call(
-        *args[:5], initial_state=args[5], cu_seqlens=args[6])))  # fmt: skip
+    case.check(functools.partial(run_jax, "xla", lambda args, case, platform: call(*args[:6])))

@@ -40,6 +40,7 @@ class Case:
     V: int = 16
     gate: str = "none"  # none, scalar, vector
     gamma: bool = True
+    each: bool = False  # a constant decay for each request
     decay: float = 0.3
     dtype: str = "float32"
     pool: str = "float32"
@@ -75,7 +76,8 @@ class Case:
             query=normal(*rows, self.HQ or self.H, self.K), key=normal(*rows, G, self.K),
             value=normal(*rows, self.HV or G, self.V),
             g=decays(*shapes[self.gate]) if self.gate in shapes else None,
-            g_gamma=decays(self.H) if self.gamma else None, states=states, slots=np.array(self.slots, np.int32),
+            g_gamma=decays(*[N] * self.each, self.H) if self.gamma else None, states=states,
+            slots=np.array(self.slots, np.int32),
             counts=np.array(self.counts, np.int32) if self.op == "commit" else None,
             cu_seqlens=np.cumsum([0, *self.lengths]).astype(np.int32) if self.op == "prefill" else None,
             has_initial=None if self.fresh is None else ~np.isin(np.arange(N), self.fresh),
@@ -98,12 +100,13 @@ class Case:
         changed: dict[int, np.ndarray] = {}
 
         def recur(where, state):
-            """The outputs and the last state of the tokens there."""
+            """The outputs and the last state of the tokens there, of request n."""
+            gamma = a["g_gamma"][n] if self.each else a["g_gamma"]
             given = [x if x is None else x[where].reshape(1, -1 if x[where].size else 0, *x.shape[len(self.rows):])
                      for x in (a["query"], a["key"], a["value"], a["g"])]  # fmt: skip
             if not given[0].shape[1]:
                 return given[0][..., :0], state[None]
-            return linear_attention(*given, a["g_gamma"], state[None], softmax_scale=self.scale, dtype=dtype)
+            return linear_attention(*given, gamma, state[None], softmax_scale=self.scale, dtype=dtype)
 
         for n, slot in enumerate(self.slots):
             if slot < 0:

@@ -1,16 +1,22 @@
 """The serving functions on every platform, against the float64 recurrence: values, and slots that must not change."""
 
 import dataclasses
+import importlib
 
+import numpy as np
 import pytest
 
-from tests.serving.cases import PLATFORMS, Case, runner
+from keraunos import serving
+from keraunos.kernels.state_pool.interface import INDICES
+from tests.serving.cases import PLATFORMS, Case, arguments, array, results, runner, tensor
 
 pytestmark = pytest.mark.parametrize(("platform", "framework"), PLATFORMS)
 
 GATES = {
     "none": Case(gamma=False, scale=1.0),
     "constant": Case(),
+    "constant, of each request": Case(each=True),
+    "vector and constant, of each request": Case(gate="vector", each=True),
     "scalar": Case(gate="scalar", gamma=False),
     "vector and constant, strong": Case(gate="vector", decay=8.0),
 }
@@ -39,11 +45,12 @@ def different(case):
 
 
 STRONG = "vector and constant, strong"
+EACH = "vector and constant, of each request"
 
 
 @pytest.mark.parametrize(("step", "gate"), [
     *(("decode", gate) for gate in GATES), ("verify", "scalar"), ("verify", STRONG), ("commit", "none"),
-    ("commit", STRONG), ("one", "constant"), ("sixteen", "constant"),
+    ("commit", STRONG), ("commit", EACH), ("verify", EACH), ("one", "constant"), ("sixteen", "constant"),
 ])  # fmt: skip
 def test_steps_with_every_gate(platform, framework, step, gate):
     also(STEPS[step], **different(GATES[gate])).check(runner(platform, framework))
@@ -76,7 +83,7 @@ PREFILLS = {
 @pytest.mark.parametrize(("prefill", "gate"), [
     ("resumed", "none"), ("fresh and empty", "constant"), ("empty and fresh", STRONG), ("nothing", "constant"),
     ("all padding", "scalar"), ("exported", "none"), ("exported", "constant"), ("exported", "scalar"),
-    ("exported twice from one chunk", STRONG),
+    ("exported twice from one chunk", STRONG), ("exported", EACH), ("fresh and empty", "constant, of each request"),
 ])  # fmt: skip
 def test_prefill_with_every_gate(platform, framework, prefill, gate):
     also(PREFILLS[prefill], **different(GATES[gate])).check(runner(platform, framework))
@@ -97,3 +104,19 @@ def test_states_that_only_decay(platform, framework, gate, call):
     case = also(call, **{**different(GATES[gate]), "decay": 8.0})
     case.arrays["key"][:] = 0.0
     case.check(runner(platform, framework))
+
+
+@pytest.mark.parametrize("op", ["decode", "commit", "prefill"])
+def test_what_is_known_on_the_host_may_be_numpy(platform, framework, op):
+    case = {**STEPS, "prefill": PREFILLS["exported"]}[op]
+    convert = {"jax": lambda x: importlib.import_module("jax.numpy").asarray(x), "torch": tensor}[framework]
+    given = {name: x if x is None or name in INDICES else convert(x) for name, x in case.arrays.items()}
+
+    def run(case):
+        args, gates = arguments(op, given)
+        output, pool = results(op, given, getattr(serving, op)(*args, **gates, platform=platform))
+        back = {"jax": np.asarray, "torch": array}[framework]
+        return None if output is None else back(output), back(pool)
+
+    case.check(run)
+    assert all(isinstance(given[name], np.ndarray | type(None)) for name in INDICES)

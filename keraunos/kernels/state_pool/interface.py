@@ -27,6 +27,8 @@ from keraunos.ops.kernel import Config, Invocation, is_number
 FLOATS = ("bfloat16", "float16", "float32")
 POOLS = ("float32", "bfloat16")
 INTEGERS = ("int32", "int64")
+# The arguments that say where what is: they vary from call to call.
+INDICES = ("slots", "counts", "cu_seqlens", "has_initial", "tokens", "targets")
 
 
 class Args(NamedTuple):
@@ -40,7 +42,7 @@ class Args(NamedTuple):
     value: Any  # [rows, heads, V]
     query: Any = None  # [rows, heads, K]; None: commit
     g: Any = None  # [rows, heads, K] or [rows, heads], log, <= 0
-    g_gamma: Any = None  # [H], log, <= 0
+    g_gamma: Any = None  # [H] or, but for prefill, [N, H], log, <= 0
     states: Any = None  # [slots, H, K, V]
     slots: Any = None  # [N], int; -1: padding
     counts: Any = None  # [N], int: how many drafts to commit
@@ -129,7 +131,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         fail(
             ValueError, "states", f"has H = {H} heads", max(heads.values()), "the most that query, key, value or g has"
         )
-    shape("g_gamma", [(H,)], ["H"], "one decay per head")
+    shape("g_gamma", [(H,), (N, H)], ["H", "NH"], "one decay per head, or per request and head")
     shape("out", [(*lead, H, V)], [(*rows, "H", "V")])
     for name in ("slots", "counts", "has_initial"):
         shape(name, [(N,)], ["N"], "one per request")
@@ -185,7 +187,6 @@ def _dtypes(args: Args, frontend, framework, op_id, fail) -> dict[str, str]:
     """The dtype of every array; each must be of the framework and have one that its place allows."""
     required = {"key", "value", "states", "slots"} | ({"query"} if op_id != "commit" else {"counts"})
     required |= {"cu_seqlens"} if op_id == "prefill" else set()
-    integers = ("slots", "counts", "cu_seqlens", "tokens", "targets")
     found: dict[str, str] = {}
     for name, x in zip(Args._fields, args, strict=True):
         if x is None:
@@ -199,7 +200,7 @@ def _dtypes(args: Args, frontend, framework, op_id, fail) -> dict[str, str]:
             fail(ValueError, name, f"is on {place}", frontend.place_of(args.key), "like key")
         found[name] = own = x.dtype.name if constant else frontend.dtype_name(x)
         allowed = (
-            INTEGERS if name in integers else ("bool",) if name == "has_initial"
+            ("bool",) if name == "has_initial" else INTEGERS if name in INDICES
             else POOLS if name == "states" else FLOATS
         )  # fmt: skip
         if own not in allowed:

@@ -57,7 +57,8 @@ def _steps(args: Args, opts: Options):
         gate = token(args.g)
         gate = gate if gate.ndim == 4 else gate[..., None]
     if args.g_gamma is not None:
-        gate = gate + args.g_gamma.float()[:, None]
+        gamma = args.g_gamma.float()[..., None]
+        gate = gate + (gamma if gamma.ndim == 2 else gamma[:, None])
     decay = gate.exp().expand(*k.shape[:3], -1)
     outputs = []
     for t in range(k.shape[1]):

@@ -69,7 +69,7 @@ def _step_plan(specs: Args, opts: Options) -> Plan:
     BV = min(cast(int, opts.cfg.block_d), tile(V))
     constants = dict(
         H=H, K=K, V=V, **_ratios(specs, gate), UNIT=unit, **_strides(states), BK=tile(K), BV=BV, GATE=gate,
-        GAMMA=specs.g_gamma is not None, EXACT=k.dtype == "float32", MANY=many,
+        GAMMA=0 if specs.g_gamma is None else len(specs.g_gamma.shape), EXACT=k.dtype == "float32", MANY=many,
         COUNTED=specs.counts is not None, OUTPUT=opts.reads, STORE=opts.writes, OVERLAP=4,
     )  # fmt: skip
     outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),

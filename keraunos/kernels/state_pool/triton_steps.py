@@ -62,6 +62,7 @@ def step_kernel(
 
     OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back. MANY: T tokens, not one. COUNTED:
     only the first counts[n] of them. OVERLAP: the launch begins beside the end of the one before it.
+    GAMMA: how many dimensions gamma has, ``[H]`` or ``[N, H]``; 0: there is none.
     """
     if OVERLAP > 0:
         # A step is short: that its programs are there already when the launch before it ends is a good part of it.
@@ -102,14 +103,16 @@ def step_kernel(
     if GATE == 2:
         p_g += o_k
     b_gamma = 0.0
-    if GAMMA:
+    if GAMMA == 1:
         b_gamma = tl.load(gamma + i_h).to(tl.float32)
+    if GAMMA == 2:
+        b_gamma = tl.load(gamma + i_n * H + i_h).to(tl.float32)
     i_state = slot * stride_ss + i_h.to(tl.int64) * stride_sh
     o_s = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_s = m_k[:, None] & m_v[None, :]
     b_s = tl.load(states + i_state + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
     b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, EXACT, OUTPUT, BK)
-    DECAYS: tl.constexpr = GATE > 0 or GAMMA
+    DECAYS: tl.constexpr = GATE > 0 or GAMMA > 0
     if MANY:
         for i in range(n_t):
             b_s = advance(b_s, b_k, b_v, b_d, DECAYS, BK, BV)

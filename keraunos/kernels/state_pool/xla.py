@@ -46,7 +46,7 @@ def _steps(args: Args, opts: Options):
         g = tokens(args.g)
         gate = gate + (g if g.ndim == 4 else g[..., None])
     if args.g_gamma is not None:
-        gate = gate + args.g_gamma.astype(jnp.float32)[:, None]
+        gate = gate + args.g_gamma.astype(jnp.float32)[..., None]
     counts = jnp.full(args.slots.shape, k.shape[0]) if args.counts is None else args.counts
 
     def step(state, token):
