@@ -139,6 +139,41 @@ def test_a_loop_of_steps_keeps_one_pool(platform):
     assert_within_rule(("states", "outputs"), got, expected(np.float64), expected(np.float32), ["float32"] * 2)
 
 
+@pytest.mark.parametrize("op", ["decode", "prefill"])
+def test_layers_in_a_scan_share_one_pool(platform, op):
+    """Each layer has its slots in one array, of which no copy is made."""
+    layers, size = 3, CASES[op].size
+    each = [given(dataclasses.replace(CASES[op], seed=seed)) for seed in range(layers)]
+    moving = ("query", "key", "value", "g_gamma")
+    stacked = {name: jnp.stack([x[name] for x in each]) for name in moving}
+    rest = {name: x for name, x in each[0].items() if name not in (*moving, "states")}
+
+    def one(pool, i, own, rest):
+        slots = jnp.where(rest["slots"] < 0, -1, rest["slots"] + i * size)
+        return call(op, platform, rest | own | {"states": pool, "slots": slots})
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def model(pool, stacked, rest):
+        def layer(pool, xs):
+            output, pool = one(pool, *xs, rest)
+            return pool, output
+
+        return jax.lax.scan(layer, pool, (jnp.arange(layers), stacked))
+
+    pool = jnp.concatenate([x["states"] for x in each])
+    function = model.lower(pool, stacked, rest).compile()
+    memory = function.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.nbytes
+    assert memory.temp_size_in_bytes < each[0]["states"].nbytes / 2
+    got = function(pool, stacked, rest)
+
+    def run(i):
+        return lambda case: (np.asarray(got[1][i]), np.asarray(got[0][i * size :][:size]))
+
+    for seed in range(layers):
+        dataclasses.replace(CASES[op], seed=seed).check(run(seed))
+
+
 @pytest.mark.skipif(GPU, reason="needs several devices")
 @pytest.mark.parametrize("op", CASES)
 def test_heads_may_be_on_several_devices(platform, op):
