@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from keraunos.modules.gla_attention import GLAttention as GLAttention
     from keraunos.modules.gla_attention import GLAttentionConfig as GLAttentionConfig
     from keraunos.modules.gla_attention import gla_attention as gla_attention
+    from keraunos.modules.lengths import bucketed as bucketed
     from keraunos.modules.lightning_attention import LightningAttention as LightningAttention
     from keraunos.modules.lightning_attention import LightningAttentionConfig as LightningAttentionConfig
     from keraunos.modules.lightning_attention import lightning_attention as lightning_attention
@@ -52,6 +53,7 @@ _HOME = {
     "Tuner": "ops.tuner",
     "UnsupportedError": "kernels.registry",
     "attention": "modules.attention",
+    "bucketed": "modules.lengths",
     "create_default_executor": "ops.executor",
     "detect_platform": "kernels.registry",
     "explain": "ops.executor",

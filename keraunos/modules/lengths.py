@@ -1,0 +1,92 @@
+"""Calls of many lengths from a few compiled programs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention.interface import constant_decay, most_heads, per_head
+from keraunos.modules.gla_attention import gla_attention
+from keraunos.modules.lightning_attention import lightning_attention
+
+
+def rounded_up(n: int) -> int:
+    """The length that calls of ``n`` tokens are made with: four to an octave, and multiples of 32."""
+    step = max(32, (1 << max(n - 1, 0).bit_length()) // 8)
+    return -(-n // step) * step
+
+
+def bucketed(operation: Callable) -> Callable:
+    """The same operation for JAX, compiled for a few lengths only: shorter calls are filled up with padding.
+
+    XLA compiles a program for each shape. Where an operation is called eagerly with lengths that vary, each new one
+    takes seconds on a CPU, and memory that is kept. What this returns rounds the number of tokens up, to four lengths
+    in an octave (160, 192, 224, 256, 320, ...), and that of packed sequences to powers of two. The padding has keys
+    and values of zero and gates that decay nothing, so outputs, final states and gradients are those of the call as
+    given. Constant decays become gates per token for that, unless sequences are packed.
+
+    Up to a quarter of the tokens is padding, a tenth on average, and constant decays cost more as gates: lightning
+    attention of 1,100 tokens with 8 heads of 64 took 21 ms of a CPU's time in place of 11, but 50 calls with lengths
+    from 1 to 2,000 compiled 14 programs, not 49. Inside ``jax.jit`` there is nothing to gain: what is
+    around the call is compiled for its length anyway.
+
+    Args:
+        operation: :func:`keraunos.gla_attention` or :func:`keraunos.lightning_attention`.
+
+    Returns:
+        A function with the operation's arguments and results.
+
+    Raises:
+        ValueError: it is another function.
+        TypeError: (of what is returned) the arrays are not JAX's.
+
+    Example:
+        >>> import jax.numpy as jnp, keraunos
+        >>> attention = keraunos.bucketed(keraunos.gla_attention)
+        >>> [attention(x, x, x).shape for x in (jnp.ones((1, T, 2, 16)) for T in (70, 90))]  # compiled for 96
+        [(1, 70, 2, 16), (1, 90, 2, 16)]
+    """
+    if operation is gla_attention:
+        return functools.wraps(operation)(_gla)
+    if operation is lightning_attention:
+        return functools.wraps(operation)(_lightning)
+    raise ValueError(f"bucketed: got {operation!r}; expected keraunos.gla_attention or keraunos.lightning_attention")
+
+
+def _lightning(query, key, value, initial_state=None, cu_seqlens=None, *, layer_idx=None, num_layers=None,
+               log_decay=None, **options):  # fmt: skip
+    heads = most_heads(query, key, value)
+    gamma = constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
+    return _gla(query, key, value, None, gamma, initial_state, cu_seqlens, **options)
+
+
+def _gla(query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None, **options):
+    if frontends.framework_of(query) != "jax":
+        raise TypeError(f"bucketed: query is of type {type(query).__qualname__}; expected a jax.Array")
+    g_gamma = per_head("gla_attention", "g_gamma", g_gamma)
+    T = query.shape[1] if query.ndim > 1 else 0
+    room = rounded_up(T)
+    if any(x is not None and x.shape[1:2] != (T,) for x in (query, key, value, g)) or (
+        room == T and cu_seqlens is None
+    ):
+        # What does not fit is left to the checks.
+        return gla_attention(query, key, value, g, g_gamma, initial_state, cu_seqlens, **options)
+    frontend = frontends.get("jax_lengths")
+    query, key, value, g = (x if x is None else frontend.grow(x, 1, room) for x in (query, key, value, g))
+    N, heads = None, most_heads(query, key, value, g)
+    if g_gamma is not None and cu_seqlens is None and g_gamma.shape in ((heads,), (query.shape[0], heads)):
+        g, g_gamma = frontend.as_gates(g, g_gamma, query, T, heads), None
+    if cu_seqlens is not None:
+        # One sequence for the padding, and empty ones.
+        N = cu_seqlens.shape[0] - 1
+        sequences = 1 << N.bit_length()
+        cu_seqlens = frontend.longer(cu_seqlens, 0, sequences + 1, room)
+        if initial_state is not None:
+            initial_state = frontend.grow(initial_state, 0, sequences)
+    found = gla_attention(query, key, value, g, g_gamma, initial_state, cu_seqlens, **options)
+    output, state = found if options.get("return_state") else (found, None)
+    output = frontend.cut(output, 1, T)
+    if state is None:
+        return output
+    return output, state if N is None else frontend.cut(state, 0, N)
