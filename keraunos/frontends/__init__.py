@@ -23,6 +23,7 @@ class Device(NamedTuple):
     backend: str  # "cpu", "gpu" or "tpu"
     kind: str  # such as "NVIDIA H200"
     shared_memory: int = SHARED_MEMORY  # bytes of it that a program on a GPU may have
+    settled: bool = True  # False: of a traced call, whose program may yet be lowered for another one
 
 
 @dataclass(frozen=True, eq=False)

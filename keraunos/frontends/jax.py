@@ -255,7 +255,7 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
 def device_of(x: Any) -> Device:
     """The device a concrete array is on; while tracing, the default device."""
     if isinstance(x, jax.core.Tracer):
-        return default_device()
+        return default_device()._replace(settled=False)
     return _describe(next(iter(x.devices())))
 
 
@@ -294,15 +294,28 @@ def dtype_name(x: Any) -> str:
     return np.dtype(x.dtype).name
 
 
-def length(n: int) -> int:
-    """A size as a number.
+def length(n: int, usual: int | None = None) -> int:
+    """A size as a number; ``usual`` for a symbol of ``jax.export``.
 
     Raises:
-        TypeError: it is a symbol of ``jax.export``.
+        TypeError: it is a symbol, and there is no usual size.
     """
-    if not isinstance(n, int):
+    if not is_symbol(n):
+        return n
+    if usual is None:
         raise TypeError(f"keraunos: a size is {n}, a symbol of jax.export; expected a number: export each size")
-    return n
+    return usual
+
+
+def is_symbol(n: Any) -> bool:
+    """Whether a size is a symbol of ``jax.export``: a number when the program runs."""
+    return not isinstance(n, int)
+
+
+def by_device(functions: dict[str, Callable], *args: Any) -> Any:
+    """The results of the function for the kind of device, "cpu", "gpu" or "tpu", that the program is lowered for."""
+    others = {name: fn for name, fn in functions.items() if name != "gpu"}
+    return jax.lax.platform_dependent(*args, default=functions["gpu"], **others)
 
 
 def seed(rng: jax.Array, like: jax.Array) -> jax.Array:

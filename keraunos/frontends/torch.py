@@ -279,7 +279,7 @@ def place_of(x: torch.Tensor) -> Any:
     return x.device
 
 
-def length(n: int | torch.SymInt) -> int:
+def length(n: int | torch.SymInt, usual: int | None = None) -> int:
     """A size as a number; of one that a graph leaves open, the one at hand while it is traced, without fixing it.
 
     Where none is at hand, as the size follows from values, a usual length stands for it.
@@ -292,6 +292,11 @@ def length(n: int | torch.SymInt) -> int:
     if not isinstance(n, torch.SymInt):
         raise TypeError("keraunos: torch.jit.trace does not see what kernels do; use torch.export or torch.compile")
     return _USUAL if n.node.hint is None else n.node.hint
+
+
+def is_symbol(n: Any) -> bool:
+    """Whether a size has no number that :func:`length` gives."""
+    return False
 
 
 def seed(rng: torch.Generator, like: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,8 @@ class Invocation:
         options: the call's options that change what is computed.
         arguments: the call's own arrays, by name; not part of its identity.
         shared_memory: bytes of it that a program on the device may have, if that is a GPU.
+        settled: False: it is traced, and its program may be lowered for another kind of device than ``backend``.
+        symbolic: some of ``dims`` stand for sizes that are symbols of ``jax.export``.
     """
 
     op_id: str
@@ -122,6 +124,8 @@ class Invocation:
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     shared_memory: int = SHARED_MEMORY
+    settled: bool = field(default=True, compare=False)
+    symbolic: bool = field(default=False, compare=False)
 
     @functools.cached_property
     def key(self) -> str:
@@ -195,7 +199,9 @@ class Kernel(ABC):
         if partial is None:
             return cfg
         given = {f.name: getattr(partial, f.name) for f in fields(partial) if f.name not in ("platform", "backend")}
-        return replace(cfg, **{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        # What was chosen or measured is for whatever device the program is lowered for.
+        return replace(cfg, **given, backend=row.backend) if given else cfg
 
     def candidate_cfgs(self, inv: Invocation, row: Row | None = None) -> list[Config]:
         """The configurations worth timing for the call; the heuristic's own is the first."""

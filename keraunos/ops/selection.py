@@ -208,8 +208,9 @@ class ConfigSelectorChain:
         for tier, look in steps.items():
             found = look()
             if isinstance(found, Config):
-                # A stored or given configuration may leave fields open; the heuristic fills them.
-                found = kernel.heuristic_cfg(inv, row, partial=found)
+                if tier != "heuristic":
+                    # A stored or given configuration may leave fields open; the heuristic fills them.
+                    found = kernel.heuristic_cfg(inv, row, partial=found)
                 return Choice(found, tier, row.platform, key, passed, missed, _unused(cfg, row))
             missed[tier] = found
         raise UnsupportedError(f"{public_name(inv.op_id)}: {row.platform} gave no configuration: {missed}")

@@ -1,5 +1,7 @@
 """Wrong calls get an error that says what came, what was wanted and why, before anything runs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,11 +142,14 @@ def test_errors_come_while_tracing_too():
         jax.jit(lambda g: call(g=g))(jnp.zeros((1, 1)))
 
 
-def test_sizes_that_are_symbols_are_refused():
-    shape = jax.export.symbolic_shape("b, t, 2, 8")
+def test_sizes_that_may_be_no_symbols():
+    shape = jax.export.symbolic_shape("b, t, 2, k")
     q = jax.ShapeDtypeStruct(shape, jnp.float32)
-    with pytest.raises(TypeError, match=r"a size is b, a symbol of jax\.export; expected a number"):
+    with pytest.raises(TypeError, match=r"a size is k, a symbol of jax\.export; expected a number"):
         jax.export.export(jax.jit(keraunos.gla_attention))(q, q, q)
+    q = jax.ShapeDtypeStruct((*shape[:3], 8), jnp.float32)
+    with pytest.raises(keraunos.UnsupportedError, match=r"symbols of jax\.export: export each size, or .*'xla'"):
+        jax.export.export(jax.jit(functools.partial(keraunos.gla_attention, platform="triton")))(q, q, q)
 
 
 def test_no_platform_gives_every_reason(monkeypatch):

@@ -25,6 +25,8 @@ from keraunos.kernels.registry import Implementation, UnsupportedError, kernel_r
 from keraunos.ops.kernel import Config, Invocation, is_number
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+# What stands for sizes that are symbols of jax.export, where a configuration is chosen.
+_USUAL = {"B": 8, "T": 4096}
 
 
 class Args(NamedTuple):
@@ -167,7 +169,9 @@ def describe(
     if not isinstance(reverse, bool | np.bool_):
         fail(TypeError, "reverse", f"is {reverse!r}", "True or False", "")
     device = frontend.device_of(args.query)
-    sizes = {name: frontend.length(n) for name, n in zip("BTHGKVN", (B, T, H, heads["key"], K, V, N), strict=True)}
+    given = dict(zip("BTHGKVN", (B, T, H, heads["key"], K, V, N), strict=True))
+    sizes = {name: frontend.length(n, _USUAL.get(name)) for name, n in given.items() if name != "N" or n is not B}
+    sizes.setdefault("N", sizes["B"])
     sizes |= head_sizes(heads, H)
     return Invocation(
         op_id=op_id,
@@ -182,6 +186,8 @@ def describe(
         },
         options={"reverse": bool(reverse)},
         arguments=args._asdict(),
+        settled=device.settled,
+        symbolic=any(map(frontend.is_symbol, given.values())),
     )
 
 
@@ -384,8 +390,9 @@ def kernels(
         forward, backward: as at the top of this page.
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
         segment: see :class:`Implementation`; who cuts sequences also takes ``opts.started``.
-        has_vmap: all that it does JAX can batch and XLA can partition; without, calls under ``vmap`` are folded into
-            one, and shared out among devices as :func:`axes` says.
+        has_vmap: all that it does JAX can batch and XLA can partition, and batch and length may be symbols of
+            ``jax.export``; without, calls under ``vmap`` are folded into one, and shared out among devices as
+            :func:`axes` says.
     """
     folding = None if has_vmap else (fold, unfold)
     both = _without_state(forward), backward
@@ -393,6 +400,11 @@ def kernels(
         op_id: frontends.differentiable(*both, operator, platform, folding, axes)
         for op_id, operator in OPERATORS.items()
     }
+
+    def refused(inv):
+        if inv.symbolic and not has_vmap:
+            return "takes no sizes that are symbols of jax.export: export each size, or with platform='xla'"
+        return unsupported(inv)
 
     def passes(framework):
         return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both
@@ -406,7 +418,7 @@ def kernels(
     def run(op_id, args, softmax_scale, reverse, cfg):
         if cfg is None:
             inv = describe(op_id, args, softmax_scale, reverse)
-            reason = unsupported(inv)
+            reason = refused(inv)
             if reason:
                 raise UnsupportedError(f"{public_name(op_id)}: {reason}")
             if check := checker(op_id, args):
@@ -429,7 +441,7 @@ def kernels(
         return run("lightning_attn", args, softmax_scale, reverse, cfg)
 
     def implementation(op_id: str, fn: Callable) -> Implementation:
-        return Implementation(fn, fields, unsupported, heuristic, candidates, source=source,
+        return Implementation(fn, fields, refused, heuristic, candidates, source=source,
                               prepare=functools.partial(prepare, op_id), passes=passes, segment=segment)  # fmt: skip
 
     return implementation("gla", gla), implementation("lightning_attn", lightning_attn)

@@ -4,16 +4,16 @@ Within a chunk every pair (query i, key j <= i) is a matrix product weighted by 
 chunk only the state ``[K, V]`` travels. A decay is a product of factors, each over exactly the tokens it spans, and no
 difference of long sums, so nothing overflows or cancels for any gate <= 0.
 
-The forward keeps the state before every eighth chunk or so. The backward takes these groups of chunks from the last to
+The forward keeps the state before every 512th token or so. The backward takes these groups of chunks from the last to
 the first, recomputes the states inside a group, and walks its chunks back with the gradient of the state: memory grows
-by ``K * V / chunk / 8`` values a token and head, not by ``K * V``.
+by ``K * V / 512`` values a token and head, not by ``K * V``.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,19 @@ _FAR = 32.0
 _PRECISION = {"bfloat16": jax.lax.Precision.DEFAULT, "float16": jax.lax.Precision.HIGH}
 # How many rows (a sequence's heads) with strong gates are computed at once.
 _TILE = 8
-# How many chunks, at most, walk back together from one state that was kept.
-_GROUP = 8
+# How many tokens, at most, walk back together from one state that was kept.
+_GROUP = 512
+# Tokens per chunk. Longer chunks spend the time on pairs inside the chunk, shorter ones waste wide matrix units, which
+# CPUs lack.
+_CHUNK = {"cpu": 32, "gpu": 64, "tpu": 128}
 
 
 def heuristic(inv, cfg):
-    """Longer chunks spend the time on pairs inside the chunk, shorter ones waste wide matrix units, which CPUs lack."""
-    return replace(cfg, block_q=32 if inv.backend == "cpu" else 64)
+    """What suits the kind of device.
+
+    Of a traced call, ``backend`` says whom it is for: where the program is lowered for another, that one's is taken.
+    """
+    return replace(cfg, block_q=_CHUNK[inv.backend], backend="any" if inv.settled else inv.backend)
 
 
 def candidates(inv, cfg):
@@ -63,17 +69,13 @@ class _Chunks(NamedTuple):
 def _chunks(args: Args, opts: Options, C: int) -> _Chunks:
     T = args.query.shape[1]
     if args.cu_seqlens is None:
-        cu, N = jnp.array([0, T], jnp.int32), 1
+        cu, N = jnp.stack([jnp.int32(0), jnp.asarray(T, jnp.int32)]), 1
     else:
         cu, N = args.cu_seqlens.astype(jnp.int32), args.cu_seqlens.shape[0] - 1
     count = -(-(cu[1:] - cu[:-1]) // C)  # chunks of each sequence
     stop = jnp.cumsum(count)
-    n = -(-T // C) if args.cu_seqlens is None else T // C + N
-    # Groups with the fewest empty chunks; none at all where every chunk is whole, as then nothing need be masked.
-    longest = min(_GROUP, n)
-    shortest = 1 if args.cu_seqlens is None and T % C == 0 else longest // 2 + 1
-    group = min(range(longest, shortest - 1, -1), key=lambda g: -n % g)
-    i = jnp.arange(-(-n // group) * group, dtype=jnp.int32).reshape(-1, group)
+    groups, group = _groups(args, C)
+    i = jnp.arange(groups * group, dtype=jnp.int32).reshape(groups, group)
     sequence = jnp.searchsorted(stop, i, side="right").astype(jnp.int32)
     s = jnp.minimum(sequence, N - 1)
     local = i - (stop - count)[s]
@@ -84,20 +86,43 @@ def _chunks(args: Args, opts: Options, C: int) -> _Chunks:
     return _Chunks(begin, end, sequence, live & (local == 0), live & (local == count[s] - 1))
 
 
+def _chunk(T, block_q: int) -> int:
+    """Tokens per chunk: a window of them must fit into T; a power of two, for the halving of vector gates."""
+    return block_q if frontend.is_symbol(T) else min(block_q, 1 << (T.bit_length() - 1))
+
+
+def _groups(args: Args, C: int):
+    """How many groups of chunks there are, and chunks in each, the last of which may be empty."""
+    T, packed = args.query.shape[1], args.cu_seqlens is not None
+    N = args.cu_seqlens.shape[0] - 1 if packed else 0
+    if frontend.is_symbol(T):
+        # As many groups whatever the chunk: packed sequences have up to N chunks that are not whole.
+        return -(-T // _GROUP) + -(-N // 4), max(_GROUP // C, 4)
+    n = T // C + N if packed else -(-T // C)
+    # Groups with the fewest empty chunks; none at all where every chunk is whole, as then nothing need be masked.
+    longest = min(max(_GROUP // C, 1), n)
+    shortest = 1 if not packed and T % C == 0 else longest // 2 + 1
+    group = min(range(longest, shortest - 1, -1), key=lambda g: -n % g)
+    return -(-n // group), group
+
+
 class _Walker:
     """Reads and writes chunks of the arrays of one call as ``[B, H, C, dim]`` in the order of the recurrence."""
 
     def __init__(self, args: Args, opts: Options):
-        self.args, self.opts = args, opts
+        self.opts = opts
         self.B, self.T, _, self.K = args.query.shape
         self.H, self.V = args.heads, args.value.shape[3]
-        # A window of C tokens must fit into T; a power of two, for the halving of vector gates.
-        self.C = min(opts.cfg.block_q, 1 << (self.T.bit_length() - 1))
+        symbolic = frontend.is_symbol(self.T)
+        self.C = _chunk(self.T, cast(int, opts.cfg.block_q))
         self.dtype = jnp.promote_types(args.query.dtype, jnp.float32)
         self.precision = _PRECISION.get(args.query.dtype.name, jax.lax.Precision.HIGHEST)
         self.far = _FAR if args.query.dtype.name in _PRECISION else _MILD
         self.chunks = _chunks(args, opts, self.C)
-        self.whole = args.cu_seqlens is None and self.chunks.begin.size * self.C == self.T
+        self.whole = args.cu_seqlens is None and not symbolic and self.chunks.begin.size * self.C == self.T
+        # A length that is not known may be shorter than a window: the arrays that are read and written are longer.
+        self.room = -(-self.T // self.C) * self.C if symbolic else self.T
+        self.args = args._replace(**{name: self.pad(getattr(args, name)) for name in ("query", "key", "value", "g")})
 
     def mm(self, equation, a, b):
         return jnp.einsum(equation, a, b, precision=self.precision)
@@ -105,9 +130,17 @@ class _Walker:
     def zeros(self, shape, dtype=None):
         return frontend.zeros(shape, dtype or self.dtype, self.args.query)
 
+    def pad(self, x):
+        """``[B, T, ...]`` with zeros up to the room that windows need."""
+        return frontend.pad(x, 1, self.room - self.T) if x is not None and frontend.is_symbol(self.T) else x
+
+    def buffer(self, x):
+        """Zeros to write into, of the shape and dtype of an array of the tokens."""
+        return frontend.zeros((self.B, self.room, *x.shape[2:]), x.dtype, self.args.query)
+
     def rows(self, chunk: _Chunks):
         """The window's start, and which of its rows belong to the chunk (None: all), in the order of the recurrence."""
-        start = jnp.minimum(chunk.begin, self.T - self.C)
+        start = jnp.minimum(chunk.begin, self.room - self.C)
         if self.whole:
             return start, None
         row = start + jnp.arange(self.C)
@@ -232,7 +265,7 @@ def _by_strength(walker: _Walker, f, strong, a, *arrays):
     # Loops, not lax.cond: under vmap that computes both of its sides.
     @jax.custom_jvp
     def call(strong, *arrays):
-        if not frontend.is_local():
+        if not frontend.is_local() or frontend.is_symbol(strong.shape[0]):
             # Rows that lie on several devices are not gathered.
             some = strong.any().astype(int)
             mild = mild_if_any(strong, *arrays)
@@ -425,9 +458,43 @@ def _advance(w, decay, state, k, v):
     return decay.total * state + w.mm("bhjk,bhjv->bhkv", k * decay.leave, v)
 
 
+def _by_device(fn, opts: Options, *args):
+    """``fn(opts, *args)``; with the chunks of the device that it is lowered for, where these are nobody's choice."""
+    if opts.cfg.backend == "any":
+        return fn(opts, *args)
+
+    def on(block_q):
+        return functools.partial(fn, opts._replace(cfg=replace(opts.cfg, block_q=block_q, backend="any")))
+
+    return frontend.by_device({name: on(block_q) for name, block_q in _CHUNK.items()}, *args)
+
+
 def forward(args: Args, opts: Options):
+    """See :func:`_forward`."""
+
+    def run(opts, args):
+        outputs, residuals = _forward(args, opts)
+        # All devices keep equally many states.
+        return outputs, tuple(frontend.pad(x, 0, most - x.shape[0]) for x in residuals)
+
+    if opts.cfg.backend == "any" or args.query.shape[1] == 0:
+        return _forward(args, opts)
+    most = functools.reduce(max, (_groups(args, _chunk(args.query.shape[1], n))[0] for n in _CHUNK.values()))
+    return _by_device(run, opts, args)
+
+
+def backward(args: Args, residuals, grads, opts: Options) -> Args:
+    """See :func:`_backward`."""
+
+    def run(opts, args, residuals, grads):
+        return _backward(args, residuals, grads, opts)
+
+    return _by_device(run, opts, args, residuals, grads)
+
+
+def _forward(args: Args, opts: Options):
     """``((output, final_state), (the states before the groups of chunks, [groups, B or 1, H, K, V],))``."""
-    if not args.query.shape[1]:
+    if args.query.shape[1] == 0:
         return _no_tokens(args), ()
     w = _Walker(args, opts)
     under = w.decay()
@@ -446,9 +513,9 @@ def forward(args: Args, opts: Options):
         return jax.lax.scan(step, carry, group)[0], carry[0]
 
     states = w.initial()
-    output = w.zeros((w.B, w.T, w.H, w.V), args.query.dtype)
+    output = w.buffer(jax.ShapeDtypeStruct((w.B, w.T, w.H, w.V), args.query.dtype))
     (_, states, output), before = jax.lax.scan(walk, (w.carry(states), states, output), w.chunks)
-    return (output, states), (before,)
+    return (output[:, : w.T], states), (before,)
 
 
 def _no_tokens(args: Args):
@@ -471,15 +538,16 @@ def _states_before(w: _Walker, under, group, state):
     return jax.lax.scan(step, state, group)[1]
 
 
-def backward(args: Args, residuals, grads, opts: Options) -> Args:
+def _backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     doutput, dfinal = grads
     if dfinal is None:
         dfinal = frontend.zeros(*state_spec(args), args.query)
-    if not args.query.shape[1]:
+    if args.query.shape[1] == 0:
         return jax.vjp(_no_tokens, args)[1]((doutput, dfinal))[0]
     w = _Walker(args, opts)
     under = w.decay()
+    doutput = w.pad(doutput)
     need_gate = opts.needs(args, "g") or opts.needs(args, "g_gamma")
 
     def pass_chunk(decay, state, dstate, q, k, v, do):
@@ -509,23 +577,24 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         return jax.lax.scan(step, carry, (group, _states_before(w, under, group, state)), reverse=True)[0], None
 
     dstates = dfinal.astype(w.dtype)
-    buffers = tuple(None if x is None else w.zeros(x.shape, x.dtype) for x in args[:4])
+    buffers = tuple(None if x is None else w.buffer(x) for x in args[:4])
     carry = (w.carry(dstates), dstates, w.zeros((w.B, w.H)), buffers)
-    (_, dstates, dgamma, buffers), _ = jax.lax.scan(walk, carry, (w.chunks, *residuals), reverse=True)
+    (_, dstates, dgamma, buffers), _ = jax.lax.scan(
+        walk, carry, (w.chunks, residuals[0][: w.chunks.begin.shape[0]]), reverse=True
+    )
     dgamma = None if args.g_gamma is None else (dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0))
     if not opts.needs(args, "g_gamma"):
         dgamma = None
     dinitial = None if args.initial_state is None else dstates
-    grads = (*buffers, dgamma, dinitial, None)
+    grads = (*(None if x is None else x[:, : w.T] for x in buffers), dgamma, dinitial, None)
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, grads, strict=True)))
 
 
 def _gamma_gradient(w: _Walker, da, chunk):
     """The sum of the gates' gradients over the chunk's own tokens, ``[B, H]``."""
     _, valid = w.rows(chunk)
-    if valid is not None:
-        da = jnp.where(valid if da.ndim == 3 else valid[:, None], da, 0)
-    return da.sum(tuple(range(2, da.ndim)))
+    da = da if da.ndim == 3 else _sum(da)
+    return _sum(da if valid is None else jnp.where(valid, da, 0))
 
 
 gla, lightning_attn = kernels(

@@ -161,6 +161,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         lengths=frozenset("NT"),
         arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
         arguments=args._asdict(),
+        settled=device.settled,
     )
 
 
