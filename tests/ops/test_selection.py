@@ -234,9 +234,10 @@ def test_warm_calls_ask_nobody_and_jitted_ones_not_even_the_executor(toy, monkey
     for _ in range(3):
         jitted(X)
     assert len(executed) == 4
+    assert len(asked) == 2, "a traced call, which may be lowered for another device, is another question"
     with keraunos.policy_override(allow_autotune=False):
         run(toy, X)
-    assert len(asked) == 2, "another policy is another question"
+    assert len(asked) == 3, "another policy is another question"
 
 
 def test_a_new_entry_reaches_calls_that_were_answered_before(toy):
