@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from keraunos import frontends
 from keraunos.kernels.registry import Platform, UnsupportedError
 from keraunos.kernels.softmax_attention.interface import Args, Options, sides, truth
-from keraunos.modules import attention as module
 from keraunos.ops.executor import default_executor
 from keraunos.ops.kernel import Config
 from keraunos.types import MaskInfo, as_window, narrower
 
+# The name is the function's, too.
+module: Any = importlib.import_module("keraunos.modules.attention")
 # Those that give the sums, best first.
 _PLATFORMS = (Platform.TRITON, Platform.XLA, Platform.TORCH)
 
@@ -189,7 +190,7 @@ def attention(
                                " count from the same place")  # fmt: skip
     framework = frontends.framework_of(query)
     if framework is None:
-        raise TypeError(f"attention: query is a {type(query).__name__}; expected a jax.Array or a torch.Tensor")
+        raise TypeError(f"attention: query is a {type(query).__name__}; expected {frontends.arrays()}")
     mine, others = (group, (axis_name, mesh)) if framework == "torch" else (axis_name, (group,))
     if any(x is not None for x in others) or (framework == "jax" and (axis_name is None) == (mesh is None)):
         names = {"torch": "group=, or none for all ranks", "jax": "axis_name= inside shard_map, or mesh= and spec="}
