@@ -1,5 +1,10 @@
 """Arrays may be given by position or by name; errors carry the name of the public function."""
 
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,3 +139,78 @@ _WRONG = jnp.ones((1, 1, 1, 7))
 def test_errors_carry_the_functions_name(name, call):
     with pytest.raises((ValueError, TypeError), match=f"^{name}: "):
         call(qkv("jax"))
+
+
+def test_what_a_module_gives_is_the_function():
+    from keraunos import modules
+
+    for name in modules.__all__:
+        assert getattr(modules, name) is getattr(keraunos, name)
+
+
+def test_numbers_that_no_float_can_be():
+    q, pool = jnp.ones((1, 2, 2, 4)), jnp.ones((3, 2, 4, 4))
+    for call in (
+        lambda scale: keraunos.gla_attention(q, q, q, softmax_scale=scale),
+        lambda scale: keraunos.lightning_attention(q, q, q, layer_idx=0, num_layers=1, softmax_scale=scale),
+        lambda scale: keraunos.attention(q, q, q, softmax_scale=scale),
+        lambda scale: serving.decode(*[q[0]] * 3, pool, jnp.array([0, 1]), softmax_scale=scale),
+    ):
+        with pytest.raises(TypeError, match=r"softmax_scale is 1000.*\.\.\..*; expected a finite number"):
+            call(10**400)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_pool_without_slots_is_refused(framework):
+    x = arrays(framework, token=(2, H, K), pool=(0, H, K, K), many=(2, 3, H, K))
+    token, pool, many = x.values()
+    slots = token[:, 0, 0].astype("int32") if framework == "jax" else token[:, 0, 0].int()
+    for name, call in (
+        ("decode", lambda: serving.decode(token, token, token, pool, slots)),
+        ("verify", lambda: serving.verify(many, many, many, pool, slots)),
+        ("commit", lambda: serving.commit(many, many, pool, slots, slots)),
+        ("prefill", lambda: serving.prefill(token, token, token, pool, slots, np.array([0, 1, 2]))),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: states has shape \(0, 2, 4, 4\); expected .* slots >= 1"):
+            call()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_decays_given_as_numbers_have_the_digits_of_the_query(framework):
+    measure = pytest.importorskip(framework) and frontends.get(f"{framework}_measure")
+    decays = [-1 / 3, -1 / 7]
+    with jax.enable_x64(True):
+        q = measure.array(np.ones((1, 50, 2, 4)), "float64", "cpu")
+        want = np.asarray(keraunos.gla_attention(q, q, q, g_gamma=measure.array(np.array(decays), "float64", "cpu")))
+        for given in (decays, np.array(decays)):
+            for got in (
+                keraunos.gla_attention(q, q, q, g_gamma=given),
+                keraunos.lightning_attention(q, q, q, log_decay=given),
+            ):
+                np.testing.assert_allclose(np.asarray(got), want, rtol=1e-14)
+
+
+def test_without_a_framework_errors_say_what_to_install(tmp_path):
+    for package in ("numpy", "filelock", "platformdirs", "keraunos"):
+        spec = importlib.util.find_spec(package)
+        folder = Path(spec.origin).parent if spec else None
+        if folder:
+            (tmp_path / package).symlink_to(folder)
+            if (libraries := folder.parent / f"{package}.libs").exists():
+                (tmp_path / libraries.name).symlink_to(libraries)
+    code = """if True:
+        import numpy as np, keraunos
+        q = np.ones((1, 2, 2, 4), np.float32)
+        for call in (lambda: keraunos.gla_attention(q, q, q), lambda: keraunos.attention(q, q, q),
+                     lambda: keraunos.serving.decode(q, q, q, q, q), lambda: keraunos.detect_platform("gla")):
+            try:
+                call()
+            except (TypeError, ImportError) as error:
+                print(error)
+        """
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path,
+                          env={"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)})  # fmt: skip
+    wanted = "neither framework is installed, pip install 'keraunos[jax]' or 'keraunos[torch]'"
+    lines = done.stdout.splitlines()
+    assert [line.endswith(wanted) for line in lines[:3]] == [True] * 3, done.stdout + done.stderr
+    assert lines[3:] == ["keraunos: jax is not installed: pip install 'keraunos[jax]'"]

@@ -310,7 +310,7 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: 
     axis_name, group, mesh, spec = where
     framework = frontends.framework_of(arrays[0])
     if framework is None:
-        raise TypeError(f"{name}: query is {type(arrays[0]).__qualname__}; expected a jax.Array or a torch.Tensor")
+        raise TypeError(f"{name}: query is {type(arrays[0]).__qualname__}; expected {frontends.arrays()}")
     mine, others = (group, (axis_name, mesh)) if framework == "torch" else (axis_name, (group,))
     if any(x is not None for x in others) or (framework == "jax" and (axis_name is None) == (mesh is None)):
         wanted = {"torch": "group=, or none for all ranks", "jax": "axis_name= inside shard_map, or mesh= and spec="}
@@ -390,7 +390,7 @@ def gla_attention(
         >>> keraunos.distributed.gla_attention(q, q, q, mesh=mesh, spec=P(None, "sequence")).shape
         (1, 100, 2, 16)
     """
-    g_gamma = interface.per_head("gla_attention", "g_gamma", g_gamma)
+    g_gamma = interface.per_head("gla_attention", query, "g_gamma", g_gamma)
     arrays = query, key, value, g, g_gamma, initial_state, cu_seqlens
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
                    _cfg=cfg)  # fmt: skip
@@ -444,7 +444,7 @@ def lightning_attention(
         (1, 100, 2, 16)
     """
     heads = interface.most_heads(query, key, value)
-    log_decay = interface.constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
+    log_decay = interface.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     arrays = query, key, value, log_decay, initial_state, cu_seqlens
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
                    _cfg=cfg)  # fmt: skip

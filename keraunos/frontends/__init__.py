@@ -7,10 +7,12 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
+FRAMEWORKS = ("jax", "torch")
 # Among the residuals of a forward: its first output.
 OUTPUT = object()
 # Bytes of shared memory that a program may have on Hopper: what is assumed where there is no GPU to ask.
@@ -110,8 +112,26 @@ def signature(args: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def get(framework: str) -> Any:
-    """The front end's module."""
-    return importlib.import_module(f"keraunos.frontends.{framework}")
+    """The front end's module.
+
+    Raises:
+        ImportError: the framework is not installed.
+    """
+    try:
+        return importlib.import_module(f"keraunos.frontends.{framework}")
+    except ModuleNotFoundError as error:
+        if error.name not in FRAMEWORKS:
+            raise
+        message = f"keraunos: {error.name} is not installed: pip install 'keraunos[{error.name}]'"
+        raise ImportError(message, name=error.name) from error
+
+
+def arrays() -> str:
+    """What arrays may be, in errors, which say what to install where there is no framework."""
+    if any(name in sys.modules or find_spec(name) for name in FRAMEWORKS):
+        return "a jax.Array or a torch.Tensor"
+    wanted = " or ".join(f"'keraunos[{name}]'" for name in FRAMEWORKS)
+    return f"a jax.Array or a torch.Tensor: neither framework is installed, pip install {wanted}"
 
 
 def alone(opts: Any) -> Any:

@@ -112,7 +112,7 @@ def gla_attention(
 
     Source: Gated Linear Attention Transformers with Hardware-Efficient Training (arXiv:2312.06635).
     """
-    g_gamma = interface.per_head("gla_attention", "g_gamma", g_gamma)
+    g_gamma = interface.per_head("gla_attention", query, "g_gamma", g_gamma)
     cu_seqlens = interface.placed("gla_attention", cu_seqlens, query)
     output, state = default_executor()(
         _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,

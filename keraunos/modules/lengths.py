@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.interface import constant_decay, most_heads, per_head
+from keraunos.kernels.linear_attention.interface import constant_decay, most_heads, per_head, placed
 from keraunos.modules.gla_attention import gla_attention
 from keraunos.modules.lightning_attention import lightning_attention
 
@@ -57,14 +57,15 @@ def bucketed(operation: Callable) -> Callable:
 def _lightning(query, key, value, initial_state=None, cu_seqlens=None, *, layer_idx=None, num_layers=None,
                log_decay=None, **options):  # fmt: skip
     heads = most_heads(query, key, value)
-    gamma = constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
+    gamma = constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     return _gla(query, key, value, None, gamma, initial_state, cu_seqlens, **options)
 
 
 def _gla(query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None, **options):
     if frontends.framework_of(query) != "jax":
         raise TypeError(f"bucketed: query is of type {type(query).__qualname__}; expected a jax.Array")
-    g_gamma = per_head("gla_attention", "g_gamma", g_gamma)
+    g_gamma = per_head("gla_attention", query, "g_gamma", g_gamma)
+    cu_seqlens = placed("gla_attention", cu_seqlens, query)
     T = query.shape[1] if query.ndim > 1 else 0
     room = rounded_up(T)
     if any(x is not None and x.shape[1:2] != (T,) for x in (query, key, value, g)) or (

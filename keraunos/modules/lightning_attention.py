@@ -121,7 +121,7 @@ def lightning_attention(
     Source: Lightning Attention-2 (arXiv:2401.04658).
     """
     heads = interface.most_heads(query, key, value)
-    log_decay = interface.constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
+    log_decay = interface.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     cu_seqlens = interface.placed("lightning_attention", cu_seqlens, query)
     output, state = default_executor()(
         _OPERATION, query, key, value, log_decay, initial_state, cu_seqlens,

@@ -87,7 +87,10 @@ class Config:
 
 def is_number(x: Any) -> bool:
     """Whether an option is a finite number: no truth value, no text, no array."""
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+    try:
+        return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+    except OverflowError:  # a whole number that no float can be
+        return False
 
 
 def bucket(n: int) -> int:

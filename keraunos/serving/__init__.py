@@ -42,13 +42,13 @@ from keraunos.serving.operation import COMMIT, DECODE, PREFILL, VERIFY, PoolOper
 __all__ = ["commit", "decode", "prefill", "verify"]
 
 
-def _decay(operation: PoolOperation, log_decay: Any, g_gamma: Any) -> Any:
+def _decay(operation: PoolOperation, key: Any, log_decay: Any, g_gamma: Any) -> Any:
     """The one of them that is given."""
     if log_decay is not None:
         if g_gamma is not None:
             raise ValueError(f"{operation.op_id}: got log_decay and g_gamma, which are the same; expected one of them")
-        return per_head(operation.op_id, "log_decay", log_decay)
-    return per_head(operation.op_id, "g_gamma", g_gamma)
+        return per_head(operation.op_id, key, "log_decay", log_decay)
+    return per_head(operation.op_id, key, "g_gamma", g_gamma)
 
 
 def _call(operation: PoolOperation, args: Args, softmax_scale, platform, cfg) -> tuple[Any, Any]:
@@ -141,7 +141,7 @@ def decode(
         >>> output.shape, float(output[0, 0, 0]), float(output[1].sum())
         ((2, 4, 16), 4.0, 0.0)
     """
-    gamma = _decay(DECODE, log_decay, g_gamma)
+    gamma = _decay(DECODE, key, log_decay, g_gamma)
     args = Args(key, value, query, g, gamma, states, slots, out=out)
     return _call(DECODE, args, softmax_scale, platform, cfg)
 
@@ -180,7 +180,7 @@ def verify(
     Raises:
         ValueError, TypeError: as :func:`decode`.
     """
-    gamma = _decay(VERIFY, log_decay, g_gamma)
+    gamma = _decay(VERIFY, key, log_decay, g_gamma)
     args = Args(key, value, query, g, gamma, states, slots, out=out)
     return _call(VERIFY, args, softmax_scale, platform, cfg)[0]
 
@@ -211,7 +211,7 @@ def commit(
     Raises:
         ValueError, TypeError: as :func:`decode`.
     """
-    args = Args(key, value, None, g, _decay(COMMIT, log_decay, g_gamma), states, slots, counts)
+    args = Args(key, value, None, g, _decay(COMMIT, key, log_decay, g_gamma), states, slots, counts)
     return _call(COMMIT, args, None, platform, cfg)[1]
 
 
@@ -261,7 +261,7 @@ def prefill(
     if not isinstance(pair, tuple | list) or len(pair) != 2 or (pair[0] is None) != (pair[1] is None):
         raise TypeError(f"prefill: boundaries is {boundaries!r}; expected a pair (tokens, targets)")
     tokens, targets = pair
-    gamma = _decay(PREFILL, log_decay, g_gamma)
+    gamma = _decay(PREFILL, key, log_decay, g_gamma)
     T = query.shape[0] if getattr(query, "ndim", 0) == 3 else None
     cu_seqlens = placed("prefill", cu_seqlens, query, T, whole=False)
     args = Args(key, value, query, g, gamma, states, slots, None, cu_seqlens, has_initial, tokens, targets, out)

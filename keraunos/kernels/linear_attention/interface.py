@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -106,7 +107,7 @@ def describe(
 
     framework = frontends.framework_of(args.query)
     if framework is None:
-        fail(TypeError, "query", f"is {_kind(args.query)}", "a jax.Array or a torch.Tensor", "")
+        fail(TypeError, "query", f"is {_kind(args.query)}", frontends.arrays(), "")
     frontend = frontends.get(framework)
     dtype = frontend.dtype_name(args.query)
     for name, x in zip(Args._fields, args, strict=True):
@@ -165,7 +166,13 @@ def describe(
         fail(ValueError, "initial_state", f"has shape {tuple(args.initial_state.shape)}",
              f"[N, H, {letters}] = {shape}", "one state per sequence and head")  # fmt: skip
     if softmax_scale is not None and not is_number(softmax_scale):
-        fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number", "to learn it, scale the query")
+        fail(
+            TypeError,
+            "softmax_scale",
+            f"is {reprlib.repr(softmax_scale)}",
+            "a finite number",
+            "to learn it, scale the query",
+        )
     if not isinstance(reverse, bool | np.bool_):
         fail(TypeError, "reverse", f"is {reverse!r}", "True or False", "")
     device = frontend.device_of(args.query)
@@ -305,7 +312,7 @@ def _kind(x) -> str:
     return f"of type {type(x).__module__}.{type(x).__qualname__}" if x is not None else "None"
 
 
-def constant_decay(op_id: str, num_heads: int, layer_idx: Any, num_layers: Any, log_decay: Any) -> Any:
+def constant_decay(op_id: str, query: Any, num_heads: int, layer_idx: Any, num_layers: Any, log_decay: Any) -> Any:
     """Lightning's decay per head: ``log_decay``, or the formula for a layer as a NumPy array.
 
     Raises:
@@ -321,7 +328,7 @@ def constant_decay(op_id: str, num_heads: int, layer_idx: Any, num_layers: Any, 
         return _layer(op_id, num_heads, layer_idx, num_layers)
     if layer_idx is not None or num_layers is not None:
         raise ValueError(f"{op_id}: got log_decay and layer_idx or num_layers; expected one or the other")
-    return per_head(op_id, "log_decay", log_decay)
+    return per_head(op_id, query, "log_decay", log_decay)
 
 
 def _layer(op_id: str, num_heads: int, layer_idx: Any, num_layers: int) -> Any:
@@ -333,8 +340,8 @@ def _layer(op_id: str, num_heads: int, layer_idx: Any, num_layers: int) -> Any:
 _remembered_layer = functools.lru_cache(maxsize=1024, typed=True)(_layer)
 
 
-def per_head(function: str, argument: str, x: Any) -> Any:
-    """A decay per head: an array of a framework as it is, numbers as a NumPy array, None as None.
+def per_head(function: str, query: Any, argument: str, x: Any) -> Any:
+    """A decay per head: an array of a framework as it is, numbers as a NumPy array for this query, None as None.
 
     Raises:
         TypeError: it is none of these.
@@ -342,7 +349,7 @@ def per_head(function: str, argument: str, x: Any) -> Any:
     if x is None or frontends.framework_of(x):
         return x
     try:
-        return np.asarray(x, np.float32)
+        return np.asarray(x, np.float64 if str(getattr(query, "dtype", "")).endswith("float64") else np.float32)
     except (TypeError, ValueError):
         raise TypeError(f"{function}: {argument} is {x!r}; expected an array or numbers, one per head") from None
 
@@ -436,7 +443,7 @@ def kernels(
                        reverse=False, cu_seqlens=None, *, log_decay=None, cfg=None):  # fmt: skip
         """Lightning attention, ``(output, final_state)``; see :func:`keraunos.lightning_attention`."""
         heads = most_heads(query, key, value)
-        gamma = constant_decay("lightning_attention", heads, layer_idx, num_layers, log_decay)
+        gamma = constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
         args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
         return run("lightning_attn", args, softmax_scale, reverse, cfg)
 

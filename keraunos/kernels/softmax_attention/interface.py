@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -113,7 +114,7 @@ def describe(
 
     framework = frontends.framework_of(args.query)
     if framework is None:
-        fail(TypeError, "query", f"is a {type(args.query).__name__}", "a jax.Array or a torch.Tensor")
+        fail(TypeError, "query", f"is a {type(args.query).__name__}", frontends.arrays())
     frontend = frontends.get(framework)
     dtypes = {}
     for name, x in zip(Args._fields, args, strict=True):
@@ -172,7 +173,7 @@ def describe(
         fail(ValueError, "query_offset", f"has shape {tuple(args.query_offset.shape)}", f"an int, or [B] = ({B},)")
     for name, x, lowest in (("softmax_scale", softmax_scale, None), ("logits_soft_cap", soft_cap, 0)):
         if x is not None and not (is_number(x) and (lowest is None or x > lowest)):
-            fail(TypeError, name, f"is {x!r}", f"a finite number{'' if lowest is None else ' above 0'}")
+            fail(TypeError, name, f"is {reprlib.repr(x)}", f"a finite number{'' if lowest is None else ' above 0'}")
     if not (is_number(dropout) and 0 <= dropout < 1):
         fail(ValueError, "dropout_prob", f"is {dropout!r}", "a number from 0 to less than 1")
     if dropout and args.seed is None:

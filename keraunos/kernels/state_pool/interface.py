@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -87,14 +88,14 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
 
     framework = frontends.framework_of(args.key)
     if framework is None:
-        fail(TypeError, "key", f"is {_kind(args.key)}", "a jax.Array or a torch.Tensor")
+        fail(TypeError, "key", f"is {_kind(args.key)}", frontends.arrays())
     frontend = frontends.get(framework)
     dtypes = _dtypes(args, frontend, framework, op_id, fail)
     rows = _ROWS[op_id]
     if args.key.ndim != len(rows) + 2:
         fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[{', '.join(rows)}, heads, K]")
-    if args.states.ndim != 4:
-        fail(ValueError, "states", f"has shape {tuple(args.states.shape)}", "[slots, H, K, V]")
+    if args.states.ndim != 4 or not args.states.shape[0]:
+        fail(ValueError, "states", f"has shape {tuple(args.states.shape)}", "[slots, H, K, V] with slots >= 1")
     *leading, _, K = args.key.shape
     sizes = dict(zip(rows, leading, strict=True))
     _, H, _, V = args.states.shape
@@ -143,7 +144,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
             fail(ValueError, "boundaries", f"has tokens of shape {tuple(args.tokens.shape)}", "[M]")
         shape("targets", [tuple(args.tokens.shape)], ["M"], "one slot for each token")
     if softmax_scale is not None and not is_number(softmax_scale):
-        fail(TypeError, "softmax_scale", f"is {softmax_scale!r}", "a finite number")
+        fail(TypeError, "softmax_scale", f"is {reprlib.repr(softmax_scale)}", "a finite number")
     if args.out is not None and framework == "jax":
         fail(TypeError, "out", "is given", "None", "JAX returns new arrays; donate the old ones to reuse their memory")
     if args.out is not None and dtypes["out"] != dtypes["query"]:
