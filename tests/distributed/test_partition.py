@@ -15,7 +15,7 @@ from keraunos import distributed, frontends
 from keraunos.kernels.linear_attention import interface
 from keraunos.kernels.linear_attention import xla as linear
 from keraunos.kernels.softmax_attention import xla as softmax
-from keraunos.kernels.softmax_attention.interface import Args, Options
+from keraunos.kernels.softmax_attention.interface import OPERATOR, Args, Options, fold, unfold
 from keraunos.types import MaskInfo
 from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
@@ -53,7 +53,7 @@ def box_of_attention(q, k, v):
         return softmax.part_gradients(args, (*residuals, 0 * residuals[1]), grads[0], opts)
 
     opts = Options(0.25, None, None, 0, 0.0, "float32", False, CFG)
-    prepare = frontends.differentiable(forward, backward, (None, None), (triton.fold, triton.unfold), triton._axes)
+    prepare = frontends.differentiable(forward, backward, OPERATOR, "box", (fold, unfold), triton._axes)
     return prepare("jax", opts)(Args(q, k, v))[0]
 
 
