@@ -62,8 +62,9 @@ def test_another_length_of_a_bucket_compiles_nothing(caplog, gates):
         return pull(jax.device_put(np.ones(output.shape, np.float32)))
 
     assert compiled(caplog, lambda: gradient(70))
-    # But for JAX's own sums of the three gradients of x.
-    assert not {name for name in compiled(caplog, lambda: gradient(90)) if "add" not in name}
+    # But for JAX's own sums of the three gradients of x, and in jax 0.11 the padding and cutting of one array.
+    own = ("add", "jit(_pad)", "jit(dynamic_slice)")
+    assert not {name for name in compiled(caplog, lambda: gradient(90)) if not any(x in name for x in own)}
 
 
 def test_errors():

@@ -252,6 +252,8 @@ def _by_strength(walker: _Walker, f, strong, a, *arrays):
     @frontend.rowwise
     def in_tiles(strong, *arrays):
         n = len(strong)
+        if n == 0:
+            return mild_if_any(strong, *arrays)
         tile = min(_TILE, n)
         places = jnp.nonzero(strong[:, 0], size=-(-n // tile) * tile, fill_value=n)[0]
 
