@@ -104,13 +104,8 @@ def test_help_is_quick_because_no_framework_is_loaded():
     look = "import sys, keraunos.cli.main; print({'jax', 'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-    for command in ((), ("demo",), ("doctor",), ("explain",), ("tune",), ("cache",), ("bench",)):
+    for command in ((), ("doctor",), ("explain",), ("tune",), ("cache",), ("bench",)):
         assert CliRunner().invoke(app, [*command, "--help"]).exit_code == 0
-
-
-def test_help_shows_what_is_in_brackets():
-    output = CliRunner().invoke(app, ["demo", "--help"], env={"COLUMNS": "200"}).output
-    assert "[default: the sources of the Python standard library]" in output
 
 
 def test_what_is_not_installed_is_named():

@@ -18,7 +18,7 @@ def test_torch_asks_the_gpu(monkeypatch, request, name, properties, shared):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: has)
     # Devices are described once: no other test has one of this number.
     x = SimpleNamespace(device=SimpleNamespace(type="cuda", index=hash(name)))
-    assert frontends.get("torch").device_of(x) == ("gpu", name, shared)
+    assert frontends.get("torch").device_of(x)[:3] == ("gpu", name, shared)
 
 
 @pytest.mark.parametrize(("platform", "capability", "shared"), [
@@ -29,7 +29,8 @@ def test_torch_asks_the_gpu(monkeypatch, request, name, properties, shared):
 def test_jax_knows_capabilities(platform, capability, shared):
     pytest.importorskip("jax")
     device = _Device(platform, capability)
-    assert frontends.get("jax").device_of(SimpleNamespace(devices=lambda: {device})) == ("gpu", "a GPU", shared)
+    found = frontends.get("jax").device_of(SimpleNamespace(devices=lambda: {device}))
+    assert found[:3] == ("gpu", "a GPU", shared)
 
 
 class _Device:
