@@ -21,25 +21,6 @@ COLUMNS = [
 ]  # fmt: skip
 FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch"}
 
-# What was done on which GPU.
-DEVICES = [
-    "Where `triton` was run, and where it was only compiled:",
-    "",
-    "| GPU | shared memory of a program | what was done |",
-    "| --- | --- | --- |",
-    "| H200, H100 (sm_90) | 227 KB | run: values, gradients and speed on H200s, values on one H100 too |",
-    "| B200 (sm_100) | 227 KB | compiled, with the tiles and stages of Hopper |",
-    "| A100 (sm_80) | 163 KB | compiled |",
-    "| RTX 4090, L4 (sm_89); as these RTX 3090, A10 (sm_86) | 99 KB | compiled |",
-    "| RTX 5090 (sm_120) | 99 KB | compiled |",
-    "| MI300 (gfx942) | 64 KB | compiled |",
-    "",
-    "Compiled means: every kernel of all three operations and of serving, forward and backward, is built by Triton for",
-    "that GPU in the configuration that is chosen for it, and fits; `tests/triton/chips` has the registers, spills and",
-    "shared memory of each build. Tiles that differ from Hopper's give the right values in Triton's interpreter. The",
-    "choice is by occupancy: nothing was run on these GPUs, nor is anything known of speed there.",
-]
-
 PACKED, STATE = {"N": 4}, {"state": True}
 LINEAR = {
     "bfloat16": {},
@@ -160,8 +141,6 @@ def page() -> str:
         "what a row says; forward and backward. A number stands for the reason that a user gets who asks for that",
         "platform by name; `auto` takes another one. On a CPU, `xla` and `torch` run what they run here.",
         "`python -m tests.supported` writes this page; the tests compare it with what the platforms say.",
-        "",
-        *DEVICES,
         "",
     ]  # fmt: skip
     for operation in ("lightning_attention", "gla_attention", "attention"):
