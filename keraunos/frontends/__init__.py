@@ -208,38 +208,59 @@ operations: list[Callable] = []
 
 
 def operation(fn: Callable) -> Callable:
-    """Decorate a public function: to ``torch.compile`` it is one step, which chooses its kernel while it is traced."""
+    """Decorate a public function: to ``torch.compile`` it is one step, which chooses its kernel while it is traced.
+
+    It follows PyTorch's autocast and refuses nested tensors, see :func:`keraunos.frontends.torch.autocast`.
+    """
+    own = _as_called(fn)
 
     @functools.wraps(fn)
     def step(*args, **kwargs):
         from keraunos.frontends.torch_compile import settled
 
-        return fn(*args, **{name: settled(x) for name, x in kwargs.items()})
+        return own(*args, **{name: settled(x) for name, x in kwargs.items()})
 
     operations.append(step)
 
-    @functools.wraps(fn)
-    def call(*args, **kwargs):
-        if compiling():
-            from keraunos.frontends.torch_compile import keep_whole, made_again
+    def traced(*args, **kwargs):
+        from keraunos.frontends.torch_compile import keep_whole, made_again
 
-            keep_whole()
-            return step(*args, **{name: made_again(x) for name, x in kwargs.items()})
-        return fn(*args, **kwargs)
+        keep_whole()
+        return step(*args, **{name: made_again(x) for name, x in kwargs.items()})
 
-    return call
+    return _as_called(fn, traced)
 
 
 def apart(fn: Callable) -> Callable:
-    """Decorate a public function: ``torch.compile`` runs it as it is, between graphs."""
+    """Decorate a public function: ``torch.compile`` runs it as it is, between graphs; else like :func:`operation`."""
 
+    def traced(*args, **kwargs):
+        from keraunos.frontends.torch_compile import untraced
+
+        return untraced(called, *args, **kwargs)
+
+    called = _as_called(fn)
+    return _as_called(fn, traced)
+
+
+def _as_called(fn: Callable, traced: Callable | None = None) -> Callable:
+    """``fn`` as PyTorch's users call it; ``traced`` is what ``torch.compile`` reads in its place."""
+
+    # One function, and what costs nothing in a call without autocast: this is before everything else in each.
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        if compiling():
-            from keraunos.frontends.torch_compile import untraced
-
-            return untraced(fn, *args, **kwargs)
-        return fn(*args, **kwargs)
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return fn(*args, **kwargs)
+        if traced is not None and torch.compiler.is_dynamo_compiling():
+            return traced(*args, **kwargs)
+        if torch._C._is_any_autocast_enabled():
+            args, kwargs = get("torch").autocast(fn, args, kwargs)
+        try:
+            return fn(*args, **kwargs)
+        except Exception:
+            get("torch").refuse_nested(fn, args, kwargs)
+            raise
 
     return call
 

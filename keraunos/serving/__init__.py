@@ -22,6 +22,9 @@ call must not share a slot, and slots must be below the pool's size, which is ch
 are not read (but see :mod:`keraunos.kernels.values`). Slots, counts, offsets and boundaries may also be NumPy arrays,
 which each call copies to the device.
 
+Under ``torch.autocast`` query, key and value are cast to its dtype, gates, decays and the pool are not; ``out`` then
+has that dtype.
+
 There are no gradients: training uses :func:`keraunos.gla_attention` and :func:`keraunos.lightning_attention`.
 """
 

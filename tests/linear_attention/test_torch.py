@@ -226,17 +226,6 @@ def test_arrays_elsewhere_are_refused(name):
         call(*args)
 
 
-def test_autocast_changes_nothing():
-    args = arguments(gate="vector", K=32)
-    expected = call(*args)
-    want = gradients(expected, args)
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = call(*args)
-        got = gradients(outputs, args)
-    assert same(outputs, expected)
-    assert same(got, want)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant):
     args = arguments(gate="vector", gamma=1, state=True)
