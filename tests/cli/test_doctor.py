@@ -108,6 +108,11 @@ def test_help_is_quick_because_no_framework_is_loaded():
         assert CliRunner().invoke(app, [*command, "--help"]).exit_code == 0
 
 
+def test_help_shows_what_is_in_brackets():
+    output = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).output
+    assert "Only these platforms of ours. [default: all]" in output
+
+
 def test_what_is_not_installed_is_named():
     code = "import sys, keraunos.cli; sys.modules['typer'] = None; keraunos.cli.run()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
