@@ -259,8 +259,8 @@ def rows_computed(monkeypatch, *arrays, mapped=False):
 
     # Implementations of its own, which have traced nothing yet.
     kernels = interface.kernels(
-        xla.__file__, xla.forward, xla.backward, fields=xla.FIELDS, heuristic=xla.heuristic, candidates=xla.candidates,
-        has_vmap=True,
+        "xla", xla.__file__, xla.forward, xla.backward, fields=xla.FIELDS, heuristic=xla.heuristic,
+        candidates=xla.candidates, has_vmap=True,
     )  # fmt: skip
     call = on_one_device(functools.partial(kernels[0].fn, cfg=keraunos.Config(block_q=32, platform="xla")))
     with monkeypatch.context() as patch:
