@@ -50,7 +50,7 @@ def measure(operation: str, fla: str | None) -> dict[str, Any]:
     true = truth(workload, inputs, cotangents, log_decay)
     found: dict[str, Any] = {"rounded": errors([x.bfloat16() for x in true], true)}
     for c in find(operation, ["pallas", "triton"], ["fla"]):
-        name, frontend = label(c), frontends.get(f"{c.framework}_measure")
+        name, frontend = label(c), frontends.get(f"{c.framework}.measure")
         reason = fla if c.name == "fla" else c.unsupported(workload)
         if reason is None:
             given = [frontend.array(x.float().cpu().numpy(), "bfloat16", "gpu") for x in (*inputs, *cotangents)]

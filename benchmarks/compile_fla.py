@@ -87,7 +87,7 @@ def compile_share(operation: str, H: int, share: int) -> None:
     workload = Workload(operation, Shape(1, 1024, H), backward=True)
     arrays, cotangents = workload.arguments("torch", 0)
     fn = PEERS["fla"].function(workload, workload.log_decay())
-    frontends.get("torch_measure").program(fn, arrays, cotangents)()
+    frontends.get("torch.measure").program(fn, arrays, cotangents)()
 
 
 if __name__ == "__main__":

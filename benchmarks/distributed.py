@@ -165,14 +165,14 @@ def parts(x, size, heads):
     import torch.distributed as dist
 
     from keraunos import decay
-    from keraunos.kernels.linear_attention import ends
+    from keraunos.distributed import stretches
 
     _, k, v, *g = (y.detach() for y in x)
     gamma = None if g else torch.from_numpy(decay.lightning(heads, **LAYER)).cuda()
-    stretch = ends.Stretch(k, v, g[0] if g else None, gamma)
+    stretch = stretches.Stretch(k, v, g[0] if g else None, gamma)
     plan = torch.tensor([0, k.shape[1], 0, size - 1], dtype=torch.int32, device="cuda")
-    way = ends.Way(heads, True, False)
-    left = ends.leave(stretch, None, plan, way)
+    way = stretches.Way(heads, True, False)
+    left = stretches.leave(stretch, None, plan, way)
     every = left.new_empty(size * len(left))
 
     def median(fn):
@@ -184,9 +184,9 @@ def parts(x, size, heads):
         return statistics.median(times[10:])
 
     return dict(
-        leave=median(lambda: ends.leave(stretch, None, plan, way)),
+        leave=median(lambda: stretches.leave(stretch, None, plan, way)),
         gather=median(lambda: dist.all_gather_into_tensor(every, left)),
-        arrive=median(lambda: ends.arrive(every.view(size, -1), None, plan, way, (1, heads, K, K))),
+        arrive=median(lambda: stretches.arrive(every.view(size, -1), None, plan, way, (1, heads, K, K))),
     )
 
 

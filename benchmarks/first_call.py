@@ -61,7 +61,7 @@ def _main(question: str) -> None:
     fn = contestant.function(workload, workload.log_decay())
     finish(framework, arrays)
     start = time.perf_counter()
-    finish(framework, frontends.get(f"{framework}_measure").program(fn, arrays, cotangents)())
+    finish(framework, frontends.get(f"{framework}.measure").program(fn, arrays, cotangents)())
     print(time.perf_counter() - start)
 
 

@@ -93,7 +93,7 @@ def equalities(operation: str) -> dict[str, bool]:
     results: dict[str, list] = {}
     same = True
     for c in find(operation, ["triton"], []):
-        measure, values = frontends.get(f"{c.framework}_measure"), frontends.get("torch_measure").values
+        measure, values = frontends.get(f"{c.framework}.measure"), frontends.get("torch.measure").values
         arrays, cotangents = ([measure.array(values(x), workload.dtype, "gpu") for x in xs] for xs in given)
         run = measure.program(c.function(workload, workload.log_decay()), arrays, cotangents)
         for _ in range(20):

@@ -21,7 +21,7 @@ import harness
 import torch
 
 from keraunos import decay, serving
-from keraunos.ops.kernel import Config
+from keraunos.ops.invocation import Config
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "continuous_batching.py"
 K = V = 128

@@ -22,7 +22,7 @@ import numpy as np
 
 import keraunos
 from keraunos import decay
-from keraunos.frontends import jax_measure
+from keraunos.frontends.jax import measure as jax_measure
 
 ROUNDS = 5
 # Of 32 sequences, with a fixed seed.

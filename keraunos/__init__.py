@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from keraunos.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from keraunos import compat as compat
@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from keraunos import ops as ops
     from keraunos import serving as serving
     from keraunos import types as types
-    from keraunos.kernels.registry import Backend as Backend
-    from keraunos.kernels.registry import Platform as Platform
-    from keraunos.kernels.registry import UnsupportedError as UnsupportedError
-    from keraunos.kernels.registry import detect_platform as detect_platform
-    from keraunos.kernels.registry import kernel_registry as kernel_registry
     from keraunos.modules.attention import Attention as Attention
     from keraunos.modules.attention import AttentionConfig as AttentionConfig
     from keraunos.modules.attention import attention as attention
@@ -30,35 +25,40 @@ if TYPE_CHECKING:
     from keraunos.modules.lightning_attention import LightningAttention as LightningAttention
     from keraunos.modules.lightning_attention import LightningAttentionConfig as LightningAttentionConfig
     from keraunos.modules.lightning_attention import lightning_attention as lightning_attention
+    from keraunos.ops.invocation import Backend as Backend
+    from keraunos.ops.invocation import Platform as Platform
+    from keraunos.ops.invocation import UnsupportedError as UnsupportedError
+    from keraunos.ops.registry import detect_platform as detect_platform
+    from keraunos.ops.registry import kernel_registry as kernel_registry
 
 # Public name -> the module that defines it, imported at its first use: importing keraunos loads no framework.
 _HOME = {
     "Attention": "modules.attention",
     "AttentionConfig": "modules.attention",
     "AutotunePolicy": "ops.selection",
-    "Backend": "kernels.registry",
+    "Backend": "ops.invocation",
     "Choice": "ops.selection",
-    "Config": "ops.kernel",
+    "Config": "ops.invocation",
     "ConfigCache": "ops.cache",
     "ConfigSelectorChain": "ops.selection",
     "Executor": "ops.executor",
     "GLAttention": "modules.gla_attention",
     "GLAttentionConfig": "modules.gla_attention",
-    "Invocation": "ops.kernel",
+    "Invocation": "ops.invocation",
     "Kernel": "ops.kernel",
     "LightningAttention": "modules.lightning_attention",
     "LightningAttentionConfig": "modules.lightning_attention",
     "PersistentCache": "ops.cache",
-    "Platform": "kernels.registry",
+    "Platform": "ops.invocation",
     "Tuner": "ops.tuner",
-    "UnsupportedError": "kernels.registry",
+    "UnsupportedError": "ops.invocation",
     "attention": "modules.attention",
     "bucketed": "modules.lengths",
     "create_default_executor": "ops.executor",
-    "detect_platform": "kernels.registry",
+    "detect_platform": "ops.registry",
     "explain": "ops.executor",
     "gla_attention": "modules.gla_attention",
-    "kernel_registry": "kernels.registry",
+    "kernel_registry": "ops.registry",
     "lightning_attention": "modules.lightning_attention",
     "overlay_cache": "ops.selection",
     "policy_override": "ops.selection",

@@ -16,9 +16,9 @@ was made. Arguments are checked as those of the public functions are, so that a 
 from __future__ import annotations
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention import interface as linear_attention
-from keraunos.kernels.softmax_attention import interface as softmax_attention
-from keraunos.kernels.state_pool import interface as state_pool
+from keraunos.kernels.linear_attention import contract as linear_attention
+from keraunos.kernels.softmax_attention import contract as softmax_attention
+from keraunos.kernels.state_pool import contract as state_pool
 
 _operators = frontends.get("torch").operators
 for _operator in (*linear_attention.OPERATORS.values(), softmax_attention.OPERATOR):

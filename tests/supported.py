@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import keraunos
-from keraunos.kernels.registry import kernel_registry
+from keraunos.ops.registry import kernel_registry
 
 PAGE = Path(__file__).parent.parent / "docs" / "supported.md"
 DEVICE = "NVIDIA H200"

@@ -11,8 +11,8 @@ import pytest
 
 import keraunos
 from keraunos import distributed, frontends, serving
-from keraunos.kernels.linear_attention import interface
-from keraunos.kernels.registry import kernel_registry
+from keraunos.kernels.linear_attention import contract
+from keraunos.ops.registry import kernel_registry
 
 T, H, K, N = 30, 4, 8, 3
 FRAMEWORKS = ["jax", "torch"]
@@ -23,7 +23,7 @@ POSITIVE = [-0.25, -0.06, 0.016, -0.004]
 def array(request):
     """Makes a framework's array on the CPU."""
     pytest.importorskip(request.param)
-    measure = frontends.get(f"{request.param}_measure")
+    measure = frontends.get(f"{request.param}.measure")
     return lambda x, dtype="float32": measure.array(np.asarray(x), dtype, "cpu")
 
 
@@ -179,11 +179,11 @@ def test_over_shards():
     with pytest.raises(ValueError, match=r"^gla_attention: cu_seqlens has a value 20 at \[1\]; expected .* to T = 30"):
         distributed.gla_attention(*q, cu_seqlens=jnp.array([0, 20]), **where)
     # A shard has offsets of whole sequences, whose end it does not know.
-    args = interface.Args(*q, cu_seqlens=jnp.array([0, 50, 40]))
+    args = contract.Args(*q, cu_seqlens=jnp.array([0, 50, 40]))
     with pytest.raises(
         ValueError, match=r"cu_seqlens has a value 40 at \[2\]; expected offsets that rise from 0, sums"
     ):
-        interface.checker("gla", args, whole=False)(args)
+        contract.checker("gla", args, whole=False)(args)
 
 
 def test_arrays_that_are_sharded():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import keraunos
-from keraunos.kernels.registry import kernel_registry
+from keraunos.ops.registry import kernel_registry
 
 
 def python(code, *args):

@@ -21,7 +21,7 @@ FRAMEWORKS = ["jax", "torch"]
 
 def arrays(framework, **shapes):
     """Random arrays by name."""
-    measure = pytest.importorskip(framework) and frontends.get(f"{framework}_measure")
+    measure = pytest.importorskip(framework) and frontends.get(f"{framework}.measure")
     return {name: measure.normal(shape, "float32", i, "cpu") for i, (name, shape) in enumerate(shapes.items())}
 
 
@@ -177,7 +177,7 @@ def test_a_pool_without_slots_is_refused(framework):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_decays_given_as_numbers_have_the_digits_of_the_query(framework):
-    measure = pytest.importorskip(framework) and frontends.get(f"{framework}_measure")
+    measure = pytest.importorskip(framework) and frontends.get(f"{framework}.measure")
     decays = [-1 / 3, -1 / 7]
     with jax.enable_x64(True):
         q = measure.array(np.ones((1, 50, 2, 4)), "float64", "cpu")

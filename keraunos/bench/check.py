@@ -11,7 +11,7 @@ import numpy as np
 from keraunos import frontends, numerics
 from keraunos.bench.contestants import Contestant
 from keraunos.bench.workloads import Workload
-from keraunos.ops.kernel import Config
+from keraunos.ops.invocation import Config
 
 _NAMES = ("query", "key", "value", "g")
 
@@ -40,7 +40,7 @@ def check(contestant: Contestant, workload: Workload) -> dict[str, float]:
 @functools.lru_cache(maxsize=64)
 def _check(contestant: Contestant, small: Workload, cfg: Config | None) -> dict[str, float]:
     framework = contestant.framework
-    measure, frontend = frontends.get(f"{framework}_measure"), frontends.get(framework)
+    measure, frontend = frontends.get(f"{framework}.measure"), frontends.get(framework)
     backend = frontend.default_device().backend
     # The reference of softmax attention is quick enough for all of them.
     two = small if small.products else replace(small, shape=replace(small.shape, H=min(2, small.shape.H)))
@@ -71,7 +71,7 @@ def _check(contestant: Contestant, small: Workload, cfg: Config | None) -> dict[
 @functools.lru_cache(maxsize=8)
 def _two_heads(two: Workload, framework: str) -> tuple[list[np.ndarray], np.ndarray, list[tuple[Any, Any]]]:
     """Inputs, the output's gradient, and for each result its truth and what the reference gives in float32."""
-    measure = frontends.get(f"{framework}_measure")
+    measure = frontends.get(f"{framework}.measure")
     inputs = [measure.values(x).astype(np.float32) for x in two.inputs(framework, seed=0)]
     extras, options = two.rest(framework)
     given: dict[str, Any] = {

@@ -14,9 +14,9 @@ import numpy as np
 import keraunos
 from keraunos import frontends
 from keraunos.bench.workloads import Shape, Workload
-from keraunos.kernels.registry import kernel_registry
 from keraunos.ops.executor import default_executor
-from keraunos.ops.kernel import Config
+from keraunos.ops.invocation import Config
+from keraunos.ops.registry import kernel_registry
 from keraunos.ops.selection import Choice
 from keraunos.types import MaskInfo
 

@@ -76,7 +76,7 @@ def copy_bandwidth() -> float:
 
     else:
         framework = next(name for name, backend in backends().items() if backend == "gpu")
-        measure = frontends.get(f"{framework}_measure")
+        measure = frontends.get(f"{framework}.measure")
         source = measure.normal((n // 4,), "float32", 0, "gpu")
         # The sum is a copy that no compiler drops.
         run = measure.program(lambda x: x.clone() if framework == "torch" else x + 1, [source])
@@ -103,7 +103,7 @@ def product_rate(dtype: str) -> float:
 
     else:
         framework = next(name for name, backend in backends().items() if backend == "gpu")
-        framework_measure = frontends.get(f"{framework}_measure")
+        framework_measure = frontends.get(f"{framework}.measure")
         x = framework_measure.normal((n, n), dtype, 0, "gpu")
         run = framework_measure.program(lambda x: x @ x, [x])
         clock = framework_measure.clock([run], "gpu")
@@ -204,7 +204,7 @@ class _Entry:
 
     def __init__(self, contestant: Contestant, workload: Workload):
         self.workload, self.framework = workload, contestant.framework
-        self.measure = frontends.get(f"{self.framework}_measure")
+        self.measure = frontends.get(f"{self.framework}.measure")
         self.backend = frontends.get(self.framework).default_device().backend
         self.fn = contestant.function(workload, workload.log_decay())
         self.run, self.first = self._first()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keraunos import decay, frontends
-from keraunos.ops.kernel import Invocation
+from keraunos.ops.invocation import Invocation
 
 # Public operation -> its class.
 OPERATIONS = {
@@ -136,7 +136,7 @@ class Workload:
         inputs, s = self.inputs(framework, seed), self.shape
         if not self.backward:
             return inputs, None
-        normal, backend = frontends.get(f"{framework}_measure").normal, self.invocation(framework).backend
+        normal, backend = frontends.get(f"{framework}.measure").normal, self.invocation(framework).backend
         return inputs, [normal((s.B, s.T, s.H, s.V), self.dtype, 1000 + seed, backend)]
 
     def log_decay(self) -> np.ndarray | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from keraunos.kernels.registry import public_name
+from keraunos.ops.invocation import public_name
 
 # Operation -> its class, and the module of the shapes of real models.
 _OPERATIONS = {

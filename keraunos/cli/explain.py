@@ -46,8 +46,8 @@ def explain(
 
 def _examine(kernel: Any, name: str, inv: Any, platform: str) -> dict[str, Any]:
     """Everything that there is to say of a call; raises ValueError if a name is unknown."""
-    from keraunos.kernels.registry import UnsupportedError
     from keraunos.ops.executor import default_executor
+    from keraunos.ops.invocation import UnsupportedError
 
     report = {"case": name, "device": inv.device, "platform": None, "tier": None, "config": None, "key": None,
               "tiers": {}}  # fmt: skip
@@ -62,7 +62,8 @@ def _examine(kernel: Any, name: str, inv: Any, platform: str) -> dict[str, Any]:
 
 def _platforms(inv: Any, asked: str, taken: str | None) -> dict[str, str]:
     """What each platform says to the call, best first."""
-    from keraunos.kernels.registry import Platform, kernel_registry
+    from keraunos.ops.invocation import Platform
+    from keraunos.ops.registry import kernel_registry
 
     said = {}
     for name in kernel_registry.platforms(inv.op_id):

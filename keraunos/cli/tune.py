@@ -46,9 +46,10 @@ def tune(
 
 
 def _tune(kernel, name, inv, platform, backward, budget, ship) -> dict[str, Any]:
-    from keraunos.kernels.registry import UnsupportedError, kernel_registry
     from keraunos.ops.cache import PersistentCache, cache_key
     from keraunos.ops.cache import ship as store_in_package
+    from keraunos.ops.invocation import UnsupportedError
+    from keraunos.ops.registry import kernel_registry
     from keraunos.ops.tuner import Tuner
 
     try:

@@ -12,19 +12,26 @@ over the devices where it is asked for.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention import ends, interface
-from keraunos.kernels.linear_attention.interface import Args, Options
-from keraunos.kernels.linear_attention.operation import LinearOperation
+from keraunos.distributed import stretches
+from keraunos.kernels.linear_attention import contract
+from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.modules.gla_attention import GLAttention
 from keraunos.modules.lightning_attention import LightningAttention
+from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
-from keraunos.ops.kernel import Config, Invocation
+from keraunos.ops.invocation import Config, Invocation
+
+
+def shards_of(framework: str) -> Any:
+    """The module of a framework that knows its devices or ranks."""
+    return importlib.import_module(f"keraunos.distributed.{framework}.shards")
 
 
 class _Where(NamedTuple):
@@ -37,7 +44,7 @@ class _Where(NamedTuple):
 
     @property
     def frontend(self) -> Any:
-        return frontends.get(f"{self.framework}_shards")
+        return shards_of(self.framework)
 
 
 class _Borders:
@@ -61,7 +68,7 @@ class _Borders:
         return self.shards.rank if right else self.shards.size - 1 - self.shards.rank
 
     def leaving(self, states: Any, right: bool) -> tuple[Any, Any]:
-        """``(start, plan)`` of :mod:`ends`: of the sequence that goes on at the border, the tokens that are here."""
+        """``(start, plan)`` of :mod:`stretches`: of the sequence that goes on at the border, its tokens here."""
         place = self.place(right)
         if self.cu is None:
             return states, self.shards.numbers((0, self.T, place == 0, place), self.like)
@@ -123,7 +130,7 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
     Where the platform cuts sequences into segments, the pass over their pieces that it would make serves the exchange
     too: it makes the state that the shard leaves, and with what arrives those that the segments start from.
     """
-    frontend = frontends.get(f"{framework}_shards")
+    frontend = shards_of(framework)
     remembered = frontend.remembered
     platform_forward, platform_backward = passes(framework)
     n = len(Args._fields)
@@ -135,8 +142,8 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         def launch(flat):
             *x, start, plan = flat
             if segment:
-                return ends.leave_pieces(ends.Stretch(*x), start, plan, way, segment[0], copies)
-            return (ends.leave(ends.Stretch(*x), start, plan, way, copies),)
+                return stretches.leave_pieces(stretches.Stretch(*x), start, plan, way, segment[0], copies)
+            return (stretches.leave(stretches.Stretch(*x), start, plan, way, copies),)
 
         return remembered(launch)
 
@@ -146,8 +153,8 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
             left, start, plan, *pieces = flat
             if segment:
                 local, total, seen = pieces
-                return (ends.starts(left, local, total, seen, start, plan, way, *segment),)
-            return (ends.arrive(left, start, plan, way, sizes),)
+                return (stretches.starts(left, local, total, seen, start, plan, way, *segment),)
+            return (stretches.arrive(left, start, plan, way, sizes),)
 
         return remembered(launch)
 
@@ -173,7 +180,7 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
             return borders.frontend.zeros((0, way.heads, x.key.shape[-1], x.value.shape[-1]), dtype, x.key)
         start, plan = borders.leaving(states, way.right)
         shards, packed = borders.shards, borders.cu is not None
-        copies = shards.copies if ends.is_for_gpu(x.key) else 1
+        copies = shards.copies if stretches.is_for_gpu(x.key) else 1
 
         def gathered(x, start, plan):
             left, *pieces = leave(way, copies)([*x, start, plan])
@@ -184,21 +191,23 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         def handed_over(x, start, plan):
             # Only the kernel asks which shard this is, of rows that are not packed.
             own = plan if packed else np.array([0, borders.T, 0, 0], np.int32)
-            cut = dict(pieces=ends.pieces(segment[0]), walked=segment[1]) if segment else dict(pieces=None, walked=True)
+            cut: dict[str, Any] = dict(pieces=None, walked=True)
+            if segment:
+                cut = dict(pieces=stretches.pieces(segment[0]), walked=segment[1])
             same = x.g is None and not packed
             tokens = segment[0] if segment else 0
             return shards.hand_over(x, own, start, way, tokens, plan if packed else None, same=same, **cut)
 
-        if copies > 1 and ends.gates(x) == 1 and shards.hands_over(x.key.shape[-1] * x.value.shape[-1]):
+        if copies > 1 and stretches.gates(x) == 1 and shards.hands_over(x.key.shape[-1] * x.value.shape[-1]):
             return shards.exchange(handed_over, gathered, x, start, plan)
         return gathered(x, start, plan)
 
     def way(args, opts):
-        return ends.Way(args.heads, not opts.reverse, False)
+        return stretches.Way(args.heads, not opts.reverse, False)
 
     def forward(args, opts, shards):
         borders, to = _Borders(args, shards), way(args, opts)
-        arrived = exchange(borders, ends.Stretch(*args[1:5]), args.initial_state, to)
+        arrived = exchange(borders, stretches.Stretch(*args[1:5]), args.initial_state, to)
         states = borders.taking(args.initial_state, arrived, to.right)
         output, final, *residuals = run_forward(opts._replace(started=segment is not None))(
             [*borders.local(args, states)]
@@ -211,7 +220,7 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         back = to.adjoint._replace(scale=opts.softmax_scale)
         if dfinal is not None:
             dfinal = borders.ending(dfinal, to.right)
-        x = ends.Stretch(args.query, doutput, args.g, args.g_gamma)
+        x = stretches.Stretch(args.query, doutput, args.g, args.g_gamma)
         arrived = exchange(borders, x, dfinal, back)
         dstates = borders.taking(dfinal, arrived, back.right)
         doutput, dstates = borders.shards.together(doutput, dstates)
@@ -242,7 +251,7 @@ class _OverShards(LinearOperation):
 
     def checker(self, *args: Any, where: _Where | None = None, **options: Any) -> Callable | None:
         """See :meth:`Kernel.checker`."""
-        check, pack = interface.checker(self.op_id, self.pack(*args), where is None or where.size == 1), self.pack
+        check, pack = contract.checker(self.op_id, self.pack(*args), where is None or where.size == 1), self.pack
         return check and (lambda *args: check(pack(*args)))
 
     def run(self, *args: Any, where: _Where | None = None, **options: Any) -> Any:
@@ -265,7 +274,7 @@ class _OverShards(LinearOperation):
         impl, what = self.get_impl(cfg), _description(self.op_id, given, opts)
         segment = None
         # Gates per dimension: a pass that stops where all is forgotten is shorter than one that serves segments too.
-        if impl.segment and ends.is_for_gpu(given.key) and (given.g is None or given.g.ndim == 3):
+        if impl.segment and stretches.is_for_gpu(given.key) and (given.g is None or given.g.ndim == 3):
             segment = impl.segment(given, opts)
         call, check = _sharded(where.framework, impl.passes, segment)(opts, shards, given), shards.checker(**what)
 
@@ -320,16 +329,16 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: 
     if mesh is not None:
         from keraunos.distributed.mesh import over_mesh
 
-        arrays = (*arrays[:-1], interface.placed(name, arrays[-1], arrays[0]))
+        arrays = (*arrays[:-1], contract.placed(name, arrays[-1], arrays[0]))
         # Inside, values are traced.
         if check := _OPERATIONS[name].checker(*arrays):
             check(*arrays)
         output, state = over_mesh(run, name, _OPERATIONS[name], mesh, spec, arrays, options)
     else:
-        frontend = frontends.get(f"{framework}_shards")
+        frontend = shards_of(framework)
         place = frontend.place(mine)
         with frontend.arguments(place):
-            arrays = (*arrays[:-1], interface.placed(name, arrays[-1], arrays[0], whole=False))
+            arrays = (*arrays[:-1], contract.placed(name, arrays[-1], arrays[0], whole=False))
             here = _Where(framework, place, frontend.shards(name, place).size, fixed)
             call = default_executor()(_OPERATIONS[name], *arrays, where=here, **options)
         output, state = call()
@@ -390,7 +399,7 @@ def gla_attention(
         >>> keraunos.distributed.gla_attention(q, q, q, mesh=mesh, spec=P(None, "sequence")).shape
         (1, 100, 2, 16)
     """
-    g_gamma = interface.per_head("gla_attention", query, "g_gamma", g_gamma)
+    g_gamma = contract.per_head("gla_attention", query, "g_gamma", g_gamma)
     arrays = query, key, value, g, g_gamma, initial_state, cu_seqlens
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
                    _cfg=cfg)  # fmt: skip
@@ -443,8 +452,8 @@ def lightning_attention(
         >>> keraunos.distributed.lightning_attention(q, q, q, **shape).shape
         (1, 100, 2, 16)
     """
-    heads = interface.most_heads(query, key, value)
-    log_decay = interface.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
+    heads = contract.most_heads(query, key, value)
+    log_decay = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     arrays = query, key, value, log_decay, initial_state, cu_seqlens
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
                    _cfg=cfg)  # fmt: skip

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from keraunos.kernels.linear_attention.interface import Args
-from keraunos.kernels.linear_attention.operation import LinearOperation
+from keraunos.kernels.linear_attention.contract import Args
+from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
 
 

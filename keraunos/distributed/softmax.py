@@ -16,16 +16,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keraunos import frontends
-from keraunos.kernels.registry import Platform, UnsupportedError
-from keraunos.kernels.softmax_attention.interface import Args, Options, sides, truth
+from keraunos.kernels.softmax_attention.contract import Args, Options, sides, truth
 from keraunos.ops.executor import default_executor
-from keraunos.ops.kernel import Config
+from keraunos.ops.invocation import Config, Platform, UnsupportedError
 from keraunos.types import MaskInfo, as_window, narrower
 
 # The name is the function's, too.
 module: Any = importlib.import_module("keraunos.modules.attention")
-# Those that give the sums, best first.
-_PLATFORMS = (Platform.TRITON, Platform.XLA, Platform.TORCH)
+# The platforms that give the sums of parts of the keys, best first, and their modules.
+_PLATFORMS: dict[str, str] = {Platform.TRITON: "triton.passes", Platform.XLA: "xla", Platform.TORCH: "torch"}
 
 
 class Ring(NamedTuple):
@@ -41,7 +40,7 @@ class Ring(NamedTuple):
     @property
     def kernels(self) -> Any:
         """The platform's module."""
-        return importlib.import_module(f"keraunos.kernels.softmax_attention.{self.platform}")
+        return importlib.import_module(f"keraunos.kernels.softmax_attention.{_PLATFORMS[self.platform]}")
 
     def sees(self, shift: int, T: int) -> bool:
         """Whether queries of a shard see any keys of the one ``shift`` before it; shards of T tokens."""
@@ -208,7 +207,7 @@ def attention(
     args = Args(query, key, value, None, softmax_aux, None, limits.query_segments, limits.key_segments)
     if mesh is not None:
         mine = axis = _tokens(spec)
-    home = importlib.import_module(f"keraunos.distributed.softmax_{framework}")
+    home = importlib.import_module(f"keraunos.distributed.{framework}.softmax")
     run = functools.partial(home.attention, settle=lambda own, size: ring(own, size, mine, platform, cfg, options))
     if mesh is not None:
         return home.over_mesh(run, args, limits.key_lengths, mesh, spec, axis)

@@ -1,4 +1,4 @@
-"""The only code that knows a framework: launching, differentiation, devices. One module per framework."""
+"""The only code that knows a framework: launching, differentiation, devices. One folder for each framework."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from keraunos.frontends.operations import operations
 
 FRAMEWORKS = ("jax", "torch")
 # Among the residuals of a forward: its first output.
@@ -41,7 +43,7 @@ class Operator:
         passes: ``platform -> functions``: forward and backward, or the one that changes arrays.
         check: ``(args, opts)``: raises what the public function would, for the platform of ``opts.cfg``.
         outputs: ``(args, opts) ->`` for each output ``(shape, dtype name)``, None for one that is not there.
-        fold, unfold: what makes one call of many; see :func:`keraunos.frontends.jax.batched`.
+        fold, unfold: what makes one call of many; see :func:`keraunos.frontends.jax.gradient.batched`.
         flops: ``args -> (forward, backward)``, the floating point operations of a call with arrays of these shapes.
     """
 
@@ -85,7 +87,7 @@ def number(x: Any) -> int | None:
     if isinstance(x, int | np.integer | np.ndarray):
         return int(x)
     framework = None if compiling() else framework_of(x)
-    return None if framework is None else get(f"{framework}_values").number(x)
+    return None if framework is None else get(f"{framework}.values").number(x)
 
 
 def signature(args: Sequence[Any]) -> list[Any]:
@@ -149,10 +151,10 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
     Args:
         forward: ``(args, opts) -> (outputs, residuals)``.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
-        operator: what the operation is to PyTorch's graphs; see :func:`keraunos.frontends.torch.differentiable`.
+        operator: what the operation is to PyTorch's graphs.
         platform: whose functions these are, under its name in the registry.
-        folding: what makes of many calls one, for JAX's ``vmap``; see :func:`keraunos.frontends.jax.batched`.
-        axes: what JAX may shard over devices; see :func:`keraunos.frontends.jax_partition.partitioned`.
+        folding: what makes of many calls one, for JAX's ``vmap``; see :func:`keraunos.frontends.jax.gradient.batched`.
+        axes: what JAX may shard over devices; see :func:`keraunos.frontends.jax.partition.partitioned`.
     """
 
     @functools.cache
@@ -163,7 +165,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
         if folding:
             if axes:
                 # The partitioner calls them later.
-                pair = get("jax_partition").partitioned(*map(get("jax").as_written, pair), axes)
+                pair = get("jax.partition").partitioned(*map(get("jax").as_written, pair), axes)
             pair = get("jax").batched(*pair, *folding)
         return get("jax").differentiable(*pair, axes)
 
@@ -204,26 +206,23 @@ def compiling() -> bool:
     return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
-operations: list[Callable] = []
-
-
 def operation(fn: Callable) -> Callable:
     """Decorate a public function: to ``torch.compile`` it is one step, which chooses its kernel while it is traced.
 
-    It follows PyTorch's autocast and refuses nested tensors, see :func:`keraunos.frontends.torch.autocast`.
+    It follows PyTorch's autocast and refuses nested tensors, see :func:`keraunos.frontends.torch.arguments.autocast`.
     """
     own = _as_called(fn)
 
     @functools.wraps(fn)
     def step(*args, **kwargs):
-        from keraunos.frontends.torch_compile import settled
+        from keraunos.frontends.torch.compile import settled
 
         return own(*args, **{name: settled(x) for name, x in kwargs.items()})
 
     operations.append(step)
 
     def traced(*args, **kwargs):
-        from keraunos.frontends.torch_compile import keep_whole, made_again
+        from keraunos.frontends.torch.compile import keep_whole, made_again
 
         keep_whole()
         return step(*args, **{name: made_again(x) for name, x in kwargs.items()})
@@ -235,7 +234,7 @@ def apart(fn: Callable) -> Callable:
     """Decorate a public function: ``torch.compile`` runs it as it is, between graphs; else like :func:`operation`."""
 
     def traced(*args, **kwargs):
-        from keraunos.frontends.torch_compile import untraced
+        from keraunos.frontends.torch.compile import untraced
 
         return untraced(called, *args, **kwargs)
 
@@ -269,7 +268,7 @@ def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outp
            constants: dict[str, Any], **options: Any) -> tuple[Any, ...]:  # fmt: skip
     """Launch a Triton kernel through the framework whose arrays ``inputs`` holds; see the front ends."""
     framework = next(name for name in map(framework_of, inputs.values()) if name)
-    return get(f"{framework}_launch").launch(kernel, grid, inputs, outputs, constants, **options)
+    return get(f"{framework}.launch").launch(kernel, grid, inputs, outputs, constants, **options)
 
 
 def in_shared_memory(build: Callable[[int], Any], kernel: str, num_stages: int) -> Any:

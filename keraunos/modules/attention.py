@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.softmax_attention import interface, reference
-from keraunos.kernels.softmax_attention.interface import Args
+from keraunos.kernels.softmax_attention import contract, reference
+from keraunos.kernels.softmax_attention.contract import Args
 from keraunos.ops.executor import default_executor
-from keraunos.ops.kernel import Config, Invocation, Kernel
+from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.kernel import Kernel
 from keraunos.types import MaskInfo, as_offset, as_window, narrower
 
 # Of samples: what models have.
@@ -34,7 +35,7 @@ class Attention(Kernel):
     arguments = Args._fields
 
     def bind(self, *args, **kwargs) -> Invocation:
-        return interface.describe(Args(*args), **kwargs)
+        return contract.describe(Args(*args), **kwargs)
 
     def run(self, *args, cfg, **kwargs):
         return self.get_impl(cfg).fn(*args, cfg=cfg, **{"return_weights": False, **kwargs})
@@ -64,8 +65,8 @@ class Attention(Kernel):
             ValueError: a size or name is wrong.
         """
         S, G, V = S or T, G or H, V or K
-        if dtype not in interface.FLOATS:
-            raise ValueError(f"attention: dtype is {dtype!r}; expected one of {list(interface.FLOATS)}")
+        if dtype not in contract.FLOATS:
+            raise ValueError(f"attention: dtype is {dtype!r}; expected one of {list(contract.FLOATS)}")
         if min(B, T, S, H, G, K, V) < 1 or H % G:
             raise ValueError(
                 f"attention: sizes B={B} T={T} S={S} H={H} G={G} K={K} V={V}; expected at least 1, G a divisor of H"
@@ -87,7 +88,7 @@ class Attention(Kernel):
         """Sinks, segment ids and offsets of a call: normal ones, one segment, of which no block can be left out, and
         queries at the end of the keys.
         """
-        measure = frontends.get(f"{inv.framework}_measure")
+        measure = frontends.get(f"{inv.framework}.measure")
         made = {}
         if "sinks" in inv.arrays:
             heads = (inv.dims["H"],) if inv.arrays["sinks"][1] == 2 else ()
@@ -110,7 +111,7 @@ class Attention(Kernel):
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
         """See :meth:`Kernel.sample`."""
-        measure = frontends.get(f"{inv.framework}_measure")
+        measure = frontends.get(f"{inv.framework}.measure")
         shapes = {"query": "BTHK", "key": "BSGK", "value": "BSGV"}
         made = {
             name: measure.normal(tuple(inv.dims[d] for d in letters), inv.arrays[name][0], 100 * seed + i, inv.backend)
@@ -230,7 +231,7 @@ def attention(
     hidden = (limits.attention_mask, limits.query_segments, limits.key_lengths)
     if init_bias is not None and all(x is None for x in (bias, *hidden)):
         bias = init_bias()
-    dropout = 0.0 if interface.truth("deterministic", deterministic) else dropout_prob
+    dropout = 0.0 if contract.truth("deterministic", deterministic) else dropout_prob
     seed = None
     if dropout and dropout_rng is not None and frontends.framework_of(query):
         seed = _seed(dropout_rng, query)
@@ -255,7 +256,7 @@ def _attention(
 ):  # fmt: skip
     """:func:`attention` without what ``torch.compile`` cannot make a node of: a function, and a generator."""
     framework = frontends.framework_of(query)
-    causal, return_weights = (interface.truth(*x) for x in (("causal", causal), ("return_weights", return_weights)))
+    causal, return_weights = (contract.truth(*x) for x in (("causal", causal), ("return_weights", return_weights)))
     causal, window = causal or limits.causal, narrower(as_window(sliding_window), limits.sliding_window)
     if query_offset is not None:
         if limits.query_offset is not None:
@@ -270,14 +271,14 @@ def _attention(
             _warn_of_bias()
         mask, segments = None, (None, None)
     wanted = None if framework is None else _name(dtype) or frontends.get(framework).dtype_name(query)
-    if dtype is not None and wanted and wanted not in interface.FLOATS:
-        raise TypeError(f"attention: dtype is {dtype!r}; expected {' or '.join(interface.FLOATS)}, or None")
+    if dtype is not None and wanted and wanted not in contract.FLOATS:
+        raise TypeError(f"attention: dtype is {dtype!r}; expected {' or '.join(contract.FLOATS)}, or None")
     if wanted:
         frontend = frontends.get(framework)
         # What is none of these arrays stays as it is, and is refused.
         query, key, value = (
             frontend.cast(x, wanted)
-            if frontends.framework_of(x) == framework and frontend.dtype_name(x) in interface.FLOATS
+            if frontends.framework_of(x) == framework and frontend.dtype_name(x) in contract.FLOATS
             else x
             for x in (query, key, value)
         )

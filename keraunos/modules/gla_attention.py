@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention import interface
-from keraunos.kernels.linear_attention.operation import LinearOperation, turned
+from keraunos.kernels.linear_attention import contract
+from keraunos.modules.linear_operation import LinearOperation, turned
 from keraunos.ops.executor import default_executor
-from keraunos.ops.kernel import Config, Invocation
+from keraunos.ops.invocation import Config, Invocation
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class GLAttention(LinearOperation):
 
     op_id = "gla"
     config = GLAttentionConfig
-    arguments = interface.Args._fields
-    pack = interface.Args
+    arguments = contract.Args._fields
+    pack = contract.Args
 
     def bind(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
              *, softmax_scale=None, reverse=False, return_state=True, state_v_first=False) -> Invocation:  # fmt: skip
         args = self.pack(query, key, value, g, g_gamma, initial_state, cu_seqlens)
-        return interface.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
+        return contract.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
     def run(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
             *, cfg, softmax_scale=None, reverse=False, return_state=True, state_v_first=False):  # fmt: skip
@@ -99,7 +99,7 @@ def gla_attention(
 
     Raises:
         ValueError: a shape, range or name is wrong, a decay or offset that is known on the host is
-            (:mod:`keraunos.kernels.values`), or no platform can run the call (:class:`UnsupportedError`).
+            (:mod:`keraunos.ops.checks`), or no platform can run the call (:class:`UnsupportedError`).
         TypeError: an argument is of a wrong type or dtype.
 
     Example:
@@ -112,8 +112,8 @@ def gla_attention(
 
     Source: Gated Linear Attention Transformers with Hardware-Efficient Training (arXiv:2312.06635).
     """
-    g_gamma = interface.per_head("gla_attention", query, "g_gamma", g_gamma)
-    cu_seqlens = interface.placed("gla_attention", cu_seqlens, query)
+    g_gamma = contract.per_head("gla_attention", query, "g_gamma", g_gamma)
+    cu_seqlens = contract.placed("gla_attention", cu_seqlens, query)
     output, state = default_executor()(
         _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.interface import constant_decay, most_heads, per_head, placed
+from keraunos.kernels.linear_attention.contract import constant_decay, most_heads, per_head, placed
 from keraunos.modules.gla_attention import gla_attention
 from keraunos.modules.lightning_attention import lightning_attention
 
@@ -73,7 +73,7 @@ def _gla(query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens
     ):
         # What does not fit is left to the checks.
         return gla_attention(query, key, value, g, g_gamma, initial_state, cu_seqlens, **options)
-    frontend = frontends.get("jax_lengths")
+    frontend = frontends.get("jax.lengths")
     query, key, value, g = (x if x is None else frontend.grow(x, 1, room) for x in (query, key, value, g))
     N, heads = None, most_heads(query, key, value, g)
     if g_gamma is not None and cu_seqlens is None and g_gamma.shape in ((heads,), (query.shape[0], heads)):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention import interface
-from keraunos.kernels.linear_attention.operation import LinearOperation, turned
+from keraunos.kernels.linear_attention import contract
+from keraunos.modules.linear_operation import LinearOperation, turned
 from keraunos.ops.executor import default_executor
-from keraunos.ops.kernel import Config, Invocation
+from keraunos.ops.invocation import Config, Invocation
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class LightningAttention(LinearOperation):
     config = LightningAttentionConfig
     arguments = ("query", "key", "value", "log_decay", "initial_state", "cu_seqlens")
 
-    def pack(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None) -> interface.Args:
-        return interface.Args(query, key, value, None, log_decay, initial_state, cu_seqlens)
+    def pack(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None) -> contract.Args:
+        return contract.Args(query, key, value, None, log_decay, initial_state, cu_seqlens)
 
-    def unpack(self, args: interface.Args) -> tuple:
+    def unpack(self, args: contract.Args) -> tuple:
         return (*args[:3], *args[4:])
 
     def bind(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
              *, softmax_scale=None, reverse=False, return_state=True, state_v_first=False) -> Invocation:  # fmt: skip
         args = self.pack(query, key, value, log_decay, initial_state, cu_seqlens)
-        return interface.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
+        return contract.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
     def run(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
             *, cfg, softmax_scale=None, reverse=False, return_state=True, state_v_first=False):  # fmt: skip
@@ -109,7 +109,7 @@ def lightning_attention(
 
     Raises:
         ValueError: a shape, range or name is wrong, a decay or offset that is known on the host is
-            (:mod:`keraunos.kernels.values`), or no platform can run the call (:class:`UnsupportedError`).
+            (:mod:`keraunos.ops.checks`), or no platform can run the call (:class:`UnsupportedError`).
         TypeError: an argument is of a wrong type or dtype.
 
     Example:
@@ -120,9 +120,9 @@ def lightning_attention(
 
     Source: Lightning Attention-2 (arXiv:2401.04658).
     """
-    heads = interface.most_heads(query, key, value)
-    log_decay = interface.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
-    cu_seqlens = interface.placed("lightning_attention", cu_seqlens, query)
+    heads = contract.most_heads(query, key, value)
+    log_decay = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
+    cu_seqlens = contract.placed("lightning_attention", cu_seqlens, query)
     output, state = default_executor()(
         _OPERATION, query, key, value, log_decay, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,

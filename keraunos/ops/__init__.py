@@ -2,7 +2,8 @@
 
 from keraunos.ops.cache import ConfigCache, PersistentCache
 from keraunos.ops.executor import Executor, create_default_executor, explain
-from keraunos.ops.kernel import Config, Invocation, Kernel
+from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.kernel import Kernel
 from keraunos.ops.selection import AutotunePolicy, Choice, ConfigSelectorChain, overlay_cache, policy_override
 from keraunos.ops.tuner import Tuner
 

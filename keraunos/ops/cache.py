@@ -24,9 +24,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from keraunos.kernels.registry import Platform, Row
-from keraunos.ops.kernel import Config, Invocation
+from keraunos.ops.invocation import Config, Invocation, Platform
+from keraunos.ops.registry import Row
 from keraunos.text import printable
+from keraunos.version import __version__
 
 SCHEMA = 1
 LOCK_SECONDS = 30.0
@@ -54,14 +55,8 @@ def cache_key(inv: Invocation, row: Row) -> str:
 
 def _provenance(row: Row, framework: str) -> str:
     compiler = _compilers.get(row.platform, _frameworks.get(framework, framework))
-    versions = f"keraunos {_keraunos()}, {compiler} {_version(compiler)}"
+    versions = f"keraunos {__version__}, {compiler} {_version(compiler)}"
     return f"{_SOURCE}{row.implementation.source_version} | {versions}"
-
-
-def _keraunos() -> str:
-    from keraunos import __version__
-
-    return __version__
 
 
 @functools.cache

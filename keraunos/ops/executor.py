@@ -10,10 +10,11 @@ from contextvars import ContextVar
 from typing import Any
 
 from keraunos.frontends import apart, signature
-from keraunos.kernels.registry import kernel_registry
 from keraunos.ops.cache import ConfigCache, PersistentCache
-from keraunos.ops.kernel import Config, Kernel
-from keraunos.ops.selection import Choice, ConfigSelectorChain, _overlays, _policy, default_policy
+from keraunos.ops.invocation import Config
+from keraunos.ops.kernel import Kernel
+from keraunos.ops.registry import kernel_registry
+from keraunos.ops.selection import Choice, ConfigSelectorChain, active_overlays, active_policy, default_policy
 from keraunos.ops.tuner import Tuner
 
 _log = logging.getLogger("keraunos")
@@ -62,10 +63,10 @@ class Executor:
         """
         if len(args) != len(kernel.arguments) and kernel.arguments:
             args, kwargs = kernel.in_order(args, kwargs)
-        if _overlays.get() or _explaining.get():
+        if active_overlays.get() or _explaining.get():
             return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
         # With the options' types: 1 and 1.0 equal True, but the checks may refuse them.
-        key = (kernel, _cfg, platform, _policy.get(), self.chain.cache.generation, kernel_registry.generation,
+        key = (kernel, _cfg, platform, active_policy.get(), self.chain.cache.generation, kernel_registry.generation,
                *kwargs, *kwargs.values(), *map(type, kwargs.values()), *signature(args))  # fmt: skip
         try:
             run = self._remembered.get(key)

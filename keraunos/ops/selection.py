@@ -11,9 +11,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from keraunos.kernels.registry import Platform, Row, UnsupportedError, kernel_registry, public_name
 from keraunos.ops.cache import ConfigCache, PersistentCache, cache_key, find_shipped
-from keraunos.ops.kernel import Config, Invocation, Kernel
+from keraunos.ops.invocation import Config, Invocation, Platform, UnsupportedError, public_name
+from keraunos.ops.kernel import Kernel
+from keraunos.ops.registry import Row, kernel_registry
 from keraunos.ops.tuner import Tuner
 
 _log = logging.getLogger("keraunos")
@@ -55,8 +56,8 @@ def default_policy() -> AutotunePolicy:
     return AutotunePolicy(cache_miss_fallback=os.environ.get("KERAUNOS_AUTOTUNE_POLICY") or "heuristics")
 
 
-_policy: ContextVar[AutotunePolicy | None] = ContextVar("keraunos_policy", default=None)
-_overlays: ContextVar[tuple[ConfigCache, ...]] = ContextVar("keraunos_overlays", default=())
+active_policy: ContextVar[AutotunePolicy | None] = ContextVar("keraunos_policy", default=None)
+active_overlays: ContextVar[tuple[ConfigCache, ...]] = ContextVar("keraunos_overlays", default=())
 
 
 @contextlib.contextmanager
@@ -87,12 +88,12 @@ def policy_override(policy: AutotunePolicy | None = None, **changes: Any) -> Ite
             f"policy_override: got {', '.join(unknown)}; expected fields of AutotunePolicy: "
             f"{', '.join(x.name for x in fields(AutotunePolicy))}"
         )
-    changed = replace(policy or _policy.get() or default_policy(), **changes)
-    token = _policy.set(changed)
+    changed = replace(policy or active_policy.get() or default_policy(), **changes)
+    token = active_policy.set(changed)
     try:
         yield changed
     finally:
-        _policy.reset(token)
+        active_policy.reset(token)
 
 
 @contextlib.contextmanager
@@ -106,11 +107,11 @@ def overlay_cache(cache: ConfigCache | Mapping[str, Config]) -> Iterator[ConfigC
         TypeError: an entry is no configuration.
     """
     overlay = cache if isinstance(cache, ConfigCache) else ConfigCache(cache)
-    token = _overlays.set((overlay, *_overlays.get()))
+    token = active_overlays.set((overlay, *active_overlays.get()))
     try:
         yield overlay
     finally:
-        _overlays.reset(token)
+        active_overlays.reset(token)
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class ConfigSelectorChain:
     @property
     def policy(self) -> AutotunePolicy:
         """The policy in force."""
-        return _policy.get() or self._own_policy
+        return active_policy.get() or self._own_policy
 
     def choose(self, kernel: Kernel, inv: Invocation, cfg: Config | None = None, platform: str | None = None,
                *, measure: bool = True) -> Choice:  # fmt: skip
@@ -228,7 +229,7 @@ class ConfigSelectorChain:
         return kernel_registry.choose(inv, platform, backend)
 
     def _overlay(self, key) -> Config | str:
-        overlays = _overlays.get()
+        overlays = active_overlays.get()
         for overlay in overlays:
             if (found := overlay.get(key)) is not None:
                 return found

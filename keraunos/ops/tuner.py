@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends, numerics
-from keraunos.ops.kernel import Config, Invocation, Kernel
+from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.kernel import Kernel
 
 _log = logging.getLogger("keraunos")
 
@@ -147,7 +148,7 @@ class Tuner:
         Raises:
             NotImplementedError: the operation has no sample or reference.
         """
-        measure = frontends.get(f"{inv.framework}_measure")
+        measure = frontends.get(f"{inv.framework}.measure")
         deadline = _Deadline(self.budget)
         with ThreadPoolExecutor(1, thread_name_prefix="keraunos-tuner") as thread:
             work = thread.submit(measure.elsewhere(self._tune), kernel, inv, list(candidates), backward, deadline)
@@ -160,7 +161,7 @@ class Tuner:
         return result
 
     def _tune(self, kernel, inv, cfgs, backward, deadline) -> TuneResult:
-        measure = frontends.get(f"{inv.framework}_measure")
+        measure = frontends.get(f"{inv.framework}.measure")
         with _progress(self.progress, f"tuning {inv.op_id}", len(cfgs) + self.iters) as advance:
             jobs = _Jobs(kernel, inv, cfgs, backward)
             runs, dropped = _prepare(measure, jobs, deadline, advance)
@@ -241,7 +242,7 @@ class _Jobs:
     def __init__(self, kernel: Kernel, inv: Invocation, cfgs: list[Config], backward: bool):
         self.kernel, self.inv, self.cfgs, self.backward = kernel, inv, cfgs, backward
         self.checks = [_Check(kernel, small, seed) for seed, small in enumerate(kernel.check_calls(inv, cfgs))]
-        self.measure = frontends.get(f"{inv.framework}_measure")
+        self.measure = frontends.get(f"{inv.framework}.measure")
         self.args, self.kwargs = kernel.sample(inv, len(self.checks))
 
     def ready(self, i: int) -> Callable[[], Any]:
@@ -262,7 +263,7 @@ class _Check:
 
     def __init__(self, kernel: Kernel, inv: Invocation, seed: int):
         self.kernel, self.inv = kernel, inv
-        self.measure = frontends.get(f"{inv.framework}_measure")
+        self.measure = frontends.get(f"{inv.framework}.measure")
         self.args, self.kwargs = kernel.sample(inv, seed)
         self.numpy = [self.measure.values(x) if frontends.framework_of(x) else x for x in self.args]
         floats = [dtype for dtype, _ in inv.arrays.values() if "float" in dtype]
@@ -313,7 +314,7 @@ class _Check:
 
 
 def _cotangents(inv: Invocation, results) -> list[Any]:
-    measure = frontends.get(f"{inv.framework}_measure")
+    measure = frontends.get(f"{inv.framework}.measure")
     return [measure.normal(shape, dtype, 1000 + i, inv.backend) for i, (shape, dtype) in enumerate(results)]
 
 

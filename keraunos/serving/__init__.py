@@ -19,7 +19,7 @@ is changed in place. Values are computed in float32 and rounded when they are st
 
 ``slots``: one per request; -1 is padding: no slot is touched, and its rows of the output are zero. Two requests of one
 call must not share a slot, and slots must be below the pool's size, which is checked on the CPU only: a device's values
-are not read (but see :mod:`keraunos.kernels.values`). Slots, counts, offsets and boundaries may also be NumPy arrays,
+are not read (but see :mod:`keraunos.ops.checks`). Slots, counts, offsets and boundaries may also be NumPy arrays,
 which each call copies to the device.
 
 Under ``torch.autocast`` query, key and value are cast to its dtype, gates, decays and the pool are not; ``out`` then
@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.interface import per_head
-from keraunos.kernels.state_pool.interface import INDICES, Args, check_room
-from keraunos.kernels.values import placed
+from keraunos.kernels.linear_attention.contract import per_head
+from keraunos.kernels.state_pool.contract import INDICES, Args, check_room
+from keraunos.ops.checks import placed
 from keraunos.ops.executor import default_executor
-from keraunos.ops.kernel import Config
+from keraunos.ops.invocation import Config
 from keraunos.serving.operation import COMMIT, DECODE, PREFILL, VERIFY, PoolOperation
 
 __all__ = ["commit", "decode", "prefill", "verify"]

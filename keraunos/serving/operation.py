@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from keraunos.kernels.state_pool import interface
-from keraunos.ops.kernel import Config, Invocation, Kernel
+from keraunos.kernels.state_pool import contract
+from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.kernel import Kernel
 
 
 class PoolOperation(Kernel):
     """One of ``"decode"``, ``"verify"``, ``"commit"``, ``"prefill"``: returns ``(output or None, pool or None)``."""
 
     config: ClassVar[type[Config]] = Config
-    arguments = interface.Args._fields
+    arguments = contract.Args._fields
 
     def __init__(self, op_id: str):
         self.op_id = op_id  # type: ignore[misc]
 
     def bind(self, *args: Any, softmax_scale: float | None = None) -> Invocation:
         """Check the arguments, in the order of :class:`interface.Args`, and describe the call."""
-        return interface.describe(self.op_id, interface.Args(*args), softmax_scale)
+        return contract.describe(self.op_id, contract.Args(*args), softmax_scale)
 
     def checker(self, *args: Any, **options: Any) -> Callable | None:
         """See :meth:`Kernel.checker`."""
-        check = interface.checker(self.op_id, interface.Args(*args))
-        return check and (lambda *args: check(interface.Args(*args)))
+        check = contract.checker(self.op_id, contract.Args(*args))
+        return check and (lambda *args: check(contract.Args(*args)))
 
     def run(self, *args: Any, cfg: Config, softmax_scale: float | None = None) -> Any:
         """Compute."""
@@ -36,8 +37,8 @@ class PoolOperation(Kernel):
         implementation = self.get_impl(cfg)
         if implementation.prepare is None:
             return super().prepare(*args, cfg=cfg, **options)
-        run = implementation.prepare(interface.Args(*args), cfg=cfg, **options)
-        return lambda *args: run(interface.Args(*args))
+        run = implementation.prepare(contract.Args(*args), cfg=cfg, **options)
+        return lambda *args: run(contract.Args(*args))
 
 
 DECODE, VERIFY, COMMIT, PREFILL = map(PoolOperation, ("decode", "verify", "commit", "prefill"))

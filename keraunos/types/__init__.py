@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends
+from keraunos.frontends.operations import GraphOption
 
 # A window that reaches further reaches everything; places and this can be added in 32 bits.
 _FAR = 1 << 30
@@ -53,7 +54,7 @@ def as_offset(query_offset: Any, op: str = "attention") -> Any:
 
 
 @dataclass(frozen=True)
-class MaskInfo:
+class MaskInfo(GraphOption):
     """Which keys a query may see: a boolean mask or segment ids, and limits on top of them.
 
     Made by :meth:`from_attention_mask` or :meth:`from_segments`; JAX takes it as a pytree. A key is visible where the

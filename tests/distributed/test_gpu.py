@@ -134,7 +134,7 @@ def both_ways(rank, size):
     import torch.distributed as dist
 
     from keraunos import distributed
-    from keraunos.frontends.torch_peers import peers
+    from keraunos.distributed.torch.peers import peers
 
     os.environ["KERAUNOS_PEERS"] = "0"
     through_nccl, directly = (dist.new_group(timeout=timedelta(seconds=30)) for _ in range(2))

@@ -68,7 +68,7 @@ def test_three_axes():
 
 
 def test_copies_are_gathered_as_one_is():
-    from keraunos.frontends import jax_shards
+    from keraunos.distributed.jax import shards as jax_shards
 
     mesh = jax.make_mesh((len(jax.devices()),), ("tokens",), (jax.sharding.AxisType.Auto,))
 

@@ -17,7 +17,8 @@ if jax.__version_info__ < (0, 11):
 if len(jax.devices()) < 4:
     pytest.skip("needs four devices", allow_module_level=True)
 
-from keraunos.frontends import jax_peers, peers
+from keraunos.distributed import peers
+from keraunos.distributed.jax import peers as jax_peers
 
 NAMES = ("data", "tokens")
 

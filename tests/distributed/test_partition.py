@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import keraunos
 from keraunos import distributed, frontends
-from keraunos.kernels.linear_attention import interface
+from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention import xla as linear
 from keraunos.kernels.softmax_attention import xla as softmax
-from keraunos.kernels.softmax_attention.interface import OPERATOR, Args, Options, fold, unfold
+from keraunos.kernels.softmax_attention.contract import OPERATOR, Args, Options, fold, unfold
 from keraunos.types import MaskInfo
 from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
@@ -26,7 +26,7 @@ B, T, H, G, K = 2, 40, 8, 4, 16
 TOKENS, STATE = P("batch", None, "heads"), P("batch", "heads")
 CFG = keraunos.Config(block_q=16, block_k=16, platform="xla")
 # The platform as if it were made of kernels that JAX and XLA see nothing of.
-BOXES = interface.kernels("xla", linear.__file__, linear.forward, linear.backward, fields=linear.FIELDS,
+BOXES = contract.kernels("xla", linear.__file__, linear.forward, linear.backward, fields=linear.FIELDS,
                           heuristic=linear.heuristic, candidates=linear.candidates)  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def over_files(folder, rank, size):
     """Peers as if each process had a GPU of one host."""
     import torch.distributed as dist
 
-    from keraunos.frontends import torch_peers
+    from keraunos.distributed.torch import peers as torch_peers
 
     made = []
 
@@ -74,7 +74,7 @@ def reasons(rank, size, facts, failing):
     """Why ranks with such facts share no memory, and what warns of it."""
     import torch.distributed as dist
 
-    from keraunos.frontends import torch_peers
+    from keraunos.distributed.torch import peers as torch_peers
 
     def shared(values, device, group):
         if rank in failing:
@@ -93,7 +93,7 @@ def reasons(rank, size, facts, failing):
 
 
 def test_what_the_user_wants_is_0_or_1(monkeypatch, caplog):
-    from keraunos.frontends import peers
+    from keraunos.distributed import peers
 
     peers._checked.cache_clear()
     for value, found in (("0", (True, False)), ("1", (False, True)), ("off", (False, False)), ("off", (False, False))):

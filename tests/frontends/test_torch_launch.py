@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from keraunos.frontends import torch_launch  # noqa: E402
+from keraunos.frontends.torch import launch as torch_launch  # noqa: E402
 
 
 class AddKernel:
@@ -31,7 +31,7 @@ class AddKernel:
 @pytest.fixture
 def kernel(monkeypatch):
     # Repeat launches on the CPU too, as the interpreter does.
-    monkeypatch.setattr(torch_launch, "_INTERPRETED", True)
+    monkeypatch.setattr(torch_launch, "INTERPRETED", True)
     return AddKernel()
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import keraunos  # noqa: E402
 from keraunos import UnsupportedError, serving, torch_ops  # noqa: E402
-from keraunos.kernels.linear_attention import interface  # noqa: E402
+from keraunos.kernels.linear_attention import contract  # noqa: E402
 from keraunos.types import MaskInfo  # noqa: E402
 
 # Also where Triton is interpreted, which other processes here do not know how to.
@@ -183,10 +183,10 @@ def test_a_graph_with_gradients_gives_them():
 
 
 def test_options_are_read_as_they_were_written():
-    node = keraunos.frontends.get("torch").operators.differentiable(interface.OPERATORS["gla"])
+    node = keraunos.frontends.get("torch").operators.differentiable(contract.OPERATORS["gla"])
     for opts in (
-        interface.Options(0.3, True, keraunos.Config(block_q=16, num_warps=4, platform="torch")),
-        interface.Options(-1e-7, False, keraunos.Config(platform="x"), ("g", "g_gamma"), False, False),
+        contract.Options(0.3, True, keraunos.Config(block_q=16, num_warps=4, platform="torch")),
+        contract.Options(-1e-7, False, keraunos.Config(platform="x"), ("g", "g_gamma"), False, False),
     ):
         assert node.plain.read(node.plain.of(opts, opts.cfg.platform)) == opts
 

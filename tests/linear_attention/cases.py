@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keraunos.kernels.linear_attention.interface import Args
+from keraunos.kernels.linear_attention.contract import Args
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
-from keraunos.kernels.registry import UnsupportedError
 from keraunos.numerics import coarser, working_dtype
+from keraunos.ops.invocation import UnsupportedError
 from tests.numerics import assert_within_rule
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}

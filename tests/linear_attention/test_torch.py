@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import keraunos  # noqa: E402
-from keraunos.frontends import torch_operators as operators  # noqa: E402
-from keraunos.kernels.linear_attention import interface  # noqa: E402
+from keraunos.frontends.torch import operators as operators  # noqa: E402
+from keraunos.kernels.linear_attention import contract  # noqa: E402
 from keraunos.kernels.linear_attention import torch as platform  # noqa: E402
 from keraunos.types import MaskInfo  # noqa: E402
 from tests.linear_attention.cases import INTERPRETED, Case, runner  # noqa: E402
@@ -113,8 +113,8 @@ def test_operators_keep_their_promises_and_read_no_value(case, monkeypatch):
 
 
 def test_nothing_inside_reads_a_value():
-    args = interface.Args(*arguments(grad=False, gate="vector", gamma=1, lengths=(70, 0, 30), state=True))
-    opts = interface.Options(1.0, False, keraunos.Config(block_q=16))
+    args = contract.Args(*arguments(grad=False, gate="vector", gamma=1, lengths=(70, 0, 30), state=True))
+    opts = contract.Options(1.0, False, keraunos.Config(block_q=16))
     with Recorder():
         outputs, residuals = platform.forward(args, opts)
         platform.backward(args, residuals, outputs, opts)
@@ -220,7 +220,7 @@ def test_explain_within_a_compiled_function_leaves_later_calls_alone():
 @pytest.mark.parametrize("name", ["key", "g", "initial_state"])
 def test_arrays_elsewhere_are_refused(name):
     args = arguments(gate="vector", state=True)
-    place = interface.Args._fields.index(name)
+    place = contract.Args._fields.index(name)
     args[place] = args[place].to("meta")
     with pytest.raises(ValueError, match=f"gla_attention: {name} is on meta; expected cpu, like query"):
         call(*args)

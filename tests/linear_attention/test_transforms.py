@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import keraunos
-from keraunos.kernels.linear_attention import interface, xla
-from keraunos.kernels.registry import kernel_registry
+from keraunos.kernels.linear_attention import contract, xla
+from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU, Case, run_jax
 from tests.numerics import assert_within_rule
 
@@ -173,7 +173,7 @@ of_batching = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run with
 
 def folded():
     """The XLA platform as if it had no batching rules, so that calls under vmap become one with a larger batch."""
-    return interface.kernels(
+    return contract.kernels(
         "xla",
         xla.__file__,
         xla.forward,
@@ -200,7 +200,7 @@ def test_folding_into_the_batch_is_right(case, mapped):
 
     def results(arrays, doutput, dstate):
         def outputs(floats):
-            args = interface.Args(*floats, arrays[6])
+            args = contract.Args(*floats, arrays[6])
             return call(*args[:5], initial_state=args.initial_state, cu_seqlens=args.cu_seqlens)
 
         found, pull = jax.vjp(outputs, arrays[:6])
@@ -212,7 +212,7 @@ def test_folding_into_the_batch_is_right(case, mapped):
     shared = range(7) if mapped == "some" else ()
     for one in cases:
         args = [cases[0].arrays[0][i] if i in shared and i not in (0, 2) else x for i, x in enumerate(one.arrays[0])]
-        one.__dict__["arrays"] = (interface.Args(*args), *one.arrays[1:])
+        one.__dict__["arrays"] = (contract.Args(*args), *one.arrays[1:])
     axes = [None if x is None or (i in shared and i not in (0, 2)) else 0 for i, x in enumerate(args)]
     rows = zip(*(one.arrays[0] for one in cases), strict=True)
     stacked = tuple(jnp.stack(x) if axis == 0 else x[0] for x, axis in zip(rows, axes, strict=True))
@@ -258,7 +258,7 @@ def rows_computed(monkeypatch, *arrays, mapped=False):
         made(self, walker, a)
 
     # Implementations of its own, which have traced nothing yet.
-    kernels = interface.kernels(
+    kernels = contract.kernels(
         "xla", xla.__file__, xla.forward, xla.backward, fields=xla.FIELDS, heuristic=xla.heuristic,
         candidates=xla.candidates, has_vmap=True,
     )  # fmt: skip
@@ -404,7 +404,7 @@ def test_one_exported_program_for_all_batches_and_lengths(case):
         b = 1 if case.lengths else b
         sizes = dict(query=(b, t), key=(b, t), value=(b, t), g=(b, t), initial_state=() if case.lengths else (b,))
         sizes |= dict(cu_seqlens=(), g_gamma=(b,) if case.gamma == 2 else ())
-        args = interface.Args(*args)
+        args = contract.Args(*args)
         specs = {name: jax.ShapeDtypeStruct((*sizes[name], *x.shape[len(sizes[name]):]), x.dtype)
                  for name, x in args._asdict().items() if x is not None}  # fmt: skip
         call = functools.partial(keraunos.gla_attention, reverse=case.reverse, return_state=True, platform="xla")

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keraunos
-from keraunos.kernels.linear_attention import interface
+from keraunos.kernels.linear_attention import contract
 from tests.linear_attention.cases import GPU, INTERPRETED, Case, lightning_platforms, platforms, runner
 from tests.numerics import assert_within_rule
 
@@ -286,7 +286,7 @@ def part(case, tokens, state):
     args, doutput, dstate = case.arrays
     cut = [None if x is None else x[:, tokens] for x in args[:4]]
     piece = dataclasses.replace(case)
-    piece.__dict__["arrays"] = (interface.Args(*cut, args.g_gamma, state), doutput, dstate)
+    piece.__dict__["arrays"] = (contract.Args(*cut, args.g_gamma, state), doutput, dstate)
     return piece
 
 

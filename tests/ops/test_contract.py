@@ -15,8 +15,8 @@ import pytest
 
 import keraunos
 from keraunos import frontends
-from keraunos.kernels.registry import kernel_registry
 from keraunos.ops import Config
+from keraunos.ops.registry import kernel_registry
 
 KERNELS = {
     "gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention, "attention": keraunos.Attention,
@@ -55,7 +55,7 @@ def program(row, framework, cfg, gate, monkeypatch):
     kernel = KERNELS[row.algorithm]()
     inv = dataclasses.replace(invocation(kernel, framework, gate, row.platform), backend="cpu")
     args, kwargs = kernel.sample(inv, 0)
-    measure, launches = frontends.get(f"{framework}_measure"), []
+    measure, launches = frontends.get(f"{framework}.measure"), []
 
     def launch(kernel, grid, inputs, outputs, constants, **options):
         launches.append(repr((str(kernel), grid, sorted(constants.items()), options)))
@@ -65,7 +65,7 @@ def program(row, framework, cfg, gate, monkeypatch):
         made = (measure.array(fill(o[0], value), o[1], "cpu") if isinstance(o, tuple) else o for o in outputs.values())
         return tuple(inputs[o] if isinstance(o, str) else o for o in made)
 
-    for module in ("keraunos.frontends", "keraunos.kernels.linear_attention.triton_call"):
+    for module in ("keraunos.frontends", "keraunos.kernels.linear_attention.triton.call"):
         if module in sys.modules:
             monkeypatch.setattr(f"{module}.launch", launch)
     run = functools.partial(kernel.run, cfg=cfg, **kwargs)

@@ -14,7 +14,7 @@ from keraunos.ops import AutotunePolicy, Config, ConfigCache
 from keraunos.ops import cache as cache_module
 from keraunos.ops.cache import PersistentCache, split_key
 from keraunos.ops.executor import create_default_executor
-from keraunos.ops.kernel import bucket
+from keraunos.ops.invocation import bucket
 from keraunos.ops.selection import default_policy
 
 from .toy import SLOW, choose, compute, executor, planted
@@ -136,7 +136,7 @@ def test_everything_in_the_key_changes_it(toy, monkeypatch):
     monkeypatch.setattr(cache_module, "_version", lambda distribution: f"{distribution}'s other version")
     different.add(choose(run, toy, X).key)
     monkeypatch.undo()
-    monkeypatch.setattr(keraunos, "__version__", "9.9")
+    monkeypatch.setattr(cache_module, "__version__", "9.9")
     different.add(choose(run, toy, X).key)
     monkeypatch.undo()
     assert len(different - {key}) == 6

@@ -9,7 +9,7 @@ import pytest
 
 import keraunos
 from keraunos.ops import ConfigCache, Tuner
-from keraunos.ops.kernel import bucket
+from keraunos.ops.invocation import bucket
 from keraunos.ops.tuner import Measurement, _decide
 
 from .toy import SLOW, Toy, choose, executor, planted

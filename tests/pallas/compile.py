@@ -80,7 +80,7 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from keraunos.kernels.linear_attention.interface import Args, Options
+    from keraunos.kernels.linear_attention.contract import Args, Options
     from keraunos.kernels.linear_attention.pallas import passes as platform
     from keraunos.ops import Config
 
@@ -124,7 +124,7 @@ def measure_exchange(dump: Path, *, H, K=128, V=128, pieces, segment, size=4, ri
     from jax.experimental.mosaic.gpu import core
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from keraunos.kernels.linear_attention.pallas.exchange import hand_over
+    from keraunos.distributed.jax.exchange import hand_over
 
     mesh, spec = gpus(size, "tokens"), PartitionSpec("tokens")
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention.interface import Options
+from keraunos.kernels.linear_attention.contract import Options
 from keraunos.kernels.linear_attention.pallas import gates_gradients, gates_scan, gates_starts, gates_strong, starts
 from keraunos.kernels.linear_attention.pallas import kernels as pallas_kernels
 from keraunos.kernels.linear_attention.pallas import passes as platform

@@ -23,8 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from keraunos.kernels.linear_attention import ends
-from keraunos.kernels.linear_attention.pallas import exchange
+from keraunos.distributed import stretches
+from keraunos.distributed.jax import exchange
 from keraunos.kernels.linear_attention.pallas.program import launch_kernel
 from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
@@ -170,16 +170,16 @@ def test_devices_hand_over_what_constant_decays_leave(P, pieces, B, H, right, de
 )
 def test_pieces_leave(right, inclusive, gamma, monkeypatch):
     """Pieces of a chunk, four to a segment."""
-    monkeypatch.setattr(ends, "_MIN_PIECE", 64)
+    monkeypatch.setattr(stretches, "_MIN_PIECE", 64)
     B, T, H, K, V, n, C = 2, 512, 2, 64, 64, 4, 64
     made = np.random.default_rng(0)
     k, v = (np.asarray(jnp.asarray(made.standard_normal((B, T, H, K)), "bfloat16"), np.float32) for _ in range(2))
     gammas = gamma * np.arange(1, H + 1, dtype=np.float32)
-    x = ends.Stretch(jnp.asarray(k, "bfloat16"), jnp.asarray(v, "bfloat16"), None, gammas)
+    x = stretches.Stretch(jnp.asarray(k, "bfloat16"), jnp.asarray(v, "bfloat16"), None, gammas)
     assert exchange.leaves(x, n * C)
     assert not exchange.leaves(x, 3 * C)
     with interpreted():
-        got = np.asarray(exchange.leave(x, ends.Way(H, right, inclusive, 0.3), n * C)[0])
+        got = np.asarray(exchange.leave(x, stretches.Way(H, right, inclusive, 0.3), n * C)[0])
     assert got.shape == (B, T // C, H, K, V)
     passed = (C - 1 - np.arange(C) if right else np.arange(C)) + inclusive
     weights = np.exp(gammas.astype(np.float64)[:, None] * passed)

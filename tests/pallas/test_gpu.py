@@ -383,13 +383,13 @@ def test_torch_reads_nothing_outside_of_its_tensors(T):
 
 def test_torch_compiles_for_a_bucket_of_lengths():
     pytest.importorskip("torch")
-    from keraunos.frontends import torch_pallas
+    from keraunos.frontends.torch import pallas
 
     lightning_of_torch(*tensors(1, 4700, 4))
-    made = torch_pallas._made.cache_info().misses
+    made = pallas._made.cache_info().misses
     for T in (4616, 4800, 5112, 5120 - 64):
         lightning_of_torch(*tensors(1, T, 4))
-    assert torch_pallas._made.cache_info().misses == made
+    assert pallas._made.cache_info().misses == made
 
 
 def test_torch_compile_takes_the_whole_graph():

@@ -14,8 +14,8 @@ pytestmark = [NEEDS_JAX, pytest.mark.skipif(GPU, reason="needs no GPU: part of t
 
 def runner(case, learned, settled=True):
     """``(args, doutput, dfinal) -> results`` as :func:`check` wants them; ``settled``: as if there were one device."""
-    from keraunos.frontends import jax_partition
-    from keraunos.kernels.linear_attention.interface import Options
+    from keraunos.frontends.jax import partition
+    from keraunos.kernels.linear_attention.contract import Options
     from keraunos.kernels.linear_attention.pallas import passes as platform
     from keraunos.ops import Config
     from tests.pallas.interpreter import interpreted
@@ -30,7 +30,7 @@ def runner(case, learned, settled=True):
         return *outputs, *grads
 
     def run(*arrays):
-        with interpreted(), mock.patch.object(jax_partition, "is_settled", return_value=settled):
+        with interpreted(), mock.patch.object(partition, "is_settled", return_value=settled):
             return [None if x is None else np.asarray(x) for x in both(*arrays)]
 
     return run
@@ -131,7 +131,7 @@ def test_a_scale_that_is_no_power_of_two_costs_no_digits():
 
 
 def test_queries_and_keys_of_any_size():
-    from keraunos.kernels.linear_attention.interface import Args, Options
+    from keraunos.kernels.linear_attention.contract import Args, Options
     from keraunos.kernels.linear_attention.pallas import passes as platform
     from keraunos.ops import Config
     from tests.pallas.interpreter import interpreted

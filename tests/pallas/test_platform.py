@@ -7,7 +7,8 @@ import pytest
 
 import keraunos
 from keraunos import frontends
-from keraunos.kernels.registry import UnsupportedError, kernel_registry
+from keraunos.ops.invocation import UnsupportedError
+from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU
 from tests.pallas.cases import NEEDS_JAX, jax
 

@@ -12,7 +12,8 @@ import pytest
 import keraunos
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
-from keraunos.kernels.registry import UnsupportedError, kernel_registry
+from keraunos.ops.invocation import UnsupportedError
+from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU, run_torch
 from tests.pallas.cases import NEEDS_JAX, case, check, jax
 
@@ -44,7 +45,7 @@ def longer(x, row):
 @contextlib.contextmanager
 def interpreted(launched):
     """Within it, kernels run in the interpreter; ``launched`` gets the names and compile-time values of them."""
-    from keraunos.frontends import torch_pallas
+    from keraunos.frontends.torch import pallas
     from tests.pallas import interpreter
 
     def launch(fn, arrays, static, row):
@@ -69,7 +70,7 @@ def interpreted(launched):
             return output[:, row.lead :].reshape(*some.shape[:2], *output.shape[2:]), *more
         return outputs
 
-    with mock.patch.object(torch_pallas, "launch", launch):
+    with mock.patch.object(pallas, "launch", launch):
         yield
 
 
@@ -121,7 +122,7 @@ def test_values_and_gradients(case, segmentation, monkeypatch):
 @NEEDS_JAX
 @pytest.mark.parametrize("reverse", [False, True])
 def test_segments_start_from_what_they_are_given(reverse, monkeypatch):
-    from keraunos.kernels.linear_attention.interface import Options
+    from keraunos.kernels.linear_attention.contract import Options
     from keraunos.kernels.linear_attention.pallas import passes as platform
     from keraunos.ops import Config
 
@@ -181,7 +182,7 @@ def test_an_empty_sequence_keeps_its_state(lengths):
 )
 def test_every_kernel_is_handed_over_with_its_arrays(case, segmentation, monkeypatch):
     pytest.importorskip("jax_cuda13_plugin")
-    from keraunos.frontends import torch_pallas
+    from keraunos.frontends.torch import pallas
     from keraunos.kernels.linear_attention.pallas import passes as platform
 
     if segmentation:
@@ -193,9 +194,9 @@ def test_every_kernel_is_handed_over_with_its_arrays(case, segmentation, monkeyp
         launch_c, function = lambda *_: launched.append(module), 7
         return (lambda: (launch_c, function)), None
 
-    monkeypatch.setattr(torch_pallas, "_build", build)
-    monkeypatch.setattr(torch_pallas, "_make_current", lambda index: None)
-    monkeypatch.setattr(torch_pallas._Program, "__call__", lambda self, addresses: self.start(addresses))
+    monkeypatch.setattr(pallas, "_build", build)
+    monkeypatch.setattr(pallas, "_make_current", lambda index: None)
+    monkeypatch.setattr(pallas._Program, "__call__", lambda self, addresses: self.start(addresses))
     made = run_torch("pallas", function, case, True)
     assert {x.shape for x in made if x is not None} >= {case.arrays[0].query.shape}
     assert len(set(modules)) == len(modules)
@@ -207,19 +208,19 @@ def test_every_kernel_is_handed_over_with_its_arrays(case, segmentation, monkeyp
 @NEEDS_JAX
 def test_what_a_kernel_changes_in_place_is_a_result(monkeypatch):
     pytest.importorskip("jax_cuda13_plugin")
-    from keraunos.frontends import torch_pallas
+    from keraunos.frontends.torch import pallas
     from keraunos.kernels.linear_attention.pallas.gates import Decay
     from keraunos.kernels.linear_attention.pallas.gates_strong import add_pairs
     from keraunos.kernels.linear_attention.pallas.walk import Walk
 
-    monkeypatch.setattr(torch_pallas, "_build", lambda module: (lambda: (launch_c, function), None))
+    monkeypatch.setattr(pallas, "_build", lambda module: (lambda: (launch_c, function), None))
     launch_c, function, seen = None, None, []
-    monkeypatch.setattr(torch_pallas, "_make_current", lambda index: None)
-    monkeypatch.setattr(torch_pallas._Program, "__call__", lambda self, addresses: seen.append(addresses))
+    monkeypatch.setattr(pallas, "_make_current", lambda index: None)
+    monkeypatch.setattr(pallas._Program, "__call__", lambda self, addresses: seen.append(addresses))
     q, k, v, g, do, dq, dk, dv, dg = (torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16) for _ in range(9))
     given = dict(q=q, k=k, v=v, decay=Decay((g,)), do=do, strong=torch.zeros(1, 1, 1, 2, dtype=torch.int32), plan=None)
     static = dict(H=1, walk=Walk(64, True, True, 1, 1), scale=1.0)
-    results = torch_pallas.launch(add_pairs, given | dict(dq=dq, dk=dk, dv=dv, terms=[dg]), static)
+    results = pallas.launch(add_pairs, given | dict(dq=dq, dk=dk, dv=dv, terms=[dg]), static)
     assert all(a is b for a, b in zip(results, (dq, dk, dv, dg), strict=True))
     changed = [x.data_ptr() for x in results]
     assert [addresses[-8:] for addresses in seen] == [changed * 2]
@@ -228,11 +229,11 @@ def test_what_a_kernel_changes_in_place_is_a_result(monkeypatch):
 @NEEDS_JAX
 def test_only_a_kernel_is_handed_over():
     pytest.importorskip("jax_cuda13_plugin")
-    from keraunos.frontends import torch_pallas
+    from keraunos.frontends.torch import pallas
 
     lowered = jax.jit(lambda x: x + 1).trace(np.zeros(3, np.float32)).lower(lowering_platforms=("cuda",))
     with pytest.raises(NotImplementedError, match="not only a kernel"):
-        torch_pallas._module(lowered.compiler_ir(), 1, 1)
+        pallas._module(lowered.compiler_ir(), 1, 1)
 
 
 @NEEDS_JAX
@@ -266,22 +267,22 @@ class Noted:
 
 @NEEDS_JAX
 def test_a_row_stands_for_the_end_of_a_longer_one():
-    from keraunos.frontends import torch_pallas
+    from keraunos.frontends.torch import pallas
 
     a, starts = torch.zeros(2, 12, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 3)
     outputs = [((1, 64, 3, 8), torch.float32), ((5,), torch.float32)]
     program, asked = Noted(outputs, jax.tree.structure((0, 0)), [0, 2, 1, 3, 4]), []
-    row = torch_pallas.Row(40, 64, ("a", "b"))
+    row = pallas.Row(40, 64, ("a", "b"))
 
     def compile(fn, structure, kinds, static, device):
         asked.append(kinds)
         return program
 
-    with mock.patch.object(torch_pallas, "_program", compile):
+    with mock.patch.object(pallas, "_program", compile):
         arrays = dict(starts=starts, plan=np.arange(3, dtype=np.int32), a=a, b=None)
-        o, more = torch_pallas.launch(None, arrays, {}, row)
+        o, more = pallas.launch(None, arrays, {}, row)
         strided = torch.zeros(2, 12, 4, 3, dtype=torch.bfloat16).transpose(2, 3)
-        torch_pallas.launch(None, arrays | {"a": strided}, {}, row)
+        pallas.launch(None, arrays | {"a": strided}, {}, row)
     assert asked[0] == asked[1] == (((1, 64, 3, 4), "bfloat16"), ((3,), "int32"), ((2, 3), "float32"))
     assert o.shape == (2, 12, 3, 8)
     assert more.shape == (5,)
@@ -295,16 +296,17 @@ def test_a_row_stands_for_the_end_of_a_longer_one():
 
 @NEEDS_JAX
 def test_launches_are_repeated_without_host_code(monkeypatch):
-    from keraunos.frontends import torch_launch, torch_pallas
+    from keraunos.frontends.torch import launch as torch_launch
+    from keraunos.frontends.torch import pallas
 
     program = Noted([((4,), torch.float32)], jax.tree.structure(0), range(3))
-    monkeypatch.setattr(torch_pallas, "_program", lambda *_: program)
-    monkeypatch.setattr(torch_launch, "_INTERPRETED", True)
+    monkeypatch.setattr(pallas, "_program", lambda *_: program)
+    monkeypatch.setattr(torch_launch, "INTERPRETED", True)
     ran = []
 
     def host(tensors):
         ran.append(tensors)
-        return (torch_pallas.launch(None, dict(a=tensors[0], b=np.zeros(2, np.float32)), {}),)
+        return (pallas.launch(None, dict(a=tensors[0], b=np.zeros(2, np.float32)), {}),)
 
     call = torch_launch.remembered(host)
     made = [call([torch.full((4,), float(i))]) for i in range(3)]
@@ -331,15 +333,15 @@ def on_hopper(operation, change):
 
 @NEEDS_JAX
 def test_what_compiling_needs_is_named(monkeypatch):
-    from keraunos.frontends import torch_pallas
+    from keraunos.frontends.torch import pallas
     from keraunos.kernels.linear_attention.pallas.passes import unsupported
 
     inv = on_hopper(keraunos.LightningAttention(), {})
-    monkeypatch.setattr(torch_pallas.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(pallas.importlib.util, "find_spec", lambda name: object())
     assert unsupported(inv) is None
-    monkeypatch.setattr(torch_pallas.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(pallas.importlib.util, "find_spec", lambda name: None)
     assert "needs JAX's compiler for NVIDIA GPUs" in unsupported(inv)
-    monkeypatch.setattr(torch_pallas, "_build", lambda module: None)
+    monkeypatch.setattr(pallas, "_build", lambda module: None)
     assert f"does not know how jax {jax.__version__}" in unsupported(inv)
 
 
@@ -364,7 +366,7 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(change, reason):
     sizes = {name: n for name, n in change.items() if name != "g_gamma"}
     inv = on_hopper(keraunos.GLAttention() if "gate" in sizes else keraunos.LightningAttention(), sizes)
     gamma = change.get("g_gamma", np.zeros(64, np.float32))
-    with mock.patch("keraunos.frontends.torch_pallas.unsupported", return_value=None):
+    with mock.patch("keraunos.frontends.torch.pallas.unsupported", return_value=None):
         said = loses(dataclasses.replace(inv, arguments={"g_gamma": gamma}))
     assert said is None if reason is None else reason in said
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keraunos import serving
-from keraunos.kernels.state_pool.interface import INDICES
+from keraunos.kernels.state_pool.contract import INDICES
 from tests.serving.cases import PLATFORMS, Case, arguments, array, results, runner, tensor
 
 pytestmark = pytest.mark.parametrize(("platform", "framework"), PLATFORMS)

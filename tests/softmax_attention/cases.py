@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import keraunos
-from keraunos.kernels.softmax_attention.interface import Args
+from keraunos.kernels.softmax_attention.contract import Args
 from keraunos.kernels.softmax_attention.reference import attention
 from keraunos.numerics import working_dtype
 from tests.linear_attention.cases import DTYPES, GPU, INTERPRETED

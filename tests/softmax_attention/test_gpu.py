@@ -8,7 +8,7 @@ import pytest
 
 import keraunos
 from keraunos import frontends
-from keraunos.kernels.registry import kernel_registry
+from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU
 from tests.softmax_attention.cases import Case
 

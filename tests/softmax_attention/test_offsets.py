@@ -186,16 +186,16 @@ def test_torch_compiles_once_for_all_offsets_and_folds():
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_vendors_kernels_get_no_offsets_and_no_scales_below_zero(framework):
-    from keraunos.kernels.softmax_attention import interface
+    from keraunos.kernels.softmax_attention import contract
 
     q = array(framework, QUERY)
     for options, wanted in (
         ({}, True), ({"softmax_scale": 0.1}, True), ({"softmax_scale": 0.0}, False), ({"softmax_scale": -1.0}, False),
         ({"shift": 3}, False),
     ):  # fmt: skip
-        inv = interface.describe(interface.Args(q, q, q), causal=True, **options)
+        inv = contract.describe(contract.Args(q, q, q), causal=True, **options)
         arrays = {name: ("bfloat16", ndim) for name, (_, ndim) in inv.arrays.items()}
-        assert interface.is_for_libraries(arrays, "bfloat16", inv.dims, inv.options) == wanted
-        sides = interface.sides(True, None, options.get("shift", 0))
-        opts = interface.Options(options.get("softmax_scale", 1.0), None, *sides, 0.0, "float32", False, None)
-        assert interface.is_for_libraries(arrays, "bfloat16", inv.dims, interface.traits(opts)) == wanted
+        assert contract.is_for_libraries(arrays, "bfloat16", inv.dims, inv.options) == wanted
+        sides = contract.sides(True, None, options.get("shift", 0))
+        opts = contract.Options(options.get("softmax_scale", 1.0), None, *sides, 0.0, "float32", False, None)
+        assert contract.is_for_libraries(arrays, "bfloat16", inv.dims, contract.traits(opts)) == wanted

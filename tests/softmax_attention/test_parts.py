@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keraunos.distributed import softmax
-from keraunos.kernels.softmax_attention.interface import Args
+from keraunos.kernels.softmax_attention.contract import Args
 from tests.distributed.test_softmax import CASES, MORE, T
 from tests.linear_attention.cases import DTYPES, GPU
 from tests.softmax_attention.cases import platforms

@@ -16,13 +16,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keraunos import frontends
-from keraunos.frontends import torch_peers
-from keraunos.kernels.linear_attention import ends, interface, triton_call
-from keraunos.kernels.linear_attention import triton as platform
-from keraunos.kernels.softmax_attention import interface as softmax_interface
-from keraunos.kernels.softmax_attention import triton as softmax_platform
-from keraunos.kernels.state_pool import interface as pool_interface
-from keraunos.kernels.state_pool import triton as pool_platform
+from keraunos.distributed import stretches
+from keraunos.distributed.torch import peers as torch_peers
+from keraunos.kernels.linear_attention import contract
+from keraunos.kernels.linear_attention.triton import call as triton_call
+from keraunos.kernels.linear_attention.triton import passes as platform
+from keraunos.kernels.softmax_attention import contract as softmax_interface
+from keraunos.kernels.softmax_attention.triton import passes as softmax_platform
+from keraunos.kernels.state_pool import contract as pool_interface
+from keraunos.kernels.state_pool.triton import passes as pool_platform
 from keraunos.ops import Config
 from tests.triton.usage import usage
 
@@ -142,32 +144,32 @@ def empty(*shape, dtype):
 
 def attend(dtype, K, V, H, G, gate, gamma, B, T, packed) -> None:
     """A call of linear attention, forward and backward."""
-    args = interface.Args(
+    args = contract.Args(
         empty(B, T, H, K, dtype=dtype), empty(B, T, G, K, dtype=dtype), empty(B, T, G, V, dtype=dtype),
         {None: None, "scalar": empty(B, T, H, dtype=dtype), "vector": empty(B, T, H, K, dtype=dtype)}[gate],
         empty(H, dtype="float32") if gamma else None,
         None, empty(9, dtype="int32") if packed else None,
     )  # fmt: skip
-    cfg = platform.heuristic(interface.describe("gla", args), Config())
-    opts = interface.Options(K**-0.5, False, cfg, ("g_gamma",) if gate is None else ())
+    cfg = platform.heuristic(contract.describe("gla", args), Config())
+    opts = contract.Options(K**-0.5, False, cfg, ("g_gamma",) if gate is None else ())
     _, residuals = platform.forward(args, opts)
     platform.backward(args, residuals, (empty(B, T, H, V, dtype=dtype), None), opts)
 
 
 def leave(dtype, K, V, H, G, gate, gamma, B=1, T=32768) -> None:
     """The state that a stretch of a sequence leaves, and the one that arrives from others."""
-    x = ends.Stretch(
+    x = stretches.Stretch(
         empty(B, T, G, K, dtype=dtype), empty(B, T, G, V, dtype=dtype),
         {None: None, "scalar": empty(B, T, H, dtype=dtype), "vector": empty(B, T, H, K, dtype=dtype)}[gate],
         empty(H, dtype="float32") if gamma else None,
     )  # fmt: skip
-    start, plan, way = empty(B, H, K, V, dtype="float32"), empty(4, dtype="int32"), ends.Way(H, True, False)
+    start, plan, way = empty(B, H, K, V, dtype="float32"), empty(4, dtype="int32"), stretches.Way(H, True, False)
     for to in (way, way.adjoint):
-        ends.leave_pieces(x, start, plan, to, 0)
-        left = empty(8, ends.length(x, to), dtype="float32")
-        ends._arrive_on_gpu(left, start, plan, to, (B, H, K, V))
-        _, *pieces = ends.leave_pieces(x, start, plan, to, 4096)
-        ends.starts(left, *pieces, start, plan, to, 4096, False)
+        stretches.leave_pieces(x, start, plan, to, 0)
+        left = empty(8, stretches.length(x, to), dtype="float32")
+        stretches._arrive_on_gpu(left, start, plan, to, (B, H, K, V))
+        _, *pieces = stretches.leave_pieces(x, start, plan, to, 4096)
+        stretches.starts(left, *pieces, start, plan, to, 4096, False)
 
 
 def exchange(size, rank) -> None:

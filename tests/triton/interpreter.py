@@ -120,7 +120,7 @@ semantic.broadcast_impl_value, _BROADCAST = _broadcast, semantic.broadcast_impl_
 builder = interpreter.interpreter_builder
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
-from keraunos.kernels.linear_attention import triton_call  # noqa: E402
+from keraunos.kernels.linear_attention.triton import call as triton_call  # noqa: E402
 
 if os.environ.get("KERAUNOS_TEST_SEGMENT"):
     triton_call._MIN_SEGMENT = int(os.environ["KERAUNOS_TEST_SEGMENT"]) // 2

@@ -16,9 +16,13 @@ import triton
 import triton.language as tl
 
 from keraunos import frontends, serving
-from keraunos.kernels.linear_attention import ends, ends_kernels, interface, triton_call, triton_chunks, triton_kernels
-from keraunos.kernels.linear_attention import triton as platform
-from keraunos.kernels.state_pool import triton_steps
+from keraunos.distributed import stretches, stretches_kernels
+from keraunos.kernels.linear_attention import contract
+from keraunos.kernels.linear_attention.triton import call as triton_call
+from keraunos.kernels.linear_attention.triton import chunks
+from keraunos.kernels.linear_attention.triton import passes as platform
+from keraunos.kernels.linear_attention.triton import scan as triton_kernels
+from keraunos.kernels.state_pool.triton import steps
 from keraunos.ops import Config
 from tests.sanitizer import limit_time
 
@@ -47,17 +51,17 @@ SERVING = [
 # Of what devices that share a sequence tell each other: dtype, K, V, gate.
 ENDS = [("bfloat16", 128, 128, None), ("float16", 256, 256, "scalar"), ("float32", 128, 64, "vector")]
 H, DEVICE = 2, "cuda"
-FILES = ends_kernels, triton_chunks, triton_kernels, triton_steps
+FILES = stretches_kernels, chunks, triton_kernels, steps
 KERNELS = {name for file in FILES for name in vars(file) if name.endswith("_kernel")}
 
 
-def arguments(dtype, T, K, V, gate, packed, _) -> interface.Args:
+def arguments(dtype, T, K, V, gate, packed, _) -> contract.Args:
     def normal(*shape):
         return torch.randn(shape, device=DEVICE).to(getattr(torch, dtype))
 
     g = {None: None, "scalar": (1, T, H), "vector": (1, T, H, K)}[gate]
     offsets = torch.tensor([0, 40, T], dtype=torch.int32, device=DEVICE) if packed else None
-    return interface.Args(
+    return contract.Args(
         normal(1, T, H, K), normal(1, T, 1, K), normal(1, T, 1, V), None if g is None else -normal(*g).abs(),
         torch.full((H,), -0.1, device=DEVICE), torch.randn(2 if packed else 1, H, K, V, device=DEVICE), offsets,
     )  # fmt: skip
@@ -65,7 +69,7 @@ def arguments(dtype, T, K, V, gate, packed, _) -> interface.Args:
 
 def configurations(call) -> list[Config]:
     """One configuration for each tile size that a call can have: the heuristic's, and the shallowest of the others."""
-    inv = interface.describe("gla", arguments(*call))
+    inv = contract.describe("gla", arguments(*call))
     heuristic = platform.heuristic(inv, Config())
     found = [heuristic, *(platform.candidates(inv, heuristic) if call[-1] else ())]
     return list({(cfg.block_q, cfg.block_d, cfg.num_warps): cfg for cfg in reversed(found)}.values())
@@ -79,7 +83,7 @@ def run(call, cfg: Config) -> set[str]:
         launched.add(kernel.__name__)
         return frontends.launch(kernel, *args, **options)
 
-    args, opts = arguments(*call), interface.Options(0.1, False, cfg)
+    args, opts = arguments(*call), contract.Options(0.1, False, cfg)
     # Gradients in parts, and in pairs of segments, which longer calls have.
     least = dict(_MIN_PART=1, _MIN_SEGMENT_PART=2)
     with mock.patch.object(triton_call, "launch", launch), mock.patch.multiple(triton_call, **least):
@@ -129,13 +133,16 @@ def leave(dtype, K, V, gate) -> set[str]:
         return frontends.launch(kernel, *args, **options)
 
     args = arguments(dtype, 300, K, V, gate, False, False)
-    x, plan = ends.Stretch(args.key, args.value, args.g, args.g_gamma), torch.tensor([0, 300, 1, 1], dtype=torch.int32)
-    way, plan = ends.Way(H, True, False), plan.to(DEVICE)
-    with mock.patch.object(triton_call, "launch", launch), mock.patch.multiple(ends, _MIN_PIECE=64, _NEAR=64):
+    x, plan = (
+        stretches.Stretch(args.key, args.value, args.g, args.g_gamma),
+        torch.tensor([0, 300, 1, 1], dtype=torch.int32),
+    )
+    way, plan = stretches.Way(H, True, False), plan.to(DEVICE)
+    with mock.patch.object(triton_call, "launch", launch), mock.patch.multiple(stretches, _MIN_PIECE=64, _NEAR=64):
         for to in (way, way.adjoint):
-            ends.leave(x, args.initial_state, plan, to)
-            left, *pieces = ends.leave_pieces(x, args.initial_state, plan, to, 128)
-            ends.starts(torch.stack([left, left]), *pieces, args.initial_state, plan, to, 128, False)
+            stretches.leave(x, args.initial_state, plan, to)
+            left, *pieces = stretches.leave_pieces(x, args.initial_state, plan, to, 128)
+            stretches.starts(torch.stack([left, left]), *pieces, args.initial_state, plan, to, 128, False)
     return launched
 
 

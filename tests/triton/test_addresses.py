@@ -138,7 +138,7 @@ def test_addresses_of_long_arrays(call, layout, monkeypatch):
 
 def test_the_longest_sum(monkeypatch):
     """Such as that of the gradients of vector gates which a decay per head shares."""
-    from keraunos.kernels.linear_attention import triton
+    from keraunos.kernels.linear_attention.triton import passes as triton
 
     stored = []
     monkeypatch.setattr(Memory, "store", lambda memory, places, values, mask: stored.append(mask.any()))

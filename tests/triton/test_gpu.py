@@ -113,7 +113,7 @@ def test_both_frameworks_give_the_same_bits_every_time(gate, case):
 
 def test_an_exported_function_runs():
     jax = pytest.importorskip("jax")
-    pytest.importorskip("keraunos.frontends.jax_launch", exc_type=ImportError)
+    pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
     from jax import export
 
     function = jax.jit(functools.partial(keraunos.gla_attention, platform="triton"))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from keraunos.kernels.registry import kernel_registry
 from keraunos.ops import Config
+from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
@@ -23,7 +23,7 @@ ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
 def triton(monkeypatch):
     """The low-level functions of the platform, by name."""
     # Not jax_triton itself, which would leave Triton without a cache for all tests that follow in the process.
-    launch = pytest.importorskip("keraunos.frontends.jax_launch", reason="needs the plugin", exc_type=ImportError)
+    launch = pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
     jax_triton = launch.jax_triton
     # Without a device there is nothing to ask for its capability.
     call = functools.partial(jax_triton.triton_call, compute_capability=90)
@@ -55,7 +55,7 @@ def attention(triton):
 @pytest.fixture
 def shared(triton, monkeypatch):
     """``capability ->`` the bytes of shared memory of what is launched on such a GPU, asked for with eight stages."""
-    from keraunos.frontends import jax_launch
+    from keraunos.frontends.jax import launch as jax_launch
     from tests.triton.product import product_kernel
 
     library = jax_launch.triton_lib.triton_kernel_call_lib
@@ -88,7 +88,7 @@ def test_stages_that_do_not_fit_are_left_out(shared):
 
 
 def test_what_fits_with_no_number_of_stages_is_refused(shared, monkeypatch):
-    from keraunos.frontends import jax_launch
+    from keraunos.frontends.jax import launch as jax_launch
 
     monkeypatch.setattr(jax_launch, "shared_memory", {"8.6": 1000}.get)
     with pytest.raises(ValueError, match=r"product_kernel needs \d+ of shared memory .* this GPU has 1000;"):
@@ -200,24 +200,24 @@ def test_shard_map_of_attention(attention):
 
 
 def test_calls_over_shards_lower(triton, monkeypatch):
-    from keraunos.distributed import linear
-    from keraunos.frontends import jax_shards
-    from keraunos.kernels.linear_attention import ends, interface
-    from keraunos.kernels.linear_attention import triton as platform
+    from keraunos.distributed import linear, states
+    from keraunos.distributed.jax import shards
+    from keraunos.kernels.linear_attention import contract
+    from keraunos.kernels.linear_attention.triton import passes as platform
 
-    monkeypatch.setattr(ends, "is_for_gpu", lambda x: True)
+    monkeypatch.setattr(states, "is_for_gpu", lambda x: True)
     q = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.bfloat16)
-    opts = interface.Options(0.125, False, CFG, ("g_gamma",))
+    opts = contract.Options(0.125, False, CFG, ("g_gamma",))
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @jax.shard_map(mesh=mesh, in_specs=P(None, "tokens"), out_specs=(P(None, "tokens"), P()))
     def call(q, k, v):
-        args = interface.Args(q, k, v, None, jnp.full(4, -0.1))
+        args = contract.Args(q, k, v, None, jnp.full(4, -0.1))
         segment = platform.segment(args, opts)
         assert segment
         assert segment[0] < q.shape[1]
         prepare = linear._sharded("jax", platform.gla.passes, segment)
-        return prepare(opts, jax_shards.shards("gla", "tokens"), args)(args)
+        return prepare(opts, shards.shards("gla", "tokens"), args)(args)
 
     def loss(*x):
         output, state = call(*x)

@@ -11,7 +11,9 @@ pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run witho
 
 torch = pytest.importorskip("torch")
 
-from keraunos.kernels.linear_attention import interface, triton, triton_call  # noqa: E402
+from keraunos.kernels.linear_attention import contract  # noqa: E402
+from keraunos.kernels.linear_attention.triton import call as triton_call  # noqa: E402
+from keraunos.kernels.linear_attention.triton import passes as triton  # noqa: E402
 
 
 @pytest.fixture
@@ -49,9 +51,9 @@ def peak(launches, given, results):
 ])  # fmt: skip
 def test_few_arrays_beside_those_of_the_caller(launches, B, T, H, framework):
     given = q, k, v, g, do = [torch.empty(B, T, H, 128, dtype=torch.bfloat16, device="meta") for _ in range(5)]
-    args = interface.Args(q, k, v, g, None, None, None)
-    call = replace(interface.describe("gla", args), framework=framework)
-    opts = interface.Options(1.0, False, triton.heuristic(call, Config()), ("g_gamma",), False)
+    args = contract.Args(q, k, v, g, None, None, None)
+    call = replace(contract.describe("gla", args), framework=framework)
+    opts = contract.Options(1.0, False, triton.heuristic(call, Config()), ("g_gamma",), False)
     (output, _), residuals = triton.forward(args, opts)
     gradients = triton.backward(args, residuals, (do, None), opts)
     results = [x for x in (output, *gradients) if x is not None]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from keraunos.kernels.linear_attention.interface import Args, Options, kernels
+from keraunos.kernels.linear_attention.contract import Args, Options, kernels
 
 FIELDS = ("block_q",)
 

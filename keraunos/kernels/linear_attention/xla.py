@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from keraunos.frontends import jax as frontend
-from keraunos.kernels.linear_attention.interface import Args, Options, kernels, state_spec
+from keraunos.kernels.linear_attention.contract import Args, Options, kernels, state_spec
 
 FIELDS = ("block_q",)
 

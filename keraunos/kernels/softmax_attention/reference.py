@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keraunos.kernels.softmax_attention.interface import keeps, over_groups, sinks_of
+from keraunos.kernels.softmax_attention.contract import keeps, over_groups, sinks_of
 
 
 def attention(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None,

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from keraunos import frontends
-from keraunos.kernels.softmax_attention.interface import (
+from keraunos.kernels.softmax_attention.contract import (
     OPERATOR,
     Args,
     Options,
@@ -278,9 +278,9 @@ def _at_once(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | No
     return _output(args, weights), weights.flatten(1, 2)
 
 
-implementation = kernel(
+attention = kernel(
     __file__, prepare, fields=FIELDS, heuristic=heuristic, candidates=candidates, passes=(forward, backward)
 )
 
 # The same where PyTorch's own kernels do the call.
-preferred = replace(implementation, unsupported=not_for_libraries)
+preferred_attention = replace(attention, unsupported=not_for_libraries)

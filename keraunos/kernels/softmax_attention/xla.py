@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keraunos.frontends import jax as frontend
-from keraunos.kernels.softmax_attention.interface import (
+from keraunos.kernels.softmax_attention.contract import (
     FAR,
     Args,
     Options,
@@ -360,7 +360,7 @@ def _goes_to_cudnn(args: Args, opts: Options) -> bool:
     )
 
 
-def attention(args: Args, opts: Options) -> tuple[Any, Any]:
+def compute(args: Args, opts: Options) -> tuple[Any, Any]:
     """``(output, weights or None)``."""
     if _goes_to_cudnn(args, opts):
         q, k, v = args[:3]
@@ -380,9 +380,9 @@ def attention(args: Args, opts: Options) -> tuple[Any, Any]:
 
 def prepare(args: Args, opts: Options) -> Callable[[Args], tuple[Any, Any]]:
     """See ``interface.py``."""
-    return lambda args: attention(args, opts)
+    return lambda args: compute(args, opts)
 
 
-implementation = kernel(__file__, prepare, fields=FIELDS, heuristic=heuristic, candidates=candidates)
+attention = kernel(__file__, prepare, fields=FIELDS, heuristic=heuristic, candidates=candidates)
 # The same where cuDNN does the call.
-preferred = replace(implementation, unsupported=_not_for_cudnn)
+preferred_attention = replace(attention, unsupported=_not_for_cudnn)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from keraunos.kernels.linear_attention import interface as linear_interface
+from keraunos.kernels.linear_attention import contract as linear_interface
 from keraunos.kernels.linear_attention import torch as linear
-from keraunos.kernels.state_pool import interface
-from keraunos.kernels.state_pool.interface import Args, Options
+from keraunos.kernels.state_pool import contract
+from keraunos.kernels.state_pool.contract import Args, Options
 
 
 def _read(args: Args) -> torch.Tensor:
@@ -148,6 +148,6 @@ def _gates(call: linear_interface.Args, cuts: torch.Tensor) -> torch.Tensor:
     return total.exp()[..., None]
 
 
-decode, verify, commit, prefill = interface.kernels(
+decode, verify, commit, prefill = contract.kernels(
     "torch", __file__, _steps, _prefill, prefill_fields=linear.FIELDS, heuristic=linear.heuristic
 )

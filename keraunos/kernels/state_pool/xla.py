@@ -9,10 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from keraunos.kernels.linear_attention import interface as linear_interface
+from keraunos.kernels.linear_attention import contract as linear_interface
 from keraunos.kernels.linear_attention import xla as linear
-from keraunos.kernels.state_pool import interface
-from keraunos.kernels.state_pool.interface import Args, Options
+from keraunos.kernels.state_pool import contract
+from keraunos.kernels.state_pool.contract import Args, Options
 
 
 def _read(args: Args) -> jax.Array:
@@ -132,6 +132,6 @@ def _gates(call: linear_interface.Args, cuts: jax.Array) -> jax.Array:
     return jnp.exp(total)[..., None]
 
 
-decode, verify, commit, prefill = interface.kernels(
+decode, verify, commit, prefill = contract.kernels(
     "xla", __file__, _steps, _prefill, prefill_fields=linear.FIELDS, heuristic=linear.heuristic
 )

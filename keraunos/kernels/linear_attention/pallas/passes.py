@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.interface import Args, Options, head_counts
-from keraunos.kernels.linear_attention.interface import kernels as implementations
-from keraunos.kernels.registry import HOPPER
+from keraunos.kernels.linear_attention.contract import Args, Options, head_counts
+from keraunos.kernels.linear_attention.contract import kernels as implementations
+from keraunos.ops.registry import HOPPER
 
 if jax.__version_info__ < (0, 11):
     raise ImportError(f"needs jax 0.11 or later (and so Python 3.12); this is jax {jax.__version__}", name="jax")
@@ -165,12 +165,12 @@ class _Call:
             offsets = np.arange(self.B + 1, dtype=np.int32) * self.T + np.int32(lead)
         elif lead:
             offsets = offsets + lead
-        return offsets, frontends.get("torch_pallas").Row(lead, length, kernels.PER_TOKEN), length
+        return offsets, frontends.get("torch.pallas").Row(lead, length, kernels.PER_TOKEN), length
 
     def run(self, kernel: Any, arrays: dict[str, Any], **static: Any) -> Any:
         """Launch a kernel on arrays."""
         if self.framework == "torch":
-            return frontends.get("torch_pallas").launch(kernel, arrays, static, self.row)
+            return frontends.get("torch.pallas").launch(kernel, arrays, static, self.row)
         return kernel(**arrays, **static)
 
     def pad(self, x: Any) -> Any:
@@ -312,7 +312,7 @@ class _VectorCall(_Call):
         That is as large as two of the inputs, and takes half the time here that it takes if it is made later.
         """
         # Where XLA may share the call out, what is kept is dropped, and made again.
-        every = self.opts.kept and self.framework == "jax" and frontends.get("jax_partition").is_settled()
+        every = self.opts.kept and self.framework == "jax" and frontends.get("jax.partition").is_settled()
         given = dict(q=self.q, k=self.k, v=self.v, starts=starts)
         options: Any = dict(final=self.opts.state, every=every)
         output, final, states = self.walked(gates_scan.scan, self.forward, given, **options)
@@ -410,7 +410,7 @@ def unsupported(inv) -> str | None:
     name, pattern = HOPPER
     if inv.backend != "gpu" or not re.search(pattern, inv.device):
         return f"needs {name}; the call's arrays are on {inv.device}"
-    if inv.framework == "torch" and (reason := frontends.get("torch_pallas").unsupported()):
+    if inv.framework == "torch" and (reason := frontends.get("torch.pallas").unsupported()):
         return reason
     heads, H = head_counts(inv.dims), inv.dims["H"]
     if heads["query"] < H or heads["key"] != heads["value"] or ("g" in inv.arrays and heads["g"] < H):

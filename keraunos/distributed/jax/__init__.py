@@ -1,0 +1,1 @@
+"""Sequences shared by JAX's devices: what each does with its shard, and how devices exchange states."""

@@ -1,0 +1,149 @@
+"""JAX: the devices along a mesh axis, each with a shard of the tokens; inside ``shard_map``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from keraunos.distributed import agreement
+from keraunos.frontends import alone
+from keraunos.frontends.jax import as_written, vary, varying
+
+# So many devices at most each send their own to all the others at once. An all-gather hands it from one to the next.
+_AT_ONCE = 8
+
+
+class Shards:
+    """The other devices.
+
+    Attributes:
+        size: how many there are.
+        rank: this one's place among them, which is that of its tokens.
+        copies: how often what is gathered should be there, one after the other, where that costs nothing.
+    """
+
+    def __init__(self, op: str, axis: Any):
+        self.axis, self.size = axis, agreement.axis_size(op, axis)
+        self.copies = self.size if self.size <= _AT_ONCE else 1
+
+    @property
+    def rank(self) -> Any:
+        """A tracer: the program is the same on all devices."""
+        return jax.lax.axis_index(self.axis)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shards) and (self.axis, self.size) == (other.axis, other.size)
+
+    def __hash__(self) -> int:
+        return hash((self.axis, self.size))
+
+    def numbers(self, values: tuple[Any, ...], like: jax.Array) -> jax.Array:
+        """int32."""
+        return jnp.stack([jnp.asarray(x, jnp.int32) for x in values])
+
+    def gather(self, x: jax.Array, right: bool) -> jax.Array:
+        """Every device's vector, ``[size, n]``; ``x``: this one's, or :attr:`copies` of it, a row each."""
+        if x.ndim > 1:
+            return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+        return jax.lax.all_gather(x, self.axis)
+
+    def hands_over(self, values: int) -> bool:
+        """Whether there is a kernel that hands over states of so many values, where devices reach each other."""
+        if jax.__version_info__ < (0, 11) or not isinstance(self.axis, str):
+            return False
+        from keraunos.distributed.jax import exchange as pallas_exchange
+
+        return values % pallas_exchange.PART == 0
+
+    def hand_over(self, x: Any, plan: Any, start: Any, way: Any, segment: int, packed: Any, **options: Any) -> Any:
+        """That kernel, after one for what this device's pieces leave: what each segment starts from.
+
+        Args:
+            x, plan, start, way, segment: see :mod:`keraunos.distributed.stretches`.
+            packed: the plan, of packed sequences, else None.
+        """
+        from keraunos.distributed import stretches
+        from keraunos.distributed.jax import exchange as pallas_exchange
+
+        more = dict(axis=self.axis, size=self.size, right=way.right, **options)
+        if packed is None and pallas_exchange.leaves(x, segment):
+            local, total, seen = pallas_exchange.leave(x, way, segment)
+            more |= dict(tokens=segment // stretches.pieces(segment))
+        else:
+            local, total, seen = stretches.leave_local(x, plan, way, segment)
+        return pallas_exchange.hand_over(local, total, seen, start, packed, **more)
+
+    def exchange(self, directly: Callable, otherwise: Callable, *args: Any) -> jax.Array:
+        """One of two ways: see :func:`keraunos.distributed.jax.peers.exchange`."""
+        from keraunos.distributed.jax import peers
+
+        return peers.exchange(directly, otherwise, *args)
+
+    def together(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The same, none of which is there before all are.
+
+        What needs the gradient of the output only, a walk on all multiprocessors, would run beside the exchange: on
+        some devices in its way, while it waits for those on others.
+        """
+        return jax.lax.optimization_barrier(arrays)
+
+    def first_token(self, tokens: int, offsets: jax.Array) -> Any:
+        """The place of a shard's first token in the row."""
+        return self.rank * tokens
+
+    def checker(self, **what: Any) -> Callable[[], None]:
+        """One program: the calls are the same."""
+        return lambda: None
+
+
+def remembered(fn: Callable) -> Callable:
+    """``fn``: it is traced once."""
+    return fn
+
+
+def place(axis: Any) -> Any:
+    """The axis, or axes."""
+    return tuple(axis) if isinstance(axis, list) else axis
+
+
+def shards(op: str, axis: Any) -> Shards:
+    """The devices along an axis, or several."""
+    return Shards(op, axis)
+
+
+def arguments(where: Any) -> AbstractContextManager:
+    """Around the checks of the arguments."""
+    return contextlib.nullcontext()
+
+
+def differentiable(forward: Callable, backward: Callable) -> Callable:
+    """``prepare(opts, shards, args)``: ``args -> (output, final state or None)``; see PyTorch's front end."""
+    forward, backward = as_written(forward), as_written(backward)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+    def call(args, opts, shards):
+        return forward(args, alone(opts), shards)[0]
+
+    def save(args, opts, shards):
+        outputs, residuals = forward(args, opts, shards)
+        return outputs, (args, residuals)
+
+    def gradient(opts, shards, saved, grads):
+        return (backward(*saved, grads, opts, shards),)
+
+    call.defvjp(save, gradient)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def everywhere(args, opts, shards):
+        axes = frozenset().union(varying(shards.rank), *map(varying, jax.tree.leaves(args)))
+        output, final = call(jax.tree.map(lambda x: vary(x, axes), args), opts, shards)
+        # Each device's own part, and of each argument that they share its own part of the gradient: JAX sums those.
+        return output, None if final is None else jax.lax.psum(final, shards.axis)
+
+    return lambda opts, shards, args: lambda args: everywhere(args, opts, shards)

@@ -1,0 +1,1 @@
+"""Sequences shared by PyTorch's ranks: what each does with its shard, and how ranks exchange states."""

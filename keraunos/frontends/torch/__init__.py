@@ -1,0 +1,65 @@
+"""PyTorch's front end: what :func:`keraunos.frontends.get` gives for ``"torch"``."""
+
+from keraunos.frontends.torch.arguments import (
+    autocast,
+    refuse_nested,
+)
+from keraunos.frontends.torch.arrays import (
+    DTYPES,
+    array,
+    cast,
+    constant,
+    default_device,
+    device_of,
+    dtype_name,
+    is_symbol,
+    length,
+    numbers,
+    pad,
+    permute,
+    place_of,
+    product,
+    rounded,
+    seed,
+    stack,
+    xp,
+    zeros,
+)
+from keraunos.frontends.torch.gradient import (
+    differentiable,
+    in_place,
+    signature,
+)
+from keraunos.frontends.torch.strides import (
+    fitting,
+    rows,
+)
+
+__all__ = [
+    "DTYPES",
+    "array",
+    "autocast",
+    "cast",
+    "constant",
+    "default_device",
+    "device_of",
+    "differentiable",
+    "dtype_name",
+    "fitting",
+    "in_place",
+    "is_symbol",
+    "length",
+    "numbers",
+    "pad",
+    "permute",
+    "place_of",
+    "product",
+    "refuse_nested",
+    "rounded",
+    "rows",
+    "seed",
+    "signature",
+    "stack",
+    "xp",
+    "zeros",
+]

@@ -1,0 +1,142 @@
+"""PyTorch's tensors and devices: what host code that knows no framework asks of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from keraunos.frontends import Device
+
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def dtype_name(x: torch.Tensor) -> str:
+    """The dtype's name: "bfloat16", "float32", "int32", ..."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def constant(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A small constant on the device: copied there once, not in every call."""
+    if is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        # What is made now belongs to a graph or a transformation, and must not outlive it.
+        return torch.tensor(x.tolist(), dtype=DTYPES[x.dtype.name], device=device)
+    return kept_constant(x.tobytes(), x.dtype.str, x.shape, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def kept_constant(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """A constant on the device, from its bytes; it is kept, also for calls that gradients follow."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy()).to(device)
+
+
+def zeros(shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Tensor:
+    """Zeros on the device of ``like``."""
+    return torch.zeros(shape, dtype=DTYPES[dtype], device=like.device)
+
+
+def array(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """A NumPy array on the device of ``like``."""
+    return torch.tensor(x, device=like.device)
+
+
+def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The values in another dtype."""
+    return x if x.dtype == DTYPES[dtype] else x.to(DTYPES[dtype])
+
+
+# The array library, for what it and JAX have alike.
+xp = torch
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The matrix product, in the precision of its arguments whatever the user's settings allow for products."""
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.double() @ b.double()).to(a.dtype)
+
+
+def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The values, of float32, rounded to those of a narrower dtype."""
+    return x.to(DTYPES[dtype]).to(x.dtype)
+
+
+def pad(x: torch.Tensor, axis: int, after: int, before: int = 0) -> torch.Tensor:
+    """With so many zeros at the ends of an axis."""
+    if not (before or after):
+        return x
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [before, after])
+
+
+def permute(x: torch.Tensor, *axes: int) -> torch.Tensor:
+    """With its axes in another order, in memory too."""
+    return x.permute(axes).contiguous()
+
+
+def stack(tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    """Side by side along a new axis."""
+    return torch.stack(list(tensors), axis)
+
+
+def numbers(n: int, like: torch.Tensor) -> torch.Tensor:
+    """0 to n - 1, int32."""
+    return torch.arange(n, dtype=torch.int32, device=like.device)
+
+
+def device_of(x: torch.Tensor) -> Device:
+    """The device a tensor is on."""
+    return _describe(x.device.type, x.device.index)
+
+
+def default_device() -> Device:
+    """The first GPU if there is one."""
+    return _describe("cuda" if torch.cuda.is_available() else "cpu", None)
+
+
+@functools.cache
+def _describe(kind: str, index: int | None) -> Device:
+    if kind != "cuda":
+        return Device(kind, kind)
+    has = torch.cuda.get_device_properties(index)
+    # AMD's GPUs have no more of it for those who ask.
+    return Device("gpu", has.name, getattr(has, "shared_memory_per_block_optin", has.shared_memory_per_block))
+
+
+def place_of(x: torch.Tensor) -> Any:
+    """Where the tensor is, for those of a call must be together."""
+    return x.device
+
+
+# Tokens of a call of which nothing is known.
+_USUAL = 4096
+
+
+def length(n: int | torch.SymInt, usual: int | None = None) -> int:
+    """A size as a number; of one that a graph leaves open, the one at hand while it is traced, without fixing it.
+
+    Where none is at hand, as the size follows from values, a usual length stands for it.
+
+    Raises:
+        TypeError: it is a tensor of ``torch.jit.trace``.
+    """
+    if isinstance(n, int):
+        return n
+    if not isinstance(n, torch.SymInt):
+        raise TypeError("keraunos: torch.jit.trace does not see what kernels do; use torch.export or torch.compile")
+    return _USUAL if n.node.hint is None else n.node.hint
+
+
+def is_symbol(n: Any) -> bool:
+    """Whether a size has no number that :func:`length` gives."""
+    return False
+
+
+def seed(rng: torch.Generator, like: torch.Tensor) -> torch.Tensor:
+    """Two integers of 32 bits, the next that a generator gives, on the device of ``like``."""
+    if not isinstance(rng, torch.Generator):
+        raise TypeError(f"attention: dropout_rng is of type {type(rng).__qualname__}; expected a torch.Generator")
+    return torch.randint(1 << 32, (2,), generator=rng, device=rng.device).to(like.device, non_blocking=True)

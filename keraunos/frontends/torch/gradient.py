@@ -1,0 +1,182 @@
+"""PyTorch: a kernel's forward and backward as a function with a gradient, or one that changes a tensor in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from keraunos.frontends import Operator, alone
+from keraunos.frontends.torch import operators
+from keraunos.frontends.torch.arrays import constant
+from keraunos.frontends.torch.launch import kinds
+from keraunos.frontends.torch.strides import fitting
+
+
+def differentiable(forward: Callable, backward: Callable, operator: Operator, platform: str) -> Callable:
+    """``prepare(opts, args)``: ``args -> outputs`` with a gradient; see :func:`keraunos.frontends.differentiable`.
+
+    To whatever traces or transforms a call, such as ``torch.compile``, it is an operator: opaque, so that nothing
+    traces into its kernels. Where nothing does, the call goes past the dispatcher. While a graph is traced, sizes may
+    be symbols that stand for any: then no host code runs, which would decide by them and so fix them, and the shapes of
+    the results are the answer. A gradient of which nobody asked is not made: ``opts.constant`` names the arrays.
+
+    Args:
+        forward: ``(args, opts) -> (outputs, residuals)``. There are two outputs, and ``forward.residuals`` are
+            functions by the residuals' names, ``(args, opts) -> (shape, dtype name)`` or None where there can be none
+            (each may be None all the same, or shorter); without it there are no residuals. The first may be ``OUTPUT``:
+            the first output itself.
+        backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``. Where a residual can be,
+            but was None, it may be given a tensor without values.
+        operator: the operation. platform: the name under which it finds these functions.
+    """
+    kind, n = operator.args, len(operator.args._fields)
+    fits, launchers = fitting(kind._fields), functools.partial(operators.launchers, kind, forward, backward)
+    places = [kind._fields.index(name) for name in operator.fields]
+
+    class Direct(torch.autograd.Function):
+        """The operator without the dispatcher, which would take several times the host time."""
+
+        @staticmethod
+        def forward(ctx, opts, launch, *flat):
+            output, state, *kept = launch(list(flat))
+            ctx.save_for_backward(*flat, *kept)
+            ctx.opts, ctx.shape = opts, output.shape
+            ctx.set_materialize_grads(False)
+            return output, state
+
+        @staticmethod
+        def backward(ctx, doutput, dstate):
+            saved = ctx.saved_tensors
+            grads = operators.gradients_of(ctx.shape, saved[0], doutput, dstate)
+            if not torch.is_grad_enabled() and not is_watched(flat := [*saved, *grads]):
+                return (None, None, *launchers(ctx.opts)[1](flat))
+            node = operators.differentiable(operator)
+            given, values = [saved[i] for i in places], node.plain.of(ctx.opts, platform)
+            found = dict(zip(places, node.backward(given, list(saved[n:]), grads, values), strict=True))
+            return (None, None, *map(found.get, range(n)))
+
+    def needing(opts, needed):
+        """The options of a call with what needs a gradient known."""
+        missing = [name for name, x in zip(kind._fields, needed, strict=True) if not x and name in operator.gradients]
+        return opts._replace(constant=tuple(dict.fromkeys((*opts.constant, *missing))))
+
+    def watched(opts):
+        node = operators.differentiable(operator)
+
+        def run(args):
+            flat, own = _seen(args, fits), opts
+            if not torch._C._are_functorch_transforms_active():
+                # To a transformation of a transformation, arrays do not say whether they need one.
+                needed = [x is None or x.requires_grad for x in flat]
+                graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat)
+                own = needing(opts, needed) if graded else alone(opts)
+            return tuple(map(operators.absent, node.forward([flat[i] for i in places], own, platform)))
+
+        return run
+
+    def prepare(opts, args):
+        if is_watched(args):
+            return watched(opts)
+        changes, absent = to_change(args, fits), [x is None for x in args]
+        launch_alone = launchers(alone(opts))[0].alike()
+        known: dict[tuple[bool, ...], tuple[Any, Callable]] = {}
+
+        def settled(needed):
+            own = needing(opts, [x or y for x, y in zip(needed, absent, strict=True)])
+            known[needed] = own, launchers(own)[0].alike()
+            return known[needed]
+
+        def run(args):
+            flat = fitted(args, changes)
+            needed = tuple([x is not None and x.requires_grad for x in flat])
+            # Forward mode has no derivative here, and says so.
+            if (True in needed and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+                return Direct.apply(*(known.get(needed) or settled(needed)), *flat)
+            return launch_alone(flat)[:2]
+
+        return run
+
+    return prepare
+
+
+def in_place(compute: Callable, operator: Operator, platform: str, pool: str, writes: Callable[[Any], bool],
+             output: Callable) -> Callable:  # fmt: skip
+    """``prepare(opts, args)``: ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`.
+
+    To whatever traces a call it is an operator, which writes its output where it is told to.
+    """
+    kind = operator.args
+    place, fits = kind._fields.index("out"), fitting(kind._fields, operator.strided)
+    launcher = functools.partial(operators.launcher, kind, compute)
+
+    def prepare(opts, args):
+        if not is_watched(args):
+            changes, launch = to_change(args, fits), launcher(opts).alike()
+            return lambda args: launch(fitted(args, changes))
+        node = operators.in_place(operator)
+
+        def run(args):
+            flat = _seen(args, fits)
+            if flat[place] is None and (made := output(args, opts)):
+                flat[place] = operators.room(made, args[0])
+            node(kind(*flat), opts, platform)
+            return flat[place], getattr(args, pool) if writes(opts) else None
+
+        return run
+
+    return prepare
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, np.ndarray, type(None)}
+
+
+def signature(args: Sequence[Any]) -> list[Any] | None:
+    """What tells launches on tensors and constants apart; None where the call has to be an operator, or is wrong."""
+    return None if is_watched(args) else kinds(args)
+
+
+def to_change(args: Sequence[Any], fits: Sequence[Callable | None]) -> list[tuple[int, torch.Tensor | None]]:
+    """Which of args like these kernels cannot take as they are: constants, with their tensors, and what is no fit."""
+    return [
+        (i, constant(x, args[0].device) if isinstance(x, np.ndarray) else None)
+        for i, (x, fit) in enumerate(zip(args, fits, strict=True))
+        if x is not None and fit and (isinstance(x, np.ndarray) or not fit(x))
+    ]
+
+
+def fitted(args: Sequence[Any], changes: list[tuple[int, torch.Tensor | None]]) -> list[Any]:
+    """The tensors that kernels take."""
+    flat = list(args)
+    for i, made in changes:
+        flat[i] = flat[i].contiguous() if made is None else made
+    return flat
+
+
+def _seen(args: Sequence[Any], fits: Sequence[Callable | None]) -> list[Any]:
+    """The same for the operator of a call that is watched.
+
+    Raises:
+        TypeError: an argument is a DTensor; PyTorch would say that the operator has no sharding strategy.
+    """
+    if any(type(x).__name__ == "DTensor" for x in args):
+        raise TypeError(
+            "keraunos: got a DTensor; expected each rank's own heads or sequences, x.to_local() of every argument, and "
+            "DTensor.from_local(...) of the output; where tokens are sharded, see keraunos.distributed"
+        )
+    return fitted(args, to_change(args, fits))
+
+
+def is_watched(tensors: Sequence[Any]) -> bool:
+    """Whether something traces or transforms the call, or asks for shapes, so that it has to be an operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or tensors[0].is_meta
+        or not _PLAIN.issuperset(map(type, tensors))
+    )

@@ -1,0 +1,329 @@
+"""PyTorch: launching kernels; host code runs once for all calls that are alike, which repeat its launches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from keraunos.frontends import in_shared_memory
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_MOST = 4096
+
+
+def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
+           constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:  # fmt: skip
+    """Allocate the outputs and launch.
+
+    Args:
+        kernel: a ``@triton.jit`` function; its parameters are the inputs, the outputs, the constants, in this order.
+        grid: number of programs along each axis.
+        inputs: name -> tensor, number or None.
+        outputs: name -> (shape, dtype name); or the name of an input to overwrite, which nothing else may use then; or
+            None for one that the constants switch off.
+        constants: name -> compile-time value. OVERLAP, where a kernel has it: 1 lets the next launch begin while this
+            one runs, 2 lets this one begin while the one before it runs, 4 when that one's programs end, and waits for
+            them before it touches memory; 0 is what the kernel gets where the GPU cannot do that.
+        num_warps: per program.
+        num_stages: of its loops, at most: fewer where shared memory has not the room, which only some GPUs have.
+
+    Returns:
+        The outputs, in order; None for those that are off.
+    """
+    if (recording := getattr(_local, "recording", None)) is None:
+        return _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)[0]
+    made, run, given, kinds = _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages)
+    recording.add(run, list(inputs.values()), kinds, made, given, beside=bool(constants.get("OVERLAP", 0) & 2))
+    return made
+
+
+def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tuple[int, ...], torch.dtype] | int],
+             addresses: bool = True) -> tuple:  # fmt: skip
+    """Allocate outputs of these shapes and dtypes, ``run(*inputs, *outputs)``, return them.
+
+    Args:
+        outputs: a number in place of shape and dtype is an input's, which ``run`` overwrites.
+        addresses: ``run`` does the same when it is given addresses on the device.
+    """
+    device, recording = inputs[0].device, getattr(_local, "recording", None)
+    made = tuple(inputs[x] if isinstance(x, int) else torch.empty(x[0], dtype=x[1], device=device) for x in outputs)
+    with current_device(device):
+        run(*inputs, *made)
+    if recording is not None:
+        recording.add(run, inputs, outputs, made, [], addresses=addresses)
+    return made
+
+
+def fixed(x: torch.Tensor) -> torch.Tensor:
+    """``x``, a constant of the calls that are alike: what is launched with it is launched with it again."""
+    if (recording := getattr(_local, "recording", None)) is not None:
+        recording.fixed[x] = x
+    return x
+
+
+def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> tuple[tuple, Callable, list, list]:
+    """The outputs; what does the same launch with other arguments, and the last of these; the outputs' kinds."""
+    like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
+    kinds = [(o[0], _DTYPES[o[1]]) if isinstance(o, tuple) else o for o in outputs.values()]
+    made = tuple(
+        torch.empty(o[0], dtype=o[1], device=like.device) if isinstance(o, tuple) else o and inputs[o] for o in kinds
+    )
+    if 0 in grid:
+        return made, _nothing, [], kinds
+    options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages)
+    if "OVERLAP" in constants:
+        # PyTorch's deterministic mode has launches of its own between these (see kinds).
+        able = _overlaps(like.device) and not torch.are_deterministic_algorithms_enabled()
+        constants = {**constants, "OVERLAP": constants["OVERLAP"] if able else 0}
+        if constants["OVERLAP"] & 6:
+            options["launch_pdl"] = True  # which other makers' GPUs do not know
+    run, built = _build(kernel, grid, [*inputs.values(), *made], {**constants, **options}, like.device)
+    if built is None:
+        # The interpreter builds nothing.
+        return made, run, [], kinds
+    return made, _again(built, (*grid, 1, 1)[:3]), [constants[p.name] for p in kernel.params if p.is_constexpr], kinds
+
+
+def _build(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[str, Any],
+           device: torch.device) -> tuple[Callable, Any]:  # fmt: skip
+    """Launch, with fewer stages where the GPU has not the shared memory for all; what did it, and what was built."""
+
+    def build(num_stages):
+        run = functools.partial(kernel[grid], **{**options, "num_stages": num_stages})
+        with current_device(device):
+            return run, run(*args)
+
+    return in_shared_memory(build, kernel.__name__, options["num_stages"])
+
+
+@functools.cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether a launch can begin before the one before it has ended: from Hopper on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _nothing(*args: Any) -> None:
+    """The launch of no program."""
+
+
+def _again(built: Any, grid: tuple[int, ...]) -> Callable:
+    """Launches what Triton has built, without asking it to find that again."""
+    import triton
+
+    hooks, watched = triton.knobs.runtime, built[grid]
+    stream, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    start, rest = built.run, [built.function, built.packed_metadata, None, None, None]
+    if not any(size for name, size in vars(start).items() if name.endswith("scratch_size")):
+        # What it compiled to launch with can do without the Python around it, half of the time that a launch takes.
+        bare, seen = copy.copy(start), []
+        bare.launch = lambda *given: seen.extend(given)
+        bare(*grid, None, *rest)
+        start, rest = start.launch, seen[4:]
+
+    def run(*args):
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            watched(*args)
+        else:
+            # The same without hooks, such as a profiler's: those cost a fifth of a call even where there are none.
+            start(*grid, stream(device()), *rest, *args)
+
+    return run
+
+
+def current_device(device: torch.device) -> Any:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device.index if device.type == "cuda" else -1)
+
+
+class _Step(NamedTuple):
+    """One launch: what it allocates, and where among its arguments the arrays go."""
+
+    run: Callable
+    args: list[Any]
+    arrays: list[tuple[int, int]]  # argument, slot
+    outputs: list[tuple[tuple[int, ...], torch.dtype]]
+    spent: list[int]  # slots that nothing reads afterwards
+    addresses: bool  # take the place of arrays on a GPU
+
+
+class _Recording:
+    """The launches between some tensors and what is made of them; and whether they were all that was done.
+
+    What else makes a tensor that matters is seen when a launch is given it, or when it is a result. What changes one in
+    place is seen by its version, which launches leave as it is.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor | None]):
+        # By identity, and weakly: what the host code lets go of is free for what comes next.
+        self.slots: Any = WeakTensorKeyDictionary()
+        self.versions: Any = WeakTensorKeyDictionary()
+        self.fixed: Any = WeakTensorKeyDictionary()
+        self.size = 0
+        self.steps: list[_Step] = []
+        self.first: Any = None  # of the launches that may run side by side
+        self.complete = True
+        for x in tensors:
+            self._take(x)
+
+    def __enter__(self):
+        _local.recording = self
+        return self
+
+    def __exit__(self, *error):
+        _local.recording = None
+
+    def _take(self, x):
+        if x is not None:
+            self.slots[x], self.versions[x] = self.size, _version(x)
+        self.size += 1
+
+    def add(self, run, inputs, kinds, made, given, beside=False, addresses=True):
+        for x in made:
+            if x is not None and x not in self.slots:
+                self._take(x)
+        args = [*inputs, *made]
+        arrays = []
+        for i, x in enumerate(args):
+            if isinstance(x, torch.Tensor):
+                if x in self.fixed:
+                    args[i] = x.data_ptr() if addresses and x.is_cuda else x
+                else:
+                    arrays.append((i, self.slots.get(x, -1)))
+                    args[i] = None
+        self.complete &= all(slot >= 0 for _, slot in arrays) and self._unchanged()
+        args += given
+        outputs = [k for k in kinds if isinstance(k, tuple)]
+        if beside:
+            # What the launches before it no longer need may be in use yet: it gets its memory before the first of them.
+            self.first.outputs.extend(outputs)
+            outputs = []
+        self.steps.append(_Step(run, args, arrays, outputs, [], addresses))
+        if not beside:
+            self.first = self.steps[-1]
+
+    def finish(self, results) -> _Launches | None:
+        """What repeats the calls; None where something else than launches made the results."""
+        made = [None if x is None else self.slots.get(x, -1) for x in results]
+        # In inference mode and within an operator PyTorch counts no changes: what launched nothing may have made some.
+        if not self.steps or not self.complete or -1 in made or not self._unchanged():
+            return None
+        last = {slot: step for step in self.steps for _, slot in step.arrays}
+        for slot, step in last.items():
+            if slot not in made:
+                step.spent.append(slot)
+        return _Launches(self.steps, made, list(self.fixed.values()))
+
+    def _unchanged(self) -> bool:
+        return all(_version(x) == version for x, version in self.versions.items())
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often PyTorch has changed the tensor in place; it does not count that where no gradient can ever follow."""
+    return 0 if x.is_inference() else x._version
+
+
+class _Launches(NamedTuple):
+    steps: list[_Step]
+    results: list[int | None]
+    constants: list[torch.Tensor]  # whose addresses the steps have
+
+    def repeat(self, tensors: list[Any], device: torch.device) -> tuple[Any, ...]:
+        """Launch everything on other tensors of the same kind."""
+        on_gpu = device.type == "cuda"
+        if on_gpu and device.index != torch._C._cuda_getDevice():
+            with current_device(device):
+                return self.repeat(tensors, device)
+        slots = tensors.copy()
+        for run, args, arrays, outputs, spent, addresses in self.steps:
+            for shape, dtype in outputs:
+                slots.append(torch.empty(shape, dtype=dtype, device=device))
+            args, addresses = args.copy(), addresses and on_gpu
+            for i, slot in arrays:
+                # Triton takes addresses too, and need not ask the driver whether they are on the device: they were.
+                args[i] = slots[slot].data_ptr() if addresses else slots[slot]
+            run(*args)
+            for slot in spent:
+                slots[slot] = None
+        return tuple([None if i is None else slots[i] for i in self.results])
+
+
+def kinds(arrays: Sequence[Any]) -> list[Any]:
+    """What tells launches on tensors apart, and NumPy arrays, which are constants of a call; None is an absent one.
+
+    In its deterministic mode PyTorch fills what it allocates: no launch may overlap that.
+    """
+    found: list[Any] = [torch.are_deterministic_algorithms_enabled()]
+    for x in arrays:
+        if x is None:
+            found.append(x)
+        elif isinstance(x, np.ndarray):
+            found += x.shape, x.dtype, x.tobytes()
+        else:
+            # Triton builds other code for arrays that are not aligned to 16 bytes.
+            found += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
+    return found
+
+
+class remembered:  # noqa: N801, to those who use it a function
+    """``fn(tensors)``, whose launches are recorded, and repeated for tensors of the same kind.
+
+    Within another one that is recorded it is a part of that.
+
+    Args:
+        fn: takes a list of tensors or None, returns a tuple of the like. What it does depends on the tensors' shapes,
+            strides, dtypes and device. If it does more to tensors than launch kernels, it is run each time.
+    """
+
+    def __init__(self, fn: Callable[[list], tuple]):
+        self.fn = fn
+        self.known: dict[Any, Callable[[list], tuple]] = {}
+
+    def __call__(self, tensors: list[Any]) -> tuple:
+        """Run it, or repeat what it launched."""
+        return (self._find(tensors) or self._record)(tensors)
+
+    def alike(self) -> Callable[[list], tuple]:
+        """The same for tensors that are all of one kind, at which it need not look."""
+        run: Callable[[list], tuple] | None = None
+
+        def call(tensors):
+            nonlocal run
+            known = run or self._find(tensors)
+            if known is None:
+                return self._record(tensors)
+            run = known
+            return known(tensors)
+
+        return call
+
+    def _find(self, tensors):
+        if getattr(_local, "recording", None) is not None:
+            return self.fn
+        if tensors[0].device.type == "cuda" or INTERPRETED:
+            return self.known.get(tuple(kinds(tensors)))
+        return self.fn
+
+    def _record(self, tensors):
+        # One tensor given twice is two arguments, which other calls may tell apart.
+        own = [x if x is None else x.detach() for x in tensors]
+        with _Recording(own) as recording:
+            results = self.fn(own)
+        if len(self.known) >= _MOST:
+            self.known.clear()
+        launches = recording.finish(results)
+        repeat = functools.partial(launches.repeat, device=tensors[0].device) if launches else self.fn
+        self.known[tuple(kinds(tensors))] = repeat
+        return results
+
+
+_local = threading.local()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,313 @@
+"""One call of the recurrence as its Triton kernels see it: what is known of its arrays, how its sequences are cut."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from keraunos.frontends import SHARED_MEMORY, launch
+from keraunos.kernels.linear_attention.contract import Args, Options
+
+# With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# Programs that fill the largest GPUs. With fewer, sequences are cut into segments, for which a pass over pieces of them
+# makes the states that they start from. Tokens that make a segment and a piece worth their while. Pieces, times heads,
+# that run at once; and that share the pass evenly where constant decays leave most heads little to do.
+_PROGRAMS = 128
+_MIN_SEGMENT, _MIN_PIECE = 512, 1024
+_PIECES, _PIECES_FORGETTING = 198, 2048
+# Parts of a walk, one after the other, in which gradients of gates are made; and the chunks of the shortest. With many
+# segments the states that parts start from count too.
+_PARTS, _MIN_PART = 5, 16
+_SEGMENT_PARTS, _MIN_SEGMENT_PART = 6, 10
+# Heads of all sequences that leave segments too short for so many parts: gradients walk them in pairs then, and each
+# program has but this many of V's dimensions, half of what it has elsewhere.
+_FEW_HEADS, _HALF_TILE = 24, 64
+
+# Bytes of shared memory that programs have on Hopper and sm_100 and nowhere else, of which tiles and stages were chosen
+# by speed; and those that they have on A100 but not on sm_86, sm_89, sm_120 and AMD's GPUs (99 and 64 KB). With less,
+# what is chosen is what lets two programs of four warps share a multiprocessor: by occupancy, as nothing was measured.
+ENOUGH, LITTLE = SHARED_MEMORY, 160 * 1024
+
+# What follows from shapes, dtypes and options is worked out once.
+remember = functools.lru_cache(maxsize=4096)
+
+
+def pow2(n: int) -> int:
+    """The power of two that is n or the next above."""
+    return 1 << max(int(n) - 1, 0).bit_length()
+
+
+def tile(n: int) -> int:
+    """The tile that holds n dimensions: the tensor cores take 16 at least."""
+    return max(pow2(n), 16)
+
+
+class Spec(NamedTuple):
+    """What the host code needs to know of an array: hashable, so that what follows from it is worked out once."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+def spec_of(x: Any) -> Spec | None:
+    """What is known of an array; None of an absent one."""
+    if x is None:
+        return None
+    if hasattr(x, "stride"):
+        return Spec(tuple(x.shape), x.stride(), _name(x.dtype))
+    strides = [1]  # a JAX array is contiguous
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return Spec(tuple(x.shape), tuple(strides), _name(x.dtype))
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def strides_of(x: Spec | None, name: str, unit: int, axes: str = "bth") -> dict[str, int]:
+    """``stride_<name><axis>`` of the axes of an array [B, T, H, ...], in units."""
+    return {f"stride_{name}{axis}": x.strides["bth".index(axis)] // unit if x else 0 for axis in axes}
+
+
+def unit_of(*arrays: Spec | None) -> int:
+    """The largest power of two, up to 16, that divides every stride over tokens, heads and the batch."""
+    return math.gcd(16, *(stride for x in arrays if x for stride in x.strides[:3]))
+
+
+class Plan(NamedTuple):
+    """A launch but for its arrays."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: dict[str, Any]
+    outputs: dict[str, Any]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    def launch(self, **arrays):
+        """Run it on arrays, given in the order of the kernel's parameters."""
+        return launch(self.kernel, self.grid, {**arrays, **self.numbers}, self.outputs, self.constants,
+                      num_warps=self.num_warps, num_stages=self.num_stages)  # fmt: skip
+
+
+class Part(NamedTuple):
+    """Some tokens of some walks, ``call.M`` from the first ``token`` of the walk on; last: the walks end there."""
+
+    token: int
+    walk: int
+    walks: int
+    last: bool
+
+
+# Where the states of sequences are in no pool, the kernels' flags for one.
+NO_POOL = dict(POOL=False, MAY_START=False, stride_ss=0, stride_sh=0, stride_sk=0, stride_sv=0)
+
+
+class Pool(NamedTuple):
+    """Where the states of packed sequences come from and go to; as arrays, or as what is known of them."""
+
+    states: Any  # [slots, H, K, V], any strides
+    slots: Any  # [N]; -1: no sequence
+    has_initial: Any = None  # [N], bool
+    exports: Any = None  # for each chunk the slot that the state before it goes to as well; -1: none
+    T: int = 0  # tokens of the row
+    call: Args | None = None  # what is known of the call's arrays, which may say more tokens
+    into: Any = None  # where the output goes
+
+    def specs(self) -> Pool:
+        """What is known of the arrays."""
+        states, slots, has_initial, exports = map(spec_of, self[:4])
+        return Pool(states, slots, has_initial, exports, self.T, self.call)
+
+    def arrays(self) -> dict[str, Any]:
+        """The kernels' arguments."""
+        return dict(pool=self.states, slots=self.slots, has_initial=self.has_initial, exports=self.exports)
+
+    def flags(self) -> dict[str, Any]:
+        """The kernels' constants."""
+        strides = {f"stride_s{axis}": n for axis, n in zip("shkv", self.states.strides, strict=True)}
+        return dict(POOL=True, MAY_START=self.has_initial is not None, **strides)
+
+
+NO_STATES = Pool(None, None)
+
+
+class Call:
+    """The sizes of one call, its gates and how its sequences are cut; one object for all calls that are alike."""
+
+    def __init__(self, specs: Args, opts: Options, shared: int):
+        self.specs, self.opts = specs, opts
+        # Whether so little shared memory makes it worth its while to have less on its way, for two programs at once.
+        self.little = shared < LITTLE
+        # Complete by the contract, whatever its declared type allows.
+        self.cfg: Any = opts.cfg
+        self.scale, self.reverse = opts.softmax_scale, opts.reverse
+        self.B, self.T, _, self.K = specs.query.shape
+        self.H, self.V = specs.heads, specs.value.shape[3]
+        self.dtype = specs.query.dtype
+        self.packed = specs.cu_seqlens is not None
+        self.N = _sequences(specs)
+        self.gate = 0 if specs.g is None else len(specs.g.shape) - 2
+        self.has_gamma = specs.g_gamma is not None
+        self.need_gamma = opts.needs(specs, "g_gamma")
+        self.need_gate = needs_gates(specs, opts)
+        # Of the gradient of gates, before it is summed over what shares a gate.
+        self.dg = "float32" if self.need_gamma or self.gate < 2 else self.dtype_of_each(specs.g)
+        self.stride_gamma_b = self.H if self.has_gamma and len(specs.g_gamma.shape) == 2 else 0
+        self.exact = self.dtype == "float32"
+        plain = self.gate and specs.g.dtype == "bfloat16" and not self.has_gamma
+        self.terms = 3 if self.exact else 1 if plain else 2
+        # Six bf16 products are as good as float32; the interpreter, which computes in float32, has no name for them.
+        self.precision = "tf32" if not self.exact else "ieee" if INTERPRETED else "bf16x6"
+        # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
+        self.mild = 92.0 if self.dtype == "bfloat16" else 0.0
+        self.BT: int = cast(int, self.cfg.block_q)
+        # Whether the gradient of the gates can be where the pairs of halved chunks were.
+        self.shares_pairs = self.dg == self.dtype and self.K >= self.BT
+        # Tokens per segment (0: sequences are not cut) and pieces per segment.
+        forgets = self.has_gamma and not self.gate
+        self.L, self.P = segmentation(self.T, self.N * self.H, _programs(specs, opts), self.BT, forgets)
+        self.chunks = self.slots(self.BT)
+        # Tokens per walk, and per part of it (0: walks are not parted); whether gradients walk segments in pairs.
+        self.walk = self.L or max(-(-self.T // self.BT), 1) * self.BT
+        self.M, self.in_pairs = 0, False
+        self.parts: list[Part] = []
+        if self.need_gate and self.N and not self.packed:
+            self._part(_programs(specs, opts))
+
+    def _part(self, programs: int) -> None:
+        """Choose the parts in which gradients of gates are made: of the sequences, if those are many, and of each."""
+        most, least = (_SEGMENT_PARTS, _MIN_SEGMENT_PART) if self.L else (_PARTS, _MIN_PART)
+        groups = max(min(programs // _PROGRAMS, most, self.N), 1)
+        count = self.walk // self.BT
+        parts = max(min(count // least, -(-most // groups)), 1)
+        if not self.L and groups * parts == 1:
+            return
+        if self.L and self.N * self.H <= _FEW_HEADS and least <= count < least * most:
+            self._pair(max(min(2 * count // least, most) // 2, 1))
+        if not self.in_pairs:
+            self.M = -(-count // parts) * self.BT
+        self._list_parts(-(-self.N // groups))
+
+    def _pair(self, parts: int) -> None:
+        """Let gradients walk segments in pairs if tiles can be halved; parts: of a segment, all of one length.
+
+        A pair has the parts of its segments, in their order.
+        """
+        unit = parts * self.P * self.BT
+        L = -(-self.L // unit) * unit
+        alike = self.N == 1 or -(-self.T // L) % 2 == 0
+        self.in_pairs = alike and min(self.cfg.block_d, tile(min(self.K, self.V))) == 2 * _HALF_TILE
+        if self.in_pairs:
+            self.L = self.walk = L
+            self.M = L // parts
+
+    def _list_parts(self, most: int) -> None:
+        """From the last that a walk comes to, to the first; most: sequences at once."""
+        tokens, walks = range(0, self.walk, self.M), -(-self.T // self.walk)
+        for n in range(0, self.N, most):
+            for token in tokens if self.reverse else reversed(tokens):
+                last = token == tokens[-1 if self.reverse else 0]
+                self.parts.append(Part(token, n * walks, min(most, self.N - n) * walks, last))
+
+    @functools.cached_property
+    def of_gradients(self) -> Call:
+        """The call as gradients of gates walk it: pairs of segments, by as many programs, each with half a tile.
+
+        What is kept of the states before chunks is that of a part of all walks: half of what it is for segments. Where
+        others have made the states that segments start from, they are walked one by one.
+        """
+        if not self.in_pairs or self.opts.started:
+            return self
+        call = copy.copy(self)
+        call.cfg = replace(self.cfg, block_d=_HALF_TILE, num_warps=self.cfg.num_warps // 2)
+        call.L, call.P, call.walk, call.parts = 2 * self.L, 2 * self.P, 2 * self.walk, []
+        call._list_parts(self.N)
+        return call
+
+    def ratio(self, x: Spec | None) -> int:
+        """How many heads share each of an array's; 1 for an absent one."""
+        return self.H // x.shape[2] if x else 1
+
+    def dtype_of_each(self, x: Spec) -> str:
+        """The dtype of a head's gradient of an array: wide where it is still to be summed over those that share."""
+        return "float32" if self.ratio(x) > 1 else x.dtype
+
+    def slots(self, length: int) -> int:
+        """How many parts of a length sequences have at most; a packed one may end in a shorter part anywhere."""
+        return self.T // length + self.N if self.packed else self.N * -(-self.T // length)
+
+    def place(self, part: Part | None) -> dict[str, int]:
+        """Tokens per part, and where a part begins."""
+        return dict(M=self.M, F=part.token if part else 0, W=part.walk if part else 0)
+
+    def chunk_slots(self, part: Part | None) -> int:
+        """How many chunks a part has at most (None: all walks)."""
+        if self.packed:
+            return self.chunks
+        return part.walks * (self.M // self.BT) if part else self.N * -(-self.T // self.walk) * (self.walk // self.BT)
+
+    def flags(self, reverse: bool) -> dict[str, Any]:
+        """The constants that every kernel of the recurrence has."""
+        return dict(GAMMA=self.has_gamma, EXACT=self.exact, REVERSE=reverse, PACKED=self.packed)
+
+
+@remember
+def call_of(specs: Args, opts: Options, shared: int = SHARED_MEMORY) -> Call:
+    """The call; the same object for all that are alike. shared: bytes of shared memory that a program may have."""
+    return Call(specs, opts, shared)
+
+
+def _sequences(args: Args) -> int:
+    return args.query.shape[0] if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+
+
+def _programs(args: Args, opts: Options) -> int:
+    """Programs of a walk over whole sequences."""
+    K, V = args.query.shape[-1], args.value.shape[-1]
+    return _sequences(args) * args.heads * -(-min(K, V) // cast(int, opts.cfg.block_d))
+
+
+def _most_segments(programs: int) -> int:
+    """How many segments a sequence is cut into at most, whatever its length."""
+    return _PROGRAMS // max(programs, 1)
+
+
+def segmentation(T: int, heads: int, programs: int, BT: int, forgets: bool) -> tuple[int, int]:
+    """``(tokens per segment, pieces per segment)``; no tokens where one program per sequence, head and tile is enough.
+
+    Args:
+        T: tokens of the longest sequence; heads: sequences times heads; programs: those of a walk over sequences.
+        BT: tokens per chunk; forgets: the decay is constant.
+    """
+    count = min(_most_segments(programs), T // _MIN_SEGMENT)
+    if count < 2 or not heads:
+        return 0, 1
+    most = _PIECES_FORGETTING // (count * heads) if forgets else _PIECES // ((count - 1) * heads)
+    pieces = max(min(T // count // _MIN_PIECE, most), 1)
+    return -(-T // (count * pieces * BT)) * pieces * BT, pieces
+
+
+def needs_gates(args: Args, opts: Options) -> bool:
+    """Whether the backward is the one that gives gates a gradient; with gates per dimension there is no other."""
+    vector = args.g is not None and len(args.g.shape) == 4
+    return vector or opts.needs(args, "g") or opts.needs(args, "g_gamma")
+
+
+def room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
+    """Room for the states that segments or parts start from, the same for all lengths; None: no length is cut."""
+    H, K, V, N = args.heads, args.query.shape[-1], args.value.shape[-1], _sequences(args)
+    most, packed = _most_segments(_programs(args, opts)), args.cu_seqlens is not None
+    if not packed and needs_gates(args, opts):
+        return (N * max(most, 1) * (_SEGMENT_PARTS if most > 1 else _PARTS), H, K, V), _name(args.query.dtype)
+    return ((N + most if packed else N * most, H, K, V), "float32") if most > 1 else None

@@ -1,0 +1,164 @@
+"""The serving functions in Triton, for JAX and PyTorch on NVIDIA GPUs from sm_80.
+
+decode, verify and commit are one kernel, which moves states and little else; prefill is the walk over sequences of
+``linear_attention/triton.py``, which reads the states that requests come with from the pool and leaves theirs there. It
+copies those that are exported to their slots from before the chunk they are in; another kernel takes them further.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+from keraunos.kernels.linear_attention.triton import passes as linear
+from keraunos.kernels.linear_attention.triton.call import INTERPRETED, Plan, Pool, Spec, pow2, spec_of, tile
+from keraunos.kernels.state_pool import contract
+from keraunos.kernels.state_pool.contract import Args, Options
+from keraunos.kernels.state_pool.triton import steps
+
+STEP_FIELDS = ("block_d", "num_warps")
+PREFILL_FIELDS = linear.FIELDS
+
+# Dimensions of V per program, and warps, that take exported states to their tokens.
+_EXPORT = (64, 8)
+
+_remember = functools.lru_cache(maxsize=4096)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _strides(states: Spec) -> dict[str, int]:
+    return {f"stride_s{axis}": n for axis, n in zip("shkv", states.strides, strict=True)}
+
+
+def _ratios(specs: Args, gate: int) -> dict[str, int]:
+    """How many heads share each of those of q, k, v and g."""
+    heads = dict(Q=specs.query, K=specs.key, V=specs.value, G=specs.g)
+    own = {name: x and x.shape[-1 if name == "G" and gate == 1 else -2] for name, x in heads.items()}
+    return {f"R{name}": specs.states.shape[1] // n if n else 1 for name, n in own.items()}
+
+
+def _tokens(specs: Args, axes: str, out: Spec | None) -> tuple[dict[str, Any], int, int]:
+    """The strides of tokens' arrays with these axes, in units, 0 for others; the unit; the kind of gate."""
+    gate = 0 if specs.g is None else len(specs.g.shape) - len(specs.key.shape) + 2
+    vectors = dict(q=specs.query, k=specs.key, v=specs.value, g=specs.g if gate == 2 else None, o=out)
+    unit = functools.reduce(math.gcd, (stride for x in vectors.values() if x for stride in x.strides[:-1]), 16)
+    numbers: dict[str, Any] = {}
+    for name, x in vectors.items():
+        x, own = (specs.g, 1) if name == "g" and gate == 1 else (x, unit)
+        for axis in "nth":
+            place = axes.find(axis)
+            numbers[f"stride_{name}{axis}"] = x.strides[place] // own if x and place >= 0 else 0
+    return numbers, unit, gate
+
+
+@_remember
+def _step_plan(specs: Args, opts: Options) -> Plan:
+    """The launch of decode, verify or commit."""
+    q, k, states, out = specs.query, specs.key, specs.states, specs.out
+    N, (_, H, K, V) = specs.slots.shape[0], states.shape
+    many, made = opts.op_id != "decode", None
+    if opts.reads:
+        shape = (*q.shape[:-2], H, V)
+        made = out or Spec(shape, _contiguous(shape), q.dtype)
+    numbers, unit, gate = _tokens(specs, "nth" if many else "nh", made)
+    numbers |= dict(scale=opts.softmax_scale, T=k.shape[1] if many else 1)
+    BV = min(cast(int, opts.cfg.block_d), tile(V))
+    constants = dict(
+        H=H, K=K, V=V, **_ratios(specs, gate), UNIT=unit, **_strides(states), BK=tile(K), BV=BV, GATE=gate,
+        GAMMA=0 if specs.g_gamma is None else len(specs.g_gamma.shape), EXACT=k.dtype == "float32", MANY=many,
+        COUNTED=specs.counts is not None, OUTPUT=opts.reads, STORE=opts.writes, OVERLAP=4,
+    )  # fmt: skip
+    outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),
+                   pool="states" if opts.writes else None)  # fmt: skip
+    grid = (N * H * -(-V // BV),)
+    return Plan(steps.step_kernel, grid, numbers, outputs, constants, cast(int, opts.cfg.num_warps), 1)
+
+
+def _steps(args: Args, opts: Options):
+    """``(output, pool)`` of decode, verify or commit."""
+    return _step_plan(Args(*map(spec_of, args)), opts).launch(
+        q=args.key if args.query is None else args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma,
+        slots=args.slots, counts=args.counts, states=args.states, into=args.out,
+    )  # fmt: skip
+
+
+def _bucket(n: int) -> int:
+    """Tokens rounded up by 1/32 at most: what is worked out for a length serves others too, and segments are equal."""
+    step = max(pow2(n) // 64, 64)
+    return -(-n // step) * step
+
+
+def _call(specs: Args) -> linear.Args:
+    """The packed row as a row of linear attention with room for some more tokens."""
+
+    def row(x):
+        return x and Spec((1, _bucket(x.shape[0]), *x.shape[1:]), (0, *x.strides), x.dtype)
+
+    q, k, v, g = map(row, (specs.query, specs.key, specs.value, specs.g))
+    return linear.Args(q, k, v, g, specs.g_gamma, None, specs.cu_seqlens)
+
+
+@_remember
+def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
+    """What says where the walk copies states to, and what takes these to the tokens that are asked for."""
+    N, M, (_, H, K, V) = specs.slots.shape[0], specs.tokens.shape[0], specs.states.shape
+    BT, BN, sizes = cast(int, opts.cfg.block_q), pow2(N), dict(N=N, M=M)
+    exact = specs.key.dtype == "float32"
+    precision = "tf32" if not exact else "ieee" if INTERPRETED else "bf16x6"
+    chunks = _bucket(specs.key.shape[0]) // BT + N
+    plan = Plan(steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
+                        dict(BT=BT, BN=BN), 1, 1)  # fmt: skip
+    strides, unit, gate = _tokens(specs, "th", None)
+    ratios = _ratios(specs, gate)
+    del ratios["RQ"]
+    names = [f"stride_{name}{axis}" for name in "kvg" for axis in "th"]
+    BV = min(_EXPORT[0], tile(V))
+    constants = dict(
+        H=H, K=K, V=V, **ratios, UNIT=unit, **_strides(specs.states), BK=tile(K), BV=BV,
+        BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, EXACT=exact, PRECISION=precision,
+    )  # fmt: skip
+    return plan, Plan(
+        steps.export_kernel, (M * H * -(-V // BV),), {name: strides[name] for name in names} | sizes,
+        dict(pool="states"), constants, _EXPORT[1], 1,
+    )  # fmt: skip
+
+
+def _prefill(args: Args, opts: Options):
+    """``(output, pool)``: the packed tokens of all requests."""
+    specs = Args(*map(spec_of, args))
+    row = linear.Args(args.query, args.key, args.value, args.g, args.g_gamma, None, args.cu_seqlens)
+    pool = Pool(args.states, args.slots, args.has_initial, None, args.key.shape[0], _call(specs), args.out)
+    if args.tokens is not None:
+        wanted = dict(tokens=args.tokens, targets=args.targets)
+        plan, export = _export_plans(specs, opts)
+        (exports,) = plan.launch(cu_seqlens=args.cu_seqlens, **wanted)
+        pool = pool._replace(exports=exports)
+    options = linear.Options(opts.softmax_scale, False, opts.cfg, ("g_gamma",), kept=False)
+    (output, states), _ = linear.forward(row, options, pool)
+    if args.tokens is not None:
+        (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, cu_seqlens=args.cu_seqlens,
+                                  slots=args.slots, **wanted, states=states)  # fmt: skip
+    return output, states
+
+
+def unsupported(inv) -> str | None:
+    """Why Triton cannot run the call, or None."""
+    return linear.unsupported(replace(inv, arrays={"query": inv.arrays["key"]}))
+
+
+def heuristic(inv, cfg):
+    """Steps: the same for all batches, so that a request's bits do not depend on it. Prefill: as for the attention."""
+    if inv.op_id != "prefill":
+        return replace(cfg, block_d=64 if inv.dims["K"] <= 128 else 32, num_warps=4)
+    return linear.heuristic(replace(inv, arrays={**inv.arrays, "query": inv.arrays["key"]}), cfg)
+
+
+decode, verify, commit, prefill = contract.kernels(
+    "triton", __file__, _steps, _prefill, unsupported=unsupported, step_fields=STEP_FIELDS,
+    prefill_fields=PREFILL_FIELDS, heuristic=heuristic,
+)  # fmt: skip

@@ -1,0 +1,271 @@
+"""The Triton kernels that take a tile of a state through a few tokens, one after the other, in registers.
+
+Nothing but the state's bytes matters to their speed, so a program has one tile of one head's state, all of K by BV of
+V, loads it at once, and needs no other program. The products are written as fused ones, so that compilers cannot fuse
+them in one way for one token and in another for several: verify and commit give the bits that decode gives.
+
+The conventions are those of ``linear_attention/triton/scan.py``.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from keraunos.kernels.linear_attention.triton.shared import decay, locate
+
+
+@triton.jit
+def load_token(
+    p_q, p_k, p_v, p_g, m_k, m_v, b_gamma,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, OUTPUT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A token's q ``[BK]``, k ``[BK]``, v ``[BV]`` and decay ``[BK]``."""
+    b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)
+    b_q = b_k
+    if OUTPUT:
+        b_q = tl.load(p_q, mask=m_k, other=0.0).to(tl.float32)
+    b_d = tl.zeros([BK], dtype=tl.float32)
+    if GATE == 2:
+        b_d += tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)
+    if GATE == 1:
+        b_d += tl.load(p_g).to(tl.float32)
+    if GAMMA:
+        b_d += b_gamma
+    return b_q, b_k, b_v, decay(b_d, EXACT)
+
+
+@triton.jit
+def advance(b_s, b_k, b_v, b_d, DECAYS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """``S = diag(d) S + k v^T``."""
+    b_kk = tl.broadcast_to(b_k[:, None], [BK, BV])
+    b_vv = tl.broadcast_to(b_v[None, :], [BK, BV])
+    if DECAYS:
+        return tl.fma(b_s, tl.broadcast_to(b_d[:, None], [BK, BV]), b_kk * b_vv)
+    return tl.fma(b_kk, b_vv, b_s)
+
+
+# Indices may be slices of a longer array, which begin anywhere.
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots", "counts"])
+def step_kernel(
+    q, k, v, g, gamma, slots, counts, states, into,
+    stride_qn, stride_qt, stride_qh, stride_kn, stride_kt, stride_kh, stride_vn, stride_vt, stride_vh,
+    stride_gn, stride_gt, stride_gh, stride_on, stride_ot, stride_oh, scale, T,
+    o, pool,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
+    RG: tl.constexpr, UNIT: tl.constexpr,
+    stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
+    MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Tokens of one request, for a tile of BV of the V dimensions.
+
+    OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back. MANY: T tokens, not one. COUNTED:
+    only the first counts[n] of them. OVERLAP: the launch begins beside the end of the one before it.
+    GAMMA: how many dimensions gamma has, ``[H]`` or ``[N, H]``; 0: there is none.
+    """
+    if OVERLAP > 0:
+        # A step is short: that its programs are there already when the launch before it ends is a good part of it.
+        gdc_wait()
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_h = (tl.program_id(0) // NV) % H
+    i_n = (tl.program_id(0) // (NV * H)).to(tl.int64)
+    UNIT_G: tl.constexpr = UNIT if GATE == 2 else 1
+    slot = tl.load(slots + i_n).to(tl.int64)
+    n_t = 1
+    if MANY:
+        n_t = T
+    if COUNTED:
+        n_t = tl.minimum(tl.load(counts + i_n).to(tl.int32), n_t)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    if OUTPUT:
+        p_o = o + (i_n * stride_on + i_h.to(tl.int64) * stride_oh) * UNIT + o_v
+    if slot < 0:
+        if OUTPUT:
+            for _ in range(T if MANY else 1):
+                tl.store(p_o, tl.zeros([BV], dtype=o.dtype.element_ty), mask=m_v)
+                p_o += stride_ot * UNIT
+        return
+    if COUNTED:  # noqa: SIM102
+        if n_t <= 0:
+            return
+
+    p_q = q + (i_n * stride_qn + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT + o_k
+    p_k = k + (i_n * stride_kn + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + o_k
+    p_v = v + (i_n * stride_vn + (i_h // RV).to(tl.int64) * stride_vh) * UNIT + o_v
+    p_g = p_k
+    if GATE > 0:
+        p_g = g + (i_n * stride_gn + (i_h // RG).to(tl.int64) * stride_gh) * UNIT_G
+    if GATE == 2:
+        p_g += o_k
+    b_gamma = 0.0
+    if GAMMA == 1:
+        b_gamma = tl.load(gamma + i_h).to(tl.float32)
+    if GAMMA == 2:
+        b_gamma = tl.load(gamma + i_n * H + i_h).to(tl.float32)
+    i_state = slot * stride_ss + i_h.to(tl.int64) * stride_sh
+    o_s = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
+    m_s = m_k[:, None] & m_v[None, :]
+    b_s = tl.load(states + i_state + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
+    b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, EXACT, OUTPUT, BK)
+    DECAYS: tl.constexpr = GATE > 0 or GAMMA > 0
+    if MANY:
+        for i in range(n_t):
+            b_s = advance(b_s, b_k, b_v, b_d, DECAYS, BK, BV)
+            b_qi = b_q
+            # The next token's, while this one's output is summed.
+            more = i + 1 < n_t
+            p_q += tl.where(more, stride_qt * UNIT, 0)
+            p_k += tl.where(more, stride_kt * UNIT, 0)
+            p_v += tl.where(more, stride_vt * UNIT, 0)
+            if GATE > 0:
+                p_g += tl.where(more, stride_gt * UNIT_G, 0)
+            b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, EXACT, OUTPUT, BK)
+            if OUTPUT:
+                b_o = tl.sum(b_s * b_qi[:, None], 0) * scale
+                tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
+                p_o += stride_ot * UNIT
+    else:
+        b_s = advance(b_s, b_k, b_v, b_d, DECAYS, BK, BV)
+        if OUTPUT:
+            b_o = tl.sum(b_s * b_q[:, None], 0) * scale
+            tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
+    if STORE:
+        tl.store(pool + i_state + o_s, b_s.to(pool.dtype.element_ty), mask=m_s)
+
+
+@triton.jit
+def end_of(tokens, i_m, M):
+    """The end of the tokens after which state m of M is exported; far away after the last of them."""
+    return tl.load(tokens + i_m, mask=i_m < M, other=2147483646).to(tl.int64) + 1
+
+
+@triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["tokens", "targets"])
+def plan_kernel(cu_seqlens, tokens, targets, N, M, exports, BT: tl.constexpr, BN: tl.constexpr):
+    """For each chunk the first slot that a state goes to which is exported within it, or at its start; -1: none.
+
+    A state at the end of a request of whole chunks belongs to a chunk after the last. ``tokens`` ascend.
+    """
+    i_s = tl.program_id(0)
+    _, begin, length, i_c = locate(cu_seqlens, i_s, 0, N, BT, True, True, BN)
+    start = begin + i_c * BT
+    # At a request's first token the one before it has ended, and its states with it.
+    least = tl.where(i_c == 0, start + 1, start)
+    most = tl.minimum(start + BT - 1, begin + length)
+    lower = tl.full([], 0, tl.int32)
+    upper = lower + M
+    while lower < upper:
+        middle = (lower + upper) // 2
+        before = end_of(tokens, middle, M) < least
+        lower = tl.where(before, middle + 1, lower)
+        upper = tl.where(before, upper, middle)
+    target = tl.full([], -1, tl.int32)
+    while (end_of(tokens, lower, M) <= most) & (target < 0):
+        target = tl.load(targets + lower).to(tl.int32)
+        lower += 1
+    tl.store(exports + i_s, target)
+
+
+@triton.jit
+def decays_up_to(
+    p_g, stride_gt, n_t, o_t, o_k, m_k, b_gamma, GATE: tl.constexpr, EXACT: tl.constexpr, BK: tl.constexpr
+):
+    """The decay from after each token through the n_t-th ``[BT, BK]``, and from before the first ``[BK]``."""
+    m_g = o_t + 1 < n_t
+    if GATE == 2:
+        p_next = p_g + (o_t + 1)[:, None] * stride_gt + o_k[None, :]
+        b_g = tl.load(p_next, mask=m_g[:, None] & m_k[None, :], other=0.0).to(tl.float32)  # of the next token
+        b_g += tl.where(m_g, b_gamma, 0.0)[:, None]
+        b_all = tl.load(p_g + o_k, mask=m_k & (n_t > 0), other=0.0).to(tl.float32) + tl.sum(b_g, 0)
+        b_left = tl.cumsum(b_g, 0, reverse=True)
+    else:
+        b_g = tl.where(m_g, b_gamma, 0.0)
+        b_all = tl.zeros([BK], dtype=tl.float32)
+        if GATE == 1:
+            b_g += tl.load(p_g + (o_t + 1) * stride_gt, mask=m_g, other=0.0).to(tl.float32)
+            b_all += tl.load(p_g, mask=n_t > 0, other=0.0).to(tl.float32)
+        b_all += tl.sum(b_g, 0)
+        b_left = tl.sum(tl.where(o_t[:, None] <= o_t[None, :], b_g[None, :], 0.0), 1)[:, None]
+    b_all += tl.where(n_t > 0, b_gamma, 0.0)
+    return decay(b_left, EXACT), decay(b_all, EXACT)
+
+
+@triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["slots", "tokens", "targets"])
+def export_kernel(
+    k, v, g, gamma, cu_seqlens, slots, tokens, targets, states,
+    stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, N, M,
+    pool,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, RG: tl.constexpr,
+    UNIT: tl.constexpr,
+    stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The states that are exported within a chunk, from the one before it.
+
+    Program m does those of its chunk if it is the first with a target there: in its slot is the state to start from.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_h = (tl.program_id(0) // NV) % H
+    i_m = tl.program_id(0) // (NV * H)
+    UNIT_G: tl.constexpr = UNIT if GATE == 2 else 1
+    end = end_of(tokens, i_m, M)
+    slot = tl.load(targets + i_m).to(tl.int64)
+    o_n = tl.arange(0, BN)
+    b_end = tl.load(cu_seqlens + 1 + o_n, mask=o_n < N, other=2147483647).to(tl.int64)
+    i_n = tl.sum((b_end < end).to(tl.int32), 0)
+    if (slot < 0) | (end < 1) | (i_n >= N):
+        return
+    if tl.load(slots + i_n) < 0:
+        return
+    begin = tl.load(cu_seqlens + i_n).to(tl.int64)
+    last = tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    start = begin + (end - begin) // BT * BT
+    least = tl.where(start == begin, start + 1, start)
+    most = tl.minimum(start + BT - 1, last)
+    i_e = i_m - 1
+    while (i_e >= 0) & (end_of(tokens, tl.maximum(i_e, 0), M) >= least):
+        if tl.load(targets + i_e) >= 0:
+            # Another program does them all.
+            least = last + 1
+        i_e -= 1
+    if (least > last) | ((end == start) & (end_of(tokens, i_m + 1, M) > most)):
+        # All that is asked for is there already.
+        return
+
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    o_t = tl.arange(0, BT)
+    m_t = (start + o_t < last)[:, None]
+    i_hk = (i_h // RK).to(tl.int64)
+    i_hv = (i_h // RV).to(tl.int64)
+    p_k = k + (start * stride_kt + i_hk * stride_kh) * UNIT + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :]
+    p_v = v + (start * stride_vt + i_hv * stride_vh) * UNIT + o_t[:, None] * (stride_vt * UNIT) + o_v[None, :]
+    b_k = tl.load(p_k, mask=m_t & m_k[None, :], other=0.0)  # [BT, BK]
+    b_v = tl.load(p_v, mask=m_t & m_v[None, :], other=0.0)  # [BT, BV]
+    p_g = k
+    if GATE > 0:
+        p_g = g + (start * stride_gt + (i_h // RG).to(tl.int64) * stride_gh) * UNIT_G
+    b_gamma = 0.0
+    if GAMMA:
+        b_gamma = tl.load(gamma + i_h).to(tl.float32)
+    i_head = i_h.to(tl.int64) * stride_sh
+    o_s = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
+    m_s = m_k[:, None] & m_v[None, :]
+    b_s = tl.load(states + slot * stride_ss + i_head + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
+    while end <= most:
+        n_t = (end - start).to(tl.int32)
+        b_left, b_all = decays_up_to(p_g, stride_gt * UNIT_G, n_t, o_t, o_k, m_k, b_gamma, GATE, EXACT, BK)
+        b_e = tl.where(o_t[:, None] < n_t, b_k.to(tl.float32) * b_left, 0.0).to(b_k.dtype)  # [BT, BK]
+        b_h = tl.dot(tl.trans(b_e), b_v, b_s * b_all[:, None], input_precision=PRECISION)
+        slot = tl.load(targets + i_m).to(tl.int64)
+        tl.store(pool + slot * stride_ss + i_head + o_s, b_h.to(pool.dtype.element_ty), mask=m_s & (slot >= 0))
+        i_m += 1
+        end = end_of(tokens, i_m, M)

@@ -1,0 +1,141 @@
+"""Values that cannot be right: decays above 0, offsets that do not rise, slots that are not in the pool.
+
+Values that are known on the host are checked in every call: numbers, NumPy arrays, and tensors and arrays on the CPU,
+but not what is traced or transformed. A device's values are read only if the environment variable ``KERAUNOS_CHECK`` is
+1 when keraunos is imported: then they are copied to the host and checked there, also by JAX's compiled programs, which
+call back. The graphs of ``torch.compile`` and CUDA graphs are not checked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keraunos import frontends
+
+EVERYWHERE = os.environ.get("KERAUNOS_CHECK", "0") not in ("", "0")
+
+
+class Rule(NamedTuple):
+    """What the values of an array have to be."""
+
+    argument: str  # its name in the public function
+    fine: Callable[[np.ndarray], bool]  # whether all are right, as fast as it can be told
+    wrong: Callable[..., np.ndarray]  # which are wrong; is also given the arrays of ``beside``
+    wanted: str
+    beside: tuple[str, ...] = ()
+
+
+def decay(argument: str, live: Callable[..., np.ndarray] | None = None, beside: tuple[str, ...] = ()) -> Rule:
+    """The rule of the log of a decay; only of rows that are ``live``, which follows from the arrays ``beside``."""
+
+    def wrong(x, *others):
+        above = ~(x <= 0)
+        return above if live is None else above & live(*others).reshape(-1, *(1,) * (x.ndim - 1))
+
+    return Rule(argument, _decays, wrong, "<= 0, it is the log of a decay", beside)
+
+
+def _decays(x: np.ndarray) -> bool:
+    if x.size == 0:
+        return True
+    if x.dtype.itemsize == 2:
+        # NumPy is slow with floats of 16 bits. Their order is that of the bits: below 0 up to -inf, then NaN.
+        bits, infinity = x.view(np.int16), 0xFC00 if x.dtype == np.float16 else 0xFF80
+        return bool(bits.max() <= 0 and bits.view(np.uint16).max() <= infinity)
+    return bool(x.max() <= 0)
+
+
+def offsets(T: int | None, whole: bool = True) -> Rule:
+    """The rule of ``cu_seqlens``: offsets of sequences that are T tokens together; T at most if not ``whole``."""
+
+    def wrong(x):
+        found = np.concatenate([x[:1] != 0, x[1:] < x[:-1]])
+        found[-1:] |= T is not None and (x[-1:] > T or (whole and x[-1:] != T))
+        return found
+
+    end = "" if T is None else f" to {'' if whole else 'at most '}T = {T}"
+    return Rule("cu_seqlens", lambda x: not wrong(x).any(), wrong, f"offsets that rise from 0{end}, sums of lengths")
+
+
+def placed(function: str, cu_seqlens: Any, like: Any, T: int | None, whole: bool = True) -> Any:
+    """NumPy offsets, checked, as a constant of the framework and on the device of ``like``; others as they are.
+
+    Args:
+        function: the public function.
+        cu_seqlens: what a user gave.
+        like: an array.
+        T, whole: see :func:`offsets`.
+
+    Raises:
+        ValueError: an offset is wrong.
+    """
+    framework = frontends.framework_of(like)
+    if framework is None or not isinstance(cu_seqlens, np.ndarray):
+        return cu_seqlens
+    if cu_seqlens.ndim == 1 and cu_seqlens.dtype.kind in "iu":
+        _looker(function, offsets(T, whole))(cu_seqlens)
+        cu_seqlens = cu_seqlens.astype(np.int64 if cu_seqlens.max(initial=0) >= 2**31 else np.int32)
+    return frontends.get(f"{framework}.values").constant(cu_seqlens, like)
+
+
+def slots(argument: str, size: int) -> Rule:
+    """The rule of slots of a pool of this size."""
+
+    def wrong(x):
+        return (x < -1) | (x >= size)
+
+    return Rule(argument, lambda x: not wrong(x).any(), wrong, f"a slot below {size}, or -1 for padding")
+
+
+def checker(function: str, rules: Mapping[str, Rule], args: Any) -> Callable[[Any], None] | None:
+    """What checks arrays like these in every call, in the name of a function; None: nothing of them is to be read.
+
+    Args:
+        function: the public function.
+        rules: by the names of arrays.
+        args: a NamedTuple of arrays.
+
+    Raises:
+        ValueError: a NumPy array, which calls are told apart by, has a wrong value.
+    """
+    checks = []
+    for name, rule in rules.items():
+        x = getattr(args, name)
+        look = _looker(function, rule)
+        if isinstance(x, np.ndarray):
+            look(x)
+        elif frontends.framework_of(x):
+            checks.append(((name, *(y for y in rule.beside if getattr(args, y) is not None)), look))
+    framework = frontends.framework_of(args[0])
+    if not checks or framework is None:
+        return None
+    frontend = frontends.get(f"{framework}.values")
+    if not frontend.readable(args, EVERYWHERE):
+        return None
+
+    def check(args: Any) -> None:
+        for names, look in checks:
+            frontend.read([getattr(args, name) for name in names], look, EVERYWHERE)
+
+    return check
+
+
+def _looker(function: str, rule: Rule) -> Callable[..., None]:
+    """Refuses the first wrong value of an array."""
+
+    def look(x: np.ndarray, *beside: np.ndarray) -> None:
+        if rule.fine(x):
+            return
+        with np.errstate(invalid="ignore"):
+            found = np.argwhere(rule.wrong(x, *beside))
+        if len(found):
+            index = tuple(map(int, found[0]))
+            raise ValueError(
+                f"{function}: {rule.argument} has a value {x[index]} at {list(index)}; expected {rule.wanted}"
+            )
+
+    return look

@@ -1,0 +1,360 @@
+"""Which implementations exist, and which of them can run a call.
+
+A row is one implementation of one algorithm: ``(algorithm, platform, backend, priority)`` and a target, given as an
+object or as ``"module:name"``, which is imported when a call needs it. Adding an implementation is one row.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from keraunos.ops.invocation import Backend, Config, Invocation, Platform, UnsupportedError, public_name
+
+
+def _no_limits(inv: Invocation) -> str | None:
+    return None
+
+
+def _as_given(inv: Invocation, cfg: Config) -> Config:
+    return cfg
+
+
+def _only_heuristic(inv: Invocation, cfg: Config) -> Iterable[Config]:
+    return [cfg]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way of computing an algorithm, and what the choice of its configuration needs to know.
+
+    Attributes:
+        fn: the low-level function; takes the algorithm's arguments and the keyword ``cfg``.
+        fields: the configuration fields that it reads.
+        unsupported: why it cannot run a call, or None if it can.
+        heuristic: ``(inv, cfg) -> cfg`` with every field that it reads set to a good value for the call.
+        candidates: ``(inv, cfg) -> configurations`` worth timing.
+        config: its own configuration class, if it is not the operation's.
+        source: its source file, if it is not the function's.
+        prepare: ``(args, the operation's options, cfg) -> run``, where ``run(args)`` does what ``fn`` would, for all
+            calls that are alike; None: there is nothing to settle beforehand.
+        passes: ``framework -> functions``, of which ``fn`` is made, forward and backward mostly: for those who put
+            something in between, and for PyTorch's operators.
+        segment: ``(args, options) -> (tokens, walked)`` of the segments that it cuts sequences into, which lie in the
+            order in which they are walked, or in that of their tokens; None: into none.
+    """
+
+    fn: Callable[..., Any]
+    fields: tuple[str, ...] = ()
+    unsupported: Callable[[Invocation], str | None] = _no_limits
+    heuristic: Callable[[Invocation, Any], Any] = _as_given
+    candidates: Callable[[Invocation, Any], Iterable[Any]] = _only_heuristic
+    config: type[Config] | None = None
+    source: str | None = None
+    prepare: Callable[..., Callable] | None = None
+    passes: Callable[[str], tuple[Callable, ...]] | None = None
+    segment: Callable[..., tuple[int, bool] | None] | None = None
+
+    def __call__(self, *args, **kwargs):
+        """Call ``fn``."""
+        return self.fn(*args, **kwargs)
+
+    @functools.cached_property
+    def source_version(self) -> str:
+        """A hash of the source file, or of its platform's folder: a change makes stored configurations stale."""
+        fn, digest = inspect.unwrap(self.fn), hashlib.sha256()
+        try:
+            path = Path(self.source or inspect.getsourcefile(fn) or "")
+        except TypeError:  # no Python function
+            return "unknown"
+        if path.is_file():
+            folder = path.stem == "passes"  # a platform that has a folder of its own
+            for file in sorted(path.parent.glob("*.py" if folder else f"{path.stem}*{path.suffix}")):
+                digest.update(file.read_bytes())
+        else:
+            # Typed in, not in a file.
+            _hash_code(fn.__code__, digest)
+        return digest.hexdigest()[:12]
+
+
+def _hash_code(code: Any, digest: Any) -> None:
+    digest.update(code.co_code)
+    for constant in code.co_consts:
+        if hasattr(constant, "co_code"):
+            _hash_code(constant, digest)
+        else:
+            digest.update(repr(constant).encode())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the registry."""
+
+    algorithm: str
+    platform: str
+    backend: str
+    priority: int
+    frameworks: tuple[str, ...] = ("jax", "torch")
+    devices: tuple[str, str] = ("", "")
+    target: Any = field(default=None, compare=False)
+
+    @functools.cached_property
+    def implementation(self) -> Implementation:
+        """What the row registers, imported if need be."""
+        if not isinstance(self.target, str):
+            return self.target
+        module, name = self.target.split(":")
+        return getattr(importlib.import_module(module), name)
+
+    def unsupported(self, inv: Invocation) -> str | None:
+        """Why this row cannot run the call, or None."""
+        if inv.framework not in self.frameworks:
+            return f"takes {' or '.join(self.frameworks)} arrays, not {inv.framework}"
+        if self.backend not in (Backend.ANY, inv.backend):
+            return f"needs a {self.backend} device; the call's arrays are on {inv.backend}"
+        name, pattern = self.devices
+        if not re.search(pattern, inv.device):
+            return f"needs {name}; the call's arrays are on {inv.device}"
+        try:
+            implementation = self.implementation
+        except ImportError as error:
+            return f"cannot be imported: {error}"
+        return implementation.unsupported(inv)
+
+
+class KernelRegistry:
+    """All implementations, best first within an algorithm."""
+
+    def __init__(self):
+        self._rows: list[Row] = []
+        self.generation = 0
+
+    def register(
+        self,
+        algorithm: str,
+        platform: str,
+        backend: str = Backend.ANY,
+        priority: int = 0,
+        *,
+        frameworks: tuple[str, ...] = ("jax", "torch"),
+        devices: tuple[str, str] = ("", ""),
+        **about: Any,
+    ) -> Callable[[Any], Any]:
+        """Register what the returned decorator is applied to: a function, an Implementation or "module:name".
+
+        Args:
+            algorithm: the operation it computes, such as ``"gla"``.
+            platform: one of :class:`Platform`, or a new name, which ``platform=`` then accepts.
+            backend: the device kind it needs.
+            priority: of the rows that can run a call, the one with the highest priority does.
+            frameworks: whose arrays it takes.
+            devices: a name for the devices it is for, and a pattern of theirs: for others it is not even imported.
+            about: the fields of :class:`Implementation` other than ``fn``, when it is applied to a function.
+
+        Raises:
+            ValueError: the row is taken, or the platform is ``auto``.
+        """
+        platform, backend = str(platform), str(Backend(backend))
+        if platform == Platform.AUTO:
+            raise ValueError("register: platform 'auto' is the choice among the others and cannot be registered")
+
+        def add(target):
+            made = target
+            if callable(target) and not isinstance(target, Implementation):
+                made = Implementation(target, **about)
+            elif about:
+                raise TypeError(f"register: {', '.join(about)} describe a function; the target already is complete")
+            row = Row(algorithm, platform, backend, priority, frameworks, devices, made)
+            if row in self._rows:
+                raise ValueError(
+                    f"register: {algorithm} on {platform}/{backend} with priority {priority} is registered already"
+                )
+            self._rows.append(row)
+            self._rows.sort(key=lambda r: -r.priority)
+            self.generation += 1
+            return target
+
+        return add
+
+    def unregister(self, row: Row) -> None:
+        """Take a row out again."""
+        self._rows.remove(row)
+        self.generation += 1
+
+    def rows(self, algorithm: str | None = None) -> tuple[Row, ...]:
+        """The rows of an algorithm (or all), best first."""
+        return tuple(r for r in self._rows if algorithm in (None, r.algorithm))
+
+    def platforms(self, algorithm: str) -> list[str]:
+        """The names that ``platform=`` accepts for an algorithm, best first."""
+        return list(dict.fromkeys(r.platform for r in self.rows(algorithm)))
+
+    def find(self, algorithm: str, platform: str | None = None, backend: str = Backend.ANY) -> list[Row]:
+        """The rows that the names allow, best first.
+
+        Raises:
+            ValueError: no such algorithm, platform or backend.
+            UnsupportedError: the platform has nothing for the algorithm.
+        """
+        rows = self.rows(algorithm)
+        if not rows:
+            raise ValueError(f"no algorithm {algorithm!r}; registered: {sorted({r.algorithm for r in self._rows})}")
+        name = public_name(algorithm)
+        if platform not in (None, Platform.AUTO) and platform not in self.platforms(algorithm):
+            wanted = f"expected one of {[*self.platforms(algorithm), 'auto']}"
+            if platform in list(Platform):
+                raise UnsupportedError(f"{name}: platform {str(platform)!r} does not have it; {wanted}")
+            raise ValueError(f"{name}: unknown platform {platform!r}; {wanted}")
+        if backend not in list(Backend):
+            raise ValueError(f"{name}: unknown backend {backend!r}; expected one of {[str(b) for b in Backend]}")
+        return [
+            r
+            for r in rows
+            if platform in (None, Platform.AUTO, r.platform)
+            and (backend == Backend.ANY or r.backend in (Backend.ANY, backend))
+        ]
+
+    def get(self, algorithm: str, platform: str | None = None, backend: str = Backend.ANY) -> Implementation:
+        """The low-level function of an algorithm on a platform.
+
+        Raises:
+            ValueError: no such algorithm or platform.
+            UnsupportedError: the platform has nothing for that backend, or cannot be imported here.
+        """
+        reasons = []
+        for row in self.find(algorithm, platform, backend):
+            try:
+                return row.implementation
+            except ImportError as error:
+                reasons.append(f"{row.platform}: cannot be imported: {error}")
+        raise UnsupportedError(
+            f"{public_name(algorithm)}: nothing for platform {platform!r}, backend {backend!r}. {'; '.join(reasons)}"
+        )
+
+    def choose(self, inv: Invocation, platform: str | None = None, backend: str = Backend.ANY) -> tuple[Row, list[str]]:
+        """The best row that can run the call, and why each better platform was passed over.
+
+        Raises:
+            ValueError: unknown names.
+            UnsupportedError: none can; the message gives each one's reason.
+        """
+        passed: dict[str, dict[str, None]] = {}
+        rows, name = self.find(inv.op_id, platform, backend), public_name(inv.op_id)
+        if backend not in (Backend.ANY, inv.backend):
+            raise UnsupportedError(f"{name}: asked for backend {backend!r}; the arrays are on {inv.backend}")
+        for row in rows:
+            reason = row.unsupported(inv)
+            if reason is None:
+                # A platform may have several rows, and one of those that could not run the call is no platform less.
+                passed.pop(row.platform, None)
+                return row, _by_platform(passed)
+            passed.setdefault(row.platform, {})[reason] = None
+        raise UnsupportedError(f"{name}: no platform can run this call. {'; '.join(_by_platform(passed))}")
+
+    def passes(self, algorithm: str, platform: str) -> tuple[Callable, ...]:
+        """The functions of a platform of which PyTorch's operator is made.
+
+        Raises:
+            ValueError: no such platform.
+            UnsupportedError: the platform has none.
+        """
+        passes = self.get(algorithm, platform).passes
+        if passes is None:
+            raise UnsupportedError(f"{public_name(algorithm)}: platform {platform!r} is no part of PyTorch's graphs")
+        return passes("torch")
+
+    def require(self, inv: Invocation, cfg: Config) -> None:
+        """See that the platform of a configuration can run a call, and has all that it reads of the configuration.
+
+        Raises:
+            ValueError: the platform is unknown, or a field is not set.
+            UnsupportedError: it cannot.
+        """
+        row, _ = self.choose(inv, cfg.platform)
+        if missing := [name for name in row.implementation.fields if getattr(cfg, name) is None]:
+            raise ValueError(f"{public_name(inv.op_id)}: the configuration has no {', '.join(missing)}; platform"
+                             f" {row.platform!r} needs {', '.join(row.implementation.fields)}")  # fmt: skip
+
+
+def _by_platform(reasons: dict[str, dict[str, None]]) -> list[str]:
+    return [f"{platform}: {'; and '.join(found)}" for platform, found in reasons.items()]
+
+
+kernel_registry = KernelRegistry()
+
+_ROWS = (
+    # platform, its module in each family, priority, frameworks
+    (Platform.TRITON, "triton.passes", 30, ("jax", "torch")),
+    (Platform.XLA, "xla", 10, ("jax",)),
+    (Platform.TORCH, "torch", 10, ("torch",)),
+)
+_FAMILIES = {
+    "linear_attention": ("gla", "lightning_attn"),
+    "softmax_attention": ("attention",),
+    "state_pool": ("decode", "verify", "commit", "prefill"),
+}
+for _family, _algorithms in _FAMILIES.items():
+    for _algorithm in _algorithms:
+        for _platform, _module, _priority, _frameworks in _ROWS:
+            kernel_registry.register(_algorithm, _platform, Backend.ANY, _priority, frameworks=_frameworks)(
+                f"keraunos.kernels.{_family}.{_module}:{_algorithm}"
+            )
+NVIDIA = ("an NVIDIA GPU", r"^NVIDIA")
+# Where the vendor's own kernels do the call: nothing of ours is faster.
+for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
+    kernel_registry.register("attention", _platform, Backend.GPU, 40, frameworks=(_framework,), devices=NVIDIA)(
+        f"keraunos.kernels.softmax_attention.{_platform}:preferred_attention"
+    )
+HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
+# Where it is the fastest, and everything that it can run.
+for _algorithm in ("gla", "lightning_attn"):
+    for _name, _priority in ((f"preferred_{_algorithm}", 40), (_algorithm, 20)):
+        kernel_registry.register(_algorithm, Platform.PALLAS, Backend.GPU, _priority, devices=HOPPER)(
+            f"keraunos.kernels.linear_attention.pallas.passes:{_name}"
+        )
+
+
+# The classes of operations; the steps on a pool of states are asked what gated linear attention is.
+_OPERATIONS = {
+    "attention": "keraunos.modules.attention:Attention",
+    "lightning_attn": "keraunos.modules.lightning_attention:LightningAttention",
+}
+
+
+def operation(algorithm: str) -> Any:
+    """What describes calls of an algorithm from their sizes."""
+    module, name = _OPERATIONS.get(algorithm, "keraunos.modules.gla_attention:GLAttention").split(":")
+    return getattr(importlib.import_module(module), name)()
+
+
+def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str:
+    """The platform that calls of an algorithm get on this machine's default device.
+
+    Args:
+        algorithm: such as ``"gla"``.
+        platform: a name is checked and returned; ``"auto"`` or None asks for the best one for the device and the
+            framework loaded, or if none is, installed (JAX if both are).
+
+    Returns:
+        The platform's name, of a call in bfloat16 with 4,096 tokens and 16 heads of 128. Others may get another one:
+        ask ``keraunos.explain``.
+
+    Raises:
+        ValueError: unknown algorithm or platform.
+        UnsupportedError: no platform can run such a call on this device.
+    """
+    kernel_registry.find(algorithm, platform)
+    if platform not in (None, Platform.AUTO):
+        return str(platform)
+    there = [x for x in ("jax", "torch") if sys.modules.get(x)] or [x for x in ("jax", "torch") if find_spec(x)]
+    inv = replace(operation(algorithm).invocation((*there, "jax")[0], T=4096, H=16, K=128), op_id=algorithm)
+    return kernel_registry.choose(inv)[0].platform
