@@ -244,27 +244,38 @@ def _by_strength(walker: _Walker, f, strong, a, *arrays):
         mild = mild_rows(strong, *arrays) if mild is None else mild
         return jax.tree.map(lambda x, y: jnp.where(strong[..., None, None], x, y), strong_rows(*arrays), mild)
 
-    def mild_if_any(strong, *arrays):
+    def nothing(strong, *arrays):
         shapes = jax.eval_shape(mild_rows, strong, *arrays)
-        zeros = jax.tree.map(lambda x: frontend.zeros(x.shape, x.dtype, arrays[0]), shapes)
-        return jax.lax.fori_loop(0, (~strong).any().astype(int), lambda *_: mild_rows(strong, *arrays), zeros)
+        return jax.tree.map(lambda x: frontend.zeros(x.shape, x.dtype, arrays[0]), shapes)
 
+    # Under vmap lax.cond computes both of its sides, unless all calls share what decides: as they do here.
     @frontend.rowwise
     def in_tiles(strong, *arrays):
         n = len(strong)
         if n == 0:
-            return mild_if_any(strong, *arrays)
+            return mild_rows(strong, *arrays)
         tile = min(_TILE, n)
-        places = jnp.nonzero(strong[:, 0], size=-(-n // tile) * tile, fill_value=n)[0]
 
-        def step(i, found):
-            own = jax.lax.dynamic_slice_in_dim(places, i * tile, tile)
-            new = strong_rows(*(x.at[own].get(mode="clip") for x in arrays))
-            return jax.tree.map(lambda x, new: x.at[own].set(new, mode="drop"), found, new)
+        def with_strong(found, strong, *arrays):
+            places = jnp.nonzero(strong[:, 0], size=-(-n // tile) * tile, fill_value=n)[0]
 
-        return jax.lax.fori_loop(0, -(-strong.sum() // tile), step, mild_if_any(strong, *arrays))
+            def step(i, found):
+                own = jax.lax.dynamic_slice_in_dim(places, i * tile, tile)
+                new = strong_rows(*(x.at[own].get(mode="clip") for x in arrays))
+                return jax.tree.map(lambda x, new: x.at[own].set(new, mode="drop"), found, new)
 
-    # Loops, not lax.cond: under vmap that computes both of its sides.
+            return jax.lax.fori_loop(0, -(-strong.sum() // tile), step, found)
+
+        found = jax.lax.cond(strong.all(), nothing, mild_rows, strong, *arrays)
+        return jax.lax.cond(strong.any(), with_strong, lambda found, *_: found, found, strong, *arrays)
+
+    # Here only a loop leaves out what is not needed under vmap.
+    def mild_if_any(strong, *arrays):
+        def run(*_):
+            return mild_rows(strong, *arrays)
+
+        return jax.lax.fori_loop(0, (~strong).any().astype(int), run, nothing(strong, *arrays))
+
     @jax.custom_jvp
     def call(strong, *arrays):
         if not frontend.is_local() or frontend.is_symbol(strong.shape[0]):
