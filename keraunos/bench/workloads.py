@@ -186,9 +186,10 @@ class Workload:
         return (self.input_bytes + self.output_bytes) * (1 + self.backward)
 
     def small(self) -> Workload:
-        """The same kind of call, small enough for the reference: two rows, a length that no chunk divides.
+        """A small workload with the options of this one, whose truth the reference can compute: two rows, 300 tokens.
 
-        Of softmax attention one row, with all its heads, and an even length: JAX gives cuDNN no odd ones.
+        No chunk size divides the length. Softmax attention gets one row, with all its heads, and an even length, as JAX
+        gives cuDNN no odd ones.
         """
         B, T = (1, 130) if self.products else (2, 300)
         return replace(self, shape=replace(self.shape, B=B, T=min(self.shape.T, T)))

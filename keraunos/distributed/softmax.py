@@ -82,7 +82,7 @@ def of_part(xp: Any, found: tuple) -> Merged:
 
 
 def with_sinks(xp: Any, found: Merged, sinks: Any) -> Merged:
-    """And to the sinks, which are keys without values."""
+    """The attention ``found`` over keys, with the sinks added, which are keys without values."""
     if sinks is None or not sinks.shape[-1]:
         return found
     own = _by_head(xp, sinks, found)[:, None]

@@ -60,7 +60,7 @@ class Way(NamedTuple):
 
     @property
     def adjoint(self) -> Way:
-        """That of the state's gradient."""
+        """The way that the gradient of the state takes: to the other end."""
         return self._replace(right=not self.right, inclusive=not self.inclusive)
 
 
@@ -72,7 +72,7 @@ def leave(x: Stretch, start: Any, plan: Any, way: Way, copies: int = 1) -> Any:
     """The state that a stretch leaves ``[B, H, K, V]`` and the sum of its gates ``[B, H, K]`` or ``[B, H]``, flat.
 
     Args:
-        x: the stretch. start: ``[B, H, K, V]`` or None, zeros. plan: as above; way: where to.
+        x: the stretch. start: ``[B, H, K, V]`` or None, zeros. plan: four integers; way: where to.
         copies: how often to write them, one after the other; more than once only :func:`is_for_gpu` can.
     """
     return leave_pieces(x, start, plan, way, 0, copies)[0] if is_for_gpu(x.key) else _leave(x, start, plan, way)
@@ -112,7 +112,7 @@ def is_for_gpu(x: Any) -> bool:
 
 
 def _leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
-    """In plain operations of either framework."""
+    """:func:`leave` in plain operations of either framework."""
     frontend = frontends.get(frontends.framework_of(x.key))
     xp, (B, T), H = frontend.xp, x.key.shape[:2], way.heads
     dtype = "float64" if frontend.dtype_name(x.key) == "float64" else "float32"
@@ -145,7 +145,7 @@ def _leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
 
 
 def _arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
-    """The same."""
+    """:func:`arrive` in plain operations of either framework."""
     frontend = frontends.get(frontends.framework_of(left))
     xp, (B, H, K, V), R = frontend.xp, sizes, left.shape[0]
     state = left[:, : B * H * K * V].reshape(R, B, H, K, V)

@@ -1,4 +1,4 @@
-"""The Triton kernels of ``ends.py``: what pieces of a row leave to its end, and many pieces' states as one."""
+"""The Triton kernels of ``stretches.py``: what pieces of a row leave to its end, and many pieces' states as one."""
 
 import triton
 import triton.language as tl

@@ -18,7 +18,7 @@ def rounded_up(n: int) -> int:
 
 
 def bucketed(operation: Callable) -> Callable:
-    """The same operation for JAX, compiled for a few lengths only: shorter calls are filled up with padding.
+    """``operation`` for JAX, compiled for a few lengths only: shorter calls are filled up with padding.
 
     XLA compiles a program for each shape. Where an operation is called eagerly with lengths that vary, each new one
     takes seconds on a CPU, and memory that is kept. What this returns rounds the number of tokens up, to four lengths

@@ -20,7 +20,7 @@ class PoolOperation(Kernel):
         self.op_id = op_id  # type: ignore[misc]
 
     def bind(self, *args: Any, softmax_scale: float | None = None) -> Invocation:
-        """Check the arguments, in the order of :class:`interface.Args`, and describe the call."""
+        """Check the arguments, in the order of :class:`contract.Args`, and describe the call."""
         return contract.describe(self.op_id, contract.Args(*args), softmax_scale)
 
     def checker(self, *args: Any, **options: Any) -> Callable | None:

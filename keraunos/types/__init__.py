@@ -130,7 +130,7 @@ class MaskInfo(GraphOption):
         return cls(query_segments=query_segments, key_segments=key_segments)
 
     def apply_causal(self, query_offset: Any = None) -> MaskInfo:
-        """The same, and no key after the query.
+        """This mask, with no key after the query.
 
         Args:
             query_offset: the place of the first query among the keys, from which windows count, too: an int, or
@@ -147,7 +147,7 @@ class MaskInfo(GraphOption):
         return replace(self, causal=True, query_offset=as_offset(query_offset, "apply_causal"))
 
     def apply_sliding_window(self, sliding_window: int | tuple[int, int]) -> MaskInfo:
-        """The same, and only keys ``t - left`` to ``t + right``, plus ``query_offset``; one number stands for both.
+        """This mask, with keys ``t - left`` to ``t + right`` only, plus ``query_offset``; one number stands for both.
 
         Raises:
             ValueError: it is no window.
@@ -155,7 +155,7 @@ class MaskInfo(GraphOption):
         return replace(self, sliding_window=narrower(self.sliding_window, as_window(sliding_window, "MaskInfo")))
 
     def apply_kv_lengths(self, key_lengths: Any) -> MaskInfo:
-        """The same, and no key from position ``key_lengths[b]`` on.
+        """This mask, with no key from position ``key_lengths[b]`` on.
 
         Args:
             key_lengths: ``[B]``, integers.
@@ -216,7 +216,7 @@ class MaskInfo(GraphOption):
         return mask
 
     def placed(self, like: Any) -> MaskInfo:
-        """The same with its NumPy arrays as arrays of the framework of ``like``, on its device."""
+        """This mask, with NumPy arrays as arrays of the framework of ``like``, on its device."""
         frontend = frontends.get(frontends.framework_of(like))
         own = {name: getattr(self, name) for name in (*_ARRAYS, "query_offset")}
         made = {name: frontend.array(x, like) for name, x in own.items() if isinstance(x, np.ndarray)}

@@ -21,9 +21,9 @@ from keraunos.distributed.torch import peers as torch_peers
 from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention.triton import call as triton_call
 from keraunos.kernels.linear_attention.triton import passes as platform
-from keraunos.kernels.softmax_attention import contract as softmax_interface
+from keraunos.kernels.softmax_attention import contract as softmax_contract
 from keraunos.kernels.softmax_attention.triton import passes as softmax_platform
-from keraunos.kernels.state_pool import contract as pool_interface
+from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.kernels.state_pool.triton import passes as pool_platform
 from keraunos.ops import Config
 from tests.triton.usage import usage
@@ -190,7 +190,7 @@ def soften(dtype, K, V, H, G, bias, mask, sinks, segments, options, B=2, T=8192,
     def array(*shape, wanted=1, dtype=dtype):
         return empty(*shape, dtype=dtype) if wanted else None
 
-    args = softmax_interface.Args(
+    args = softmax_contract.Args(
         array(B, T, H, K), array(B, S, G, K), array(B, S, G, V), array(B, bias, T, S, wanted=bias),
         array(H, sinks, wanted=sinks, dtype="float32"), array(B, mask, T, S, wanted=mask, dtype="bool"),
         array(B, T, wanted=segments, dtype="int32"), array(B, S, wanted=segments, dtype="int32"),
@@ -198,9 +198,9 @@ def soften(dtype, K, V, H, G, bias, mask, sinks, segments, options, B=2, T=8192,
     )  # fmt: skip
     given = {"soft_cap": None, "causal": False, "window": None, "dropout": 0.0, **options}
     given.pop("offset", None)
-    cfg = softmax_platform.heuristic(softmax_interface.describe(args, **given), Config())
-    sides = softmax_interface.sides(given["causal"], given["window"])
-    opts = softmax_interface.Options(K**-0.5, given["soft_cap"], *sides, given["dropout"], "float32", False, cfg)
+    cfg = softmax_platform.heuristic(softmax_contract.describe(args, **given), Config())
+    sides = softmax_contract.sides(given["causal"], given["window"])
+    opts = softmax_contract.Options(K**-0.5, given["soft_cap"], *sides, given["dropout"], "float32", False, cfg)
     _, residuals = softmax_platform.forward(args, opts)
     softmax_platform.backward(args, residuals, (array(B, T, H, V), None), opts)
 
@@ -210,7 +210,7 @@ def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> Non
     rows = {"decode": (N,), "prefill": (T,)}.get(op_id, (N, T))
     prefill, indices = op_id == "prefill", empty(N, dtype="int32")
     boundaries = empty(exports, dtype="int32") if exports else None
-    args = pool_interface.Args(
+    args = pool_contract.Args(
         empty(*rows, G, K, dtype=dtype), empty(*rows, G, V, dtype=dtype),
         None if op_id == "commit" else empty(*rows, H, K, dtype=dtype),
         {None: None, "scalar": empty(*rows, H, dtype=dtype), "vector": empty(*rows, H, K, dtype=dtype)}[gate],
@@ -218,9 +218,9 @@ def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> Non
         indices if op_id == "commit" else None, empty(N + 1, dtype="int32") if prefill else None,
         empty(N, dtype="bool") if prefill else None, boundaries, boundaries,
     )  # fmt: skip
-    cfg = pool_platform.heuristic(pool_interface.describe(op_id, args), Config())
+    cfg = pool_platform.heuristic(pool_contract.describe(op_id, args), Config())
     run = pool_platform._prefill if prefill else pool_platform._steps
-    run(args, pool_interface.Options(op_id, K**-0.5, cfg))
+    run(args, pool_contract.Options(op_id, K**-0.5, cfg))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ SOFTMAX = "tests/softmax_attention/test_values.py"
 BLOCKS = "tests/softmax_attention/test_blocks.py"
 PARTS = "tests/softmax_attention/test_parts.py"
 SERVING = "tests/serving"
-ENDS = "tests/linear_attention/test_ends.py"
+STRETCHES = "tests/distributed/test_stretches.py"
 SHARDS = "tests/distributed/test_torch_linear.py"
 PEERS = "tests/distributed/test_peers.py"
 ADDRESSES = "tests/triton/test_addresses.py"
@@ -43,12 +43,12 @@ CHIPS = "tests/triton/test_chips.py"
     (VALUES, "pairs", "group and (scalar or strong)"),
     # Others of its tests are about the torch platform.
     (TORCH, "64", "not gradcheck and not groups and not rounded and not nothing_inside"),
-    (f"{SOFTMAX} {BLOCKS} {PARTS} {ENDS}", "", "test"),
+    (f"{SOFTMAX} {BLOCKS} {PARTS} {STRETCHES}", "", "test"),
     (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
     (SERVING, "64", "every_gate and exported or parts and 65"), (SHARDS, "64", "alike"), (PEERS, "", "comes"),
     (ADDRESSES, "", "test"), (CHIPS, "", "test"),
-], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax and ends", "serving", "serving segments",
-        "shards", "peers", "addresses", "chips"])  # fmt: skip
+], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax and stretches", "serving",
+        "serving segments", "shards", "peers", "addresses", "chips"])  # fmt: skip
 def test_in_the_interpreter(files, segment, tests):
     parts, segment = ("1", {"pairs": "64"}.get(segment, "")) if segment in ("parts", "pairs") else ("", segment)
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)

@@ -1,8 +1,8 @@
 """The exchange of states between the GPUs of a host, and what is made of them, in one Pallas Mosaic GPU kernel.
 
-In place of three steps, merging what pieces of a stretch leave, an all-to-all, and making of what arrives the states to
-start from (``ends.py``), whose bytes are few and whose launches are not. Program j of a device has a part of one head's
-state, and to do with the programs j of the others only::
+In place of three steps (``stretches.py``), whose bytes are few and whose launches are not: merging what pieces of a
+stretch leave, an all-to-all, and making of what arrives the states to start from. Program j of a device has a part of
+one head's state, and to do with the programs j of the others only::
 
     the part of what the own pieces leave, from zero; on its way, what each segment starts from if nothing arrives
     write it into the memory of the devices after this one, then count up their program's number (release)
@@ -51,7 +51,7 @@ def leaves(x, segment):
 
 
 def leave(x, way, segment):
-    """What pieces of segments of so many tokens leave, in place of ``ends.leave_local``.
+    """What pieces of segments of so many tokens leave, in place of ``stretches.leave_local``.
 
     XLA launches what lies side by side as one CUDA graph, but nothing of Triton's.
 
@@ -71,8 +71,8 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
     """What each segment of this stretch starts from ``[B * segments, H, K, V]``.
 
     Args:
-        local, total, seen: what ``ends.leave_local`` gave, of one gate to a head; or :func:`leave`.
-        start: see ``ends.py``. plan: as there, of packed sequences, whose ``start`` only leaves; else None.
+        local, total, seen: what ``stretches.leave_local`` gave, of one gate to a head; or :func:`leave`.
+        start: see ``stretches.py``. plan: as there, of packed sequences, whose ``start`` only leaves; else None.
         axis, size: of the mesh, the axis of the stretches, and how many there are.
         right: the way of the states.
         pieces: of a segment; None: there is one segment, so what arrives is the result.

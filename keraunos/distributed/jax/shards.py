@@ -57,27 +57,29 @@ class Shards:
         """Whether there is a kernel that hands over states of so many values, where devices reach each other."""
         if jax.__version_info__ < (0, 11) or not isinstance(self.axis, str):
             return False
-        from keraunos.distributed.jax import exchange as pallas_exchange
+        from keraunos.distributed.jax import exchange
 
-        return values % pallas_exchange.PART == 0
+        return values % exchange.PART == 0
 
     def hand_over(self, x: Any, plan: Any, start: Any, way: Any, segment: int, packed: Any, **options: Any) -> Any:
-        """That kernel, after one for what this device's pieces leave: what each segment starts from.
+        """The state that each segment of this device's tokens starts from, by the kernel that :meth:`hands_over` names.
+
+        A kernel before it computes the states that this device's pieces of segments leave.
 
         Args:
             x, plan, start, way, segment: see :mod:`keraunos.distributed.stretches`.
             packed: the plan, of packed sequences, else None.
         """
         from keraunos.distributed import stretches
-        from keraunos.distributed.jax import exchange as pallas_exchange
+        from keraunos.distributed.jax import exchange
 
         more = dict(axis=self.axis, size=self.size, right=way.right, **options)
-        if packed is None and pallas_exchange.leaves(x, segment):
-            local, total, seen = pallas_exchange.leave(x, way, segment)
+        if packed is None and exchange.leaves(x, segment):
+            local, total, seen = exchange.leave(x, way, segment)
             more |= dict(tokens=segment // stretches.pieces(segment))
         else:
             local, total, seen = stretches.leave_local(x, plan, way, segment)
-        return pallas_exchange.hand_over(local, total, seen, start, packed, **more)
+        return exchange.hand_over(local, total, seen, start, packed, **more)
 
     def exchange(self, directly: Callable, otherwise: Callable, *args: Any) -> jax.Array:
         """One of two ways: see :func:`keraunos.distributed.jax.peers.exchange`."""
@@ -86,10 +88,10 @@ class Shards:
         return peers.exchange(directly, otherwise, *args)
 
     def together(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The same, none of which is there before all are.
+        """``arrays``, none of which a later operation can read before all of them are computed.
 
-        What needs the gradient of the output only, a walk on all multiprocessors, would run beside the exchange: on
-        some devices in its way, while it waits for those on others.
+        Without this, a walk that needs only the gradient of the output would run beside the exchange. It takes all
+        multiprocessors of its device, and would hold up the exchange there, for which the other devices wait.
         """
         return jax.lax.optimization_barrier(arrays)
 

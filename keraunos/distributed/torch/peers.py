@@ -176,5 +176,5 @@ def _shared(values: int, device: torch.device, group: Any) -> tuple[torch.Tensor
 
 @functools.cache
 def peers(group: Any, device: torch.device) -> Peers:
-    """Those of a group; all ranks ask together."""
+    """The memory that the ranks of a group share on ``device``; all ranks ask together."""
     return Peers(group, device)

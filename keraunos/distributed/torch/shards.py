@@ -75,7 +75,7 @@ class Shards:
         return x
 
     def together(self, *arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The same, none of which is there before all are: streams have one order."""
+        """``arrays``, all computed before a later operation reads one, as is so anyway in a stream."""
         return arrays
 
     def first_token(self, tokens: int, offsets: torch.Tensor) -> Any:

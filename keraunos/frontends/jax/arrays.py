@@ -72,7 +72,7 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def vary(x: Any, axes: frozenset[str]) -> Any:
-    """The same value, as one that varies over ``axes`` too."""
+    """``x``, typed as a value that may differ from device to device over the mesh axes ``axes`` too."""
     axes = axes - varying(x)
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 

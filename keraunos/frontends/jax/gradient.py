@@ -84,7 +84,7 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
 
 
 def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Callable) -> tuple[Callable, Callable]:
-    """The same two functions, which under ``vmap`` make one call of many.
+    """``forward`` and ``backward``, for which ``vmap`` makes one call with a larger batch of many calls.
 
     Args:
         forward, backward: as for :func:`keraunos.frontends.differentiable`.

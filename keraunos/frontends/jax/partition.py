@@ -49,7 +49,7 @@ def spread(call: Callable, axes: Callable, args: Any, opts: Any) -> Any:
 
 
 def partitioned(forward: Callable, backward: Callable, axes: Callable) -> tuple[Callable, Callable]:
-    """The same two functions, for the partitioner to share out.
+    """``forward`` and ``backward``, which XLA's partitioner can run on shards of batch and heads.
 
     Args:
         forward, backward: as for :func:`keraunos.frontends.differentiable`.
@@ -105,7 +105,7 @@ class _Shards(NamedTuple):
 
     @classmethod
     def of(cls, sharding: Any, letters: str, query: tuple[int, ...], heads: int) -> _Shards:
-        """Those of the query's that may be: of its batch and heads, where the shards are whole; see :func:`_heads`."""
+        """The axes that shard the query's batch and heads, where they divide these evenly; see :func:`_heads`."""
         spec, axes = (*sharding.spec, None, None, None), []
         for place, letter, size in ((0, "b", query[0]), (2, "h", heads)):
             names = _names(spec[place])
@@ -173,7 +173,7 @@ def _shared_out(whole: Callable, local: Callable, given: Any, found: Any) -> Cal
 
 
 def _letters(letters: Any, arrays: Any) -> list[str]:
-    """Those of the arrays that are there, in order."""
+    """The letters of the arrays that are not None, in the order of the tree's leaves."""
     if letters is None or arrays is None:
         return ["." * len(x.shape) for x in jax.tree.leaves(arrays)]
     if isinstance(letters, str):

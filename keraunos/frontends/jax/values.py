@@ -37,7 +37,7 @@ def number(x: jax.Array) -> int | None:
 
 
 def constant(x: np.ndarray, like: Any) -> jax.Array:
-    """As an array, which goes where ``like`` is."""
+    """The NumPy array ``x`` as an array of JAX, which goes where ``like`` is."""
     return jnp.asarray(x)
 
 

@@ -158,7 +158,7 @@ def fitted(args: Sequence[Any], changes: list[tuple[int, torch.Tensor | None]]) 
 
 
 def _seen(args: Sequence[Any], fits: Sequence[Callable | None]) -> list[Any]:
-    """The same for the operator of a call that is watched.
+    """The tensors that the operator takes, for a call that PyTorch traces or transforms (:func:`is_watched`).
 
     Raises:
         TypeError: an argument is a DTensor; PyTorch would say that the operator has no sharding strategy.

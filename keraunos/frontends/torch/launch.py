@@ -133,7 +133,7 @@ def _again(built: Any, grid: tuple[int, ...]) -> Callable:
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             watched(*args)
         else:
-            # The same without hooks, such as a profiler's: those cost a fifth of a call even where there are none.
+            # Past Triton's hooks, such as a profiler's: they cost a fifth of a call even where there are none.
             start(*grid, stream(device()), *rest, *args)
 
     return run
@@ -292,7 +292,7 @@ class remembered:  # noqa: N801, to those who use it a function
         return (self._find(tensors) or self._record)(tensors)
 
     def alike(self) -> Callable[[list], tuple]:
-        """The same for tensors that are all of one kind, at which it need not look."""
+        """A function of tensors that are always of one kind: it looks at their kind in the first call only."""
         run: Callable[[list], tuple] | None = None
 
         def call(tensors):

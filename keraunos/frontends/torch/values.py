@@ -30,7 +30,7 @@ def number(x: torch.Tensor) -> int | None:
 
 
 def constant(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """As a tensor on the device of ``like``."""
+    """The NumPy array as a tensor on the device of ``like``."""
     return frontends.get("torch").constant(x, like.device)
 
 

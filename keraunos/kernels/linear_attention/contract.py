@@ -1,6 +1,6 @@
 """What every platform of the linear recurrence is given and what it must return.
 
-A platform module (``xla.py``, ``torch.py``, ``triton.py``, ...) defines two functions which know this page only::
+A platform module (``xla.py``, ``torch.py``, ``triton/passes.py``, ...) defines two functions that know this page only::
 
     forward(args: Args, opts: Options) -> ((output, final_state), residuals)
     backward(args: Args, residuals, (doutput, dfinal_state), opts: Options) -> Args of gradients
@@ -294,7 +294,7 @@ def axes(args: Args, opts: Options) -> tuple[Args, tuple[str, str | None], None]
 
 
 def _without_state(forward: Callable) -> Callable:
-    """The same function, which leaves out the final state where it is not wanted."""
+    """``forward``, which gives None in place of a final state that is not wanted."""
 
     @functools.wraps(forward)
     def run_forward(args, opts):

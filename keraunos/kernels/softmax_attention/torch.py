@@ -94,7 +94,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(args: Args, opts: Options, t0: int, s0: int, sums: tuple[torch.Tensor, ...] | None = None) -> _Weights:
-    """Those of queries and keys whose first places are given; ``sums``, if known: the queries' top and total."""
+    """The weights of queries from ``t0`` and keys from ``s0``; ``sums``: the queries' top and total, if known."""
     (B, T, H, _), (S, G) = args.query.shape, args.key.shape[1:3]
     work, device = _working(args.query, opts), args.query.device
     q, k = _heads(args.query.to(work), G), args.key.to(work).transpose(1, 2)
@@ -218,7 +218,7 @@ def backward(args: Args, residuals, grads, opts: Options, sums: tuple = (), mean
 
 @_as_called
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
-    """See ``interface.py``."""
+    """See ``contract.py``."""
     B, T, H = args.query.shape[:3]
     output = args.query.new_empty(B, T, H, args.value.shape[3])
     top, total = (output.new_empty(B, H, T, dtype=_working(args.query, opts)) for _ in range(2))
@@ -230,7 +230,7 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
 
 
 def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
-    """See ``interface.py``."""
+    """See ``contract.py``."""
     (B, T, H, _), G = args.query.shape, args.key.shape[2]
     output, *sums = whole
     work = _working(args.query, opts)
@@ -257,7 +257,7 @@ def _is_plain(args: Args, opts: Options) -> bool:
 
 
 def prepare(args: Args, opts: Options) -> Callable[[Args], tuple[torch.Tensor, torch.Tensor | None]]:
-    """See ``interface.py``."""
+    """See ``contract.py``."""
     if _is_plain(args, opts) or opts.return_weights:
         return lambda args: _at_once(args, opts)
     return _by_block("torch", opts, args)
@@ -282,5 +282,5 @@ attention = kernel(
     __file__, prepare, fields=FIELDS, heuristic=heuristic, candidates=candidates, passes=(forward, backward)
 )
 
-# The same where PyTorch's own kernels do the call.
+# The row before Triton's, for calls that PyTorch's own kernels compute.
 preferred_attention = replace(attention, unsupported=not_for_libraries)

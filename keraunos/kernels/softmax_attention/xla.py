@@ -121,7 +121,7 @@ def _heads(args: Args) -> tuple[Any, Any, Any]:
 
 
 def _tile(args: Args) -> _Tile:
-    """That of the whole call."""
+    """The tile of all queries and keys of the call."""
     G, sides = args.key.shape[2], (args.query.shape[1], args.key.shape[1])
     t, s = (jnp.arange(n, dtype=jnp.int32) for n in sides)
     bias, mask = (None if x is None else over_groups(x, G) for x in (args.bias, args.mask))
@@ -191,7 +191,7 @@ class _Blocks:
         return self.joined(x, 3, self.T).transpose(0, 3, 1, 2, 4).reshape(self.B, self.T, self.H, x.shape[-1])
 
     def tile(self, i: Any, j: Any) -> _Tile:
-        """That of one pair of blocks."""
+        """The tile of one pair of blocks: queries of block ``i``, keys of block ``j``."""
         at, sizes = (i * self.sizes[0], j * self.sizes[1]), self.sizes
 
         def part(x, axis, side):
@@ -220,7 +220,7 @@ class _Blocks:
 
 
 def _sums(top: Any, total: Any) -> tuple[Any, Any]:
-    """As ``interface.py`` has them: inf where nothing is visible, so that weights computed from it are 0."""
+    """The sums as ``contract.py`` has them: inf where nothing is visible, so that weights computed from it are 0."""
     return jnp.where(total > 0, jnp.where(jnp.isfinite(top), top, 0), jnp.inf), jnp.where(total > 0, total, 1)
 
 
@@ -320,7 +320,7 @@ def _small(args: Args, opts: Options) -> Options:
 
 
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
-    """See ``interface.py``."""
+    """See ``contract.py``."""
     (B, T, H, _), opts = args.query.shape, _small(args, opts)
     output, (_, *sums) = _forward(args, opts)
     top, total = (_Blocks(args, opts).joined(x, 3, T).reshape(B, H, T) for x in sums)
@@ -328,7 +328,7 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
 
 
 def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
-    """See ``interface.py``."""
+    """See ``contract.py``."""
     (B, T, H, _), G, opts = args.query.shape, args.key.shape[2], _small(args, opts)
     output, *sums = whole
     w = _Blocks(args, opts)
@@ -379,10 +379,10 @@ def compute(args: Args, opts: Options) -> tuple[Any, Any]:
 
 
 def prepare(args: Args, opts: Options) -> Callable[[Args], tuple[Any, Any]]:
-    """See ``interface.py``."""
+    """See ``contract.py``."""
     return lambda args: compute(args, opts)
 
 
 attention = kernel(__file__, prepare, fields=FIELDS, heuristic=heuristic, candidates=candidates)
-# The same where cuDNN does the call.
+# The row before Triton's, for calls that cuDNN computes.
 preferred_attention = replace(attention, unsupported=_not_for_cudnn)

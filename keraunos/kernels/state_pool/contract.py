@@ -1,6 +1,6 @@
 """What every platform of the serving functions is given and what it must return.
 
-A platform module (``xla.py``, ``torch.py``, ``triton.py``) defines two functions which know this page only::
+A platform module (``xla.py``, ``torch.py``, ``triton/passes.py``) defines two functions which know this page only::
 
     steps(args: Args, opts: Options)   -> (output or None, pool or None)      decode, verify, commit
     prefill(args: Args, opts: Options) -> (output, pool)
@@ -63,7 +63,7 @@ class Options(NamedTuple):
 
     @property
     def reads(self) -> bool:
-        """There is an output."""
+        """Whether the call has an output: a commit has none."""
         return self.op_id != "commit"
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from keraunos.kernels.linear_attention import contract as linear_interface
+from keraunos.kernels.linear_attention import contract as linear_contract
 from keraunos.kernels.linear_attention import torch as linear
 from keraunos.kernels.state_pool import contract
 from keraunos.kernels.state_pool.contract import Args, Options
@@ -89,8 +89,8 @@ def _prefill(args: Args, opts: Options):
     # Of padding nothing may be left, not even in the zeros that it is multiplied by.
     state = _rows(live, state)
     q, k, v, g = (x if x is None else x[None] for x in (args.query, args.key, args.value, args.g))
-    call = linear_interface.Args(q, k, v, g, args.g_gamma, state, cu)
-    options = linear_interface.Options(opts.softmax_scale, False, opts.cfg)
+    call = linear_contract.Args(q, k, v, g, args.g_gamma, state, cu)
+    options = linear_contract.Options(opts.softmax_scale, False, opts.cfg)
     if args.tokens is None:
         (output, final), _ = linear.forward(call, options)
     else:
@@ -103,7 +103,7 @@ def _prefill(args: Args, opts: Options):
     return _finish(_rows(alive, output[0]), args), args.states
 
 
-def _in_pieces(call: linear_interface.Args, options: linear_interface.Options, args: Args):
+def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, args: Args):
     """``(output, final states, (slots, states) to export)`` of requests cut where states are wanted."""
     cu, state = args.cu_seqlens.long(), call.initial_state
     N, M = len(cu) - 1, len(args.tokens)
@@ -132,7 +132,7 @@ def _in_pieces(call: linear_interface.Args, options: linear_interface.Options, a
     return output, final.index_select(0, last), (torch.where(alive & (args.tokens >= 0), args.targets, -1), exported)
 
 
-def _gates(call: linear_interface.Args, cuts: torch.Tensor) -> torch.Tensor:
+def _gates(call: linear_contract.Args, cuts: torch.Tensor) -> torch.Tensor:
     """The decay across each piece, ``[pieces, H, K or 1, 1]``: sums over its own tokens only, so that none cancels."""
     n, H = len(cuts) - 1, call.heads
     total = torch.zeros(n, H, 1, device=cuts.device)

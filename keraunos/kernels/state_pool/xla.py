@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from keraunos.kernels.linear_attention import contract as linear_interface
+from keraunos.kernels.linear_attention import contract as linear_contract
 from keraunos.kernels.linear_attention import xla as linear
 from keraunos.kernels.state_pool import contract
 from keraunos.kernels.state_pool.contract import Args, Options
@@ -76,8 +76,8 @@ def _prefill(args: Args, opts: Options):
     # Of padding nothing may be left, not even in the zeros that it is multiplied by.
     state = _rows(live, state)
     q, k, v, g = (x if x is None else x[None] for x in (args.query, args.key, args.value, args.g))
-    call = linear_interface.Args(q, k, v, g, args.g_gamma, state, cu)
-    options = linear_interface.Options(opts.softmax_scale, False, opts.cfg)
+    call = linear_contract.Args(q, k, v, g, args.g_gamma, state, cu)
+    options = linear_contract.Options(opts.softmax_scale, False, opts.cfg)
     pool = args.states
     if args.tokens is None:
         (output, final), _ = linear.forward(call, options)
@@ -89,7 +89,7 @@ def _prefill(args: Args, opts: Options):
     return _rows(alive, output[0]), _write(pool, args.slots, final)
 
 
-def _in_pieces(call: linear_interface.Args, options: linear_interface.Options, args: Args):
+def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, args: Args):
     """``(output, final states, (slots, states) to export)`` of requests cut where states are wanted."""
     cu, state = args.cu_seqlens, call.initial_state
     N, M = len(cu) - 1, len(args.tokens)
@@ -117,7 +117,7 @@ def _in_pieces(call: linear_interface.Args, options: linear_interface.Options, a
     return output, final[last], (jnp.where(alive, args.targets, -1), final[jnp.maximum(place[N:] - 1, 0)])
 
 
-def _gates(call: linear_interface.Args, cuts: jax.Array) -> jax.Array:
+def _gates(call: linear_contract.Args, cuts: jax.Array) -> jax.Array:
     """The decay across each piece, ``[pieces, H, K or 1, 1]``: sums over its own tokens only, so that none cancels."""
     n, H = len(cuts) - 1, call.heads
     total = jnp.zeros((n, H, 1), jnp.float32)

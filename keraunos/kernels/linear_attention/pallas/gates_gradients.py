@@ -380,7 +380,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
 
     Returns:
         dq, dk, dv per query head in the dtype of q; ``[N, H, K, V]`` float32; which chunks had strong gates, for
-        ``pallas_gates_strong.add_pairs``; as many bf16 terms of the gradient of the gates as there are of the gates.
+        ``gates_strong.add_pairs``; as many bf16 terms of the gradient of the gates as there are of the gates.
     """
     (B, rows, _, K), V, dtype, gs = q.shape, v.shape[-1], q.dtype, decay.gates
     W, P, shared = V // COLUMNS, K // COLUMNS, [H // x.shape[2] for x in (q, k, v)]

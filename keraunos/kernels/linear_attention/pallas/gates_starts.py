@@ -1,6 +1,6 @@
 """With gates per token and dimension of the key, on Hopper: the state that each segment starts from.
 
-It is made of the states of pieces, which ``pallas_gates_scan.states`` gives. Where sequences have two segments, whoever
+It is made of the states of pieces, which ``gates_scan.states`` gives. Where sequences have two segments, whoever
 starts from it makes it: :class:`Pieces` and :func:`start`. Where they have more, a kernel of its own does.
 """
 

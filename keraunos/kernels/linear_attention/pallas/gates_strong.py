@@ -169,7 +169,7 @@ def add_pairs(q, k, v, decay, do, strong, dq, dk, dv, terms, *, H, walk, plan, s
     """``[dq, dk, dv, *terms]``, to which the pairs within chunks with strong gates are added, in place.
 
     Args:
-        q, k, v, decay, do, H, walk, plan, scale: as for ``pallas_gates_gradients.gradients``.
+        q, k, v, decay, do, H, walk, plan, scale: as for ``gates_gradients.gradients``.
         strong, dq, dk, dv, terms: what that gives.
     """
     slots, _, P, _ = strong.shape

@@ -201,7 +201,10 @@ def halved_gradients(
     b_q, b_k, b_g, b_da, b_dq, b_dk, b_across, o_p, m_upto, m_after, scale,
     BT: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same with any vector gates: pairs factor level by level, at the boundary of the halves of blocks."""
+    """dq, dk and dg ``[BT, BK]`` with any vector gates; arguments as for ``mild_gradients``.
+
+    Pairs of tokens factor level by level, at the boundary between the halves of blocks.
+    """
     b_qf = b_q.to(tl.float32)
     b_kf = b_k.to(tl.float32)
     b_gc = tl.maximum(b_g.to(tl.float32), CLOSED)
@@ -234,7 +237,7 @@ def scalar_gradients(
     b_q, b_k, b_g, b_gamma, b_da, b_dq, b_dk, b_across, o_t, o_p, m_upto, m_after, left, scale,
     GATE: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same with one gate per token, ``b_g`` ``[BT]``, or a constant one only; dg is ``[BT]``."""
+    """dq, dk ``[BT, BK]`` and dg ``[BT]`` with one gate per token, ``b_g`` ``[BT]``, or a constant one only."""
     LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     b_row = b_gamma * tl.maximum((left - o_t) if REVERSE else (o_t + 1), 0)
     b_col = b_gamma * tl.maximum(o_t if REVERSE else (left - 1 - o_t), 0)

@@ -118,19 +118,19 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
 
 
 class _Init(IntEnum):
-    """Whose state a walk starts from."""
+    """The state that a walk starts from: zeros, or that of its sequence, walk or part."""
 
     ZERO, SEQUENCE, WALK, PART = range(4)
 
 
 class _Final(IntEnum):
-    """Whose final state is wanted."""
+    """The final states that a walk writes: none, or those of sequences, pieces or walks."""
 
     NONE, SEQUENCE, PIECE, WALK = range(4)
 
 
 class _Save(IntEnum):
-    """Before what the state is written down."""
+    """The places before which a walk writes the state down."""
 
     NOTHING, CHUNKS, PARTS = range(3)
 

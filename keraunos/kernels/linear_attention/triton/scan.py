@@ -1,4 +1,4 @@
-"""The Triton kernels that walk over sequences; ``triton.py`` says how they and others make a forward and a backward.
+"""The Triton kernels that walk over sequences; ``passes.py`` says how they and others make a forward and a backward.
 
 Sequences are cut into chunks of BT tokens, and for the sequence split into segments, whose states come from pieces, P
 to a segment. Rows of a tile are in the order of memory; ``o_p`` is their place in the order of the recurrence, so that

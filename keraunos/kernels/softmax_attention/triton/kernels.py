@@ -218,7 +218,7 @@ def load_log(p, o_t, T, AXIS: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.cons
 
 @triton.jit
 def mixed(x):
-    """A permutation of the numbers of 32 bits; ``interface.keeps`` says how the dropout follows from it."""
+    """A permutation of the numbers of 32 bits; ``contract.keeps`` says how the dropout follows from it."""
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
     return x ^ (x >> 15)

@@ -362,7 +362,7 @@ def candidates(inv, cfg):
 
 
 def _axes(args: Args, opts: Options) -> tuple[Args, tuple[str, None], tuple[str, str]]:
-    """:func:`interface.axes` with those of the residuals."""
+    """:func:`contract.axes` with those of the residuals."""
     letters, output = axes(args, opts)
     return letters, (output, None), (output, output[0] + output[2] + "." * (len(_lse(args, opts)[0]) - 2))
 
@@ -371,7 +371,7 @@ _differentiable = frontends.differentiable(forward, backward, OPERATOR, "triton"
 
 
 def prepare(args: Args, opts: Options) -> Any:
-    """See ``interface.py``."""
+    """See ``contract.py``."""
     if opts.return_weights:
         # Of the low-level function, whose configuration is given, nobody else has asked.
         raise UnsupportedError(f"attention: {_NO_WEIGHTS}")
@@ -379,7 +379,7 @@ def prepare(args: Args, opts: Options) -> Any:
 
 
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
-    """See ``interface.py``."""
+    """See ``contract.py``."""
     _, (output, lse) = forward(args, opts)
     if lse.ndim == 4:
         return output, lse[:, :, 0], lse[:, :, 1]
@@ -388,7 +388,7 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
 
 
 def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
-    """See ``interface.py``."""
+    """See ``contract.py``."""
     output, top, total = whole
     frontend = frontends.get(frontends.framework_of(top))
     exact = _name(args.query) == "float32"

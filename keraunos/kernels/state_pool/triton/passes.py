@@ -1,7 +1,7 @@
 """The serving functions in Triton, for JAX and PyTorch on NVIDIA GPUs from sm_80.
 
 decode, verify and commit are one kernel, which moves states and little else; prefill is the walk over sequences of
-``linear_attention/triton.py``, which reads the states that requests come with from the pool and leaves theirs there. It
+``linear_attention/triton``, which reads the states that requests come with from the pool and leaves theirs there. It
 copies those that are exported to their slots from before the chunk they are in; another kernel takes them further.
 """
 
