@@ -119,9 +119,9 @@ def test_detect_platform():
         keraunos.detect_platform("gla", "nonsense")
     for name in (keraunos.Platform.CUDA, "cuda"):
         with pytest.raises(
-            keraunos.UnsupportedError, match="gla_attention: platform 'cuda' does not have it; expected one of"
+            keraunos.UnsupportedError, match="attention: platform 'cuda' does not have it; expected one of"
         ):
-            keraunos.detect_platform("gla", name)
+            keraunos.detect_platform("attention", name)
     with pytest.raises(ValueError, match="no algorithm 'nonsense'"):
         kernel_registry.get("nonsense")
 

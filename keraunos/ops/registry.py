@@ -315,6 +315,10 @@ for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
         f"keraunos.kernels.softmax_attention.{_platform}:preferred_attention"
     )
 HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
+for _algorithm in ("gla", "lightning_attn"):
+    kernel_registry.register(_algorithm, Platform.CUDA, Backend.GPU, 15, devices=HOPPER)(
+        f"keraunos.kernels.linear_attention.cuda.passes:{_algorithm}"
+    )
 # Where it is the fastest, and everything that it can run.
 for _algorithm in ("gla", "lightning_attn"):
     for _name, _priority in ((f"preferred_{_algorithm}", 40), (_algorithm, 20)):

@@ -207,6 +207,7 @@ def test_launches_as_triton_would(monkeypatch, scratch):
     """By Triton's own launcher, of which only what it compiles is another; and through hooks, if there are any."""
     triton = pytest.importorskip("triton")
     driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(torch, "empty", lambda size, **options: ("memory", size))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams[device], raising=False)
     launched, watched, streams, start = [], [], {3: 70}, driver.CudaLauncher.__new__(driver.CudaLauncher)
@@ -222,7 +223,7 @@ def test_launches_as_triton_would(monkeypatch, scratch):
             return lambda *args: watched.append((grid, *args))
 
     def launch():
-        triton.set_allocator(lambda size, align, stream: (size, align, stream))
+        triton.set_allocator(lambda size, align, stream: ("memory", size))
         again = torch_launch._again(Built(), (5, 6, 1))
         launched.clear()
         for streams[3] in (80, 90):

@@ -166,6 +166,26 @@ def run_jax(platform, function, case, gradients):
     return got if constant is None else [*got[:6], LEFT_OUT, *got[7:]]
 
 
+def torch_tensor(x, device="cpu"):
+    """A NumPy array as a tensor; None stays None."""
+    import torch
+
+    if x is None:
+        return None
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.astype(np.float32)).to(device, torch.bfloat16)
+    return torch.from_numpy(np.array(x)).to(device)
+
+
+def tensor_array(x):
+    """A tensor as a NumPy array; None stays None."""
+    import torch
+
+    if x is None:
+        return None
+    return (x.double() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()
+
+
 def run_torch(platform, function, case, gradients):
     """Run a case through torch."""
     import torch
@@ -173,31 +193,19 @@ def run_torch(platform, function, case, gradients):
     args, doutput, dstate = case.arrays
     device = "cuda" if GPU else "cpu"
 
-    def tensor(x):
-        if x is None:
-            return None
-        if x.dtype == ml_dtypes.bfloat16:
-            return torch.from_numpy(x.astype(np.float32)).to(device, torch.bfloat16)
-        return torch.from_numpy(np.array(x)).to(device)
-
-    def array(x):
-        if x is None:
-            return None
-        return (x.double() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy()
-
-    args = [tensor(x) for x in args]
+    args = [torch_tensor(x, device) for x in args]
     inputs = [x for x in args[:6] if x is not None]
     for x in inputs:
         x.requires_grad_(gradients)
     outputs = function(args, case, platform)
-    got = [array(x) for x in outputs]
+    got = [tensor_array(x) for x in outputs]
     assert str(outputs[0].dtype) == f"torch.{case.dtype}"
     if not gradients:
         return got
-    torch.autograd.backward(list(outputs), [tensor(doutput), tensor(dstate)])
+    torch.autograd.backward(list(outputs), [torch_tensor(doutput, device), torch_tensor(dstate, device)])
     for x in inputs:
         assert x.grad.dtype == x.dtype
-    return got + [None if x is None else array(x.grad) for x in args[:6]]
+    return got + [None if x is None else tensor_array(x.grad) for x in args[:6]]
 
 
 def runner(platform, framework, function):

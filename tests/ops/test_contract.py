@@ -90,7 +90,7 @@ def program(row, framework, cfg, gate, monkeypatch):
 
 def invocation(kernel, framework, gate, platform):
     # Long enough for several chunks of every candidate.
-    dtype = "bfloat16" if platform == "pallas" else "float32"
+    dtype = "bfloat16" if platform in ("pallas", "cuda") else "float32"
     if gate == "window":
         return kernel.invocation(framework, dtype, T=300, H=2, K=64, window=200)
     return kernel.invocation(framework, dtype, T=300, H=2, K=128, gate=gate)
@@ -111,7 +111,8 @@ def test_every_field_reaches_the_launch_and_no_other_is_read(row, framework, mon
         pytest.skip(f"{row.platform} cannot be imported: {error}")
     pytest.importorskip(framework)
     kernel = KERNELS[row.algorithm]()
-    gates = {"gla": ("vector", "constant"), "attention": ("window",)}.get(row.algorithm, ("constant",))
+    vector = "scalar" if row.platform == "cuda" else "vector"
+    gates = {"gla": (vector, "constant"), "attention": ("window",)}.get(row.algorithm, ("constant",))
     inv = invocation(kernel, framework, gates[0], row.platform)
     heuristic = kernel.heuristic_cfg(inv, row)
 

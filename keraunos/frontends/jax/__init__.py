@@ -1,6 +1,7 @@
 """JAX's front end: what :func:`keraunos.frontends.get` gives for ``"jax"``."""
 
 from keraunos.frontends.jax.arrays import (
+    aligned,
     array,
     by_device,
     cast,
@@ -33,6 +34,7 @@ from keraunos.frontends.jax.gradient import (
 )
 
 __all__ = [
+    "aligned",
     "array",
     "as_written",
     "batched",

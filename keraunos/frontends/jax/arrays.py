@@ -44,6 +44,11 @@ def rounded(x: jax.Array, dtype: str) -> jax.Array:
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
+def aligned(x: jax.Array) -> jax.Array:
+    """The array, whose rows begin at multiples of 16 bytes if they are as long: JAX's do."""
+    return x
+
+
 def pad(x: jax.Array, axis: int, after: int, before: int = 0) -> jax.Array:
     """With so many zeros at the ends of an axis."""
     return jnp.pad(x, [(before, after) if i == axis else (0, 0) for i in range(x.ndim)]) if before or after else x

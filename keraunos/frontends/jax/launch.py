@@ -13,7 +13,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from keraunos.frontends import in_shared_memory
-from keraunos.frontends.jax import shared_memory, vary, varying
+from keraunos.frontends.jax import gluon, shared_memory, vary, varying
 
 _CACHE = os.environ.get("TRITON_CACHE_DIR")
 try:
@@ -37,10 +37,14 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
         name: jax.ShapeDtypeStruct(*((inputs[o].shape, inputs[o].dtype) if isinstance(o, str) else o))
         for name, o in outputs.items() if o is not None
     }  # fmt: skip
-    if not all(grid):
+    arrays = {name: jnp.asarray(x) for name, x in inputs.items() if isinstance(x, jax.Array | np.ndarray)}
+    if kernel.is_gluon():
+        wanted = {name: made.get(name) for name in outputs}
+        found = gluon.call(kernel, grid, {**inputs, **arrays}, wanted, constants, num_warps)
+        done = [vary(x, frozenset().union(*map(varying, arrays.values()))) for x in found]
+    elif not all(grid):
         done = [jnp.zeros(o.shape, o.dtype) for o in made.values()]
     else:
-        arrays = {name: jnp.asarray(x) for name, x in inputs.items() if isinstance(x, jax.Array | np.ndarray)}
         # Every parameter needs a buffer, also where the constants switch it off.
         shapes = [made.get(name, jax.ShapeDtypeStruct((1,), np.float32)) for name in outputs]
 

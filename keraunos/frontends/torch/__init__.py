@@ -31,12 +31,14 @@ from keraunos.frontends.torch.gradient import (
     signature,
 )
 from keraunos.frontends.torch.strides import (
+    aligned,
     fitting,
     rows,
 )
 
 __all__ = [
     "DTYPES",
+    "aligned",
     "array",
     "autocast",
     "cast",

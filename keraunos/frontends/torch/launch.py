@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import os
@@ -99,7 +100,7 @@ def _build(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[st
     def build(num_stages):
         run = functools.partial(kernel[grid], **{**options, "num_stages": num_stages})
         with current_device(device):
-            return run, run(*args)
+            return run, _allocating(_scratch, run, *args)
 
     return in_shared_memory(build, kernel.__name__, options["num_stages"])
 
@@ -121,22 +122,50 @@ def _again(built: Any, grid: tuple[int, ...]) -> Callable:
     hooks, watched = triton.knobs.runtime, built[grid]
     stream, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     start, rest = built.run, [built.function, built.packed_metadata, None, None, None]
-    if not any(size for name, size in vars(start).items() if name.endswith("scratch_size")):
-        # What it compiled to launch with can do without the Python around it, half of the time that a launch takes.
-        bare, seen = copy.copy(start), []
-        bare.launch = lambda *given: seen.extend(given)
-        bare(*grid, None, *rest)
-        start, rest = start.launch, seen[4:]
+    # What it compiled to launch with can do without the Python around it, half of the time that a launch takes.
+    bare, seen, sizes = copy.copy(start), [], []
+    bare.launch = lambda *given: seen.extend(given)
+
+    def note(size, alignment, stream):
+        sizes.append(size)
+        return sizes
+
+    _allocating(note, bare, *grid, None, *rest)
+    start, rest = start.launch, seen[4:]
+    # Memory for what a kernel writes down for itself, such as descriptors, is another each time.
+    places = [i for i, x in enumerate(rest) if x is sizes]
 
     def run(*args):
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            watched(*args)
-        else:
-            # Past Triton's hooks, such as a profiler's: they cost a fifth of a call even where there are none.
-            start(*grid, stream(device()), *rest, *args)
+            _allocating(_scratch, watched, *args)
+            return
+        given = rest
+        if places:
+            given = rest.copy()
+            for i, size in zip(places, sizes, strict=True):
+                given[i] = _scratch(size)
+        # Past Triton's hooks, such as a profiler's: they cost a fifth of a call even where there are none.
+        start(*grid, stream(device()), *given, *args)
 
     return run
+
+
+def _allocating(allocator: Callable, run: Callable, *args: Any) -> Any:
+    """``run(*args)``, in which Triton asks this allocator for memory; what is set elsewhere is the user's affair."""
+
+    def call():
+        import triton
+
+        triton.set_allocator(allocator)
+        return run(*args)
+
+    return contextvars.copy_context().run(call)
+
+
+def _scratch(size: int, alignment: int = 1, stream: int | None = None) -> torch.Tensor:
+    """Memory for one launch: who gets it next is a later launch on the stream."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def current_device(device: torch.device) -> Any:

@@ -36,3 +36,11 @@ def _has_near_rows(x: torch.Tensor) -> bool:
 def rows(x: torch.Tensor) -> torch.Tensor:
     """A tensor as kernels take it."""
     return x if _has_near_rows(x) else x.contiguous()
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if rows of its last dimension do not begin at multiples of 16 bytes."""
+    steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    if x.data_ptr() % 16 == 0 and all(step > 0 and step * x.itemsize % 16 == 0 for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,62 @@
+"""What joins the results of several programs: states of pieces, sums over heads that share an array or a decay."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from keraunos.kernels.linear_attention.cuda.walk import CLOSED, LOG2E, natural_decay, reach
+
+
+@gluon.jit(do_not_specialize=["stride_gamma_b", "T", "L", "P"])
+def starts_kernel(
+    local, sums, gamma, h0, stride_gamma_b, T, L, P,
+    starts,
+    H: gl.constexpr, D: gl.constexpr, BD: gl.constexpr, BACKWARDS: gl.constexpr,
+):  # fmt: skip
+    """The state that each segment starts from ``[segments, H, D, D]``, of what pieces of L tokens leave from none.
+
+    P: pieces of a segment. sums: what the gates of each piece come to; gamma: constant decays. h0: the state that the
+    first segment starts from, in the order of the walk.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    i_x = gl.program_id(0) % (D * D // BD)
+    i_h = gl.program_id(0) // (D * D // BD) % H
+    i_n = gl.program_id(0) // (D * D // BD * H)
+    o = i_x * BD + gl.arange(0, BD, layout=LAYOUT)
+    decay = gl.maximum(natural_decay(gamma, i_n, i_h, stride_gamma_b), CLOSED) * LOG2E
+    if h0 is None:
+        state = gl.zeros([BD], gl.float32, LAYOUT)
+    else:
+        state = gl.load(h0 + (i_n.to(gl.int64) * H + i_h) * D * D + o).to(gl.float32)
+    pieces = gl.cdiv(T, L)
+    segments = gl.cdiv(pieces, P)
+    p_starts = starts + (i_n.to(gl.int64) * segments * H + i_h) * D * D + o
+    for i in range((pieces - P) if BACKWARDS else (segments - 1) * P):
+        i_p = (pieces - 1 - i) if BACKWARDS else i
+        enters = ((i == 0) | (i_p % P == P - 1)) if BACKWARDS else (i_p % P == 0)
+        gl.store(p_starts + (i_p // P).to(gl.int64) * H * D * D, state, mask=(o >= 0) & enters)
+        slot = (i_n.to(gl.int64) * pieces + i_p) * H + i_h
+        if sums is None:
+            there = reach(decay, (i_p % P if BACKWARDS else P - 1 - i_p % P) * L) >= 0
+            across = decay * gl.minimum(T - i_p * L, L).to(gl.float32)
+        else:
+            there = i_p >= 0
+            across = gl.load(sums + slot)
+        state = state * gl.exp2(across) + gl.load(local + slot * D * D + o, mask=(o >= 0) & there, other=0.0)
+    gl.store(p_starts + (segments * 0 if BACKWARDS else segments - 1).to(gl.int64) * H * D * D, state)
+
+
+@gluon.jit(do_not_specialize=["M", "R"])
+def sum_kernel(x, M, R, y, D: gl.constexpr, BR: gl.constexpr, BO: gl.constexpr):
+    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    o = gl.program_id(0).to(gl.int64) * BO + gl.arange(0, BO, layout=gl.SliceLayout(0, L))
+    r = gl.arange(0, BR, layout=gl.SliceLayout(1, L))
+    inside = o < M.to(gl.int64) * D
+    first = o // D * R * D + o % D
+    sums = gl.zeros([BR, BO], gl.float32, L)
+    for i in range(0, R, BR):
+        there = (i + r < R)[:, None] & inside[None, :]
+        sums += gl.load(x + first[None, :] + ((i + r).to(gl.int64) * D)[:, None], mask=there, other=0.0).to(gl.float32)
+    gl.store(y + o, gl.sum(sums, 0).to(y.dtype.element_ty), mask=inside)

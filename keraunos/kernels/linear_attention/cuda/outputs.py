@@ -1,0 +1,406 @@
+"""The walk that makes outputs, or the queries' gradients: it reads everything once and keeps the state in registers."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
+from keraunos.kernels.linear_attention.cuda.walk import (
+    CLOSED,
+    LOG2E,
+    add,
+    add_gates,
+    constant_pairs,
+    constant_sums,
+    describe,
+    gated_pairs,
+    group_slot,
+    locate,
+    natural_decay,
+    reach,
+)
+
+
+@gluon.jit
+def copy(stages, barriers, descriptors, size, C: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+         REVERSE: gl.constexpr, OUTPUT: gl.constexpr, DOTS: gl.constexpr):  # fmt: skip
+    """A partition of one warp: copies chunks into the ring of stages."""
+    q_s, k_s, v_s, f_s = stages
+    full, empty = barriers
+    q_desc, k_desc, v_desc, f_desc = descriptors
+    BLOCKS: gl.constexpr = 2 + OUTPUT + DOTS
+    count = gl.cdiv(size, C)
+    for i in range(count):
+        slot = i % STAGES
+        row = ((count - 1 - i) if REVERSE else i) * C
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        arrived = full.index(slot)
+        mbarrier.expect(arrived, BLOCKS * k_desc.block_type.nbytes)
+        if OUTPUT:
+            copy_in(q_desc, [row, 0], arrived, q_s.index(slot))
+        copy_in(k_desc, [row, 0], arrived, k_s.index(slot))
+        copy_in(v_desc, [row, 0], arrived, v_s.index(2 * slot))
+        copy_in(v_desc, [row, HALF], arrived, v_s.index(2 * slot + 1))
+        if DOTS:
+            copy_in(f_desc, [row, 0], arrived, f_s.index(slot))
+
+
+@gluon.jit
+def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H: gl.constexpr, C: gl.constexpr,
+             D: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
+             TRANSPOSED: gl.constexpr, GATED: gl.constexpr, OUTPUT: gl.constexpr, WIDE: gl.constexpr,
+             DOTS: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, GROUP: gl.constexpr,
+             BACKWARDS: gl.constexpr):  # fmt: skip
+    """A partition of one warpgroup: half of the values' dimensions, for which it has the state in registers."""
+    stages, barriers, gates_s, dots_s, dotted = shared
+    q_s, k_s, v_s, f_s = stages
+    full, empty = barriers
+    vectors_s, decays_s = gates_s
+    o_s, o_desc, o = goal
+    h0, ht, dh = states
+    gamma, size, last, scale = numbers
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
+    dtype: gl.constexpr = k_s.dtype
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))
+    columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))
+    if OUTPUT and not GATED:
+        pairs = constant_pairs(gamma, rows, columns, REVERSE) * scale
+    o_k = gl.arange(0, D, layout=gl.SliceLayout(1, W))
+    o_v = WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, W))
+    o_state = (o_v * D)[None, :] + o_k[:, None] if TRANSPOSED else (o_k * D)[:, None] + o_v[None, :]
+    nothing = gl.zeros([C, HALF], gl.float32, W)
+    state = gl.load(h0 + o_state).to(gl.float32) if INIT else gl.zeros([D, HALF], gl.float32, W)
+    if OUTPUT:
+        state_s.store(state.to(dtype))
+        fence_async_shared()
+        thread_barrier()
+    count = gl.cdiv(size, C)
+    for i in range(count):
+        slot = i % STAGES
+        at = (count - 1 - i) if BACKWARDS else i
+        left = gl.minimum(size - at * C, C)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        k = k_s.index(slot)
+        v = v_s.index(2 * slot + WG)
+        if GATED:
+            across = decays_s.index(slot).load(gl.SliceLayout(1, W))
+        else:
+            total = gamma * left.to(gl.float32)
+            across = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, W)) * gl.exp2(total)
+        if DOTS:
+            # What the gates of this chunk have in common, where the sums of their gradients begin anew.
+            begin = scale * 0.0
+            if i % GROUP == 0:
+                b_dh = gl.load(dh + (i // GROUP).to(gl.int64) * (H * D * D) + o_state).to(gl.float32)
+                begin = gl.sum(gl.sum(state * b_dh, 1) * across, 0)
+        if OUTPUT:
+            q = q_s.index(slot)
+            a = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            b_o = warpgroup_mma(q, state_s, nothing, use_acc=False, is_async=True)
+        if GATED:
+            to_row = vectors_s.index(3 * slot + 1).load(gl.SliceLayout(1, W))
+            from_row = vectors_s.index(3 * slot + 2).load(gl.SliceLayout(1, W))
+            if REVERSE != BACKWARDS:
+                from_row = to_row
+        else:
+            G = constant_sums(gamma, left, rows, REVERSE)
+            to_row = gl.exp2(G) * scale
+            from_row = to_row if REVERSE != BACKWARDS else gl.exp2(total - G)
+        late_s.store((v.load(W).to(gl.float32) * from_row[:, None]).to(dtype))
+        fence_async_shared()
+        state = state * across[:, None]
+        thread_barrier()
+        state = warpgroup_mma(k.permute((1, 0)), late_s, state, is_async=True)
+        if not OUTPUT:
+            state = warpgroup_mma_wait(0, deps=[state])
+            thread_barrier()
+            mbarrier.arrive(empty.index(slot), count=1)
+        else:
+            if GATED:
+                G = vectors_s.index(3 * slot)
+                G_rows = G.load(gl.SliceLayout(1, W))
+                pairs = gated_pairs(G_rows, G.load(gl.SliceLayout(0, W)), rows, columns, REVERSE) * scale
+            a, b_o = warpgroup_mma_wait(1, deps=[a, b_o])
+            a = a * pairs
+            if DOTS:
+                # A token's own pair has no gate in it: its part of the products would only be an error of their sums.
+                own = gl.sum(gl.where(rows[:, None] == columns[None, :], a, 0.0), 1)
+                a = gl.where(rows[:, None] == columns[None, :], 0.0, a)
+            p = gl.convert_layout(a.to(dtype), LEFT)
+            b_o = b_o * to_row[:, None]
+            if DOTS:
+                factor_s = f_s.index(slot).slice(WG * HALF, HALF, 1)
+                if i % GROUP == 0:
+                    begin += gl.sum(gl.sum(b_o * factor_s.load(W).to(gl.float32), 1), 0)
+            b_o = warpgroup_mma(p, v, b_o, is_async=True)
+            if WIDE:
+                thread_barrier()
+            else:
+                tma.store_wait(1)
+            state = warpgroup_mma_wait(1, deps=[state])
+            state_s.store(state.to(dtype))
+            b_o = warpgroup_mma_wait(0, deps=[b_o])
+            if DOTS:
+                mbarrier.wait(dotted.index(1), (i & 1) ^ 1)
+                dots_s.index(WG).store(gl.sum(b_o * factor_s.load(W).to(gl.float32), 1))
+                if i % GROUP == 0:
+                    dots_s.index(2 + WG).store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, W)) * begin)
+                thread_barrier()
+                mbarrier.arrive(dotted.index(0), count=1)
+                b_o += own[:, None] * v.load(W).to(gl.float32)
+            if WIDE:
+                o_o = ((at * C + rows).to(gl.int64) * (H * D))[:, None] + o_v[None, :]
+                gl.store(o + o_o, b_o, mask=(rows < left)[:, None])
+                fence_async_shared()
+                thread_barrier()
+                mbarrier.arrive(empty.index(slot), count=1)
+            else:
+                out = o_s.index(2 * WG + i % 2)
+                out.store(b_o.to(dtype))
+                fence_async_shared()
+                thread_barrier()
+                mbarrier.arrive(empty.index(slot), count=1)
+                copy_out(o_desc, [at * C, WG * HALF], out)
+    if OUTPUT and not WIDE:
+        tma.store_wait(0)
+    if FINAL:
+        gl.store(ht + o_state, state, mask=o_state * 0 < last.to(gl.int32))
+
+
+@gluon.jit
+def add_gradients(dots_s, dotted, products, dg, dgamma, size, H: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr,
+                  GATES: gl.constexpr, GAMMA: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """A partition of one warp: the gradients of gates, each the sum of what all pairs that it is between come to.
+
+    What changes from a token to the next are the pairs that end there, products of q with dq, and those that begin
+    there, of k with dk: the latter are in ``products``. The former, and sums to begin with, come in two parts.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
+    t = gl.arange(0, C, layout=LAYOUT)
+    everything = size.to(gl.float32) * 0.0
+    carry = everything
+    count = gl.cdiv(size, C)
+    for i in range(count):
+        at = (count - 1 - i) if REVERSE else i
+        inside = t < size - at * C
+        o_t = (at * C + t).to(gl.int64) * H
+        x = gl.load(products + o_t, mask=inside, other=0.0)
+        mbarrier.wait(dotted.index(0), i & 1)
+        x -= dots_s.index(0).load(LAYOUT) + dots_s.index(1).load(LAYOUT)
+        if i % GROUP == 0:
+            carry = gl.max(dots_s.index(2).load(LAYOUT), 0) + gl.max(dots_s.index(3).load(LAYOUT), 0)
+        thread_barrier()
+        mbarrier.arrive(dotted.index(1), count=1)
+        x = gl.where(inside, x, 0.0)
+        sums = gl.associative_scan(x, 0, add, reverse=REVERSE) - x + carry
+        carry += gl.sum(x, 0)
+        if GATES:
+            gl.store(dg + o_t, sums.to(dg.dtype.element_ty), mask=inside)
+        everything += gl.sum(gl.where(inside, sums, 0.0), 0)
+    if GAMMA:
+        gl.store(dgamma, everything)
+
+
+_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
+            "stride_vh", "stride_fb", "stride_ft", "stride_fh", "stride_gb", "stride_gt", "stride_gh",
+            "stride_gamma_b", "T", "L", "P"]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_LENGTHS)
+def outputs_kernel(
+    q, k, v, f, g, gamma, h0, products, dh, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_fb, stride_ft, stride_fh, stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, L, P,
+    o, ht, dg, dgamma, sums,
+    H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RF: gl.constexpr, RG: gl.constexpr,
+    D: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
+    SPLIT: gl.constexpr, INIT_WALK: gl.constexpr, TRANSPOSED: gl.constexpr,
+    GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
+):  # fmt: skip
+    """``o_i = scale * sum_{j <= i} decay_ij (q_i . k_j) v_j`` for one head of one sequence, or of one segment of it.
+
+    Two partitions of a warpgroup multiply, each for half of v's dimensions; one warp copies, one adds up gates.
+
+    q: None where only states are wanted: those that pieces of L tokens, P of them to a segment, leave from none, of as
+    many of their last tokens as a constant decay leaves anything of at their segment's end; with gates ``sums``
+    ``[walks, H]`` are what these come to. BACKWARDS, where that is not REVERSE: the gradients of states, to which k
+    and v are queries and the output's gradients.
+
+    g: gates per token; gamma: constant decays. h0: initial states, of walks
+    (INIT_WALK) or of sequences; ht: final states.
+
+    f: what the output is the gradient of, where that of gates is wanted too: dg ``[B, T, H]``, dgamma ``[walks, H]``.
+    Then products ``[B, T, H]`` and dh, the gradients of states, are what ``gradients_kernel`` left. TRANSPOSED: states
+    are ``[v, k]`` in memory. RQ, RK, RV, RF, RG: how many heads share each head of an array.
+    """
+    i_h = gl.program_id(0) % H
+    i_o = gl.program_id(0) // H
+    i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, L, PACKED, SPLIT, BACKWARDS)
+    OUTPUT: gl.constexpr = q is not None
+    natural = natural_decay(gamma, i_b, i_h, stride_gamma_b)
+    decay = gl.maximum(natural, CLOSED) * LOG2E
+    if not OUTPUT:
+        # Nobody goes on from the segment that is walked last.
+        i_p = i_o % gl.cdiv(T, L)
+        before = i_p >= P if BACKWARDS else i_p < (gl.cdiv(gl.cdiv(T, L), P) - 1) * P
+        size = size * before.to(gl.int32)
+        last = before
+        if g is None:
+            seen = reach(decay, (i_p % P if BACKWARDS else P - 1 - i_p % P) * L)
+            last = before & (seen >= 0)
+            unseen = gl.maximum(size - gl.maximum(seen, 0), 0) // C * C
+            size = size - unseen
+            if not BACKWARDS:
+                token += unseen
+    HALF: gl.constexpr = D // 2
+    dtype: gl.constexpr = k.dtype.element_ty
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], dtype)
+    PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, HALF], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    WIDE: gl.constexpr = OUTPUT and o.dtype.element_ty != dtype
+    DOTS: gl.constexpr = f is not None
+    INIT: gl.constexpr = h0 is not None
+    FINAL: gl.constexpr = ht is not None
+    GATES: gl.constexpr = dg is not None
+    GAMMA: gl.constexpr = dgamma is not None
+    GATED: gl.constexpr = g is not None
+
+    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, D, D)
+    v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, D, HALF)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
+    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, C, HALF], PART)
+    late_s = gl.allocate_shared_memory(dtype, [2, C, HALF], PART)
+    # What is absent is something else, which nobody reads.
+    q_desc = k_desc
+    f_desc = k_desc
+    o_desc = v_desc
+    q_s = k_s
+    f_s = k_s
+    o_s = v_s
+    state_s = late_s
+    p_o = k
+    dots_s = late_s
+    dotted = late_s
+    p_h0 = k
+    p_ht = k
+    p_dh = k
+    of_token = (i_b.to(gl.int64) * T + token) * H + i_h
+    if OUTPUT:
+        q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, D, D)
+        q_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
+        state_s = gl.allocate_shared_memory(dtype, [2, D, HALF], PART)
+        if WIDE:
+            p_o = o + of_token * D
+        else:
+            o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * D), H * D, D, C, D, HALF)
+            o_s = gl.allocate_shared_memory(dtype, [4, C, HALF], PART)
+    if DOTS:
+        f_desc = describe(f, i_b, token, i_h // RF, size, stride_fb, stride_ft, stride_fh, C, D, D)
+        f_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
+        dots_s = gl.allocate_shared_memory(gl.float32, [4, C], VECTOR)
+        dotted = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        mbarrier.init(dotted.index(0), count=2)
+        mbarrier.init(dotted.index(1), count=1)
+        p_dh = dh + (group_slot(i_o, token, T, L, GROUP * C, PACKED, SPLIT) * H + i_h) * D * D
+    if INIT:
+        p_h0 = h0 + ((i_o if INIT_WALK else i_n).to(gl.int64) * H + i_h) * D * D
+    if FINAL:
+        p_ht = ht + ((i_n if OUTPUT else i_o).to(gl.int64) * H + i_h) * D * D
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2 if GATED else 1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+
+    gates_s = (late_s, late_s)
+    if GATED:
+        vectors_s = gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], VECTOR)
+        gates_s = (vectors_s, gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR))
+    stages = (q_s, k_s, v_s, f_s)
+    barriers = (full, empty)
+    descriptors = (q_desc, k_desc, v_desc, f_desc)
+    states = (p_h0, p_ht, p_dh)
+    if GATED:
+        p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
+    SUM: gl.constexpr = sums is not None
+    p_sums = k
+    if SUM:
+        p_sums = sums + gl.program_id(0)
+    if DOTS:
+        p_dg = products
+        p_dgamma = products
+        if GATES:
+            p_dg = dg + of_token
+        if GAMMA:
+            p_dgamma = dgamma + gl.program_id(0)
+    shared = (stages, barriers, gates_s, dots_s, dotted)
+    goal = (o_s, o_desc, p_o)
+    numbers = (decay, size, last, scale)
+    if GATED and DOTS:
+        gl.warp_specialize(
+            [
+                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, D, HALF, STAGES,
+                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, D, HALF, STAGES,
+                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
+                (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, D, STAGES, REVERSE,
+                             BACKWARDS, SUM)),
+                (add_gradients, (dots_s, dotted, products + of_token, p_dg, p_dgamma, size, H, C, REVERSE, GATES,
+                                 GAMMA, GROUP)),
+            ],
+            [4, 1, 1, 1],
+            [232, 40, 40, 40],
+        )  # fmt: skip
+    elif GATED:
+        gl.warp_specialize(
+            [
+                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, D, HALF, STAGES,
+                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, D, HALF, STAGES,
+                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
+                (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, D, STAGES, REVERSE,
+                             BACKWARDS, SUM)),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )  # fmt: skip
+    elif DOTS:
+        gl.warp_specialize(
+            [
+                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, D, HALF, STAGES,
+                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, D, HALF, STAGES,
+                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
+                (add_gradients, (dots_s, dotted, products + of_token, p_dg, p_dgamma, size, H, C, REVERSE, GATES,
+                                 GAMMA, GROUP)),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, D, HALF, STAGES,
+                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, D, HALF, STAGES,
+                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip

@@ -1,0 +1,340 @@
+"""The recurrence with a decay per head, a gate per token, or both, on Hopper GPUs: which Gluon kernel runs when.
+
+Forward: one walk, which reads every input once. Backward: the same walk with its arguments permuted makes dq, as
+queries do, keys v and values k; another walk makes dk and dv in one pass, the other way. No states are stored.
+
+Two neighbouring gates' gradients differ by a product of k with dk and one of q with dq. So the walk for dk and dv,
+which comes first, leaves the former; the walk for dq also reads q and adds all up. Sums begin anew every few chunks,
+from the product of the state with its gradient there, of which the first walk leaves some, too: so errors do not grow
+with the length.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention.contract import Args, Options, state_spec
+from keraunos.kernels.linear_attention.contract import kernels as implementations
+from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
+from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
+from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
+from keraunos.kernels.linear_attention.triton.call import Spec, remember, spec_of
+from keraunos.ops.registry import HOPPER
+
+FIELDS = ("num_stages",)
+
+_HEAD_DIM, _CHUNK = 128, 64
+_DTYPES = ("bfloat16", "float16")
+# Stages that the shared memory holds: of a walk that makes outputs, of one with gates or their gradients, and of the
+# one that makes the gradients of keys and values.
+_STAGES, _STAGES_GATES, _STAGES_GRADIENTS = 3, 2, 2
+# Chunks from one state that the gradients of gates begin from to the next.
+_GROUP = 16
+
+
+# Programs that fill the GPU; tokens that make a segment, and a piece of one, worth their while; pieces of a segment at
+# most, and with gates, which leave something of every token. Values of a state that a program joins.
+_PROGRAMS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS = 132, 512, 512, 32, 2048
+
+
+def _most_segments(heads: int) -> int:
+    """How many segments a sequence is cut into at most, whatever its length, for so many heads of all sequences."""
+    return _PROGRAMS // max(heads, 1)
+
+
+def segmentation(T: int, heads: int, forgets: bool) -> tuple[int, int]:
+    """``(tokens per segment, pieces per segment)``; no tokens where the heads of all sequences fill the GPU.
+
+    A pass over pieces makes the states that segments start from. forgets: the decay is constant, so that most heads
+    need few of them.
+    """
+    count = min(_most_segments(heads), T // _MIN_SEGMENT)
+    if count < 2:
+        return 0, 1
+    most = _PIECES if forgets else _PROGRAMS // ((count - 1) * heads)
+    pieces = max(min(T // count // _MIN_PIECE, most), 1)
+    return -(-T // (count * pieces * _CHUNK)) * pieces * _CHUNK, pieces
+
+
+class _Call:
+    """What follows from the shapes, dtypes and options of one call; one object for all that are alike."""
+
+    def __init__(self, specs: Args, opts: Options):
+        self.specs, self.opts, self.reverse = specs, opts, opts.reverse
+        self.B, self.T = specs.query.shape[:2]
+        self.H, self.dtype = specs.heads, specs.query.dtype
+        # Complete by the contract, whatever its declared type allows.
+        self.stages: Any = opts.cfg.num_stages
+        self.packed = specs.cu_seqlens is not None
+        self.N = specs.cu_seqlens.shape[0] - 1 if self.packed else self.B
+        self.learned = opts.needs(specs, "g") or opts.needs(specs, "g_gamma")
+        gamma = specs.g_gamma
+        self.stride_gamma_b = self.H if gamma is not None and len(gamma.shape) == 2 else 0
+        # Tokens per segment (0: sequences are whole), pieces of each, and walks.
+        self.L, self.P = (0, 1) if self.packed else segmentation(self.T, self.N * self.H, specs.g is None)
+        self.walks = self.N * -(-self.T // self.L) if self.L else self.N
+        tokens = _GROUP * _CHUNK
+        self.groups = self.T // tokens + self.N if self.packed else self.walks * -(-(self.L or self.T) // tokens)
+
+    def ratio(self, x: Spec | None) -> int:
+        """How many heads share each of an array's; 1 for an absent one."""
+        return self.H // x.shape[2] if x else 1
+
+    def dtype_of_each(self, x: Spec) -> str:
+        """The dtype of a head's gradient of an array: wide where it is still to be summed over those that share."""
+        return "float32" if self.ratio(x) > 1 else x.dtype
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The kernels' numbers but for strides."""
+        return dict(stride_gamma_b=self.stride_gamma_b, scale=self.opts.softmax_scale, T=self.T, L=self.L)
+
+
+_call_of = remember(_Call)
+
+
+def _strides(x: Spec | None, name: str) -> dict[str, int]:
+    """``stride_<name><axis>`` of an array [B, T, heads, ...]; of a single token none, which may be anything."""
+    batch, token, head = (x.strides[i] if x and x.shape[i] > 1 else 0 for i in range(3))
+    return {f"stride_{name}b": batch, f"stride_{name}t": token or _HEAD_DIM, f"stride_{name}h": head}
+
+
+class _Plan(NamedTuple):
+    """A launch but for its arrays."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: dict[str, Any]
+    outputs: dict[str, Any]
+    constants: dict[str, Any]
+
+    def launch(self, **arrays: Any) -> tuple[Any, ...]:
+        """Run it on arrays, given in the order of the kernel's parameters."""
+        return frontends.launch(
+            self.kernel, self.grid, {**arrays, **self.numbers}, self.outputs, self.constants, num_warps=4, num_stages=1
+        )
+
+
+@remember
+def _outputs_plan(call: _Call, q: Spec, k: Spec, v: Spec, f: Spec | None, *, output: str, final: bool,
+                  transposed: bool) -> _Plan:  # fmt: skip
+    B, T, H, (specs, opts) = call.B, call.T, call.H, (call.specs, call.opts)
+    g = specs.g
+    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(f, "f"), **_strides(g, "g")}
+    outputs = dict(
+        o=((B, T, H, _HEAD_DIM), output),
+        ht=((call.N, H, _HEAD_DIM, _HEAD_DIM), "float32") if final else None,
+        dg=((B, T, H), call.dtype_of_each(g)) if f and opts.needs(specs, "g") else None,
+        dgamma=((call.walks, H), "float32") if f and opts.needs(specs, "g_gamma") else None,
+        sums=None,
+    )
+    most = _STAGES_GATES if f or g else _STAGES
+    constants = dict(
+        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RF=call.ratio(f), RG=call.ratio(g), D=_HEAD_DIM,
+        C=_CHUNK, STAGES=min(most, call.stages), REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
+        INIT_WALK=call.L > 0, TRANSPOSED=transposed, GROUP=_GROUP, BACKWARDS=call.reverse,
+    )  # fmt: skip
+    return _Plan(outputs_kernel, (call.walks * H,), {**numbers, **call.numbers, "P": 1}, outputs, constants)
+
+
+def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, h0: Any = None, products: Any = None,
+             dh: Any = None, output: str | None = None, final: bool = False, transposed: bool = False):  # fmt: skip
+    """``(output, final state, dg, dgamma)``: see ``outputs_kernel``. h0: what each walk starts from."""
+    plan = _outputs_plan(call, *map(spec_of, (q, k, v, f)), output=output or call.dtype, final=final,
+                         transposed=transposed)  # fmt: skip
+    return plan.launch(q=q, k=k, v=v, f=f, g=args.g, gamma=args.g_gamma, h0=h0, products=products, dh=dh,
+                       cu_seqlens=args.cu_seqlens)[:4]  # fmt: skip
+
+
+@remember
+def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[_Plan, _Plan]:
+    H, g = call.H, call.specs.g
+    L, P = call.L // call.P, call.P
+    pieces, state = -(-call.T // L), (H, _HEAD_DIM, _HEAD_DIM)
+    numbers = {**_strides(None, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(None, "f"), **_strides(g, "g")}
+    outputs = dict(o=None, ht=((call.N * pieces, *state), "float32"), dg=None, dgamma=None,
+                   sums=((call.N * pieces, H), "float32") if g else None)  # fmt: skip
+    constants = dict(
+        H=H, RQ=1, RK=call.ratio(k), RV=call.ratio(v), RF=1, RG=call.ratio(g), D=_HEAD_DIM, C=_CHUNK, STAGES=_STAGES,
+        REVERSE=call.reverse, PACKED=False, SPLIT=True, INIT_WALK=False, TRANSPOSED=False, GROUP=_GROUP,
+        BACKWARDS=backwards,
+    )  # fmt: skip
+    grid = (call.N * pieces * H,)
+    local = _Plan(outputs_kernel, grid, {**numbers, **call.numbers, "L": L, "P": P}, outputs, constants)
+    numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, L=L, P=P)
+    constants = dict(H=H, D=_HEAD_DIM, BD=_STARTS, BACKWARDS=backwards)
+    grid = (call.N * H * _HEAD_DIM**2 // _STARTS,)
+    return local, _Plan(starts_kernel, grid, numbers, dict(starts=((call.walks, *state), "float32")), constants)
+
+
+def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -> Any:
+    """What each walk starts from: where sequences are cut into segments, their states, else those of the sequences."""
+    if not call.L or call.opts.started:
+        return h0
+    local_plan, plan = _starts_plans(call, spec_of(k), spec_of(v), backwards)
+    gamma = args.g_gamma
+    _, local, _, _, sums = local_plan.launch(q=None, k=k, v=v, f=None, g=args.g, gamma=gamma, h0=None, products=None,
+                                             dh=None, cu_seqlens=None)  # fmt: skip
+    return plan.launch(local=local, sums=sums, gamma=gamma, h0=h0)[0]
+
+
+@remember
+def _gradients_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
+    B, T, H, specs, g = call.B, call.T, call.H, call.specs, call.specs.g
+    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(do, "o"), **_strides(g, "g")}
+    state = H, _HEAD_DIM, _HEAD_DIM
+    outputs = dict(
+        dk=((B, T, H, _HEAD_DIM), call.dtype_of_each(specs.key)),
+        dv=((B, T, H, _HEAD_DIM), call.dtype_of_each(specs.value)),
+        dh0=((call.N, *state), specs.initial_state.dtype) if specs.initial_state else None,
+        dots=((B, T, H), "float32") if call.learned else None,
+        states=((call.groups, *state), call.dtype) if call.learned else None,
+    )
+    constants = dict(
+        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), D=_HEAD_DIM, C=_CHUNK,
+        STAGES=_STAGES_GRADIENTS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0, GROUP=_GROUP,
+    )  # fmt: skip
+    return _Plan(gradients_kernel, (call.walks * H,), {**numbers, **call.numbers}, outputs, constants)
+
+
+def forward(args: Args, opts: Options):
+    """``((output, final_state), residuals)``."""
+    if not args.query.shape[1]:
+        return _no_tokens(args), (None,)
+    args = args._replace(**{name: _aligned(getattr(args, name)) for name in ("query", "key", "value")})
+    call = _call_of(Args(*map(spec_of, args)), opts)
+    starts = _starts(call, args, args.key, args.value, args.initial_state, call.reverse)
+    output, final, _, _ = _outputs(call, args, *args[:3], h0=starts, final=opts.state)
+    return (output, final), (starts if call.L else None,)
+
+
+def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
+    """Room for the states that segments start from, enough for all lengths; None: no length is cut."""
+    N = args.query.shape[0]
+    most = _most_segments(N * args.heads)
+    return ((N * most, args.heads, _HEAD_DIM, _HEAD_DIM), "float32") if most > 1 and args.cu_seqlens is None else None
+
+
+forward.residuals = dict(starts=_room)  # type: ignore[attr-defined]
+
+
+def backward(args: Args, residuals, grads, opts: Options) -> Args:
+    """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
+    if not args.query.shape[1]:
+        return _no_gradients(args, grads[1])
+    args = args._replace(**{name: _aligned(getattr(args, name)) for name in ("query", "key", "value")})
+    do, dfinal = _aligned(grads[0]), grads[1]
+    call = _call_of(Args(*map(spec_of, args)), opts)
+    q, k, v, g, gamma, h0, cu_seqlens = args
+    starts = residuals[0] if call.L else h0
+    ends = _starts(call, args, q, do, dfinal, not call.reverse)
+    plan = _gradients_plan(call, *map(spec_of, (q, k, v, do)))
+    dk, dv, dh0, products, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,
+                                                cu_seqlens=cu_seqlens)  # fmt: skip
+    query = call.dtype_of_each(call.specs.query)
+    dq, _, dg, dgamma = _outputs(call, args, do, v, k, f=q if call.learned else None, h0=starts, products=products,
+                                 dh=states, output=query, transposed=True)  # fmt: skip
+    dq, dk, dv, dg = (_of_own(call, *x) for x in zip((dq, dk, dv, dg), call.specs[:4], strict=True))
+    if dgamma is not None:
+        spec = call.specs.g_gamma
+        dgamma = _sum(dgamma, 1 if len(spec.shape) == 1 else call.B, call.H, spec)
+    return Args(dq, dk, dv, dg, dgamma, dh0)
+
+
+def _no_tokens(args: Args) -> tuple[Any, Any]:
+    """The outputs where there is no token: the final states are the initial ones."""
+    arrays = frontends.get(frontends.framework_of(args.query) or "")
+    (shape, dtype), h0 = state_spec(args), args.initial_state
+    output = arrays.zeros((*args.query.shape[:2], args.heads, _HEAD_DIM), arrays.dtype_name(args.query), args.query)
+    return output, arrays.zeros(shape, dtype, args.query) if h0 is None else arrays.cast(h0, dtype)
+
+
+def _no_gradients(args: Args, dfinal: Any) -> Args:
+    """The gradients where there is no token: the initial states have those of the final ones."""
+    arrays = frontends.get(frontends.framework_of(args.query) or "")
+
+    def like(x):
+        return None if x is None or isinstance(x, np.ndarray) else arrays.zeros(x.shape, arrays.dtype_name(x), x)
+
+    dh0 = like(args.initial_state)
+    if dh0 is not None and dfinal is not None:
+        dh0 = arrays.cast(dfinal, arrays.dtype_name(dh0))
+    dq, dk, dv, dg, dgamma = map(like, args[:5])
+    return Args(dq, dk, dv, dg, dgamma, dh0)
+
+
+def _of_own(call: _Call, dx: Any, x: Spec | None) -> Any:
+    """The gradient of an array from those of all heads: summed over the heads that share one of its own."""
+    if dx is None or x is None or call.ratio(x) == 1:
+        return dx
+    return _sum(dx, math.prod(x.shape[:3]), math.prod(x.shape[3:]), x)
+
+
+@remember
+def _sum_plan(size: int, M: int, D: int, shape: tuple[int, ...], dtype: str) -> _Plan:
+    BR, BO = 4, 128
+    outputs, constants = dict(y=(shape, dtype)), dict(D=D, BR=BR, BO=BO)
+    return _Plan(sum_kernel, (-(-M * D // BO),), dict(M=M, R=size // (M * D)), outputs, constants)
+
+
+def _sum(x: Any, M: int, D: int, like: Spec) -> Any:
+    """``x`` as ``[M, R, D]``, summed over R, in the shape and dtype of ``like``."""
+    return _sum_plan(math.prod(x.shape), M, D, like.shape, like.dtype).launch(x=x)[0]
+
+
+def _aligned(x: Any) -> Any:
+    """The array, or a copy where copies of blocks cannot take it: rows must begin at multiples of 16 bytes."""
+    return frontends.get(frontends.framework_of(x) or "").aligned(x)
+
+
+def unsupported(inv) -> str | None:
+    """Why these kernels cannot run the call, or None."""
+    K, V, dtype = inv.dims["K"], inv.dims["V"], inv.arrays["query"][0]
+    name, pattern = HOPPER
+    if inv.backend != "gpu" or not re.search(pattern, inv.device):
+        return f"needs {name}; the call's arrays are on {inv.device}"
+    if dtype not in _DTYPES:
+        return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
+    if inv.arrays.get("g", (None, 0))[1] == 4:
+        return "takes gates per token [B, T, H]; the call has gates per token and dimension"
+    learned = "g_gamma" in inv.arrays and not isinstance(inv.arguments.get("g_gamma"), np.ndarray)
+    if dtype == "float16" and ("g" in inv.arrays or learned):
+        return "takes gates and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
+    if K != _HEAD_DIM or V != _HEAD_DIM:
+        return f"takes head dims of 128; the call has K = {K}, V = {V}"
+    return None
+
+
+def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
+    """The tokens of a segment, if rows of one length are cut into several."""
+    call = _call_of(Args(*map(spec_of, args)), opts)
+    return (call.L, False) if call.L else None
+
+
+def heuristic(inv, cfg):
+    """Three stages, as many as fit."""
+    return replace(cfg, num_stages=_STAGES)
+
+
+def candidates(inv, cfg):
+    """Two and three stages."""
+    return [replace(cfg, num_stages=n) for n in (2, 3)]
+
+
+gla, lightning_attn = implementations(
+    "cuda",
+    __file__,
+    forward,
+    backward,
+    fields=FIELDS,
+    heuristic=heuristic,
+    candidates=candidates,
+    unsupported=unsupported,
+    segment=segment,
+)

@@ -1,0 +1,143 @@
+"""What the walks over sequences share: where a program walks, copies into shared memory, and the decays of a chunk.
+
+A program walks over one sequence, or one segment of it, of one head, in chunks of C tokens, of which only the one that
+lies last in memory may be partial. Its descriptors are of its own tokens, so that copies read zeros after their end and
+write nothing there: a token after the end changes no state, and gates are 0 there.
+
+``G`` is the sum of a chunk's gates, base 2, in the order of the recurrence, up to and with each token. With it
+
+- the state that enters the chunk reaches token i by ``exp2(G_i)``,
+- token j reaches token i by ``exp2(G_i - G_j)``, and the state that leaves the chunk by ``exp2(G_total - G_j)``,
+- the state that enters reaches the one that leaves by ``exp2(G_total)``,
+
+and none of these differences is above 0. The gradient of the state goes the other ways of the same numbers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from keraunos.kernels.linear_attention.cuda.gluon_names import thread_barrier
+
+LOG2E = gl.constexpr(1.4426950408889634)
+# The log of less than any 16-bit value. Sums of a chunk's gates stay small enough that their differences are as good as
+# 16-bit inputs if no gate is below it.
+FAINT = gl.constexpr(-100.0)
+# A constant decay that is finite, so that no tokens' worth of it is 0.
+CLOSED = gl.constexpr(-16384.0)
+# The log, base 2, of less than any float32 value.
+NOTHING = gl.constexpr(-150.0)
+
+
+@gluon.jit
+def add(a, b):
+    """What a scan puts together."""
+    return a + b
+
+
+@gluon.jit
+def locate(cu_seqlens, i_o, T, L, PACKED: gl.constexpr, SPLIT: gl.constexpr, REVERSE: gl.constexpr):
+    """Walk -> (sequence, row of the batch, its first token in the row, its tokens, whether it ends the sequence)."""
+    if PACKED:
+        begin = gl.load(cu_seqlens + i_o).to(gl.int64)
+        size = (gl.load(cu_seqlens + i_o + 1).to(gl.int64) - begin).to(gl.int32)
+        return i_o, i_o * 0, begin, size, T >= 0
+    if SPLIT:
+        count = gl.cdiv(T, L)
+        i_n = i_o // count
+        i_g = i_o % count
+        last = (i_g == 0) if REVERSE else (i_g == count - 1)
+        return i_n, i_n, (i_g * L).to(gl.int64), gl.minimum(T - i_g * L, L), last
+    return i_o, i_o, (i_o * 0).to(gl.int64), T, T >= 0
+
+
+@gluon.jit
+def group_slot(i_o, token, T, L, tokens, PACKED: gl.constexpr, SPLIT: gl.constexpr):
+    """The first slot of a walk among all walks' groups of so many tokens."""
+    if PACKED:
+        return token // tokens + i_o
+    return i_o.to(gl.int64) * gl.cdiv(L if SPLIT else T, tokens)
+
+
+@gluon.jit
+def describe(x, i_b, token, i_h, size, stride_b, stride_t, stride_h, C: gl.constexpr, D: gl.constexpr,
+             BD: gl.constexpr):  # fmt: skip
+    """A descriptor of the tokens of a walk ``[size, D]``, in blocks of C tokens and BD dimensions."""
+    # A walk over no token may stand where the array has ended: what is described then is never copied.
+    token = token * (size > 0).to(gl.int64)
+    base = x + i_b.to(gl.int64) * stride_b + token * stride_t + i_h.to(gl.int64) * stride_h
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BD], x.dtype.element_ty)
+    return tma.make_tensor_descriptor(base, [gl.maximum(size, 1), D], [stride_t, 1], [C, BD], LAYOUT)
+
+
+@gluon.jit
+def natural_decay(gamma, i_b, i_h, stride_gamma_b):
+    """The constant gate of a head, or 0."""
+    decay = i_h.to(gl.float32) * 0.0
+    if gamma is not None:
+        decay = gl.load(gamma + i_b * stride_gamma_b + i_h).to(gl.float32)
+    return decay
+
+
+@gluon.jit
+def reach(decay, after):
+    """Of how many tokens, the last ones before ``after`` others, a constant decay leaves anything; below 0: of none."""
+    return gl.minimum(NOTHING / gl.minimum(decay, -1e-6), 1e9).to(gl.int32) - after
+
+
+@gluon.jit
+def constant_sums(decay, n, rows, REVERSE: gl.constexpr):
+    """G of a chunk of n tokens of a constant decay, base 2."""
+    count = gl.maximum(n - rows, 0) if REVERSE else gl.minimum(rows + 1, n)
+    return decay * count.to(gl.float32)
+
+
+@gluon.jit
+def constant_pairs(decay, rows, columns, REVERSE: gl.constexpr):
+    """How each column's token reaches each row's, where it comes before, by a constant decay, base 2; 0 elsewhere."""
+    apart = (columns[None, :] - rows[:, None]) if REVERSE else (rows[:, None] - columns[None, :])
+    return gl.where(apart >= 0, gl.exp2(decay * gl.maximum(apart, 0).to(gl.float32)), 0.0)
+
+
+@gluon.jit
+def gated_pairs(G_rows, G_columns, rows, columns, REVERSE: gl.constexpr):
+    """How each column's token reaches each row's, where it comes before, by the sums of gates; 0 elsewhere."""
+    seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
+    return gl.where(seen, gl.exp2(G_rows[:, None] - G_columns[None, :]), 0.0)
+
+
+@gluon.jit
+def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl.constexpr, D: gl.constexpr,
+              STAGES: gl.constexpr, REVERSE: gl.constexpr, BACKWARDS: gl.constexpr, SUM: gl.constexpr):  # fmt: skip
+    """A partition of one warp: what the gates of each chunk do, in the order in which chunks are walked.
+
+    For each stage ``G``, ``scale * exp2(G)`` and ``exp2(G_total - G)`` go to the first of ``gates_s``, and
+    ``exp2(G_total)``, once for each row of the state, to the second. REVERSE: the recurrence runs backwards;
+    BACKWARDS: the walk does. SUM: ``sums`` gets what the walk's gates come to.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
+    ROWS: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
+    vectors_s, decays_s = gates_s
+    t = gl.arange(0, C, layout=LAYOUT)
+    everything = scale * 0.0
+    count = gl.cdiv(size, C)
+    for i in range(count):
+        slot = i % STAGES
+        at = (count - 1 - i) if BACKWARDS else i
+        inside = t < size - at * C
+        x = gl.load(g + (at * C + t).to(gl.int64) * stride_t, mask=inside, other=0.0).to(gl.float32)
+        x = gl.where(inside, gl.maximum(x + gamma, FAINT) * LOG2E, 0.0)
+        G = gl.associative_scan(x, 0, add, reverse=REVERSE)
+        total = gl.sum(x, 0)
+        everything += total
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        vectors_s.index(3 * slot).store(G)
+        vectors_s.index(3 * slot + 1).store(gl.exp2(G) * scale)
+        vectors_s.index(3 * slot + 2).store(gl.exp2(gl.minimum(total - G, 0.0)))
+        decays_s.index(slot).store(gl.full([D], 1.0, gl.float32, ROWS) * gl.exp2(total))
+        thread_barrier()
+        mbarrier.arrive(full.index(slot), count=1)
+    if SUM:
+        gl.store(sums, everything)

@@ -1,0 +1,62 @@
+"""Runs the platform ``cuda`` of linear attention without a GPU: its own host code, its kernels in the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+import torch
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention.contract import Args, Options
+from keraunos.kernels.linear_attention.cuda import passes
+from keraunos.ops.invocation import Config
+from tests.cuda import emulator
+from tests.linear_attention.cases import LEFT_OUT, tensor_array, torch_tensor
+
+
+def launcher(mode="late", seed=0, replaced=None):
+    """Like the front ends' ``launch``, on the CPU; ``replaced`` has other kernels in place of some, by their names."""
+
+    def launch(kernel, grid, inputs, outputs, constants, *, num_warps, num_stages):
+        kernel = (replaced or {}).get(kernel.fn.__name__, kernel)
+        assert [*inputs, *outputs, *constants] == kernel.arg_names
+        made = tuple(None if x is None else torch.full(x[0], torch.nan, dtype=getattr(torch, x[1]))
+                     for x in outputs.values())  # fmt: skip
+        if 0 not in grid:
+            given = (*inputs.values(), *made, *constants.values())
+            emulator.launch(kernel, grid, *given, mode=mode, seed=seed, num_warps=num_warps)
+        return made
+
+    return launch
+
+
+@contextlib.contextmanager
+def emulated(mode="late", seed=0, replaced=None):
+    """Within it the platform's kernels run in the emulator."""
+    with mock.patch.object(frontends, "launch", launcher(mode, seed, replaced)):
+        yield
+
+
+def run(case, gradients=True, *, mode="late", seed=0, constant=(), replaced=None):
+    """A :class:`Case` forward and backward: what ``case.check`` wants."""
+    args, doutput, dstate = case.arrays
+    args = Args(*map(torch_tensor, args))
+    scale = case.scale or case.K**-0.5
+    opts = Options(scale, case.reverse, Config(num_stages=3), constant)
+    with emulated(mode, seed, replaced):
+        (output, state), residuals = passes.forward(args, opts)
+        got = [output, state]
+        if gradients:
+            grads = torch_tensor(doutput), torch_tensor(dstate) if case.dstate else None
+            got += list(passes.backward(args, residuals, grads, opts))[:6]
+    got = [tensor_array(x) for x in got]
+    if gradients and "g_gamma" in constant:
+        got[6] = LEFT_OUT
+    return got
+
+
+def small(case, **fields):
+    """A case with the head dims and the dtype that the platform takes."""
+    return dataclasses.replace(case, K=128, V=128, dtype=fields.pop("dtype", "bfloat16"), **fields)

@@ -1,0 +1,156 @@
+"""The platform ``cuda`` of linear attention on a Hopper GPU, from both frameworks: what no emulator shows."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import keraunos
+from keraunos.ops.registry import HOPPER
+from tests.linear_attention.cases import GPU, Case, run_jax, run_torch
+
+pytestmark = pytest.mark.skipif(not GPU, reason="needs a GPU: run with --gpu")
+
+SMALL = Case(B=1, T=200, H=2, K=128, V=128, dtype="bfloat16", state=True)
+FRAMEWORKS = {"torch": run_torch, "jax": run_jax}
+
+
+def case(**fields):
+    return dataclasses.replace(SMALL, **fields)
+
+
+CASES = {
+    "plain": case(T=256, state=False),
+    "one token": case(T=1, gate="scalar"),
+    "constant": case(T=1000, gamma=1),
+    "reverse": case(T=63, gamma=1, reverse=True, state=False),
+    "gates": case(T=321, gate="scalar", gate_dtype="bfloat16"),
+    "both": case(B=2, T=321, gate="scalar", gamma=2, reverse=True),
+    "strong": case(T=500, gate="scalar", gamma=1, decay="strong"),
+    "infinite": case(T=500, gate="scalar", decay="infinite"),
+    "segments": case(T=3333, gamma=1),
+    "segments of gates": case(T=3000, gate="scalar", gamma=1, decay="strong", reverse=True),
+    "packed": case(lengths=(70, 0, 1, 64, 63, 300, 0), gate="scalar", gamma=1),
+    "packed and reverse": case(lengths=(70, 0, 1, 64, 63, 1300), gamma=1, reverse=True),
+    "shared heads": case(H=4, G=2, HQ=1, HV=4, HG=2, T=150, gate="scalar", gamma=1),
+    "no tokens": case(T=0, gamma=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if not re.search(HOPPER[1], torch.cuda.get_device_name()):
+        pytest.skip(f"needs {HOPPER[0]}")
+
+
+def gla(args, case, platform):
+    return keraunos.gla_attention(
+        *args, softmax_scale=case.scale, reverse=case.reverse, return_state=True, platform=platform
+    )
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name, framework):
+    CASES[name].check(lambda case, gradients: FRAMEWORKS[framework]("cuda", gla, case, gradients))
+
+
+def test_float16_with_a_constant_decay():
+    def lightning(args, case, platform):
+        decay = np.linspace(-0.5, 0, case.H).astype(np.float32)
+        return keraunos.lightning_attention(*args[:3], args[5], log_decay=decay, return_state=True, platform=platform)
+
+    half = case(dtype="float16", T=270)
+    got = run_torch("cuda", lightning, half, True)
+    wanted = run_torch("triton", lightning, half, True)
+    for x, y in zip(got, wanted, strict=True):
+        assert x is y is None or np.linalg.norm(x - y) < 2e-3 * np.linalg.norm(y)
+
+
+def tokens(*shape):
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def test_the_same_bits_each_time():
+    """On memory that was something else before."""
+    q, k, v = (tokens(2, 3000, 8, 128).requires_grad_() for _ in range(3))
+    g = -torch.rand(2, 3000, 8, device="cuda").requires_grad_()
+
+    def call():
+        poison = [torch.full((2**24,), torch.nan, device="cuda") for _ in range(8)]
+        del poison
+        output, state = keraunos.gla_attention(q, k, v, g, return_state=True, platform="cuda")
+        grads = torch.autograd.grad(output.float().square().sum() + state.sum(), (q, k, v, g))
+        return output, state, *grads
+
+    first = call()
+    for _ in range(100):
+        assert all(map(torch.equal, call(), first))
+
+
+def test_tensors_with_strides():
+    fused = tokens(2, 300, 4, 3 * 128 + 8)
+    parts = [fused[..., i : i + 128] for i in (0, 128, 256)]
+    heads_first = [tokens(2, 4, 300, 128).transpose(1, 2) for _ in range(3)]
+    odd = [fused[..., i : i + 128] for i in (1, 130, 257)]
+    for args in (parts, heads_first, odd):
+        run = lambda args: keraunos.gla_attention(*args, platform="cuda")  # noqa: E731
+        for _ in range(2):
+            assert torch.equal(run(args), run([x.contiguous() for x in args]))
+
+
+def test_nothing_is_compiled_for_a_length():
+    from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
+
+    def call(T):
+        keraunos.gla_attention(*(tokens(1, T, 200, 128) for _ in range(3)), platform="cuda")
+        return len(outputs_kernel.device_caches[torch.cuda.current_device()][0])
+
+    compiled = call(64)
+    for T in np.random.default_rng(0).integers(1, 2000, 50):
+        assert call(int(T)) == compiled
+
+
+def test_in_a_cuda_graph():
+    q, k, v = (tokens(1, 4096, 4, 128) for _ in range(3))
+    call = lambda: keraunos.gla_attention(q, k, v, platform="cuda")  # noqa: E731
+    wanted = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, wanted)
+
+
+def test_compiled_by_torch():
+    q, k, v = (tokens(1, 2000, 4, 128).requires_grad_() for _ in range(3))
+    g = -torch.rand(1, 2000, 4, device="cuda").requires_grad_()
+
+    def loss(q, k, v, g):
+        return keraunos.gla_attention(q, k, v, g, platform="cuda").float().square().sum()
+
+    wanted = torch.autograd.grad(loss(q, k, v, g), (q, k, v, g))
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v, g), (q, k, v, g))
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_jax_has_the_same_bits_under_its_transformations():
+    jax = pytest.importorskip("jax")
+    args = [tokens(3, 1, 1500, 4, 128) for _ in range(3)]
+    call = lambda *args: keraunos.gla_attention(*args, platform="cuda")  # noqa: E731
+    wanted = torch.stack([call(*x) for x in zip(*args, strict=True)])
+    given = [jax.dlpack.from_dlpack(x) for x in args]
+    got = jax.jit(jax.vmap(call))(*given)
+    assert torch.equal(torch.from_dlpack(got), wanted)
+    grads = jax.jit(jax.grad(lambda *x: call(*x).astype("float32").sum(), (0, 1, 2)))(*(x[0] for x in given))
+    own = [x[0].clone().requires_grad_() for x in args]
+    call(*own).float().sum().backward()
+    for x, y in zip(grads, own, strict=True):
+        assert torch.equal(torch.from_dlpack(x), y.grad)

@@ -1,0 +1,227 @@
+"""The platform ``cuda`` of linear attention without a GPU: values, faults, resources, launches."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from keraunos import frontends
+from keraunos.kernels.linear_attention.contract import Args, Options, describe
+from keraunos.kernels.linear_attention.cuda import passes
+from keraunos.ops.invocation import Config
+from keraunos.ops.registry import kernel_registry
+from tests.cuda import mutants
+from tests.cuda.compile import resources
+from tests.cuda.emulator import EmulatorError
+from tests.cuda.platform import run, small
+from tests.linear_attention.cases import GPU, Case
+
+pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
+
+CHUNK = 64
+# What may run when, and in which order; see the emulator.
+SCHEDULES = [("late", 0), ("early", 0), ("random", 1), ("late", 2), ("early", 3), ("random", 4)]
+LENGTHS = [Case(B=1, T=T, H=1, state=True, **kind)
+           for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK + 5)
+           for kind in (dict(gamma=1), dict(gate="scalar", reverse=True))]  # fmt: skip
+OPTIONS = [
+    Case(B=2, T=70, H=2),
+    Case(B=2, T=70, H=2, gamma=2, reverse=True),
+    Case(B=1, T=70, H=2, gamma=1, gate="scalar", gate_dtype="bfloat16", state=True, dstate=False),
+    Case(B=1, T=100, H=4, G=2, HQ=1, HV=4, HG=2, gamma=1, gate="scalar"),
+    Case(B=1, T=100, H=2, G=1, scale=-0.3, state=True),
+    Case(B=1, T=200, H=2, HQ=1, G=1, HV=2, gamma=1),
+    Case(H=1, lengths=(70, 0, 1, 64, 63), gamma=1, gate="scalar", state=True),
+    Case(H=1, lengths=(65, 0, 130), gamma=1, reverse=True, state=True),
+    Case(H=1, lengths=(0, 3, 0), gate="scalar"),
+    *(Case(B=1, T=200, H=1, gamma=1, gate=gate, decay=decay, state=True)
+      for decay in ("zero", "strong", "infinite") for gate in ("none", "scalar")),
+]  # fmt: skip
+CASES = [*LENGTHS, *OPTIONS]
+
+
+@pytest.fixture
+def short_groups(monkeypatch):
+    """Sums of gates' gradients begin anew after two chunks."""
+    monkeypatch.setattr(passes, "_GROUP", 2)
+    for plan in (passes._call_of, passes._outputs_plan, passes._gradients_plan):
+        monkeypatch.setattr(passes, plan.__name__, plan.__wrapped__)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_values_and_gradients(number):
+    case, (mode, seed) = CASES[number], SCHEDULES[number % len(SCHEDULES)]
+    small(case).check(lambda case, gradients: run(case, gradients, mode=mode, seed=seed))
+
+
+@pytest.mark.parametrize(("mode", "seed"), SCHEDULES[:3])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_of_gates_that_begin_anew(mode, seed, reverse, short_groups):
+    case = small(Case(B=1, T=5 * CHUNK + 7, H=1, gamma=1, gate="scalar", decay="strong", state=True, reverse=reverse))
+    case.check(lambda case, gradients: run(case, gradients, mode=mode, seed=seed))
+
+
+@pytest.fixture(params=[(2, 1), (1, 2)], ids="{0[0]} pieces of {0[1]} chunks".format)
+def segments(request, monkeypatch):
+    """Sequences are cut into segments of a few pieces."""
+    pieces, chunks = request.param
+    monkeypatch.setattr(passes, "segmentation", lambda T, heads, forgets: (pieces * chunks * CHUNK, pieces))
+    monkeypatch.setattr(passes, "_call_of", passes._call_of.__wrapped__)
+
+
+CUT = [
+    Case(B=1, T=5 * CHUNK + 7, H=2, gamma=1, state=True),
+    Case(B=1, T=5 * CHUNK + 7, H=1, gamma=1, gate="scalar", state=True, reverse=True),
+    Case(B=2, T=3 * CHUNK, H=1, gamma=2, decay="strong", reverse=True),
+    Case(B=1, T=6 * CHUNK, H=1, gate="scalar", decay="infinite"),
+    Case(B=1, T=CHUNK, H=1, gamma=1, state=True),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CUT)))
+def test_segments(number, segments):
+    mode, seed = SCHEDULES[number]
+    small(CUT[number]).check(lambda case, gradients: run(case, gradients, mode=mode, seed=seed))
+
+
+def test_few_heads_are_cut_into_segments():
+    assert passes.segmentation(65536, 64, True) == (32768, 32)
+    assert passes.segmentation(32768, 16, True) == (4096, 8)
+    assert passes.segmentation(8192, 128, True) == (0, 1)
+    assert passes.segmentation(1000, 4, True) == (0, 1)
+
+
+def test_float16_with_a_constant_decay():
+    case = small(Case(B=1, T=100, H=2, gamma=1, state=True), dtype="float16")
+    case.check(lambda case, gradients: run(case, gradients, constant=("g_gamma",)))
+
+
+def test_no_tokens():
+    case = small(Case(B=1, T=0, H=1, gamma=1, state=True))
+    case.check(lambda case, gradients: run(case, gradients, constant=("g_gamma",)))
+
+
+def test_tensors_that_copies_cannot_take_are_copied():
+    x = torch.zeros(2, 4, 3, 136)
+    assert frontends.get("torch").aligned(x) is x
+    assert frontends.get("torch").aligned(x[..., 8:]).data_ptr() == x[..., 8:].data_ptr()
+    for odd in (x[..., 1:129], torch.zeros(2, 4, 3, 129)[..., :128], torch.zeros(2, 1, 3, 128).expand(2, 4, 3, 128)):
+        made = frontends.get("torch").aligned(odd)
+        assert made.is_contiguous()
+        assert made.data_ptr() % 16 == 0
+        assert torch.equal(made, odd)
+
+
+# Faults in the kernels themselves
+
+GATES = small(Case(B=1, T=3 * CHUNK + 3, H=1, gate="scalar", gamma=1, state=True))
+SHARED = small(Case(B=1, T=5 * CHUNK + 3, H=2, HQ=1, G=1, HV=2, gamma=1, dstate=False))
+
+
+@pytest.mark.parametrize("step", mutants.steps(), ids=mutants.label)
+def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
+    replaced = mutants.kernels(step, tmp_path)
+
+    def check():
+        GATES.check(lambda case, gradients: run(case, gradients, replaced=replaced))
+        monkeypatch.setattr(passes, "segmentation", lambda T, heads, forgets: (4 * CHUNK, 1))
+        monkeypatch.setattr(passes, "_call_of", passes._call_of.__wrapped__)
+        SHARED.check(lambda case, gradients: run(case, gradients, replaced=replaced))
+
+    with pytest.raises((EmulatorError, AssertionError)):
+        check()
+
+
+# Launches
+
+
+def launches(monkeypatch, case, constant=()):
+    """The kernels that a call forward and backward launches, with the types of their arguments, and constants."""
+    found = []
+
+    def launch(kernel, grid, inputs, outputs, constants, *, num_warps, num_stages):
+        types = {}
+        fixed = dict(constants)
+        made = {name: x and torch.empty(x[0], dtype=getattr(torch, x[1]), device="meta") for name, x in outputs.items()}
+        for name, x in {**inputs, **made}.items():
+            if x is None:
+                fixed[name] = None
+            elif isinstance(x, torch.Tensor):
+                types[name] = "*" + {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}[
+                    str(x.dtype).removeprefix("torch.")
+                ]  # fmt: skip
+            else:
+                types[name] = "fp32" if isinstance(x, float) else "i32"
+        found.append((kernel, tuple(sorted(types.items())), tuple(sorted(fixed.items()))))
+        return tuple(made.values())
+
+    monkeypatch.setattr(frontends, "launch", launch)
+    args, doutput, dstate = (
+        [None if x is None else torch.empty(x.shape, dtype=getattr(torch, x.dtype.name)) for x in group]
+        for group in (case.arrays[0], [case.arrays[1]], [case.arrays[2]])
+    )
+    opts = Options(case.K**-0.5, case.reverse, Config(num_stages=3), constant)
+    _, residuals = passes.forward(Args(*args), opts)
+    passes.backward(Args(*args), residuals, (*doutput, *dstate), opts)
+    return found
+
+
+# Bytes of stack, which are registers that did not fit: those of addresses and the like, outside of products.
+STACK = 112
+BUDGETS = {
+    "constant": (Case(B=1, T=100, H=4, gamma=1), ("g_gamma",)),
+    "learned": (Case(B=1, T=100, H=4, gamma=1, state=True), ()),
+    "segments": (Case(B=1, T=2048, H=4, gamma=1), ("g_gamma",)),
+    "segments with gates": (Case(B=1, T=2048, H=4, gate="scalar", gate_dtype="bfloat16"), ("g",)),
+    "everything": (Case(H=4, lengths=(60, 40), gamma=1, gate="scalar", state=True, reverse=True), ()),
+    "shared": (Case(B=1, T=100, H=4, G=2, HQ=1, gate="scalar", gate_dtype="bfloat16"), ()),
+}
+
+
+@pytest.mark.parametrize("call", BUDGETS)
+def test_kernels_stay_within_their_budgets(call, monkeypatch):
+    case, constant = BUDGETS[call]
+    for kernel, types, constants in launches(monkeypatch, small(case), constant):
+        used = resources(kernel, dict(types), dict(constants))
+        assert used["stack"] <= STACK, (kernel, used)
+        assert used["shared"] <= frontends.SHARED_MEMORY, (kernel, used)
+        assert used["registers"] <= 168, (kernel, used)
+
+
+def test_no_kernel_is_compiled_for_a_length(monkeypatch):
+    case = Case(B=1, H=2, gamma=1, gate="scalar", state=True)
+    for lengths in ((1, 16, 64, 1000), (1024, 3333, 20000)):  # The latter are cut into segments.
+        assert len({frozenset(launches(monkeypatch, small(dataclasses.replace(case, T=T)))) for T in lengths}) == 1
+
+
+# What is refused
+
+
+def refused(device="NVIDIA H200", **changes):
+    """Why the platform does not take a call on a GPU."""
+    arrays = dict(dtype=torch.bfloat16, K=128, V=128, gate=None, g_gamma=np.zeros(2, np.float32)) | changes
+    q, v = (torch.zeros(1, 70, 2, arrays[n], dtype=arrays["dtype"]) for n in "KV")
+    inv = describe("gla", Args(q, q, v, arrays["gate"], arrays["g_gamma"]))
+    return passes.unsupported(dataclasses.replace(inv, backend="gpu", device=device))
+
+
+def test_what_it_cannot_do_it_refuses_with_the_reason():
+    assert refused() is None
+    assert refused(gate=torch.zeros(1, 70, 2), g_gamma=torch.zeros(2)) is None
+    assert refused(dtype=torch.float16) is None
+    assert "Hopper" in refused("NVIDIA A100")
+    assert "float32" in refused(dtype=torch.float32)
+    assert "K = 64" in refused(K=64)
+    assert "V = 256" in refused(V=256)
+    assert "per token and dimension" in refused(gate=torch.zeros(1, 70, 2, 128))
+    assert "float16" in refused(dtype=torch.float16, gate=torch.zeros(1, 70, 2))
+    assert "float16" in refused(dtype=torch.float16, g_gamma=torch.zeros(2))
+
+
+def test_it_is_registered():
+    for algorithm in ("gla", "lightning_attn"):
+        assert "cuda" in kernel_registry.platforms(algorithm)
