@@ -17,7 +17,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "supported.md"
 DEVICE = "NVIDIA H200"
 # Platform, framework.
 COLUMNS = [
-    ("xla", "jax"), ("torch", "torch"), ("triton", "jax"), ("triton", "torch"), ("pallas", "jax"), ("pallas", "torch"),
+    ("xla", "jax"), ("torch", "torch"), ("triton", "jax"), ("triton", "torch"), ("cuda", "jax"), ("cuda", "torch"),
+    ("pallas", "jax"), ("pallas", "torch"),
 ]  # fmt: skip
 FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch"}
 

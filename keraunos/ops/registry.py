@@ -315,16 +315,13 @@ for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
         f"keraunos.kernels.softmax_attention.{_platform}:preferred_attention"
     )
 HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
-for _algorithm in ("gla", "lightning_attn"):
-    kernel_registry.register(_algorithm, Platform.CUDA, Backend.GPU, 15, devices=HOPPER)(
-        f"keraunos.kernels.linear_attention.cuda.passes:{_algorithm}"
-    )
-# Where it is the fastest, and everything that it can run.
-for _algorithm in ("gla", "lightning_attn"):
-    for _name, _priority in ((f"preferred_{_algorithm}", 40), (_algorithm, 20)):
-        kernel_registry.register(_algorithm, Platform.PALLAS, Backend.GPU, _priority, devices=HOPPER)(
-            f"keraunos.kernels.linear_attention.pallas.passes:{_name}"
-        )
+# Where each is the fastest, and everything that it can run.
+for _platform, _priority, _least in ((Platform.CUDA, 45, 15), (Platform.PALLAS, 40, 20)):
+    for _algorithm in ("gla", "lightning_attn"):
+        for _name, _rank in ((f"preferred_{_algorithm}", _priority), (_algorithm, _least)):
+            kernel_registry.register(_algorithm, _platform, Backend.GPU, _rank, devices=HOPPER)(
+                f"keraunos.kernels.linear_attention.{_platform}.passes:{_name}"
+            )
 
 
 # The classes of operations; the steps on a pool of states are asked what gated linear attention is.

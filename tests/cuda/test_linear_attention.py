@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 
 import torch
 
+import keraunos
 from keraunos import frontends
 from keraunos.kernels.linear_attention.contract import Args, Options, describe
 from keraunos.kernels.linear_attention.cuda import passes
@@ -222,6 +223,16 @@ def test_what_it_cannot_do_it_refuses_with_the_reason():
     assert "float16" in refused(dtype=torch.float16, g_gamma=torch.zeros(2))
 
 
-def test_it_is_registered():
-    for algorithm in ("gla", "lightning_attn"):
-        assert "cuda" in kernel_registry.platforms(algorithm)
+def test_auto_takes_it_where_it_was_measured_to_be_faster():
+    def chosen(B, T, H, framework="torch", **sizes):
+        inv = keraunos.GLAttention().invocation(
+            framework, **{"B": B, "T": T, "H": H, "K": 128, "gate": "constant", **sizes}
+        )
+        row, _ = kernel_registry.choose(dataclasses.replace(inv, backend="gpu", device="NVIDIA H200"))
+        return row.platform
+
+    assert chosen(2, 16384, 64) == chosen(8, 4096, 32) == chosen(2, 4096, 64, gate="scalar") == "cuda"
+    for call in ((1, 16384, 16), (2, 1024, 64), (3, 16384, 64)):
+        assert chosen(*call) != "cuda"
+    assert chosen(2, 16384, 64, gate="vector") != "cuda"
+    assert chosen(2, 16384, 64, G=32) != "cuda"

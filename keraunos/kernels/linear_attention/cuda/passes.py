@@ -11,6 +11,7 @@ with the length.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.contract import Args, Options, state_spec
+from keraunos.kernels.linear_attention.contract import Args, Options, head_counts, state_spec
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
@@ -41,6 +42,8 @@ _GROUP = 16
 # Programs that fill the GPU; tokens that make a segment, and a piece of one, worth their while; pieces of a segment at
 # most, and with gates, which leave something of every token. Values of a state that a program joins.
 _PROGRAMS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS = 132, 512, 512, 32, 2048
+# What part of the GPU programs must fill in the last wave, and tokens of a sequence, that "auto" takes it.
+_FULL, _LONG = 0.9, 4096
 
 
 def _most_segments(heads: int) -> int:
@@ -299,6 +302,8 @@ def unsupported(inv) -> str | None:
     name, pattern = HOPPER
     if inv.backend != "gpu" or not re.search(pattern, inv.device):
         return f"needs {name}; the call's arrays are on {inv.device}"
+    if inv.framework == "jax" and importlib.util.find_spec("jax_triton") is None:
+        return "needs the package jax-triton for JAX arrays"
     if dtype not in _DTYPES:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
     if inv.arrays.get("g", (None, 0))[1] == 4:
@@ -309,6 +314,22 @@ def unsupported(inv) -> str | None:
     if K != _HEAD_DIM or V != _HEAD_DIM:
         return f"takes head dims of 128; the call has K = {K}, V = {V}"
     return None
+
+
+def loses(inv) -> str | None:
+    """Why ``"auto"`` should prefer others, or None: what it cannot run, and what was not measured to be faster."""
+    programs = inv.dims["N"] * inv.dims["H"]
+    if inv.framework != "torch":
+        return "was measured in PyTorch only"
+    if (
+        "cu_seqlens" in inv.arrays
+        or len(set(head_counts(inv.dims).values())) > 1
+        or inv.arrays["query"][0] != "bfloat16"
+    ):
+        return "was measured without packed sequences and shared heads, in bfloat16"
+    if programs < -(-programs // _PROGRAMS) * _PROGRAMS * _FULL or inv.dims["T"] < _LONG:
+        return "was measured where the heads of all sequences fill the GPU, and sequences are long"
+    return unsupported(inv)
 
 
 def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
@@ -338,3 +359,4 @@ gla, lightning_attn = implementations(
     unsupported=unsupported,
     segment=segment,
 )
+preferred_gla, preferred_lightning_attn = (replace(x, unsupported=loses) for x in (gla, lightning_attn))
