@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from language_model.data import Corpus
 from language_model.model import ModelConfig
 from language_model.training import Settings
@@ -10,19 +11,23 @@ from language_model.training import Settings
 PHRASES = [b"the storm comes over the hill; ", b"lightning strikes the tree, ", b"and thunder answers from the sea.\n"]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _compile_once(tmp_path_factory):
-    """Keeps compiled programs between tests: here they take longer than all else."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
+@pytest.fixture(scope="session")
+def _compiled(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _compile_once(_compiled):
+    """Keeps compiled programs between these tests, where they take longer than all else; between no others."""
+    options = {"jax_compilation_cache_dir": str(_compiled), "jax_persistent_cache_min_compile_time_secs": 0.0}
     before = {name: getattr(jax.config, name) for name in options}
     for name, value in options.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -190,10 +190,12 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize(
-    "gates", [GATES[name] for name in ("gamma", "scalar", "vector", "scalar+gamma", "vector+gamma2")], ids=str
-)
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+# Every arrangement with every kind of gate, and one with the sums of two kinds.
+OWN_HEADS = [(name, gates) for name in HEADS for gates in ("gamma", "scalar", "vector")]
+OWN_HEADS += [("numbers that do not divide each other", gates) for gates in ("scalar+gamma", "vector+gamma2")]
+
+
+@pytest.mark.parametrize(("heads", "gates"), [(HEADS[x], GATES[y]) for x, y in OWN_HEADS], ids=map("-".join, OWN_HEADS))
 def test_every_array_has_heads_of_its_own(run_gla, heads, gates):
     Case(**gates, **heads, T=40, B=1 if INTERPRETED else 2, V=24, state=True).check(run_gla)
 
