@@ -16,13 +16,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from keraunos import frontends
+from keraunos.kernels.softmax_attention.arguments import dtype_name
+from keraunos.kernels.softmax_attention.arguments import softmax_dtype as as_softmax_dtype
 from keraunos.kernels.softmax_attention.contract import Args, Options, sides, truth
+from keraunos.modules.attention import Attention
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, Platform, UnsupportedError
 from keraunos.types import MaskInfo, as_window, narrower
 
-# The name is the function's, too.
-module: Any = importlib.import_module("keraunos.modules.attention")
+_OPERATION = Attention()
 # The platforms that give the sums of parts of the keys, best first, and their modules.
 _PLATFORMS: dict[str, str] = {Platform.TRITON: "triton.passes", Platform.XLA: "xla", Platform.TORCH: "torch"}
 
@@ -196,14 +198,14 @@ def attention(
         raise ValueError(f"attention: axis_name is {axis_name!r}, group {group!r}, mesh {mesh!r}; expected"
                          f" {names[framework]} with arrays of {framework}")  # fmt: skip
     frontend = frontends.get(framework)
-    wanted = module._name(dtype) or frontend.dtype_name(query)
+    wanted = dtype_name(dtype) or frontend.dtype_name(query)
     query, key, value = (x if frontends.framework_of(x) != framework else frontend.cast(x, wanted)
                          for x in (query, key, value))  # fmt: skip
     window = narrower(as_window(sliding_window), limits.sliding_window)
     limits = limits.placed(query)
     causal = truth("causal", causal) or limits.causal
     options = dict(softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=causal, window=window,
-                   softmax_dtype=module._softmax_dtype(wanted, softmax_dtype))  # fmt: skip
+                   softmax_dtype=as_softmax_dtype(wanted, softmax_dtype))  # fmt: skip
     args = Args(query, key, value, None, softmax_aux, None, limits.query_segments, limits.key_segments)
     if mesh is not None:
         mine = axis = _tokens(spec)
@@ -226,7 +228,7 @@ def _tokens(spec: Any) -> Any:
 
 def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Config | None, options: dict) -> Ring:
     """Check the arguments of one rank and settle what depends on shapes, dtypes and options only."""
-    inv = module._OPERATION.bind(*args, **options)
+    inv = _OPERATION.bind(*args, None, **options)
     limited = options["causal"] or options["window"] is not None
     if size > 1 and limited and inv.dims["T"] != inv.dims["S"]:
         raise ValueError(f"attention: shards have T = {inv.dims['T']} queries and S = {inv.dims['S']} keys; expected as"
@@ -239,7 +241,7 @@ def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Confi
             raise UnsupportedError(f"attention: platform {name!r} gives no sums, which shards are merged with;"
                                    f" expected one of {[str(p) for p in _PLATFORMS]}")  # fmt: skip
         try:
-            chosen = default_executor().chain.choose(module._OPERATION, inv, cfg, name, measure=False)
+            chosen = default_executor().chain.choose(_OPERATION, inv, cfg, name, measure=False)
             break
         except UnsupportedError as error:
             reasons.append(str(error))
@@ -252,12 +254,3 @@ def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Confi
                    chosen.cfg)  # fmt: skip
     left, right = sides(options["causal"], options["window"])
     return Ring(size, axis_name, left, right, str(name), opts)
-
-
-def hidden_by_length(args: Args, lengths: Any, first: Any) -> Args:
-    """With ids that hide the keys from ``lengths`` on; ``first`` is this rank's first key."""
-    if lengths is None:
-        return args
-    limits = MaskInfo(query_segments=args.query_segments, key_segments=args.key_segments, key_lengths=lengths)
-    own, other = module._segments(limits, args.query, args.key, first)
-    return args._replace(query_segments=own, key_segments=other)

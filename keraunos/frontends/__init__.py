@@ -99,6 +99,9 @@ def signature(args: Sequence[Any]) -> list[Any]:
     if framework == "torch" and (key := get("torch").signature(args)):
         return key
     key = [framework and get(framework).device_of(args[0])]
+    if framework == "jax":
+        # Casts depend on it.
+        key.append(get("jax").has_wide_types())
     for x in args:
         if x is None:
             key.append(x)

@@ -12,6 +12,8 @@ import numpy as np
 
 from keraunos import frontends
 from keraunos.kernels.softmax_attention import contract, reference
+from keraunos.kernels.softmax_attention.arguments import Arrangement
+from keraunos.kernels.softmax_attention.arguments import softmax_dtype as as_softmax_dtype
 from keraunos.kernels.softmax_attention.contract import Args
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, Invocation
@@ -32,21 +34,39 @@ class Attention(Kernel):
 
     op_id = "attention"
     config = AttentionConfig
-    arguments = Args._fields
+    arguments = (*Args._fields, "key_lengths")
 
-    def bind(self, *args, **kwargs) -> Invocation:
-        return contract.describe(Args(*args), **kwargs)
+    def bind(self, *args: Any, dtype: Any = None, softmax_dtype: Any = None, **options: Any) -> Invocation:
+        """See :meth:`Kernel.bind`; ``dtype``: what query, key and value are cast to first."""
+        arranged = Arrangement(args, dtype)
+        softmax = as_softmax_dtype(arranged.dtype, softmax_dtype)
+        return contract.describe(arranged(*args), softmax_dtype=softmax, **options)
 
-    def run(self, *args, cfg, **kwargs):
-        return self.get_impl(cfg).fn(*args, cfg=cfg, **{"return_weights": False, **kwargs})
+    def run(self, *args: Any, cfg: Config, **options: Any) -> Any:
+        """See :meth:`Kernel.run`."""
+        return self.prepare(*args, cfg=cfg, **options)(*args)
 
-    def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
+    def prepare(
+        self, *args: Any, cfg: Config, dtype: Any = None, softmax_dtype: Any = None, **options: Any
+    ) -> Callable:
         """See :meth:`Kernel.prepare`."""
-        prepare = self.get_impl(cfg).prepare
-        if prepare is None:
-            return super().prepare(*args, cfg=cfg, **kwargs)
-        run = prepare(Args(*args), cfg=cfg, **kwargs)
-        return lambda *args: run(Args(*args))
+        arranged, implementation = Arrangement(args, dtype), self.get_impl(cfg)
+        options = {"return_weights": False, **options, "cfg": cfg}
+        options["softmax_dtype"] = as_softmax_dtype(arranged.dtype, softmax_dtype)
+        if (prepare := implementation.prepare) is None:
+            return lambda *args: implementation.fn(*arranged(*args), **options)
+        if arranged.is_trivial:
+            run = prepare(Args(*args[:-1]), **options)
+            return lambda *args: run(Args(*args[:-1]))
+        known: Callable | None = None
+
+        def call(*args):
+            nonlocal known
+            given = arranged(*args)
+            run = known = known or prepare(given, **options)
+            return run(given)
+
+        return call
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
                    S: int | None = None, G: int | None = None, V: int | None = None, causal: bool = False,
@@ -74,7 +94,7 @@ class Attention(Kernel):
         device = frontends.get(framework).default_device()
         dims = dict(zip("BTSHGKV", (B, T, S, H, G, K, V), strict=True))
         options = {"causal": causal, "window": as_window(window), "shifted": False, "soft_cap": bool(soft_cap),
-                   "dropout": False, "softmax_dtype": _softmax_dtype(dtype, None), "return_weights": False,
+                   "dropout": False, "softmax_dtype": as_softmax_dtype(dtype, None), "return_weights": False,
                    "positive_scale": True}  # fmt: skip
         arrays: dict[str, tuple[str, int]] = dict.fromkeys(("query", "key", "value"), (dtype, 4))
         arrays |= {"sinks": ("float32", 2)} if sinks else {}
@@ -117,7 +137,7 @@ class Attention(Kernel):
             name: measure.normal(tuple(inv.dims[d] for d in letters), inv.arrays[name][0], 100 * seed + i, inv.backend)
             for i, (name, letters) in enumerate(shapes.items())
         }
-        return tuple(Args(**made, **self.extras(inv))), self.sample_options(inv)
+        return (*Args(**made, **self.extras(inv)), None), self.sample_options(inv)
 
     def check_calls(self, inv: Invocation, cfgs: Sequence[Config]) -> list[Invocation]:
         """More queries and keys than the largest candidate's blocks have; and lengths that no block divides."""
@@ -128,11 +148,11 @@ class Attention(Kernel):
 
     def reference(self, args: Sequence[Any], kwargs: dict, dtype: Any) -> tuple:
         """The output."""
-        return reference.attention(*args, **_options(kwargs), dtype=dtype)[:1]
+        return reference.attention(*args[:-1], **_options(kwargs), dtype=dtype)[:1]
 
     def reference_vjp(self, args: Sequence[Any], kwargs: dict, cotangents: Sequence[Any], dtype: Any) -> tuple:
         """The gradients of query, key and value."""
-        found = reference.attention(*args, **_options(kwargs), doutput=cotangents[0], dtype=dtype)
+        found = reference.attention(*args[:-1], **_options(kwargs), doutput=cotangents[0], dtype=dtype)
         return (*found[:3], *(None,) * (len(args) - 3))
 
 
@@ -227,16 +247,14 @@ def attention(
     """
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
         raise TypeError(f"attention: mask_info is a {type(mask_info).__name__}; expected a keraunos.types.MaskInfo")
-    limits = mask_info or MaskInfo()
-    hidden = (limits.attention_mask, limits.query_segments, limits.key_lengths)
-    if init_bias is not None and all(x is None for x in (bias, *hidden)):
+    if init_bias is not None and bias is None and not _hides(mask_info):
         bias = init_bias()
     dropout = 0.0 if contract.truth("deterministic", deterministic) else dropout_prob
     seed = None
     if dropout and dropout_rng is not None and frontends.framework_of(query):
         seed = _seed(dropout_rng, query)
     return _attention(
-        query, key, value, bias, softmax_aux, seed, limits=limits, softmax_scale=softmax_scale,
+        query, key, value, bias, softmax_aux, seed, mask_info=mask_info, softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap, dtype=dtype, softmax_dtype=softmax_dtype, dropout=dropout, causal=causal,
         sliding_window=sliding_window, query_offset=query_offset, platform=platform, cfg=cfg,
         return_weights=return_weights,
@@ -251,45 +269,53 @@ def _seed(dropout_rng, query):
 
 @frontends.operation
 def _attention(
-    query, key, value, bias, softmax_aux, seed, *, limits, softmax_scale, logits_soft_cap, dtype, softmax_dtype,
+    query, key, value, bias, softmax_aux, seed, *, mask_info, softmax_scale, logits_soft_cap, dtype, softmax_dtype,
     dropout, causal, sliding_window, query_offset, platform, cfg, return_weights,
 ):  # fmt: skip
-    """:func:`attention` without what ``torch.compile`` cannot make a node of: a function, and a generator."""
-    framework = frontends.framework_of(query)
-    causal, return_weights = (contract.truth(*x) for x in (("causal", causal), ("return_weights", return_weights)))
-    causal, window = causal or limits.causal, narrower(as_window(sliding_window), limits.sliding_window)
+    """:func:`attention` without what ``torch.compile`` cannot make a node of: a function, and a generator.
+
+    Limits are taken apart here: their arrays are the operation's. What is done to arrays is settled by the operation,
+    once for all calls that are alike.
+    """
+    window = as_window(sliding_window)
+    mask = own = other = lengths = offset = None
+    shift = 0
+    if mask_info is not None or query_offset is not None:
+        limits = _limits(mask_info, query_offset, query)
+        causal, window = contract.truth("causal", causal) or limits.causal, narrower(window, limits.sliding_window)
+        if bias is None:
+            mask, own, other = limits.attention_mask, limits.query_segments, limits.key_segments
+            lengths = limits.key_lengths
+        elif _hides(limits):
+            _warn_of_bias()
+        if isinstance(limits.query_offset, int):
+            shift = limits.query_offset if causal or window else 0
+        elif causal or window:
+            offset = limits.query_offset
+    output, weights = default_executor()(
+        _OPERATION, query, key, value, bias, softmax_aux, mask, own, other, seed, offset, lengths,
+        softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=causal, window=window, shift=shift,
+        dropout=dropout, dtype=dtype, softmax_dtype=softmax_dtype, return_weights=return_weights,
+        platform=platform, _cfg=cfg,
+    )  # fmt: skip
+    return (output, weights) if return_weights else output
+
+
+def _limits(mask_info: MaskInfo | None, query_offset: Any, query: Any) -> MaskInfo:
+    """Both as one, on the query's device."""
+    limits = mask_info or MaskInfo()
     if query_offset is not None:
         if limits.query_offset is not None:
             raise ValueError("attention: query_offset is given twice, also in mask_info; expected it once")
         limits = replace(limits, query_offset=as_offset(query_offset))
-    if framework:
-        limits = limits.placed(query)
-    mask, segments = limits.attention_mask, _segments(limits, query, key)
-    if bias is not None:
-        # A bias wins over a mask.
-        if mask is not None or segments[0] is not None:
-            _warn_of_bias()
-        mask, segments = None, (None, None)
-    wanted = None if framework is None else _name(dtype) or frontends.get(framework).dtype_name(query)
-    if dtype is not None and wanted and wanted not in contract.FLOATS:
-        raise TypeError(f"attention: dtype is {dtype!r}; expected {' or '.join(contract.FLOATS)}, or None")
-    if wanted:
-        frontend = frontends.get(framework)
-        # What is none of these arrays stays as it is, and is refused.
-        query, key, value = (
-            frontend.cast(x, wanted)
-            if frontends.framework_of(x) == framework and frontend.dtype_name(x) in contract.FLOATS
-            else x
-            for x in (query, key, value)
-        )
-    offset, shift = _offset(limits.query_offset, query) if causal or window else (None, 0)
-    output, weights = default_executor()(
-        _OPERATION, query, key, value, bias, softmax_aux, mask, *segments, seed, offset,
-        softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=causal, window=window, shift=shift,
-        dropout=dropout, softmax_dtype=_softmax_dtype(wanted, softmax_dtype), return_weights=return_weights,
-        platform=platform, _cfg=cfg,
-    )  # fmt: skip
-    return (output, weights) if return_weights else output
+    return limits.placed(query)
+
+
+def _hides(limits: MaskInfo | None) -> bool:
+    """Whether there is what a bias takes the place of."""
+    return limits is not None and any(
+        x is not None for x in (limits.attention_mask, limits.query_segments, limits.key_lengths)
+    )
 
 
 @functools.cache
@@ -299,69 +325,3 @@ def _warn_of_bias() -> None:
         "attention: a bias is given, so the mask, segment ids and lengths of mask_info are not used: put -inf in it"
     )
     warnings.warn(message, stacklevel=5)
-
-
-def _offset(query_offset: Any, query: Any) -> tuple[Any, int]:
-    """``(array [B] or None, int)`` of which one says where the queries stand."""
-    if query_offset is None or isinstance(query_offset, int):
-        return None, query_offset or 0
-    framework = frontends.framework_of(query)
-    if framework is None or frontends.framework_of(query_offset) != framework or query.ndim != 4:
-        return query_offset, 0  # the call is refused
-    frontend = frontends.get(framework)
-    if frontend.dtype_name(query_offset) not in ("int32", "int64"):
-        query_offset = frontend.cast(query_offset, "int32")
-    one = query_offset.ndim == 0
-    return frontend.xp.broadcast_to(query_offset, query.shape[:1]) if one else query_offset, 0
-
-
-def _segments(limits: MaskInfo, query: Any, key: Any, first: Any = 0) -> tuple[Any, Any]:
-    """Segment ids of queries and keys; lengths of keys are ids too. ``first`` is the place of the first key."""
-    framework = frontends.framework_of(query)
-    own, other = limits.query_segments, limits.key_segments
-    if framework is None or query.ndim != 4 or getattr(key, "ndim", 0) != 4:
-        return own, other  # the call is refused
-    frontend = frontends.get(framework)
-
-    # What holds them and has numbers below 0; PyTorch has no comparisons of its larger unsigned numbers.
-    wider = {"uint8": "int32", "uint16": "int32", **({"uint32": "int64"} if framework == "torch" else {})}
-
-    def signed(ids):
-        """Ids of a type that has numbers below 0, where it must; what is no array of the framework is refused."""
-        if frontends.framework_of(ids) != framework:
-            return ids
-        name = frontend.dtype_name(ids)
-        if framework == "torch" and name == "uint64":
-            raise TypeError("attention: segment ids have dtype uint64; expected int64 or narrower integers")
-        return frontend.cast(ids, wider[name]) if name in wider else ids
-
-    own, other = signed(own), signed(other)
-    if limits.key_lengths is None:
-        return own, other
-    (B, T), S = query.shape[:2], key.shape[1]
-    if frontends.framework_of(limits.key_lengths) != framework:
-        kind = type(limits.key_lengths).__name__
-        raise TypeError(f"attention: key_lengths is a {kind}; expected an array of {framework}, like query")
-    if tuple(limits.key_lengths.shape) != (B,):
-        raise ValueError(f"attention: key_lengths has shape {tuple(limits.key_lengths.shape)}; expected [B] = {(B,)}")
-    if own is None:
-        own, other = (frontend.zeros((B, n), "int32", query) for n in (T, S))
-    within = (frontend.numbers(S, query) + first)[None] < limits.key_lengths[:, None]
-    # What is past the end has an id that no query has.
-    return own, frontend.xp.where(within, other, -1)
-
-
-def _name(dtype: Any) -> str | None:
-    """A dtype of JAX, NumPy or PyTorch, or a name, as a name."""
-    if dtype is None or isinstance(dtype, str):
-        return dtype
-    if str(dtype).startswith("torch."):
-        return str(dtype).removeprefix("torch.")
-    try:
-        return np.dtype(dtype).name
-    except TypeError:
-        return str(dtype)
-
-
-def _softmax_dtype(dtype: str | None, softmax_dtype: Any) -> str:
-    return _name(softmax_dtype) or ("float64" if dtype == "float64" else "float32")

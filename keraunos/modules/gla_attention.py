@@ -112,8 +112,10 @@ def gla_attention(
 
     Source: Gated Linear Attention Transformers with Hardware-Efficient Training (arXiv:2312.06635).
     """
-    g_gamma = contract.per_head("gla_attention", query, "g_gamma", g_gamma)
-    cu_seqlens = contract.placed("gla_attention", cu_seqlens, query)
+    if g_gamma is not None:
+        g_gamma = contract.per_head("gla_attention", query, "g_gamma", g_gamma)
+    if cu_seqlens is not None:
+        cu_seqlens = contract.placed("gla_attention", cu_seqlens, query)
     output, state = default_executor()(
         _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,

@@ -122,7 +122,8 @@ def lightning_attention(
     """
     heads = contract.most_heads(query, key, value)
     log_decay = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
-    cu_seqlens = contract.placed("lightning_attention", cu_seqlens, query)
+    if cu_seqlens is not None:
+        cu_seqlens = contract.placed("lightning_attention", cu_seqlens, query)
     output, state = default_executor()(
         _OPERATION, query, key, value, log_decay, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,

@@ -23,10 +23,10 @@ class Rule(NamedTuple):
     """What the values of an array have to be."""
 
     argument: str  # its name in the public function
-    fine: Callable[[np.ndarray], bool]  # whether all are right, as fast as it can be told
     wrong: Callable[..., np.ndarray]  # which are wrong; is also given the arrays of ``beside``
     wanted: str
     beside: tuple[str, ...] = ()
+    fine: Callable[[np.ndarray], bool] | None = None  # whether all are right, if that is faster to tell
 
 
 def decay(argument: str, live: Callable[..., np.ndarray] | None = None, beside: tuple[str, ...] = ()) -> Rule:
@@ -36,7 +36,7 @@ def decay(argument: str, live: Callable[..., np.ndarray] | None = None, beside: 
         above = ~(x <= 0)
         return above if live is None else above & live(*others).reshape(-1, *(1,) * (x.ndim - 1))
 
-    return Rule(argument, _decays, wrong, "<= 0, it is the log of a decay", beside)
+    return Rule(argument, wrong, "<= 0, it is the log of a decay", beside, _decays)
 
 
 def _decays(x: np.ndarray) -> bool:
@@ -58,7 +58,7 @@ def offsets(T: int | None, whole: bool = True) -> Rule:
         return found
 
     end = "" if T is None else f" to {'' if whole else 'at most '}T = {T}"
-    return Rule("cu_seqlens", lambda x: not wrong(x).any(), wrong, f"offsets that rise from 0{end}, sums of lengths")
+    return Rule("cu_seqlens", wrong, f"offsets that rise from 0{end}, sums of lengths")
 
 
 def placed(function: str, cu_seqlens: Any, like: Any, T: int | None, whole: bool = True) -> Any:
@@ -88,7 +88,7 @@ def slots(argument: str, size: int) -> Rule:
     def wrong(x):
         return (x < -1) | (x >= size)
 
-    return Rule(argument, lambda x: not wrong(x).any(), wrong, f"a slot below {size}, or -1 for padding")
+    return Rule(argument, wrong, f"a slot below {size}, or -1 for padding")
 
 
 def checker(function: str, rules: Mapping[str, Rule], args: Any) -> Callable[[Any], None] | None:
@@ -109,7 +109,8 @@ def checker(function: str, rules: Mapping[str, Rule], args: Any) -> Callable[[An
         if isinstance(x, np.ndarray):
             look(x)
         elif frontends.framework_of(x):
-            checks.append(((name, *(y for y in rule.beside if getattr(args, y) is not None)), look))
+            names = name, *(y for y in rule.beside if getattr(args, y) is not None)
+            checks.append((list(map(args._fields.index, names)), look))
     framework = frontends.framework_of(args[0])
     if not checks or framework is None:
         return None
@@ -118,8 +119,8 @@ def checker(function: str, rules: Mapping[str, Rule], args: Any) -> Callable[[An
         return None
 
     def check(args: Any) -> None:
-        for names, look in checks:
-            frontend.read([getattr(args, name) for name in names], look, EVERYWHERE)
+        for places, look in checks:
+            frontend.read(list(map(args.__getitem__, places)), look, EVERYWHERE)
 
     return check
 
@@ -128,7 +129,7 @@ def _looker(function: str, rule: Rule) -> Callable[..., None]:
     """Refuses the first wrong value of an array."""
 
     def look(x: np.ndarray, *beside: np.ndarray) -> None:
-        if rule.fine(x):
+        if rule.fine(x) if rule.fine else not rule.wrong(x).any():
             return
         with np.errstate(invalid="ignore"):
             found = np.argwhere(rule.wrong(x, *beside))

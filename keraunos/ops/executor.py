@@ -134,8 +134,8 @@ def explain(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
         args, kwargs: the call's own.
 
     Returns:
-        A :class:`Choice`; printing it tells the whole. No kernel is launched, nothing tuned or stored; but what the
-        call does before, it does: softmax attention casts its arguments, and draws from a ``torch.Generator``.
+        A :class:`Choice`; printing it tells the whole. No kernel is launched, nothing tuned or stored; but softmax
+        attention casts its arguments for it, and draws from a ``torch.Generator``, as the call does.
 
     Raises:
         ValueError, TypeError: what the call itself would raise.

@@ -47,11 +47,11 @@ __all__ = ["commit", "decode", "prefill", "verify"]
 
 def _decay(operation: PoolOperation, key: Any, log_decay: Any, g_gamma: Any) -> Any:
     """The one of them that is given."""
-    if log_decay is not None:
-        if g_gamma is not None:
-            raise ValueError(f"{operation.op_id}: got log_decay and g_gamma, which are the same; expected one of them")
-        return per_head(operation.op_id, key, "log_decay", log_decay)
-    return per_head(operation.op_id, key, "g_gamma", g_gamma)
+    if log_decay is None:
+        return g_gamma if g_gamma is None else per_head(operation.op_id, key, "g_gamma", g_gamma)
+    if g_gamma is not None:
+        raise ValueError(f"{operation.op_id}: got log_decay and g_gamma, which are the same; expected one of them")
+    return per_head(operation.op_id, key, "log_decay", log_decay)
 
 
 def _call(operation: PoolOperation, args: Args, softmax_scale, platform, cfg) -> tuple[Any, Any]:
@@ -59,8 +59,9 @@ def _call(operation: PoolOperation, args: Args, softmax_scale, platform, cfg) ->
     if framework := frontends.framework_of(args.key):
         # What varies from call to call, unlike decays, and so is no constant.
         array = frontends.get(framework).array
-        host = {name: x for name in INDICES if isinstance(x := getattr(args, name), np.ndarray)}
-        args = args._replace(**{name: array(x, args.key) for name, x in host.items()}) if host else args
+        for name in INDICES:
+            if isinstance(x := getattr(args, name), np.ndarray):
+                args = args._replace(**{name: array(x, args.key)})
         args = _per_token(args) if operation is PREFILL else args
     states, out = args.states, args.out
     if out is not None:

@@ -217,10 +217,13 @@ class MaskInfo(GraphOption):
 
     def placed(self, like: Any) -> MaskInfo:
         """This mask, with NumPy arrays as arrays of the framework of ``like``, on its device."""
-        frontend = frontends.get(frontends.framework_of(like))
         own = {name: getattr(self, name) for name in (*_ARRAYS, "query_offset")}
-        made = {name: frontend.array(x, like) for name, x in own.items() if isinstance(x, np.ndarray)}
-        return replace(self, **made) if made else self
+        host = {name: x for name, x in own.items() if isinstance(x, np.ndarray)}
+        framework = frontends.framework_of(like) if host else None
+        if framework is None:
+            return self
+        array = frontends.get(framework).array
+        return replace(self, **{name: array(x, like) for name, x in host.items()})
 
     def get_or_compute_segment_ids(self) -> tuple[Any, Any]:
         """``(query_segments, key_segments)``, ``[B, T]`` and ``[B, S]``, as given or int32, without the limits.

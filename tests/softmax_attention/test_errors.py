@@ -160,6 +160,14 @@ def test_what_is_cast():
     assert gradient.dtype == jnp.float32
 
 
+def test_what_is_cast_follows_the_types_that_jax_allows():
+    q = jax.random.normal(jax.random.key(0), (1, 7, 2, 8), jnp.float32)
+    for wide in (False, True, False):
+        with jax.enable_x64(wide), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert keraunos.attention(q, q, q, dtype="float64").dtype == (jnp.float64 if wide else jnp.float32)
+
+
 def test_masks_become_segments_and_back():
     ids = jnp.array([[0, 0, 1, -1, 2], [3, 3, 3, 1, 1]])
     mask = MaskInfo.from_segments(ids).get_or_compute_attention_mask()

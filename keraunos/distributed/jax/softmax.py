@@ -19,7 +19,6 @@ from keraunos.distributed import agreement
 from keraunos.distributed.softmax import (
     Merged,
     Ring,
-    hidden_by_length,
     merged,
     of_part,
     sinks_gradient,
@@ -27,6 +26,7 @@ from keraunos.distributed.softmax import (
     with_sinks,
 )
 from keraunos.frontends import jax as frontend
+from keraunos.kernels.softmax_attention.arguments import hidden_by_length
 from keraunos.kernels.softmax_attention.contract import Args
 
 

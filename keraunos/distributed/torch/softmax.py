@@ -17,13 +17,13 @@ from keraunos.distributed import agreement
 from keraunos.distributed.softmax import (
     Merged,
     Ring,
-    hidden_by_length,
     merged,
     of_part,
     sinks_gradient,
     whole,
     with_sinks,
 )
+from keraunos.kernels.softmax_attention.arguments import hidden_by_length
 from keraunos.kernels.softmax_attention.contract import Args
 
 

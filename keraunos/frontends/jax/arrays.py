@@ -28,6 +28,11 @@ def cast(x: jax.Array | np.ndarray, dtype: str) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
+def has_wide_types() -> bool:
+    """Whether arrays may have 64 bits: JAX narrows what is cast to them where they may not."""
+    return bool(jax.config.read("jax_enable_x64"))
+
+
 # The array library, for what it and PyTorch have alike.
 xp = jnp
 

@@ -290,7 +290,7 @@ def kinds(arrays: Sequence[Any]) -> list[Any]:
 
     In its deterministic mode PyTorch fills what it allocates: no launch may overlap that.
     """
-    found: list[Any] = [torch.are_deterministic_algorithms_enabled()]
+    found: list[Any] = [torch._C._get_deterministic_algorithms()]
     for x in arrays:
         if x is None:
             found.append(x)

@@ -53,8 +53,12 @@ class Args(NamedTuple):
 
 def most_heads(*arrays: Any) -> int:
     """The most heads that any of some arrays ``[B, T, heads, ...]`` has; what is no such array has none."""
-    shapes: list[tuple[int, ...]] = [getattr(x, "shape", ()) for x in arrays]
-    return max((shape[2] for shape in shapes if len(shape) > 2), default=1)
+    most = 0
+    for x in arrays:
+        shape: tuple[int, ...] = getattr(x, "shape", ())
+        if len(shape) > 2 and shape[2] > most:
+            most = shape[2]
+    return most or 1
 
 
 def head_counts(dims: Mapping[str, int]) -> dict[str, int]:
@@ -346,7 +350,8 @@ def per_head(function: str, query: Any, argument: str, x: Any) -> Any:
     Raises:
         TypeError: it is none of these.
     """
-    if x is None or frontends.framework_of(x):
+    # Numbers first: they are slow to be told from arrays.
+    if x is None or (not isinstance(x, list | tuple | float | np.ndarray) and frontends.framework_of(x)):
         return x
     try:
         return np.asarray(x, np.float64 if str(getattr(query, "dtype", "")).endswith("float64") else np.float32)

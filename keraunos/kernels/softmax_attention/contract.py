@@ -178,7 +178,7 @@ def describe(
         fail(ValueError, "dropout_prob", f"is {dropout!r}", "a number from 0 to less than 1")
     if dropout and args.seed is None:
         fail(ValueError, "dropout_rng", "is None", "a key or generator", "dropout_prob is above 0")
-    truth("causal", causal)
+    causal, return_weights = truth("causal", causal), truth("return_weights", return_weights)
     if softmax_dtype not in FLOATS:
         fail(TypeError, "softmax_dtype", f"is {softmax_dtype}", " or ".join(FLOATS))
     device = frontend.device_of(args.query)
