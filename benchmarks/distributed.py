@@ -67,7 +67,7 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
         forward(x).backward(do)
 
     def captured(forward, x, do):
-        """The same step, in a CUDA graph."""
+        """``step`` in a CUDA graph."""
         return harness.captured(functools.partial(step, forward, x, do), WARM)
 
     def timed(run, *given):
@@ -204,7 +204,7 @@ def torch_world(size, tokens, heads, operations, quick):
 
 
 def jax_devices(tokens, heads, operations, quick):
-    """The same in JAX: one process, its devices in a mesh; number of devices -> what was found."""
+    """JAX's figures, of one process with its devices in a mesh: number of devices -> what was found."""
     import jax
     import jax.numpy as jnp
     import numpy as np

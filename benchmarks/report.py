@@ -53,7 +53,7 @@ def plot_name(stem: str) -> str:
 
 
 def cases(sections: dict) -> list[dict]:
-    """Those of the plot."""
+    """The cases that the plot shows: all but those of softmax attention."""
     return [case for name, section in sections.items() if name != "attention" for case in section["cases"]]
 
 
@@ -173,7 +173,7 @@ def _attention_run(section: dict) -> list[str]:
     }  # fmt: skip
 
     def seconds(variant, shape, stage, label):
-        """Those of a pass, or None where they were not measured; of backward, what it adds to forward."""
+        """The seconds of a pass, or None where they were not measured; of backward, what it adds to forward."""
         if stage != "backward":
             return times.get((variant, shape, stage, label))
         both, forward = (times.get((variant, shape, name, label)) for name in ("forward+backward", "forward"))

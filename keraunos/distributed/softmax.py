@@ -1,4 +1,4 @@
-"""Softmax attention over shards of the tokens: the public function, and what both frameworks share.
+"""Softmax attention over shards of the tokens: the public function and its checks.
 
 Every rank keeps its queries. Keys and values come from the ranks whose shards these queries may see, one shard at a
 time, and each shard's output and sums are merged into those of the ones before. The backward fetches the shards
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from keraunos import frontends
+from keraunos.distributed.ring import PLATFORMS, Ring
 from keraunos.kernels.softmax_attention.arguments import dtype_name
 from keraunos.kernels.softmax_attention.arguments import softmax_dtype as as_softmax_dtype
 from keraunos.kernels.softmax_attention.contract import Args, Options, sides, truth
@@ -25,99 +25,6 @@ from keraunos.ops.invocation import Config, Platform, UnsupportedError
 from keraunos.types import MaskInfo, as_window, narrower
 
 _OPERATION = Attention()
-# The platforms that give the sums of parts of the keys, best first, and their modules.
-_PLATFORMS: dict[str, str] = {Platform.TRITON: "triton.passes", Platform.XLA: "xla", Platform.TORCH: "torch"}
-
-
-class Ring(NamedTuple):
-    """The compile-time part of one call; hashable."""
-
-    size: int  # the number of shards
-    axis_name: Any
-    left: int | None  # keys before a query that it sees, None: all
-    right: int | None  # and after
-    platform: str
-    opts: Options  # of a part, but for left and right
-
-    @property
-    def kernels(self) -> Any:
-        """The platform's module."""
-        return importlib.import_module(f"keraunos.kernels.softmax_attention.{_PLATFORMS[self.platform]}")
-
-    def sees(self, shift: int, T: int) -> bool:
-        """Whether queries of a shard see any keys of the one ``shift`` before it; shards of T tokens."""
-        first, last = (shift - 1) * T + 1, (shift + 1) * T - 1  # how far before the query a key is
-        return (self.left is None or first <= self.left) and (self.right is None or -last <= self.right)
-
-    def part(self, shift: int | None, T: int) -> Options:
-        """The options of that part; shift None: every key is visible."""
-        if shift is None:
-            return self.opts
-        sides = (None if x is None else x + by for x, by in ((self.left, -shift * T), (self.right, shift * T)))
-        left, right = (None if x is None or x >= T - 1 else x for x in sides)
-        return self.opts._replace(left=left, right=right)
-
-
-class Merged(NamedTuple):
-    """The attention of queries to the keys so far."""
-
-    output: Any  # [B, T, H, V]
-    top: Any  # [B, H, T]; a query's sum is exp(top) total, top is -inf where it sees nothing
-    total: Any
-
-
-def merged(xp: Any, a: Merged, b: Merged) -> Merged:
-    """To the keys of both; ``xp`` is ``jax.numpy`` or ``torch``."""
-    top = xp.maximum(a.top, b.top)
-    finite = xp.where(xp.isfinite(top), top, xp.zeros_like(top))
-    shares = [xp.exp(x.top - finite) * x.total for x in (a, b)]
-    total = shares[0] + shares[1]
-    total = xp.where(total > 0, total, xp.ones_like(total))
-    outputs = [x.output * xp.swapaxes(s / total, 1, 2)[..., None] for x, s in zip((a, b), shares, strict=True)]
-    return Merged(outputs[0] + outputs[1], top, total)
-
-
-def of_part(xp: Any, found: tuple) -> Merged:
-    """What a platform's ``part`` gave."""
-    output, top, total = found
-    return Merged(xp.asarray(output, dtype=top.dtype), xp.where(top == math.inf, -top, top), total)
-
-
-def with_sinks(xp: Any, found: Merged, sinks: Any) -> Merged:
-    """The attention ``found`` over keys, with the sinks added, which are keys without values."""
-    if sinks is None or not sinks.shape[-1]:
-        return found
-    own = _by_head(xp, sinks, found)[:, None]
-    # The top stays near the keys' logits: differences from a far one have few digits.
-    top = xp.maximum(found.top, xp.amax(own, -1) - 80)
-    finite = xp.where(xp.isfinite(top), top, xp.zeros_like(top))
-    keys = found.total * xp.exp(found.top - finite)
-    total = keys + xp.exp(own - finite[..., None]).sum(-1)
-    total = xp.where(total > 0, total, xp.ones_like(total))
-    return Merged(found.output * xp.swapaxes(keys / total, 1, 2)[..., None], top, total)
-
-
-def sinks_gradient(xp: Any, sinks: Any, found: Merged, means: Any) -> Any:
-    """The sinks' gradient, of this rank's queries; ``means``, ``[B, H, T]``, are of the products of output and its."""
-    if sinks is None:
-        return None
-    finite = xp.where(xp.isfinite(found.top), found.top, xp.zeros_like(found.top))
-    weights = xp.exp(_by_head(xp, sinks, found)[:, None] - finite[..., None]) / found.total[..., None]
-    each = -(weights * means[..., None]).sum((0, 2))
-    (H, n), heads = each.shape, 1 if sinks.ndim == 1 else sinks.shape[0]
-    return xp.asarray(each.reshape(heads, H // heads, n).sum(1).reshape(sinks.shape), dtype=sinks.dtype)
-
-
-def _by_head(xp: Any, sinks: Any, like: Merged) -> Any:
-    """``[H, n]``."""
-    H, n, heads = like.top.shape[1], sinks.shape[-1], 1 if sinks.ndim == 1 else sinks.shape[0]
-    sinks = xp.asarray(sinks, dtype=like.top.dtype).reshape(heads, 1, n)
-    return xp.broadcast_to(sinks, (heads, H // heads, n)).reshape(H, n)
-
-
-def whole(xp: Any, found: Merged) -> tuple[Any, Any, Any]:
-    """What a platform's ``part_gradients`` takes: output and sums of all keys."""
-    return found.output, xp.where(xp.isfinite(found.top), found.top, math.inf), found.total
 
 
 def attention(
@@ -236,10 +143,10 @@ def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Confi
     if platform in (None, Platform.AUTO):
         platform = None if cfg is None or cfg.platform == Platform.AUTO else cfg.platform
     reasons = []
-    for name in _PLATFORMS if platform is None else (platform,):
-        if name not in _PLATFORMS:
+    for name in PLATFORMS if platform is None else (platform,):
+        if name not in PLATFORMS:
             raise UnsupportedError(f"attention: platform {name!r} gives no sums, which shards are merged with;"
-                                   f" expected one of {[str(p) for p in _PLATFORMS]}")  # fmt: skip
+                                   f" expected one of {[str(p) for p in PLATFORMS]}")  # fmt: skip
         try:
             chosen = default_executor().chain.choose(_OPERATION, inv, cfg, name, measure=False)
             break

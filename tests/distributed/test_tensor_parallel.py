@@ -69,7 +69,7 @@ def refusals(rank, size):
 
 
 def whole(dtype):
-    """The same in NumPy."""
+    """The output and gradients of the layer in NumPy, not sharded."""
     x, *inner, outer, gradient = weights(dtype)
     q, k, v = ((x @ w).reshape(B, T, H, K) for w in inner)
     gamma = decay.lightning(H, 1, 4).astype(dtype)

@@ -137,7 +137,7 @@ def test_what_does_more_than_launch_runs_each_time(kernel, other):
 
 @pytest.mark.usefixtures("kernel")
 def test_what_launches_nothing_runs_each_time():
-    """Also where PyTorch does not count what is changed in place."""
+    """In inference mode, too, where PyTorch does not count what is changed in place."""
     call, ran = counted(lambda tensors, number: (tensors[0].add_(number),))
     with torch.inference_mode():
         x = torch.zeros(2)

@@ -107,7 +107,7 @@ def test_every_operator_is_registered_by_one_module():
 
 
 def options(**changed):
-    """Those of ``keraunos::gla``, in their order."""
+    """The options of ``keraunos::gla``, in their order."""
     given = dict(softmax_scale=0.25, reverse=False, platform="torch", launch="block_q=16", constant="", state=True,
                  kept=True)  # fmt: skip
     return given | changed

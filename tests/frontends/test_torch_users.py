@@ -280,7 +280,7 @@ GRADIENTS = ("query", "key", "value", "g", "g_gamma", "initial_state")
     "wanted", [("query",), ("key", "value"), ("g",), ("g_gamma",), ("g", "initial_state")], ids=str
 )
 def test_any_gradients_may_be_wanted(platform, gate, wanted):
-    """Those that are, are as if all were."""
+    """A gradient that is wanted is what it is where all are wanted."""
     given = [*qkv(grad=False), gates() if gate == 4 else gates()[..., 0], -normal(H, seed=5).abs(),
              normal(B, H, K, K, seed=4)]  # fmt: skip
     both = []

@@ -35,7 +35,7 @@ def platforms() -> list[tuple[str, str]]:
 
 
 def lightning_platforms() -> list[tuple[str, str]]:
-    """Those that run a constant decay, on the machine's kind of GPU where they are for one."""
+    """The platforms that run a constant decay, on the machine's kind of GPU where they are for one."""
     return platforms() + ([("pallas", "jax")] if GPU and importlib.util.find_spec("jax") else [])
 
 

@@ -309,7 +309,7 @@ def test_strong_gates_of_a_head_leave_the_bits_of_the_others(gla, dtype, place):
 @of_batching
 @pytest.mark.parametrize("decay", ["weak", "strong"])
 def test_second_derivatives(gla, decay):
-    """Those of the whole are those of a pass token by token."""
+    """Second derivatives of the operation are those of a pass token by token."""
     q, k, v, g = (jnp.asarray(x) for x in Case(B=1, T=9, H=1, K=4, V=4, gate="vector", decay=decay).arrays[0][:4])
 
     def by_tokens(q, k, v, g):

@@ -38,7 +38,7 @@ def lightning(args, case, platform, **options):
 
 
 def values_first(function):
-    """The same call with states ``[N, H, V, K]``."""
+    """A call of ``function`` with states ``[N, H, V, K]``."""
 
     def call(args, case, platform):
         args = list(args)

@@ -115,9 +115,9 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
 
 def measure_exchange(dump: Path, *, H, K=128, V=128, pieces, segment, size=4, right=True,
                      tokens=0) -> dict[str, dict[str, int]]:  # fmt: skip
-    """The same of the kernel in which so many GPUs hand over states; ``segment``: its pieces, None if packed.
+    """The most that the kernel needs in which ``size`` GPUs hand over states.
 
-    ``tokens``: of a piece, with constant decays.
+    ``segment``: its pieces, None if packed; ``tokens``: of a piece, with constant decays.
     """
     import jax
     import jax.numpy as jnp

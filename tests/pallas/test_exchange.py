@@ -74,7 +74,7 @@ def handed_over(arrays, size, right, **options):
 
 
 def played(arrays, size, right, **options):
-    """The same on a GPU: one launch has the programs of all devices, those of the first on the way before others'."""
+    """The exchange, on one GPU: a launch has the programs of all devices, those of the first on the way first."""
     rank, results = [], []
 
     def launch(body, inputs, *, out_type, grid, **other):
@@ -121,7 +121,7 @@ def given(R, P, B, H, K, V, decay):
 
 
 def of_constant_decays(arrays, tokens):
-    """The same as ``leave`` has it, if ``seen`` is what it goes by."""
+    """The arrays in the form that ``leave`` gives for constant decays, if ``seen`` is what it goes by."""
     local, total, _, start, plan = arrays
     return local, total[:, 0, 0] / tokens, None, start, plan
 

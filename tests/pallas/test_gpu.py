@@ -49,7 +49,7 @@ def gradients(case, cfg=None):
 
 
 def learned(case):
-    """The same, with gates and decays that have gradients."""
+    """A call of :func:`gradients`' form, with gates and decays that have gradients."""
     from keraunos.kernels.linear_attention.pallas.passes import gla
 
     def call(args, doutput, dfinal):

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from keraunos.distributed import agreement
-from keraunos.distributed.softmax import (
+from keraunos.distributed.ring import (
     Merged,
     Ring,
     merged,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from keraunos.distributed import agreement
-from keraunos.distributed.softmax import (
+from keraunos.distributed.ring import (
     Merged,
     Ring,
     merged,

@@ -70,7 +70,7 @@ class Tiles:
 
     @property
     def gates(self) -> list[Any]:
-        """Their terms."""
+        """The terms of the gates."""
         return [Tile(self.at.g_s, (self.slot, j, self.part)) for j in range(len(self.of.gs))]
 
     @property
