@@ -148,11 +148,14 @@ def private(package: Path) -> list[str]:
                 for alias in node.names:
                     if f"{node.module}.{alias.name}" in modules(package):
                         bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(call := node.value, ast.Call):
+                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+                if ast.unparse(call.func).endswith("import_module") and isinstance(target, ast.Name):
+                    bound[target.id] = ast.unparse(call.args[0])
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and hidden(node.attr):
-                target = bound.get(node.value.id, name)
-                if target != name:
-                    found.append(f"{path.relative_to(package.parent)}:{node.lineno} {node.attr} of {target}")
+                if (home := bound.get(node.value.id, name)) != name:
+                    found.append(f"{path.relative_to(package.parent)}:{node.lineno} {node.attr} of {home}")
     return found
 
 
@@ -190,7 +193,7 @@ def missing(text: str, root: Path) -> list[str]:
     """
     found = []
     for line in text.splitlines():
-        paths = re.findall(r"(?<![\w/.:(-])[\w.-]+(?:/[\w.-]+)*(?:/(?!\w)|\.(?:py|md|json|toml)\b)", line)
+        paths = re.findall(r"(?<![\w/.:([-])[\w.-]+(?:/[\w.-]+)*(?:/(?!\w)|\.(?:py|md|json|toml)\b)", line)
         folders = [root, root / "keraunos"]
         folders += [folder / path for path in paths if path.endswith("/") for folder in folders[:2]]
         found += [path for path in paths if not any((folder / path).exists() for folder in folders)]
@@ -285,6 +288,11 @@ PLANTED = {
         "private",
         {"ops/a": "from keraunos.ops import b as c\nc._x\nc.y\nself._z", "ops/b": ""},
         ["keraunos/ops/a.py:2 _x of keraunos.ops.b"],
+    ),
+    "a private name of a module by its name": (
+        "private",
+        {"ops/a": "b: Any = importlib.import_module('keraunos.ops.b')\nb._x\nb.y", "ops/b": ""},
+        ["keraunos/ops/a.py:2 _x of 'keraunos.ops.b'"],
     ),
     "a docstring that needs another": (
         "unreadable",

@@ -1,1 +1,9 @@
-"""The gated linear recurrence in Gluon, scheduled by hand for Hopper GPUs, for JAX and PyTorch."""
+"""The gated linear recurrence in Gluon, scheduled by hand for Hopper GPUs, for JAX and PyTorch.
+
+``passes.py`` says which kernel runs when. ``outputs.py`` walks in the order of the recurrence and makes outputs, the
+queries' gradients, and the states that segments start from; ``gradients.py`` walks the other way and makes the
+gradients of keys and values in one pass. In each, two partitions of a program multiply, one copies, one adds up gates,
+one the gradients of gates. ``walk.py`` has what the walks share, ``joins.py`` the small kernels that join programs'
+results, ``gluon_names.py`` the versions of Triton that are known. A program makes the descriptors of its own tokens, so
+that lengths, strides and packed sequences are numbers of run time.
+"""
