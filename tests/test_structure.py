@@ -153,8 +153,9 @@ def private(package: Path) -> list[str]:
                 if ast.unparse(call.func).endswith("import_module") and isinstance(target, ast.Name):
                     bound[target.id] = ast.unparse(call.args[0])
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and hidden(node.attr):
-                if (home := bound.get(node.value.id, name)) != name:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
+                home = bound[node.value.id]
+                if hidden(node.attr) and home != name:
                     found.append(f"{path.relative_to(package.parent)}:{node.lineno} {node.attr} of {home}")
     return found
 
