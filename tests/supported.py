@@ -97,8 +97,7 @@ def calls(operation: str, framework: str) -> dict[str, Any]:
             learned = sizes.get("gate") == "learned"
             sizes = {**sizes, "gate": "constant"} if learned else sizes
             inv = kernel.invocation(framework, **{"T": 4096, "H": 8, "K": 128, "V": 128, **sizes})
-            arguments = {} if learned else inv.arguments
-            made[label] = dataclasses.replace(inv, arguments=arguments)
+            made[label] = dataclasses.replace(inv, constants=frozenset()) if learned else inv
     return {label: dataclasses.replace(inv, backend="gpu", device=DEVICE) for label, inv in made.items()}
 
 

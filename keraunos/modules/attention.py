@@ -102,7 +102,7 @@ class Attention(Kernel):
         # A NumPy array stands for sinks of the same shape.
         arguments = {"sinks": np.zeros((H, sinks))} if sinks else {}
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTS"), arrays, options,
-                          arguments, device.shared_memory)  # fmt: skip
+                          arguments=arguments, shared_memory=device.shared_memory)  # fmt: skip
 
     def extras(self, inv: Invocation) -> dict[str, Any]:
         """Sinks, segment ids and offsets of a call: normal ones, one segment, of which no block can be left out, and

@@ -75,11 +75,10 @@ class LinearOperation(Kernel):
         given |= {"initial_state": ("float32", 4)} if state else {}
         given |= {"cu_seqlens": ("int32", 1)} if N is not None else {}
         device = frontends.get(framework).default_device()
-        # A NumPy array stands for a decay that the call computes from constants.
-        arguments = {"g_gamma": np.zeros(H, np.float32)} if gate == "constant" else {}
+        constants = frozenset(("g_gamma",) if gate == "constant" else ())
         arrays = {name: given[name] for name in Args._fields if name in given}
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
-                          {"reverse": reverse}, arguments, device.shared_memory)  # fmt: skip
+                          {"reverse": reverse}, constants, shared_memory=device.shared_memory)  # fmt: skip
 
     def checker(self, *args: Any, **kwargs: Any) -> Callable | None:
         """See :meth:`Kernel.checker`."""
@@ -153,7 +152,7 @@ def sample(inv: Invocation, seed: int) -> Args:
         letters = _SHAPES[name]
         letters = letters[-ndim:] if name == "g_gamma" else letters[:ndim]
         shape = tuple(heads[name] if d == "." else inv.dims[d] for d in letters)
-        if name == "g_gamma" and isinstance(inv.arguments.get(name), np.ndarray):
+        if name == "g_gamma" and name in inv.constants:
             made[name] = (-0.1 * rng.normal(size=shape) ** 2).astype(dtype)
         elif name in ("g", "g_gamma"):
             x = measure.normal(shape, dtype, 100 * seed + i, inv.backend)

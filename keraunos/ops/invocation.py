@@ -144,6 +144,7 @@ class Invocation:
         lengths: the letters of ``dims`` that vary from call to call and are bucketed in the key.
         arrays: name -> (dtype, number of dimensions) of the arguments that are given.
         options: the call's options that change what is computed.
+        constants: those of ``arrays`` whose values are part of the program, such as a decay per head given as numbers.
         arguments: the call's own arrays, by name; not part of its identity.
         shared_memory: bytes of it that a program on the device may have, if that is a GPU.
         settled: False: it is traced, and its program may be lowered for another kind of device than ``backend``.
@@ -158,6 +159,7 @@ class Invocation:
     lengths: frozenset[str]
     arrays: Mapping[str, tuple[str, int]]
     options: Mapping[str, Any] = field(default_factory=dict)
+    constants: frozenset[str] = frozenset()
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     shared_memory: int = SHARED_MEMORY
     settled: bool = field(default=True, compare=False)
@@ -167,6 +169,9 @@ class Invocation:
     def key(self) -> str:
         """What the call shares with every call that should get the same configuration, readable."""
         dims = " ".join(f"{d}{bucket(n) if d in self.lengths else n}" for d, n in self.dims.items())
-        arrays = " ".join(f"{name}:{dtype}x{ndim}" for name, (dtype, ndim) in self.arrays.items())
+        arrays = " ".join(
+            f"{name}:{'constant-' if name in self.constants else ''}{dtype}x{ndim}"
+            for name, (dtype, ndim) in self.arrays.items()
+        )
         options = " ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.op_id} | {self.framework} | {dims} | {arrays} | {options}"

@@ -125,7 +125,6 @@ class Choice:
         key: what is looked up in the caches.
         passed: why better platforms were passed over, each once.
         missed: for each step before ``tier``, why it gave nothing.
-        unused: fields of an explicit configuration that the platform does not have.
     """
 
     cfg: Config
@@ -134,13 +133,11 @@ class Choice:
     key: str
     passed: list[str] = field(default_factory=list)
     missed: dict[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.platform}: {self.cfg.to_json()} ({self.tier})", f"  key: {self.key}"]
         lines += [f"  passed over {reason}" for reason in self.passed]
         lines += [f"  {tier}: {reason}" for tier, reason in self.missed.items()]
-        lines += [f"  {self.platform} has no {name}: not used" for name in self.unused]
         return "\n".join(lines)
 
 
@@ -190,11 +187,14 @@ class ConfigSelectorChain:
             measure: False: where this would tune, tell so instead (for ``explain``).
 
         Raises:
-            ValueError: ``cfg`` and ``platform`` name different platforms, or a name is unknown.
+            ValueError: ``cfg`` and ``platform`` name different platforms, a name is unknown, or the platform has not a
+                field that ``cfg`` sets.
             TypeError: ``cfg`` is no configuration.
             UnsupportedError: no platform that is allowed can run the call.
         """
         row, passed = self._row(inv, cfg, platform)
+        if cfg is not None:
+            _refuse_unknown(cfg, row)
         key = cache_key(inv, row)
         steps = {
             "explicit": lambda: "no cfg was given" if cfg is None else cfg,
@@ -212,7 +212,7 @@ class ConfigSelectorChain:
                 if tier != "heuristic":
                     # A stored or given configuration may leave fields open; the heuristic fills them.
                     found = kernel.heuristic_cfg(inv, row, partial=found)
-                return Choice(found, tier, row.platform, key, passed, missed, _unused(cfg, row))
+                return Choice(found, tier, row.platform, key, passed, missed)
             missed[tier] = found
         raise UnsupportedError(f"{public_name(inv.op_id)}: {row.platform} gave no configuration: {missed}")
 
@@ -289,8 +289,11 @@ class ConfigSelectorChain:
         return result.winner
 
 
-def _unused(cfg: Config | None, row: Row) -> tuple[str, ...]:
-    if cfg is None:
-        return ()
-    given = set(cfg.to_json()) - {"platform", "backend"}
-    return tuple(sorted(given - set(row.implementation.fields)))
+def _refuse_unknown(cfg: Config, row: Row) -> None:
+    """Refuse fields that would change nothing: what the user set is not what would run."""
+    name, has = public_name(row.algorithm), row.implementation.fields
+    if unknown := sorted(set(cfg.to_json()) - {"platform", "backend"} - set(has)):
+        raise ValueError(
+            f"{name}: cfg has {', '.join(unknown)}, which platform {row.platform!r} does not have; "
+            f"expected {', '.join(has) or 'no field: there is nothing to configure'}"
+        )

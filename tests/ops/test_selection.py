@@ -142,6 +142,43 @@ def test_everything_in_the_key_changes_it(toy, monkeypatch):
     assert len(different - {key}) == 6
 
 
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_a_decay_that_is_constant_and_one_that_is_learned_have_keys_of_their_own(framework):
+    q, gamma = jnp.ones((1, 8, 2, 16)), jnp.zeros(2)
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        q, gamma = torch.ones(1, 8, 2, 16), torch.zeros(2)
+    key = [keraunos.explain(keraunos.gla_attention, q, q, q, None, x).key for x in ([0.0, 0.0], gamma)]
+    assert "g_gamma:constant-float32x1" in key[0]
+    assert "g_gamma:float32x1" in key[1]
+    constant = keraunos.GLAttention().invocation(framework, "float32", T=8, H=2, K=16, gate="constant")
+    assert constant.key in key[0]
+    t = jnp.ones((2, 2, 16)) if framework == "jax" else q[0, :2]
+    pool, slots = (jnp.ones((4, 2, 16, 16)), jnp.arange(2)) if framework == "jax" else (
+        torch.ones(4, 2, 16, 16), torch.arange(2))  # fmt: skip
+    key = [keraunos.explain(keraunos.serving.decode, t, t, t, pool, slots, g_gamma=x).key for x in ([0.0, 0.0], gamma)]
+    assert key[0] != key[1]
+
+
+@pytest.mark.parametrize("platform", [None, "xla"])
+def test_an_explicit_field_that_the_platform_does_not_have_is_refused(platform):
+    q = jnp.ones((1, 8, 2, 16))
+    cfg = keraunos.GLAttentionConfig(block_q=16, num_warps=4)
+    for call in (keraunos.gla_attention, lambda *x, **options: keraunos.explain(keraunos.gla_attention, *x, **options)):
+        with pytest.raises(ValueError, match=r"^gla_attention: cfg has num_warps, which platform 'xla' .* block_q$"):
+            call(q, q, q, cfg=cfg, platform=platform)
+    with pytest.raises(ValueError, match="lightning_attention: cfg has block_d, num_warps, which platform 'xla'"):
+        keraunos.lightning_attention(q, q, q, layer_idx=0, num_layers=2, cfg=keraunos.LightningAttentionConfig(
+            block_d=16, num_warps=4, platform="xla"))  # fmt: skip
+    with pytest.raises(ValueError, match=r"decode: cfg has block_q, .*expected no field"):
+        keraunos.serving.decode(q[0, :2], q[0, :2], q[0, :2], jnp.ones((4, 2, 16, 16)), jnp.arange(2),
+                                cfg=keraunos.ops.Config(block_q=16))  # fmt: skip
+    # An overlay's is none that a user gave for this platform.
+    key = keraunos.explain(keraunos.gla_attention, q, q, q).key
+    with keraunos.overlay_cache({key: cfg}):
+        keraunos.gla_attention(q, q, q)
+
+
 def test_buckets_are_powers_of_two():
     assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 1023, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 1024, 2048]
 

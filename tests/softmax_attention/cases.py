@@ -87,7 +87,9 @@ class Case:
 
     def options(self, platform: str, array=None) -> dict:
         """Keyword arguments of the public function, but for arrays; ``array`` makes those of the framework."""
-        cfg = keraunos.AttentionConfig(block_q=self.block, block_k=self.block) if self.block else None
+        # PyTorch's blocks are of queries only.
+        keys = None if platform == "torch" else self.block
+        cfg = keraunos.AttentionConfig(block_q=self.block, block_k=keys) if self.block else None
         offset = self.offset
         if isinstance(offset, tuple):
             offset = array(np.array(offset[: self.B], np.int32))

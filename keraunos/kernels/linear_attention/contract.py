@@ -196,10 +196,16 @@ def describe(
             name: (_dtype(frontend, x), x.ndim) for name, x in zip(Args._fields, args, strict=True) if x is not None
         },
         options={"reverse": bool(reverse)},
+        constants=constants(args),
         arguments=args._asdict(),
         settled=device.settled,
         symbolic=any(map(frontend.is_symbol, given.values())),
     )
+
+
+def constants(args: Any) -> frozenset[str]:
+    """The names of the arrays that are numbers to the program: NumPy arrays."""
+    return frozenset(name for name, x in zip(args._fields, args, strict=True) if isinstance(x, np.ndarray))
 
 
 def checker(op_id: str, args: Args, whole: bool = True) -> Callable[[Args], None] | None:

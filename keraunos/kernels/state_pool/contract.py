@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.contract import head_sizes
+from keraunos.kernels.linear_attention.contract import constants, head_sizes
 from keraunos.ops import checks
 from keraunos.ops.invocation import Config, Invocation, UnsupportedError, is_number
 from keraunos.ops.registry import Implementation, kernel_registry
@@ -161,6 +161,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         dims=sizes,
         lengths=frozenset("NT"),
         arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
+        constants=constants(args),
         arguments=args._asdict(),
         settled=device.settled,
     )

@@ -308,7 +308,7 @@ def unsupported(inv) -> str | None:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
     if inv.arrays.get("g", (None, 0))[1] == 4:
         return "takes gates per token [B, T, H]; the call has gates per token and dimension"
-    learned = "g_gamma" in inv.arrays and not isinstance(inv.arguments.get("g_gamma"), np.ndarray)
+    learned = "g_gamma" in inv.arrays and "g_gamma" not in inv.constants
     if dtype == "float16" and ("g" in inv.arrays or learned):
         return "takes gates and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
     if K != _HEAD_DIM or V != _HEAD_DIM:

@@ -418,7 +418,7 @@ def unsupported(inv) -> str | None:
     if dtype not in _DTYPES:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
     gates = inv.arrays.get("g", (None, 0))[1]
-    learned = "g_gamma" in inv.arrays and not isinstance(inv.arguments.get("g_gamma"), np.ndarray)
+    learned = "g_gamma" in inv.arrays and "g_gamma" not in inv.constants
     if dtype == "float16" and (gates or learned):
         return "takes gates and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
     if gates == 4 and (K not in _HEAD_DIMS[:2] or V not in _HEAD_DIMS[:2]):
@@ -436,7 +436,7 @@ def loses(inv) -> str | None:
             return "has kernels compiled for every size, for seconds, which so small a call is not worth"
         if "cu_seqlens" in inv.arrays or bucket(inv.dims["T"]) != inv.dims["T"]:
             return "is at its best in PyTorch where sequences are not packed and have a length that it compiles for"
-        if "g" in inv.arrays or not isinstance(inv.arguments.get("g_gamma"), np.ndarray):
+        if "g" in inv.arrays or "g_gamma" not in inv.constants:
             return "makes the gradients of gates and of decays that are tensors, wanted or not; is at its best without"
     # Triton then has two programs per head, which fill the GPU. With gates it was slower all the same.
     if "g" not in inv.arrays and 32 < heads < 96 and 0 < chunks < 64 and segmentation(heads, chunks)[0] >= chunks:
