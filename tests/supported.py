@@ -143,11 +143,11 @@ def page() -> str:
         "`python -m tests.supported` writes this page; the tests compare it with what the platforms say.",
         "",
         "`jax.export` takes a jitted call that launches Triton kernels if told to, by",
-        '`disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]`. On `xla` batch and length',
-        '(of packed calls the length of the row) may be symbols: `jax.export.symbolic_shape("b, t, 16, 128")`. Numbers',
-        "of heads, head dims and numbers of packed sequences may not, nor sizes of serving and of softmax attention. An",
-        "exported program takes the chunks of the device that it is lowered for, unless a configuration was given or",
-        "measured.",
+        '`disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]`. On `xla` batch and',
+        'length (of packed calls the length of the row) may be symbols: `jax.export.symbolic_shape("b, t, 16, 128")`.',
+        "Numbers of heads, head dims and numbers of packed sequences may not, nor sizes of serving and of softmax",
+        "attention. An exported program takes the chunks of the device that it is lowered for, unless a configuration",
+        "was given or measured.",
         "",
     ]  # fmt: skip
     for operation in ("lightning_attention", "gla_attention", "attention"):
