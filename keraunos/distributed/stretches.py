@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from keraunos import frontends
 from keraunos.kernels.linear_attention.triton.call import (
     INTERPRETED,
+    LITTLE,
     Plan,
     Spec,
     pow2,
@@ -163,8 +164,13 @@ def _arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) 
 
 
 @functools.lru_cache(maxsize=4096)
-def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, segment: int = 0) -> list[Plan]:
-    """The launches for the pieces of a stretch, those near its end before the others."""
+def _leave_plans(
+    k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, segment: int = 0, little: bool = False
+) -> list[Plan]:
+    """The launches for the pieces of a stretch, those near its end before the others.
+
+    little: a stage less lets two programs share a multiprocessor.
+    """
     from keraunos.distributed import stretches_kernels
 
     (B, T, _, K), V, H = k.shape, v.shape[-1], way.heads
@@ -196,7 +202,7 @@ def _leave_plans(k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, s
         BK=BK, BV=BV, GATE=gate, GAMMA=gamma is not None, EXACT=exact, RIGHT=way.right, INCLUSIVE=way.inclusive,
         PRECISION="tf32" if not exact else "ieee" if INTERPRETED else "bf16x6",
     )  # fmt: skip
-    warps, stages = 8 if BK * BV > 8192 else 4, 4 if halves and not exact else 3
+    warps, stages = 8 if BK * BV > 8192 else 4, 4 if halves and not (exact or little) else 3
 
     def plan(count, outputs, far):
         return Plan(
@@ -233,7 +239,7 @@ def leave_local(x: Stretch, plan: Any, way: Way, segment: int) -> tuple[Any, Any
     """
     k, v, g, gamma = map(spec_of, x)
     local = total = seen = None
-    for launch in _leave_plans(k, v, g, gamma, way, segment):
+    for launch in _leave_plans(k, v, g, gamma, way, segment, frontends.shared_memory(x.key) < LITTLE):
         local, total, seen = launch.launch(k=x.key, v=x.value, g=x.g, gamma=x.g_gamma, plan=plan, local_given=local,
                                            total_given=total, seen_given=seen)  # fmt: skip
     return local, total, seen
