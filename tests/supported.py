@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import keraunos
 from keraunos.ops.registry import kernel_registry
 
 PAGE = Path(__file__).parent.parent / "docs" / "supported.md"
+TRITON = Path(__file__).parent / "triton"
 DEVICE = "NVIDIA H200"
 # Platform, framework.
 COLUMNS = [
@@ -21,6 +23,42 @@ COLUMNS = [
     ("pallas", "jax"), ("pallas", "torch"),
 ]  # fmt: skip
 FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch"}
+
+# What was done on which GPU, and its shared memory for a program.
+GPUS = {
+    "sm_90": ("H200, H100", "227 KB", "run: values and gradients on both, speed on H200s"),
+    "sm_100": ("B200", "227 KB", "compiled"),
+    "sm_80": ("A100", "163 KB", "compiled"),
+    "sm_86": ("RTX 3090, A10", "99 KB", "compiled"),
+    "sm_89": ("RTX 4090, L4", "99 KB", "compiled"),
+    "sm_120": ("RTX 5090", "99 KB", "compiled"),
+    "gfx942": ("MI300", "64 KB", "compiled"),
+}
+
+
+def gpus() -> list[str]:
+    """The part of the page about where ``triton`` was run, and where it was only compiled."""
+    lines = [
+        "Where `triton` was run, and where it was only compiled:",
+        "",
+        "| GPU | shared memory of a program | what was done | builds with spills |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, (models, memory, done) in GPUS.items():
+        record = TRITON / ("budgets.json" if name == "sm_90" else f"chips/{name}.json")
+        spills = [used["stack"] for kernels in json.loads(record.read_text()).values() for used in kernels.values()]
+        found = f"{sum(x > 0 for x in spills)} of {len(spills)}, up to {max(spills):,} bytes a thread"
+        lines.append(f"| {models} ({name}) | {memory} | {done} | {found} |")
+    return [
+        *lines,
+        "",
+        "Compiled means: every kernel of all three operations and of serving, forward and backward, is built by",
+        "Triton for that GPU in the configuration that is chosen for it, and fits; `tests/triton/chips` has registers,",
+        "spills and shared memory of each build, and tests see that nothing else would be built. Tiles that differ",
+        "from Hopper's give the right values in Triton's interpreter. Nothing was run on these GPUs: configurations",
+        "are chosen by what fits, and those that spill thousands of bytes (float32, head dims over 128) will be slow.",
+    ]
+
 
 PACKED, STATE = {"N": 4}, {"state": True}
 LINEAR = {
@@ -148,6 +186,8 @@ def page() -> str:
         "Numbers of heads, head dims and numbers of packed sequences may not, nor sizes of serving and of softmax",
         "attention. An exported program takes the chunks of the device that it is lowered for, unless a configuration",
         "was given or measured.",
+        "",
+        *gpus(),
         "",
     ]  # fmt: skip
     for operation in ("lightning_attention", "gla_attention", "attention"):

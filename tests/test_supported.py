@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.supported import FRAMEWORKS, PAGE, columns, read
+from tests.supported import FRAMEWORKS, PAGE, columns, gpus, read
 
 
 @pytest.mark.parametrize("operation", ["lightning_attention", "gla_attention", "attention"])
@@ -13,3 +13,7 @@ def test_the_page_says_what_the_platforms_say(operation):
     for (platform, framework), answers in found.items():
         head = f"`{platform}`, {FRAMEWORKS[framework]}"
         assert written[head] == answers, f"{head}: run python -m tests.supported (with jax 0.11) to write the page"
+
+
+def test_the_page_says_what_was_run_and_what_was_compiled():
+    assert "\n".join(gpus()) in PAGE.read_text(), "run python -m tests.supported"

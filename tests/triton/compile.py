@@ -1,19 +1,30 @@
-"""Compile the Triton kernels ahead of time for Hopper, as the host code would launch them, and report their resources.
+"""Compile the Triton kernels ahead of time, as the host code would launch them on a GPU, and report their resources.
 
-``python -m tests.triton.compile`` writes what it finds to ``budgets.json``, which ``test_compile.py`` holds builds to.
+``python -m tests.triton.compile`` writes what it finds for Hopper to ``budgets.json``, which ``test_compile.py`` holds
+builds to. ``python -m tests.triton.compile --all`` writes ``chips/*.json``: the same for all other GPUs, which takes
+one to ten seconds of a processor for each of some 900 builds; with names of chips it writes theirs only. What has not
+changed since is not built again. After a change of a kernel or of what is chosen for a chip that is all there is to
+do: ``test_compile.py`` says when.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
+import hashlib
 import json
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources
 
 from keraunos import frontends
 from keraunos.distributed import stretches
@@ -29,6 +40,7 @@ from keraunos.ops import Config
 from tests.triton.usage import usage
 
 BUDGETS = Path(__file__).with_name("budgets.json")
+RECORDS = Path(__file__).with_name("chips")
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "int8": "i8",
          "bool": "i1"}  # fmt: skip
 
@@ -83,9 +95,87 @@ ENDS = {
 # Name -> (ranks, this one): GPUs of one host that write into each other's memory.
 PEERS = {"exchange, the first of 4": (4, 0), "exchange, in the middle of 8": (8, 3)}
 
+# Further calls that are recorded for chips other than Hopper: the largest tiles, and what comes beside them.
+CALLS_ON_CHIPS = {
+    "vector gates, float32": ("float32", 128, 128, 8, 8, "vector", True, 1, 4096, False),
+    "scalar gates, float32, wide": ("float32", 256, 256, 4, 4, "scalar", False, 1, 4096, False),
+}
+SERVING_ON_CHIPS = {
+    "prefill, float32, wide, vector gates": ("prefill", "float32", "float32", 256, 256, 16, 16, "vector", 2, 4096, 9),
+}
+SOFTMAX_ON_CHIPS = {
+    "attention, wide, bias, dropout": ("bfloat16", 256, 256, 16, 16, 1, 0, 0, False, {"dropout": 0.1}),
+    "attention, float32, shared keys, soft cap, sinks, segments": (
+        "float32", 128, 128, 16, 4, 0, 0, 4, True, {"causal": True, "soft_cap": 30.0}),
+}  # fmt: skip
+ON_HOPPER = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *PEERS)
+ON_CHIPS = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *CALLS_ON_CHIPS, *SERVING_ON_CHIPS, *SOFTMAX_ON_CHIPS)
 
-def resources(kernel, inputs, made, constants, num_warps, num_stages) -> dict[str, int]:
-    """Registers, bytes of stack (spills) and of shared memory of a kernel built for sm_90."""
+
+class Chip(NamedTuple):
+    """What is known of a GPU."""
+
+    kind: str  # as the frameworks name it
+    target: GPUTarget
+    shared: int  # bytes of shared memory that a program may have
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a launch can begin before the one before it has ended."""
+        return self.target.backend == "cuda" and self.target.arch >= 90
+
+
+HOPPER = Chip("NVIDIA H200", GPUTarget("cuda", 90, 32), 232448)
+CHIPS = {
+    "sm_80": Chip("NVIDIA A100", GPUTarget("cuda", 80, 32), 166912),
+    "sm_86": Chip("NVIDIA GeForce RTX 3090", GPUTarget("cuda", 86, 32), 101376),
+    "sm_89": Chip("NVIDIA GeForce RTX 4090", GPUTarget("cuda", 89, 32), 101376),
+    "sm_100": Chip("NVIDIA B200", GPUTarget("cuda", 100, 32), 232448),
+    "sm_120": Chip("NVIDIA GeForce RTX 5090", GPUTarget("cuda", 120, 32), 101376),
+    "gfx942": Chip("AMD Instinct MI300X", GPUTarget("hip", "gfx942", 64), 65536),
+}
+
+
+@contextlib.contextmanager
+def on(chip):
+    """Arrays are on such a GPU."""
+    device = frontends.Device("gpu", chip.kind, chip.shared)
+    with mock.patch.object(frontends.get("torch"), "device_of", return_value=device):
+        yield
+
+
+class Build(NamedTuple):
+    """What Triton is given to build."""
+
+    source: ASTSource
+    options: dict[str, int]
+
+    def identity(self, chip) -> str:
+        """What tells it apart from all others: a hash, also of the source of all functions that the kernel calls."""
+        source, functions = self.source, sorted(functions_of(self.source.fn))
+        parts = [source.signature, sorted(source.constants.items()), sorted(source.attrs.items()), self.options]
+        return hashlib.sha256(repr((functions, parts, chip.target)).encode()).hexdigest()[:12]
+
+    def resources(self, chip) -> dict[str, int]:
+        """Registers, bytes of stack (spills) and of shared memory."""
+        return usage(triton.compile(self.source, target=chip.target, options=self.options))
+
+
+@functools.cache
+def functions_of(fn) -> frozenset[str]:
+    """The source, without comments and docstrings, of a kernel and of all that it calls; their constants."""
+    tree, names = ast.parse(fn.src), fn.fn.__code__.co_names
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    known = {name: fn.fn.__globals__[name] for name in names if name in fn.fn.__globals__}
+    constants = {f"{name} = {x}" for name, x in known.items() if isinstance(x, triton.language.constexpr)}
+    called = [functions_of(x) for x in known.values() if isinstance(x, triton.JITFunction)]
+    return frozenset(constants | {ast.unparse(tree)}).union(*called)
+
+
+def build_of(kernel, inputs, made, constants, num_warps, num_stages) -> Build:
+    """What a launch builds."""
     names = kernel.arg_names
     signature, fixed, attrs = dict.fromkeys(names, "constexpr"), dict(constants), {}
     for i, (name, x) in enumerate(zip(names, [*inputs.values(), *made], strict=False)):
@@ -101,12 +191,45 @@ def resources(kernel, inputs, made, constants, num_warps, num_stages) -> dict[st
             if x % 16 == 0:
                 attrs[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, {(names.index(name),): x for name, x in fixed.items()}, attrs)
-    options = dict(num_warps=num_warps, num_stages=num_stages)
-    return usage(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+    return Build(source, dict(num_warps=num_warps, num_stages=num_stages))
 
 
-def measure(call: str) -> dict[str, dict[str, int]]:
-    """The resources of every kernel that a call's forward and backward launch; several builds of one are numbered."""
+def resources(*launched) -> dict[str, int]:
+    """Those of a kernel built for Hopper."""
+    return build_of(*launched).resources(HOPPER)
+
+
+class Recorded:
+    """The resources of kernels on another chip, with as many stages as it has shared memory for."""
+
+    def __init__(self, chip, record, building=True):
+        # What has been built before, by its identity.
+        self.chip, self.building = chip, building
+        self.known = {row["build"]: row for kernels in record.values() for row in kernels.values()}
+
+    def __call__(self, *launched) -> dict[str, int]:
+        """Of what was built before, those that were found then; of other builds none, unless they are to be made."""
+        build = build_of(*launched)
+        identity = build.identity(self.chip)
+        if identity in self.known or not self.building:
+            return self.known.get(identity, {"build": identity})
+
+        def fitting(num_stages):
+            found = build._replace(options={**build.options, "num_stages": num_stages}).resources(self.chip)
+            if found["shared"] > self.chip.shared:
+                raise OutOfResources(found["shared"], self.chip.shared, "shared memory")
+            return {"build": identity, **build.options, "num_stages": num_stages, **found}
+
+        kernel, _, _, _, _, num_stages = launched
+        self.known[identity] = frontends.in_shared_memory(fitting, kernel.__name__, num_stages)
+        return self.known[identity]
+
+
+def measure(call: str, chip=HOPPER, find=None) -> dict[str, dict[str, int]]:
+    """The resources of every kernel that a call's forward and backward launch; several builds of one are numbered.
+
+    find: what gives those of a launch, :func:`resources` if it is None.
+    """
     found: dict[str, dict[str, int]] = {}
     known = set()
 
@@ -116,19 +239,54 @@ def measure(call: str) -> dict[str, dict[str, int]]:
             return tuple(made)
         kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in (*inputs.values(), *made)]
         kinds = [(x == 1, x % 16 == 0) if isinstance(x, int) else x for x in kinds]
+        if not chip.overlaps and "OVERLAP" in constants:
+            constants = {**constants, "OVERLAP": 0}
         build = str((kernel.__name__, kinds, constants, num_warps, num_stages))
         if build in known:
             return tuple(made)
         known.add(build)
         number = sum(name.startswith(kernel.__name__) for name in found)
-        found[f"{kernel.__name__} {number}"] = resources(kernel, inputs, made, constants, num_warps, num_stages)
+        found[f"{kernel.__name__} {number}"] = (find or resources)(
+            kernel, inputs, made, constants, num_warps, num_stages
+        )
         return tuple(made)
 
-    kinds = {serve: SERVING, soften: SOFTMAX, leave: ENDS, exchange: PEERS, attend: CALLS}
-    make, sizes = next((fn, calls[call]) for fn, calls in kinds.items() if call in calls)
-    with launching(launch):
+    kinds = [(serve, SERVING), (soften, SOFTMAX), (leave, ENDS), (exchange, PEERS), (attend, CALLS)]
+    kinds += [(serve, SERVING_ON_CHIPS), (soften, SOFTMAX_ON_CHIPS), (attend, CALLS_ON_CHIPS)]
+    make, sizes = next((fn, calls[call]) for fn, calls in kinds if call in calls)
+    with launching(launch), on(chip):
         make(*sizes)
     return found
+
+
+def recorded(name) -> dict[str, dict[str, dict]]:
+    """What was found for a chip."""
+    path = RECORDS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def record(names) -> None:
+    """Build what is not in the records of these chips yet, on all processors, and write them."""
+    calls = [(name, call) for name in names for call in ON_CHIPS]
+    with ProcessPoolExecutor() as pool:
+        found = dict(zip(calls, pool.map(rebuild, *zip(*calls, strict=True)), strict=True))
+    for name in names:
+        write(name, {call: found[name, call] for call in ON_CHIPS})
+
+
+def rebuild(name, call) -> dict[str, dict[str, int]]:
+    """The resources of a call's kernels on a chip, those that have changed since they were recorded."""
+    return measure(call, CHIPS[name], Recorded(CHIPS[name], recorded(name)))
+
+
+def write(name, found) -> None:
+    """The record of a chip, a line for each kernel."""
+    calls = []
+    for call, kernels in found.items():
+        rows = [f"  {json.dumps(kernel)}: {json.dumps(used)}" for kernel, used in kernels.items()]
+        calls.append(f" {json.dumps(call)}: {{\n" + ",\n".join(rows) + "\n }")
+    RECORDS.mkdir(exist_ok=True)
+    (RECORDS / f"{name}.json").write_text("{\n" + ",\n".join(calls) + "\n}\n")
 
 
 @contextlib.contextmanager
@@ -198,7 +356,10 @@ def soften(dtype, K, V, H, G, bias, mask, sinks, segments, options, B=2, T=8192,
     )  # fmt: skip
     given = {"soft_cap": None, "causal": False, "window": None, "dropout": 0.0, **options}
     given.pop("offset", None)
-    cfg = softmax_platform.heuristic(softmax_contract.describe(args, **given), Config())
+    inv = softmax_contract.describe(args, **given)
+    if softmax_platform.unsupported(inv):
+        return
+    cfg = softmax_platform.heuristic(inv, Config())
     sides = softmax_contract.sides(given["causal"], given["window"])
     opts = softmax_contract.Options(K**-0.5, given["soft_cap"], *sides, given["dropout"], "float32", False, cfg)
     _, residuals = softmax_platform.forward(args, opts)
@@ -224,5 +385,7 @@ def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> Non
 
 
 if __name__ == "__main__":
-    calls = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *PEERS)
-    BUDGETS.write_text(json.dumps({call: measure(call) for call in calls}, indent=1) + "\n")
+    if sys.argv[1:]:
+        record(CHIPS if "--all" in sys.argv else sys.argv[1:])
+    else:
+        BUDGETS.write_text(json.dumps({call: measure(call) for call in ON_HOPPER}, indent=1) + "\n")
