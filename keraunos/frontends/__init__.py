@@ -21,6 +21,10 @@ OUTPUT = object()
 SHARED_MEMORY = 232448
 
 
+class UnnamedError(TypeError):
+    """What a front end says of a call whose public function it does not know: the function puts its name before."""
+
+
 class Device(NamedTuple):
     """Where a call runs."""
 
@@ -252,16 +256,18 @@ def _as_called(fn: Callable, traced: Callable | None = None) -> Callable:
     @functools.wraps(fn)
     def call(*args, **kwargs):
         torch = sys.modules.get("torch")
-        if torch is None:
-            return fn(*args, **kwargs)
-        if traced is not None and torch.compiler.is_dynamo_compiling():
-            return traced(*args, **kwargs)
-        if torch._C._is_any_autocast_enabled():
-            args, kwargs = get("torch").autocast(fn, args, kwargs)
+        if torch is not None:
+            if traced is not None and torch.compiler.is_dynamo_compiling():
+                return traced(*args, **kwargs)
+            if torch._C._is_any_autocast_enabled():
+                args, kwargs = get("torch").autocast(fn, args, kwargs)
         try:
             return fn(*args, **kwargs)
+        except UnnamedError as error:
+            raise TypeError(f"{fn.__name__.lstrip('_')}: {error}") from None
         except Exception:
-            get("torch").refuse_nested(fn, args, kwargs)
+            if torch is not None:
+                get("torch").refuse_nested(fn, args, kwargs)
             raise
 
     return call

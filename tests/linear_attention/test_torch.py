@@ -80,7 +80,7 @@ def test_results_may_be_changed_in_place(case):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("operation", [keraunos.gla_attention, keraunos.attention])
 def test_what_cannot_be_traced_says_so(operation):
-    with pytest.raises(TypeError, match=r"torch.jit.trace .*; use torch.export"):
+    with pytest.raises(TypeError, match=rf"^{operation.__name__}: torch.jit.trace .*; use torch.export"):
         torch.jit.trace(lambda q: operation(q, q, q), (torch.ones(1, 4, 1, 8),))
 
 

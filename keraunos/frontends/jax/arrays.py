@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keraunos.frontends import Device
+from keraunos.frontends import Device, UnnamedError
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
@@ -133,12 +133,12 @@ def length(n: int, usual: int | None = None) -> int:
     """A size as a number; ``usual`` for a symbol of ``jax.export``.
 
     Raises:
-        TypeError: it is a symbol, and there is no usual size.
+        UnnamedError: it is a symbol, and there is no usual size.
     """
     if not is_symbol(n):
         return n
     if usual is None:
-        raise TypeError(f"keraunos: a size is {n}, a symbol of jax.export; expected a number: export each size")
+        raise UnnamedError(f"a size is {n}, a symbol of jax.export; expected a number: export each size")
     return usual
 
 

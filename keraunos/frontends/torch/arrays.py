@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from keraunos.frontends import Device
+from keraunos.frontends import Device, UnnamedError
 
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
@@ -121,12 +121,12 @@ def length(n: int | torch.SymInt, usual: int | None = None) -> int:
     Where none is at hand, as the size follows from values, a usual length stands for it.
 
     Raises:
-        TypeError: it is a tensor of ``torch.jit.trace``.
+        UnnamedError: it is a tensor of ``torch.jit.trace``.
     """
     if isinstance(n, int):
         return n
     if not isinstance(n, torch.SymInt):
-        raise TypeError("keraunos: torch.jit.trace does not see what kernels do; use torch.export or torch.compile")
+        raise UnnamedError("torch.jit.trace does not see what kernels do; use torch.export or torch.compile")
     return _USUAL if n.node.hint is None else n.node.hint
 
 

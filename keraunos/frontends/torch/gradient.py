@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from keraunos.frontends import Operator, alone
+from keraunos.frontends import Operator, UnnamedError, alone
 from keraunos.frontends.torch import operators
 from keraunos.frontends.torch.arrays import constant
 from keraunos.frontends.torch.launch import kinds
@@ -161,11 +161,11 @@ def _seen(args: Sequence[Any], fits: Sequence[Callable | None]) -> list[Any]:
     """The tensors that the operator takes, for a call that PyTorch traces or transforms (:func:`is_watched`).
 
     Raises:
-        TypeError: an argument is a DTensor; PyTorch would say that the operator has no sharding strategy.
+        UnnamedError: an argument is a DTensor; PyTorch would say that the operator has no sharding strategy.
     """
     if any(type(x).__name__ == "DTensor" for x in args):
-        raise TypeError(
-            "keraunos: got a DTensor; expected each rank's own heads or sequences, x.to_local() of every argument, and "
+        raise UnnamedError(
+            "got a DTensor; expected each rank's own heads or sequences, x.to_local() of every argument, and "
             "DTensor.from_local(...) of the output; where tokens are sharded, see keraunos.distributed"
         )
     return fitted(args, to_change(args, fits))
