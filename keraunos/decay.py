@@ -14,7 +14,8 @@ ValueError, a layer index that is no integer a TypeError.
 - :func:`minimax_vllm`: MiniMax-Text-01 in vLLM and in the code published with its weights; Ring linear and Ling linear
   in vLLM and SGLang;
 - :func:`bailing`: Ring linear and Ling linear in the code published with their weights;
-- :func:`minicpm_sala`: MiniCPM-SALA in the code published with its weights, and in SGLang.
+- :func:`minicpm_sala`: MiniCPM-SALA in the code published with its weights, and in SGLang;
+- :func:`retnet`: RetNet, and fla's ``chunk_retention``.
 
 Example:
     >>> from keraunos import decay
@@ -105,6 +106,15 @@ def minicpm_sala(num_heads: int) -> np.ndarray:
     """
     check("minicpm_sala", num_heads)
     return -alibi_slopes(num_heads)
+
+
+def retnet(num_heads: int) -> np.ndarray:
+    """``log(1 - 2 ** (-5 - h))`` for head h: from 1/32 forgotten at each step to next to nothing, in every layer.
+
+    Source: Retentive Network (arXiv:2307.08621).
+    """
+    check("retnet", num_heads)
+    return np.log1p(-(2.0 ** (-5 - np.arange(num_heads)))).astype(np.float32)
 
 
 def _scale(per_head: np.ndarray, factor: Any) -> Any:

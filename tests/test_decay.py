@@ -37,7 +37,8 @@ def test_alibi_slopes():
     (decay.bailing(6, 3, 4),
      [-0.0833358333, -0.0208339583, -0.00520848958, -0.00130212240, -0.166671667, -0.0416679167]),
     (decay.minicpm_sala(6), [-0.25, -0.0625, -0.015625, -0.00390625, -0.5, -0.125]),
-], ids=range(8))  # fmt: skip
+    (decay.retnet(3), [np.log(31 / 32), np.log(63 / 64), np.log(127 / 128)]),
+], ids=range(9))  # fmt: skip
 def test_the_models(got, want):
     np.testing.assert_allclose(got, want, rtol=1e-7)
     assert type(got) is np.ndarray
