@@ -165,7 +165,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
     """
 
     @functools.cache
-    def made(framework):
+    def made(framework: str) -> Callable:
         pair = forward, backward
         if framework == "torch":
             return get("torch").differentiable(*pair, operator, platform)
@@ -176,7 +176,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
             pair = get("jax").batched(*pair, *folding)
         return get("jax").differentiable(*pair, axes)
 
-    def prepare(framework, opts, args=None):
+    def prepare(framework: str, opts: Any, args: Any = None) -> Callable[[Any], Any]:
         if args is None:
             return lambda args: prepare(framework, opts, args)(args)
         return made(framework)(opts, args)
@@ -199,7 +199,7 @@ def in_place(compute: Callable, operator: Operator, platform: str, pool: str, wr
     """
 
     @functools.cache
-    def made(framework):
+    def made(framework: str) -> Callable:
         if framework == "torch":
             return get("torch").in_place(compute, operator, platform, pool, writes, output)
         return get("jax").in_place(compute, operator.args, pool, writes, output)
@@ -221,14 +221,14 @@ def operation(fn: Callable) -> Callable:
     own = _as_called(fn)
 
     @functools.wraps(fn)
-    def step(*args, **kwargs):
+    def step(*args: Any, **kwargs: Any) -> Any:
         from keraunos.frontends.torch.compile import settled
 
         return own(*args, **{name: settled(x) for name, x in kwargs.items()})
 
     operations.append(step)
 
-    def traced(*args, **kwargs):
+    def traced(*args: Any, **kwargs: Any) -> Any:
         from keraunos.frontends.torch.compile import keep_whole, made_again
 
         keep_whole()
@@ -240,7 +240,7 @@ def operation(fn: Callable) -> Callable:
 def apart(fn: Callable) -> Callable:
     """Decorate a public function: ``torch.compile`` runs it as it is, between graphs; else like :func:`operation`."""
 
-    def traced(*args, **kwargs):
+    def traced(*args: Any, **kwargs: Any) -> Any:
         from keraunos.frontends.torch.compile import untraced
 
         return untraced(called, *args, **kwargs)
@@ -254,7 +254,7 @@ def _as_called(fn: Callable, traced: Callable | None = None) -> Callable:
 
     # One function, and what costs nothing in a call without autocast: this is before everything else in each.
     @functools.wraps(fn)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None:
             if traced is not None and torch.compiler.is_dynamo_compiling():

@@ -54,7 +54,8 @@ def _decay(operation: PoolOperation, key: Any, log_decay: Any, g_gamma: Any) -> 
     return per_head(operation.op_id, key, "log_decay", log_decay)
 
 
-def _call(operation: PoolOperation, args: Args, softmax_scale, platform, cfg) -> tuple[Any, Any]:
+def _call(operation: PoolOperation, args: Args, softmax_scale: float | None, platform: str | None,
+          cfg: Config | None) -> tuple[Any, Any]:  # fmt: skip
     """``(output, pool)``: what is changed in place is what was given."""
     if framework := frontends.framework_of(args.key):
         # What varies from call to call, unlike decays, and so is no constant.

@@ -81,7 +81,7 @@ class MaskInfo(GraphOption):
     sliding_window: tuple[int, int] | None = None
     query_offset: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
             raise TypeError(f"MaskInfo: causal is {self.causal!r}; expected True or False")
         object.__setattr__(self, "sliding_window", as_window(self.sliding_window, "MaskInfo"))
@@ -292,13 +292,13 @@ _registered: list[type] = []
 def _register() -> None:
     import jax
 
-    def flatten(info):
+    def flatten(info: MaskInfo) -> tuple[tuple, tuple]:
         # An int is known while a call is traced.
         number = info.query_offset if isinstance(info.query_offset, int) else None
         offset = info.query_offset if number is None else None
         return (*info._arrays(), offset), (info.causal, info.sliding_window, number)
 
-    def unflatten(limits, arrays):
+    def unflatten(limits: tuple, arrays: tuple) -> MaskInfo:
         (mask, own, other, lengths, offset), (causal, window, number) = arrays, limits
         return MaskInfo(mask, own, other, lengths, causal, window, offset if number is None else number)
 

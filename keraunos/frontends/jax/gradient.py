@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ def as_written(fn: Callable) -> Callable:
     """``fn`` under JAX's own rules of promotion: stricter ones, which a user may set, are for the user's code."""
 
     @functools.wraps(fn)
-    def run(*args):
+    def run(*args: Any) -> Any:
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return fn(*args)
 
@@ -33,24 +33,24 @@ def differentiable(forward: Callable, backward: Callable, axes: Callable | None 
     forward, backward = as_written(forward), as_written(backward)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-    def call(args, opts):
+    def call(args: Any, opts: Any) -> Any:
         return forward(args, alone(opts))[0]
 
-    def save(args, opts):
+    def save(args: Any, opts: Any) -> tuple[Any, tuple[Any, Any]]:
         outputs, residuals = forward(args, opts)
         return outputs, (args, residuals)
 
-    def gradient(opts, saved, grads):
+    def gradient(opts: Any, saved: tuple[Any, Any], grads: Any) -> tuple[Any]:
         args, residuals = saved
         return (backward(args, residuals, grads, opts),)
 
     call.defvjp(save, gradient)
 
-    def same_axes(args, opts):
+    def same_axes(args: Any, opts: Any) -> Any:
         axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
         return call(jax.tree.map(lambda x: vary(x, axes), args), opts)
 
-    def spread(args, opts):
+    def spread(args: Any, opts: Any) -> Any:
         return same_axes(args, opts) if axes is None else partition.spread(same_axes, axes, args, opts)
 
     jitted = jax.jit(spread, static_argnums=1)
@@ -61,7 +61,7 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
     """``prepare(opts)``, which gives ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`."""
 
     @as_written
-    def call(states, args, opts):
+    def call(states: Any, args: Any, opts: Any) -> tuple[Any, Any]:
         if not isinstance(states, jax.Ref):
             return compute(args._replace(**{pool: states}), opts)
         output, made = compute(args._replace(**{pool: states[...]}), opts)
@@ -72,8 +72,8 @@ def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], b
     kept = jax.jit(call, static_argnums=2)
     given_up = jax.jit(call, static_argnums=2, donate_argnums=0)
 
-    def prepare(opts, like=None):
-        def run(args):
+    def prepare(opts: Any, like: Any = None) -> Callable[[Any], tuple[Any, Any]]:
+        def run(args: Any) -> tuple[Any, Any]:
             states = getattr(args, pool)
             donate = writes(opts) and not isinstance(states, jax.Ref)
             return (given_up if donate else kept)(states, args._replace(**{pool: None}), opts)
@@ -94,13 +94,13 @@ def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Calla
     """
     forward, backward = as_written(forward), as_written(backward)
 
-    def run_forward(args, opts):
+    def run_forward(args: Any, opts: Any) -> Any:
         @jax.custom_batching.custom_vmap
-        def call(args):
+        def call(args: Any) -> Any:
             return forward(args, opts)
 
         @call.def_vmap
-        def rule(size, all_mapped, args):
+        def rule(size: int, all_mapped: Any, args: Any) -> tuple[Any, Any]:
             (mapped,) = all_mapped
             one = jax.eval_shape(lambda args: forward(args, opts), _first(args, mapped))
             folded = fold(_stacked(args, mapped, size), size)
@@ -113,13 +113,13 @@ def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Calla
 
         return call(args)
 
-    def run_backward(args, residuals, grads, opts):
+    def run_backward(args: Any, residuals: Any, grads: Any, opts: Any) -> Any:
         @jax.custom_batching.custom_vmap
-        def call(args, residuals, grads):
+        def call(args: Any, residuals: Any, grads: Any) -> Any:
             return backward(args, residuals, grads, opts)
 
         @call.def_vmap
-        def rule(size, all_mapped, args, residuals, grads):
+        def rule(size: int, all_mapped: Any, args: Any, residuals: Any, grads: Any) -> tuple[Any, Any]:
             given, mapped = (args, residuals, grads), tuple(all_mapped)
             one = jax.eval_shape(lambda *given: backward(*given, opts), *_first(given, mapped))
             folded = fold(_stacked(args, mapped[0], size), size)
@@ -142,11 +142,11 @@ def rowwise(fn: Callable) -> Callable:
     """
 
     @jax.custom_batching.custom_vmap
-    def call(*args):
+    def call(*args: jax.Array | None) -> Any:
         return fn(*args)
 
     @call.def_vmap
-    def rule(size, mapped, *args):
+    def rule(size: int, mapped: Iterable[bool], *args: jax.Array | None) -> tuple[Any, Any]:
         stacked = _stacked(args, tuple(mapped), size)
         found = call(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked))
         return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), found), _all(found, True)
@@ -154,31 +154,31 @@ def rowwise(fn: Callable) -> Callable:
     return call
 
 
-def _first(tree, mapped):
+def _first(tree: Any, mapped: Any) -> Any:
     """The shapes of one call."""
     return jax.tree.map(lambda x, m: jax.ShapeDtypeStruct(x.shape[1:] if m else x.shape, x.dtype), tree, mapped)
 
 
-def _stacked(tree, mapped, size):
+def _stacked(tree: Any, mapped: Any, size: int) -> Any:
     return jax.tree.map(lambda x, m: x if m else jnp.broadcast_to(x, (size, *x.shape)), tree, mapped)
 
 
-def _unfolded(unfold, tree, size, one):
+def _unfolded(unfold: Callable, tree: Any, size: int, one: Any) -> Any:
     return jax.tree.map(lambda x, like: unfold(x, size, like.shape), tree, one)
 
 
-def _all(tree, value):
+def _all(tree: Any, value: bool) -> Any:
     return jax.tree.map(lambda _: value, tree)
 
 
-def _in_turn(fn, mapped, given):
+def _in_turn(fn: Callable, mapped: Any, given: Any) -> tuple[Any, Any]:
     """One call after the other."""
     leaves, structure = jax.tree.flatten(given)
     which = jax.tree.leaves(mapped)
 
-    def call(moving):
-        moving = iter(moving)
-        return fn(jax.tree.unflatten(structure, [next(moving) if m else x for x, m in zip(leaves, which, strict=True)]))
+    def call(moving: list[jax.Array]) -> Any:
+        each = iter(moving)
+        return fn(jax.tree.unflatten(structure, [next(each) if m else x for x, m in zip(leaves, which, strict=True)]))
 
     outputs = jax.lax.map(call, [x for x, m in zip(leaves, which, strict=True) if m])
     return outputs, _all(outputs, True)

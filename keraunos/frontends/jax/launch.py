@@ -87,7 +87,7 @@ def _lower(
     if not fn.__module__.startswith("keraunos."):
         return lower(make_backend, ctx, *args, fn=fn, num_stages=num_stages, **options)
 
-    def build(num_stages):
+    def build(num_stages: int) -> Any:
         return lower(functools.partial(_limited, make_backend), ctx, *args, fn=fn, num_stages=num_stages, **options)
 
     return in_shared_memory(build, fn.__name__, num_stages)
@@ -101,7 +101,7 @@ def _limited(make_backend: Callable, device: int, capability: int) -> Any:
     arch, make_llir = backend.target.arch, backend.make_llir
     limit = shared_memory(arch if isinstance(arch, str) else f"{arch // 10}.{arch % 10}")
 
-    def limited(source, metadata, *options):
+    def limited(source: Any, metadata: dict[str, Any], *options: Any) -> Any:
         made = make_llir(source, metadata, *options)
         if metadata["shared"] > limit:
             raise OutOfResources(metadata["shared"], limit, "shared memory")

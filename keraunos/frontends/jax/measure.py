@@ -26,7 +26,7 @@ def elsewhere(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` for another thread: outside any trace of this one, under this one's settings."""
     x64, device = jax.config.read("jax_enable_x64"), _default()
 
-    def call(*args):
+    def call(*args: Any) -> Any:
         with jax.enable_x64(x64), jax.default_device(device):
             return fn(*args)
 
@@ -45,12 +45,12 @@ def normal(shape: tuple[int, ...], dtype: str, seed: int, backend: str) -> jax.A
         return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def _of_kind(backend):
+def _of_kind(backend: str) -> Any:
     """The default device if it is of that kind."""
     return _default() if default_device().backend == backend else jax.local_devices(backend=backend)[0]
 
 
-def _default():
+def _default() -> Any:
     return jax.config.jax_default_device  # type: ignore[attr-defined]
 
 
@@ -70,17 +70,17 @@ def program(fn: Callable[..., Any], args: Sequence[Any], cotangents: Sequence[ja
     given, call = _split(fn, args)
     wanted = [i for i, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def forward(given, cotangents):
+    def forward(given: dict[int, jax.Array], cotangents: None) -> tuple[list[Any], None]:
         return jax.tree.leaves(call(given)), None
 
-    def both(given, cotangents):
+    def both(given: dict[int, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[list[Any], dict[int, Any]]:
         floats = {i: given[i] for i in wanted}
         outputs, pull = jax.vjp(lambda floats: jax.tree.leaves(call({**given, **floats})), floats)
         return outputs, pull(list(cotangents))[0]
 
     compiled = jax.jit(forward if cotangents is None else both).lower(given, cotangents).compile()
 
-    def run():
+    def run() -> tuple[list[Any], list[Any] | None]:
         outputs, gradients = compiled(given, cotangents)
         return outputs, gradients and [gradients.get(i) for i in range(len(args))]
 
@@ -88,7 +88,7 @@ def program(fn: Callable[..., Any], args: Sequence[Any], cotangents: Sequence[ja
     return run
 
 
-def _split(fn, args):
+def _split(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[int, jax.Array], Callable[[dict], Any]]:
     """The arrays among the arguments, and ``fn`` of these only: the others are constants."""
     given = {i: x for i, x in enumerate(args) if isinstance(x, jax.Array)}
     return given, lambda given: fn(*(given.get(i, x) for i, x in enumerate(args)))
@@ -113,14 +113,14 @@ def clock(runs: Sequence[Callable], backend: str) -> Callable[[Callable], float]
         return functools.partial(_wall, times=10)
 
 
-def _device(run):
+def _device(run: Any) -> float:
     from jax.experimental.mosaic.gpu import profiler
 
     _, milliseconds = profiler.measure(run.compiled, iterations=10)(*run.arguments)
     return statistics.median(milliseconds) / 1e3
 
 
-def _wall(run, times):
+def _wall(run: Callable[[], Any], times: int) -> float:
     start = time.perf_counter()
     for _ in range(times):
         last = run()

@@ -60,12 +60,12 @@ def partitioned(forward: Callable, backward: Callable, axes: Callable) -> tuple[
             backward makes them again.
     """
 
-    def run_forward(args, opts):
+    def run_forward(args: Any, opts: Any) -> Any:
         if is_settled():
             return forward(args, opts)
         own, outputs, residuals = axes(args, opts)
 
-        def local(shards, shapes, args):
+        def local(shards: _Shards, shapes: Any, args: Any) -> tuple[Any, Any]:
             found, kept = forward(args, opts)
             if shards.any and residuals is None:
                 kept = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1])
@@ -73,18 +73,18 @@ def partitioned(forward: Callable, backward: Callable, axes: Callable) -> tuple[
 
         return _shared_out(lambda args: forward(args, opts), local, (own,), (outputs, residuals))(args)
 
-    def run_backward(args, residuals, grads, opts):
+    def run_backward(args: Any, residuals: Any, grads: Any, opts: Any) -> Any:
         if is_settled():
             return backward(args, residuals, grads, opts)
         own, outputs, kept = axes(args, opts)
 
-        def local(shards, shapes, args, residuals, grads):
+        def local(shards: _Shards, shapes: Any, args: Any, residuals: Any, grads: Any) -> Any:
             if shards.any and kept is None:
                 residuals = forward(args, opts)[1]
             found = backward(args, residuals, grads, opts)
             return type(found)(*map(shards.summed, found, own))
 
-        def whole(args, residuals, grads):
+        def whole(args: Any, residuals: Any, grads: Any) -> Any:
             return backward(args, residuals, grads, opts)
 
         return _shared_out(whole, local, (own, kept, outputs), own)(args, residuals, grads)
@@ -140,30 +140,30 @@ def _shared_out(whole: Callable, local: Callable, given: Any, found: Any) -> Cal
     """
     traced: list[Any] = []  # arguments and results
 
-    def run(*args):
+    def run(*args: Any) -> Any:
         # A jaxpr of its own keeps its constants, of which custom_partitioning takes none.
         results = jax.jit(whole)(*args)
         traced[:] = jax.tree.map(jax.typeof, (args, results))
         return results
 
-    def settle(arg_shapes):
+    def settle(arg_shapes: Any) -> tuple[Any, _Shards]:
         # What the partitioner chose, by the rule, from what is around the call.
         query, heads = arg_shapes[0][0], _heads(given[0], arg_shapes[0])
         return query.sharding.mesh, _Shards.of(query.sharding, given[0][0], query.shape, heads)
 
-    def shardings(mesh, shards, letters, arrays):
+    def shardings(mesh: Any, shards: _Shards, letters: Any, arrays: Any) -> Any:
         return _like(arrays, (NamedSharding(mesh, shards.spec(x)) for x in _letters(letters, arrays)))
 
-    def partition(mesh, arg_shapes, shapes):
+    def partition(mesh: Any, arg_shapes: Any, shapes: Any) -> tuple[Any, Callable, Any, Any]:
         mesh, shards = settle(arg_shapes)
         sides = shardings(mesh, shards, found, shapes), shardings(mesh, shards, given, arg_shapes)
         return mesh, lambda *args: local(shards, shapes, *args), *sides
 
-    def infer(mesh, arg_shapes, shapes):
+    def infer(mesh: Any, arg_shapes: Any, shapes: Any) -> Any:
         mesh, shards = settle(arg_shapes)
         return shardings(mesh, shards, found, shapes)
 
-    def rule(mesh, arg_types, result_types):
+    def rule(mesh: Any, arg_types: Any, result_types: Any) -> tuple[str, dict]:
         args, results = traced
         return _rule(_sizes(given, args), _sizes(found, results), _heads(given[0], args[0]))
 
@@ -202,7 +202,7 @@ def _rule(given: list[list[tuple[str, int]]], found: list[list[tuple[str, int]]]
     fixed: list[str] = []  # in the order of the text, as Shardy wants them
     ratios: dict[str, int] = {}
 
-    def factor(letter, size):
+    def factor(letter: str, size: int) -> str:
         if letter == "h" and size > heads:
             name = f"r{size // heads}"
             fixed.extend([name] * (name not in fixed))

@@ -42,7 +42,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
         """The operator without the dispatcher, which would take several times the host time."""
 
         @staticmethod
-        def forward(ctx, opts, launch, *flat):
+        def forward(ctx: Any, opts: Any, launch: Callable, *flat: torch.Tensor | None) -> tuple[Any, Any]:
             output, state, *kept = launch(list(flat))
             ctx.save_for_backward(*flat, *kept)
             ctx.opts, ctx.shape = opts, output.shape
@@ -50,7 +50,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
             return output, state
 
         @staticmethod
-        def backward(ctx, doutput, dstate):
+        def backward(ctx: Any, doutput: torch.Tensor | None, dstate: torch.Tensor | None) -> tuple[Any, ...]:
             saved = ctx.saved_tensors
             grads = operators.gradients_of(ctx.shape, saved[0], doutput, dstate)
             if not torch.is_grad_enabled() and not is_watched(flat := [*saved, *grads]):
@@ -60,15 +60,15 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
             found = dict(zip(places, node.backward(given, list(saved[n:]), grads, values), strict=True))
             return (None, None, *map(found.get, range(n)))
 
-    def needing(opts, needed):
+    def needing(opts: Any, needed: Sequence[bool]) -> Any:
         """The options of a call with what needs a gradient known."""
         missing = [name for name, x in zip(kind._fields, needed, strict=True) if not x and name in operator.gradients]
         return opts._replace(constant=tuple(dict.fromkeys((*opts.constant, *missing))))
 
-    def watched(opts):
+    def watched(opts: Any) -> Callable[[Any], tuple[Any, ...]]:
         node = operators.differentiable(operator)
 
-        def run(args):
+        def run(args: Any) -> tuple[Any, ...]:
             flat, own = _seen(args, fits), opts
             if not torch._C._are_functorch_transforms_active():
                 # To a transformation of a transformation, arrays do not say whether they need one.
@@ -79,19 +79,19 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
 
         return run
 
-    def prepare(opts, args):
+    def prepare(opts: Any, args: Any) -> Callable[[Any], tuple[Any, ...]]:
         if is_watched(args):
             return watched(opts)
         changes, absent = to_change(args, fits), [x is None for x in args]
         launch_alone = launchers(alone(opts))[0].alike()
         known: dict[tuple[bool, ...], tuple[Any, Callable]] = {}
 
-        def settled(needed):
+        def settled(needed: tuple[bool, ...]) -> tuple[Any, Callable]:
             own = needing(opts, [x or y for x, y in zip(needed, absent, strict=True)])
             known[needed] = own, launchers(own)[0].alike()
             return known[needed]
 
-        def run(args):
+        def run(args: Any) -> tuple[Any, ...]:
             flat = fitted(args, changes)
             needed = tuple([x is not None and x.requires_grad for x in flat])
             # Forward mode has no derivative here, and says so.
@@ -114,13 +114,13 @@ def in_place(compute: Callable, operator: Operator, platform: str, pool: str, wr
     place, fits = kind._fields.index("out"), fitting(kind._fields, operator.strided)
     launcher = functools.partial(operators.launcher, kind, compute)
 
-    def prepare(opts, args):
+    def prepare(opts: Any, args: Any) -> Callable[[Any], tuple[Any, Any]]:
         if not is_watched(args):
             changes, launch = to_change(args, fits), launcher(opts).alike()
             return lambda args: launch(fitted(args, changes))
         node = operators.in_place(operator)
 
-        def run(args):
+        def run(args: Any) -> tuple[Any, Any]:
             flat = _seen(args, fits)
             if flat[place] is None and (made := output(args, opts)):
                 flat[place] = operators.room(made, args[0])

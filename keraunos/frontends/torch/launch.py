@@ -7,7 +7,7 @@ import copy
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,7 +70,10 @@ def fixed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _launch(kernel, grid, inputs, outputs, constants, num_warps, num_stages) -> tuple[tuple, Callable, list, list]:
+def _launch(
+    kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any], constants: dict[str, Any],
+    num_warps: int, num_stages: int,
+) -> tuple[tuple, Callable, list, list]:  # fmt: skip
     """The outputs; what does the same launch with other arguments, and the last of these; the outputs' kinds."""
     like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
     kinds = [(o[0], _DTYPES[o[1]]) if isinstance(o, tuple) else o for o in outputs.values()]
@@ -97,7 +100,7 @@ def _build(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[st
            device: torch.device) -> tuple[Callable, Any]:  # fmt: skip
     """Launch, with fewer stages where the GPU has not the shared memory for all; what did it, and what was built."""
 
-    def build(num_stages):
+    def build(num_stages: int) -> tuple[Callable, Any]:
         run = functools.partial(kernel[grid], **{**options, "num_stages": num_stages})
         with current_device(device):
             return run, _allocating(_scratch, run, *args)
@@ -126,7 +129,7 @@ def _again(built: Any, grid: tuple[int, ...]) -> Callable:
     bare, seen, sizes = copy.copy(start), [], []
     bare.launch = lambda *given: seen.extend(given)
 
-    def note(size, alignment, stream):
+    def note(size: int, alignment: int, stream: int | None) -> Any:
         sizes.append(size)
         return sizes
 
@@ -135,7 +138,7 @@ def _again(built: Any, grid: tuple[int, ...]) -> Callable:
     # Memory for what a kernel writes down for itself, such as descriptors, is another each time.
     places = [i for i, x in enumerate(rest) if x is sizes]
 
-    def run(*args):
+    def run(*args: Any) -> None:
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             _allocating(_scratch, watched, *args)
@@ -154,7 +157,7 @@ def _again(built: Any, grid: tuple[int, ...]) -> Callable:
 def _allocating(allocator: Callable, run: Callable, *args: Any) -> Any:
     """``run(*args)``, in which Triton asks this allocator for memory; what is set elsewhere is the user's affair."""
 
-    def call():
+    def call() -> Any:
         import triton
 
         triton.set_allocator(allocator)
@@ -203,19 +206,21 @@ class _Recording:
         for x in tensors:
             self._take(x)
 
-    def __enter__(self):
+    def __enter__(self) -> _Recording:
         _local.recording = self
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         _local.recording = None
 
-    def _take(self, x):
+    def _take(self, x: torch.Tensor | None) -> None:
         if x is not None:
             self.slots[x], self.versions[x] = self.size, _version(x)
         self.size += 1
 
-    def add(self, run, inputs, kinds, made, given, beside=False, addresses=True):
+    def add(self, run: Callable, inputs: Iterable[Any], kinds: Sequence[Any], made: Sequence[torch.Tensor | None],
+            given: Sequence[Any], beside: bool = False, addresses: bool = True) -> None:  # fmt: skip
+        """Note a launch of ``run(*inputs, *made, *given)``, which makes arrays of these ``kinds``."""
         for x in made:
             if x is not None and x not in self.slots:
                 self._take(x)
@@ -239,7 +244,7 @@ class _Recording:
         if not beside:
             self.first = self.steps[-1]
 
-    def finish(self, results) -> _Launches | None:
+    def finish(self, results: Sequence[torch.Tensor | None]) -> _Launches | None:
         """What repeats the calls; None where something else than launches made the results."""
         made = [None if x is None else self.slots.get(x, -1) for x in results]
         # In inference mode and within an operator PyTorch counts no changes: what launched nothing may have made some.
@@ -324,7 +329,7 @@ class remembered:  # noqa: N801, to those who use it a function
         """A function of tensors that are always of one kind: it looks at their kind in the first call only."""
         run: Callable[[list], tuple] | None = None
 
-        def call(tensors):
+        def call(tensors: list[Any]) -> tuple:
             nonlocal run
             known = run or self._find(tensors)
             if known is None:
@@ -334,14 +339,14 @@ class remembered:  # noqa: N801, to those who use it a function
 
         return call
 
-    def _find(self, tensors):
+    def _find(self, tensors: list[Any]) -> Callable[[list], tuple] | None:
         if getattr(_local, "recording", None) is not None:
             return self.fn
         if tensors[0].device.type == "cuda" or INTERPRETED:
             return self.known.get(tuple(kinds(tensors)))
         return self.fn
 
-    def _record(self, tensors):
+    def _record(self, tensors: list[Any]) -> tuple:
         # One tensor given twice is two arguments, which other calls may tell apart.
         own = [x if x is None else x.detach() for x in tensors]
         with _Recording(own) as recording:

@@ -20,7 +20,7 @@ def elsewhere(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` for another thread: outside any trace of this one, on this one's device."""
     index = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def call(*args):
+    def call(*args: Any) -> Any:
         if index is not None:
             torch.cuda.set_device(index)
         return fn(*args)
@@ -55,7 +55,7 @@ def program(fn: Callable[..., Any], args: Sequence[Any], cotangents: Sequence[An
     ]
     wanted = {i: x for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()}
 
-    def run():
+    def run() -> tuple[list[Any], list[Any] | None]:
         outputs = _leaves(fn(*args))
         if cotangents is None:
             return outputs, None
@@ -80,7 +80,7 @@ def clock(runs: Sequence[Callable], backend: str) -> Callable[[Callable], float]
     host: dict[Callable, float] = {}
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def seconds(run):
+    def seconds(run: Callable[[], Any]) -> float:
         # The device sleeps while the host fills the queue, which takes longer than small kernels do: between the events
         # there are no gaps then. A cycle is about half a nanosecond.
         torch.cuda._sleep(int(min(1.5 * host.get(run, 0.005), 0.1) * 2e9))
@@ -96,7 +96,7 @@ def clock(runs: Sequence[Callable], backend: str) -> Callable[[Callable], float]
     return seconds
 
 
-def _wall(run):
+def _wall(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -106,5 +106,5 @@ def _device(backend: str) -> str:
     return {"gpu": "cuda"}.get(backend, backend)
 
 
-def _leaves(outputs):
+def _leaves(outputs: Any) -> list[torch.Tensor]:
     return [x for x in outputs if x is not None] if isinstance(outputs, tuple | list) else [outputs]

@@ -107,11 +107,11 @@ def launchers(kind: Any, forward: Callable, backward: Callable, opts: Any) -> tu
     """A platform's ``forward`` and ``backward``, of flat lists of tensors."""
     n = len(kind._fields)
 
-    def launch_forward(flat):
+    def launch_forward(flat: list[Any]) -> tuple:
         outputs, kept = forward(kind(*flat), opts)
         return (*outputs, *kept)
 
-    def launch_backward(flat):
+    def launch_backward(flat: list[Any]) -> tuple:
         return tuple(backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
 
     return remembered(launch_forward), remembered(launch_backward)
@@ -190,11 +190,11 @@ class Differentiable:
         """What ``torch.func`` takes the gradient of: not of an operator, only of such classes, without lists."""
         n, values, forward, backward = self.n, self.plain.count, self._forward, self._backward
 
-        def run_forward(*given):
+        def run_forward(*given: Any) -> tuple[torch.Tensor, ...]:
             output, state, residuals = forward(*given)
             return output, state, *residuals
 
-        def run_backward(*given):
+        def run_backward(*given: Any) -> Any:
             end = len(given) - values
             return backward(*given[:n], list(given[n : end - 2]), *given[end - 2 :])
 
@@ -230,12 +230,12 @@ class Differentiable:
         forward, _ = self.operator.passes(opts.cfg.platform)
         return [shape(args, opts) for shape in Residuals.of(forward).own] if getattr(opts, "kept", True) else []
 
-    def _traced_forward(self, *given):
+    def _traced_forward(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         args, opts = self._args(given[: self.n]), self.plain.read(given[self.n :])
         output, state = (room(made, args[0]) for made in self.operator.outputs(args, opts))
         return output, state, [room(made, args[0]) for made in self._residuals(args, opts)]
 
-    def _run_forward(self, *given):
+    def _run_forward(self, *given: Any) -> tuple[Any, ...]:
         args, opts = self._args(given[: self.n]), self.plain.read(given[self.n :])
         _check(self.operator, args, opts)
         passes = self.operator.passes(opts.cfg.platform)
@@ -245,11 +245,11 @@ class Differentiable:
         shapes = self._residuals(args, opts)
         return *outputs, [_within(x, shape, args[0]) for x, shape in zip(kept, shapes, strict=False)]
 
-    def _traced_backward(self, *given):
+    def _traced_backward(self, *given: Any) -> tuple[torch.Tensor, ...]:
         args, opts = self._args(given[: self.n]), self.plain.read(given[-self.plain.count :])
         return tuple(room(None if x is None else (x.shape, dtype_name(x)), args[0]) for x in self._wanted(args, opts))
 
-    def _run_backward(self, *given):
+    def _run_backward(self, *given: Any) -> tuple[torch.Tensor, ...]:
         args, opts = self._args(given[: self.n]), self.plain.read(given[-self.plain.count :])
         residuals, doutput, dstate = given[self.n : self.n + 3]
         dstate = absent(dstate)
@@ -262,7 +262,8 @@ class Differentiable:
         grads = (getattr(found, name) for name in self.operator.gradients)
         return tuple(room(None, args[0]) if x is None else x for x in grads)
 
-    def _check_backward(self, args, residuals, doutput, dstate, opts) -> None:
+    def _check_backward(self, args: Any, residuals: Sequence[torch.Tensor], doutput: torch.Tensor | None,
+                        dstate: torch.Tensor | None, opts: Any) -> None:  # fmt: skip
         """What is not among the arguments of a call; of an operator anyone may give anything."""
         shared = Residuals.of(self.operator.passes(opts.cfg.platform)[0]).shared
         output, state = self.operator.outputs(args, opts)
@@ -275,7 +276,7 @@ class Differentiable:
             raise ValueError(f"keraunos::{self.operator.name}_backward: got {len(residuals)} residuals;"
                              f" expected {len(wanted) - 2}")  # fmt: skip
 
-    def _save(self, ctx, inputs, output):
+    def _save(self, ctx: Any, inputs: tuple, output: tuple) -> None:
         arrays, values = inputs[: self.n], inputs[self.n :]
         opts = self.plain.read(values)
         for name, needed in zip(self.operator.fields, ctx.needs_input_grad, strict=False):
@@ -287,19 +288,19 @@ class Differentiable:
         ctx.values, ctx.shape = values, output[0].shape
         ctx.set_materialize_grads(False)
 
-    def _gradient(self, ctx, doutput, dstate, *_):
+    def _gradient(self, ctx: Any, doutput: torch.Tensor | None, dstate: torch.Tensor | None, *_: Any) -> tuple:
         saved = ctx.saved_tensors
         grads = gradients_of(ctx.shape, saved[0], doutput, dstate)
         found = self.backward(saved[: self.n], list(saved[self.n :]), grads, ctx.values)
         return *found, *[None] * self.plain.count
 
-    def _second(self, ctx, *_):
+    def _second(self, ctx: Any, *_: Any) -> typing.NoReturn:
         name = self.operator.name
         raise NotImplementedError(f"keraunos::{name} has no gradient of its gradient (double backward)")
 
     # torch.vmap.
 
-    def _fold_forward(self, info, in_dims, *given):
+    def _fold_forward(self, info: Any, in_dims: Sequence[Any], *given: Any) -> tuple[tuple, tuple]:
         arrays, values = given[: self.n], given[self.n :]
         opts, size = self.plain.read(values), info.batch_size
         folded = self._folded(arrays, in_dims, size)
@@ -314,7 +315,7 @@ class Differentiable:
         dims = [None if like is None else 0 for like in one]
         return (*outputs, residuals), (*dims, [None] * len(residuals))
 
-    def _fold_backward(self, info, in_dims, *given):
+    def _fold_backward(self, info: Any, in_dims: Sequence[Any], *given: Any) -> tuple[tuple, tuple]:
         n, size = self.n, info.batch_size
         arrays, values = given[:n], given[n + 3 :]
         opts = self.plain.read(values)
@@ -335,11 +336,13 @@ class Differentiable:
                  for x, like in zip(found, one, strict=True)]  # fmt: skip
         return tuple(found), tuple(None if like is None else 0 for like in one)
 
-    def _first(self, arrays, in_dims) -> Any:
+    def _first(self, arrays: Sequence[Any], in_dims: Sequence[Any]) -> Any:
         """The arrays of one call."""
         return self._args([x if d is None else x.select(d, 0) for x, d in zip(arrays, in_dims, strict=False)])
 
-    def _folded(self, arrays, in_dims, size: int) -> tuple[Any, ...] | None:
+    def _folded(
+        self, arrays: Sequence[torch.Tensor | None], in_dims: Sequence[Any], size: int
+    ) -> tuple[Any, ...] | None:
         """The arrays of one call that does what ``size`` calls would; None: there is none."""
         stacked = [None if x is None else _stacked(x, d, size) for x, d in zip(arrays, in_dims, strict=False)]
         args = self.operator.fold(self._args(stacked), size)
@@ -365,7 +368,7 @@ class InPlace:
     def _args(self, arrays: Sequence[Any]) -> Any:
         return self.operator.args(**dict(zip(self.operator.fields, arrays, strict=True)))
 
-    def _run(self, *given):
+    def _run(self, *given: Any) -> None:
         args, opts = self._args(given[: self.n]), self.plain.read(given[self.n :])
         _check(self.operator, args, opts)
         (compute,) = self.operator.passes(opts.cfg.platform)
@@ -433,12 +436,12 @@ def _stacked(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 def _one_by_one(op: Callable, size: int, in_dims: Sequence[Any], given: Sequence[Any]) -> tuple[Any, Any]:
     """The operator for each element of ``torch.vmap``'s axis."""
 
-    def of(x, d, i):
+    def of(x: Any, d: Any, i: int) -> Any:
         if isinstance(x, list):
             return [of(y, e, i) for y, e in zip(x, d, strict=True)]
         return x if d is None else x.select(d, i)
 
-    def stacked(*parts):
+    def stacked(*parts: Any) -> Any:
         return [stacked(*x) for x in zip(*parts, strict=True)] if isinstance(parts[0], list) else torch.stack(parts)
 
     # Of a list of numbers, which is no tensors', the dimensions are one None each or for all.

@@ -14,7 +14,7 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,11 +138,11 @@ class _Program:
     output that is an argument changed in place, which.
     """
 
-    def __init__(self, fn, structure, kinds, static, device):
+    def __init__(self, fn: Callable, structure: Any, kinds: Sequence[Any], static: Any, device: torch.device):
         _start_jax()
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
 
-        def call(*leaves):
+        def call(*leaves: Any) -> Any:
             return fn(**jax.tree.unflatten(structure, leaves), **dict(static))
 
         # A kernel need not use all that it is given.
