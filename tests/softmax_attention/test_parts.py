@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from keraunos.distributed import softmax
+from keraunos.distributed.ring import merged, of_part, sinks_gradient, whole, with_sinks
 from keraunos.kernels.softmax_attention.contract import Args
 from tests.distributed.test_softmax import CASES, MORE, T
 from tests.linear_attention.cases import DTYPES, GPU
@@ -53,16 +54,16 @@ def test_parts_give_what_the_whole_gives(case, platform, framework):
     rows = []
     for i in range(SHARDS):
         seen = [j for j in range(SHARDS) if i == j or ring.sees(i - j, n)]
-        parts = [softmax.of_part(xp, ring.kernels.part(call(i, j), ring.part(i - j, n))) for j in seen]
+        parts = [of_part(xp, ring.kernels.part(call(i, j), ring.part(i - j, n))) for j in seen]
         found = parts[0]
         for part in parts[1:]:
-            found = softmax.merged(xp, found, part)
-        found = softmax.with_sinks(xp, found, sinks)
+            found = merged(xp, found, part)
+        found = with_sinks(xp, found, sinks)
         known = found._replace(output=xp.asarray(found.output, dtype=shards[0][i].dtype))
-        grads = {j: ring.kernels.part_gradients(call(i, j), softmax.whole(xp, known), gradients[i],
+        grads = {j: ring.kernels.part_gradients(call(i, j), whole(xp, known), gradients[i],
                                                 ring.part(i - j, n)) for j in seen}  # fmt: skip
         means = (numpy(known.output) * numpy(gradients[i])).sum(-1).swapaxes(1, 2)
-        dsinks = softmax.sinks_gradient(xp, sinks, known, xp.asarray(array(means), dtype=found.top.dtype))
+        dsinks = sinks_gradient(xp, sinks, known, xp.asarray(array(means), dtype=found.top.dtype))
         rows.append((known.output, grads, dsinks))
     summed = [[sum(numpy(grads[j][x]).astype(np.float64) for _, grads, _ in rows if j in grads)
                for j in range(SHARDS)] for x in (1, 2)]  # fmt: skip

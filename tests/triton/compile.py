@@ -195,7 +195,7 @@ def build_of(kernel, inputs, made, constants, num_warps, num_stages) -> Build:
 
 
 def resources(*launched) -> dict[str, int]:
-    """Those of a kernel built for Hopper."""
+    """The registers and bytes of a kernel built for Hopper."""
     return build_of(*launched).resources(HOPPER)
 
 

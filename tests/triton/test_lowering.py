@@ -200,12 +200,12 @@ def test_shard_map_of_attention(attention):
 
 
 def test_calls_over_shards_lower(triton, monkeypatch):
-    from keraunos.distributed import linear, states
+    from keraunos.distributed import linear, stretches
     from keraunos.distributed.jax import shards
     from keraunos.kernels.linear_attention import contract
     from keraunos.kernels.linear_attention.triton import passes as platform
 
-    monkeypatch.setattr(states, "is_for_gpu", lambda x: True)
+    monkeypatch.setattr(stretches, "is_for_gpu", lambda x: True)
     q = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.bfloat16)
     opts = contract.Options(0.125, False, CFG, ("g_gamma",))
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
