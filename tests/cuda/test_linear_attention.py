@@ -1,6 +1,7 @@
 """The platform ``cuda`` of linear attention without a GPU: values, faults, resources, launches."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -128,13 +129,29 @@ def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
     replaced = mutants.kernels(step, tmp_path)
 
     def check():
-        GATES.check(lambda case, gradients: run(case, gradients, replaced=replaced))
-        monkeypatch.setattr(passes, "segmentation", lambda T, heads, forgets: (4 * CHUNK, 1))
-        monkeypatch.setattr(passes, "_call_of", passes._call_of.__wrapped__)
-        SHARED.check(lambda case, gradients: run(case, gradients, replaced=replaced))
+        for name, case in (("gates", GATES), ("shared", SHARED)):
+            got = whole_or_cut(name, case, monkeypatch, replaced)
+            for x, y in zip(got, unharmed(name, case), strict=True):
+                np.testing.assert_array_equal(x, y)
 
     with pytest.raises((EmulatorError, AssertionError)):
         check()
+
+
+def whole_or_cut(name, case, monkeypatch, replaced=None):
+    """The results of a case, of which one is cut into segments; a gradient that is left out is none."""
+    with monkeypatch.context() as patch:
+        if name == "shared":
+            patch.setattr(passes, "segmentation", lambda T, heads, forgets: (4 * CHUNK, 1))
+            patch.setattr(passes, "_call_of", passes._call_of.__wrapped__)
+        got = run(case, replaced=replaced, constant=("g_gamma",) if name == "shared" else ())
+    return [x for x in got if isinstance(x, np.ndarray)]
+
+
+@functools.cache
+def unharmed(name, case):
+    """The results of the kernels as they are."""
+    return whole_or_cut(name, case, pytest.MonkeyPatch())
 
 
 # Launches
@@ -171,8 +188,9 @@ def launches(monkeypatch, case, constant=()):
     return found
 
 
-# Bytes of stack, which are registers that did not fit: those of addresses and the like, outside of products.
-STACK = 112
+# Bytes of stack, which are registers that did not fit: those of addresses and the like, outside of products; and where
+# heads share an array, whose gradients of each head are not copied out but stored.
+STACK, STACK_SHARED = 112, 176
 BUDGETS = {
     "constant": (Case(B=1, T=100, H=4, gamma=1), ("g_gamma",)),
     "learned": (Case(B=1, T=100, H=4, gamma=1, state=True), ()),
@@ -188,7 +206,7 @@ def test_kernels_stay_within_their_budgets(call, monkeypatch):
     case, constant = BUDGETS[call]
     for kernel, types, constants in launches(monkeypatch, small(case), constant):
         used = resources(kernel, dict(types), dict(constants))
-        assert used["stack"] <= STACK, (kernel, used)
+        assert used["stack"] <= (STACK_SHARED if call == "shared" else STACK), (kernel, used)
         assert used["shared"] <= frontends.SHARED_MEMORY, (kernel, used)
         assert used["registers"] <= 168, (kernel, used)
 

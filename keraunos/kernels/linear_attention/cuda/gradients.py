@@ -24,6 +24,7 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     group_slot,
     locate,
     natural_decay,
+    without_own,
 )
 
 
@@ -59,7 +60,8 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
     stages, barriers, gates_s, state_s, met = shared
     q_s, k_s, v_s, do_s = stages
     full, empty = barriers
-    vectors_s, decays_s = gates_s
+    vectors_s, decays_s, strong_s = gates_s
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_s, o_desc, o = goal
     dots, states_desc, dht, dh0 = ends
     gamma, size, last, scale = numbers
@@ -107,7 +109,10 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
             to_row = vectors_s.index(3 * slot + 1).load(gl.SliceLayout(1, W))
             rest = vectors_s.index(3 * slot + 2).load(gl.SliceLayout(1, W2))
             across = decays_s.index(slot).load(gl.SliceLayout(1, W))
+            strong = gl.max(strong_s.index(slot).load(FLAG), 0) != 0
         else:
+            # Where there is no choice, registers suffice.
+            strong = True
             total = gamma * left.to(gl.float32)
             to_row = gl.exp2(constant_sums(gamma, left, rows, REVERSE)) * scale
             rest = gl.exp2(total - constant_sums(gamma, left, rows2, REVERSE))
@@ -129,10 +134,10 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
             pairs = gated_pairs(-G_rows, -G.load(gl.SliceLayout(0, W)), rows, columns, not REVERSE) * scale
         a, b_o = warpgroup_mma_wait(1, deps=[a, b_o])
         a = a * pairs
-        if DOTS:
-            # A token's own pair has no gate in it: its part of the products would only be an error of their sums.
-            diagonal = gl.sum(gl.where(rows[:, None] == columns[None, :], a, 0.0), 1)
-            a = gl.where(rows[:, None] == columns[None, :], 0.0, a)
+        own_pairs = gl.zeros([C], gl.float32, gl.SliceLayout(1, W))
+        if DOTS:  # noqa: SIM102
+            if strong:
+                a, own_pairs = without_own(a, rows, columns)
         p = gl.convert_layout(a.to(dtype), LEFT)
         b_o = b_o * rest[:, None]
         if SAVE and WG == 0:
@@ -155,7 +160,8 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
         if DOTS:
             own_rows = factor_s.load(W2).to(gl.float32)
             gl.store(dots + (at * C + rows2).to(gl.int64) * H, gl.sum(b_o * own_rows, 1), mask=rows2 < left)
-            b_o += gl.convert_layout(diagonal, gl.SliceLayout(1, W2))[:, None] * into.load(W2).to(gl.float32)
+            if strong:
+                b_o += gl.convert_layout(own_pairs, gl.SliceLayout(1, W2))[:, None] * into.load(W2).to(gl.float32)
         if WIDE:
             o_d = gl.arange(0, D, layout=gl.SliceLayout(0, W2))
             o_o = ((at * C + rows2).to(gl.int64) * (H * D))[:, None] + o_d[None, :]
@@ -262,10 +268,11 @@ def gradients_kernel(
 
     natural = natural_decay(gamma, i_b, i_h, stride_gamma_b)
     decay = gl.maximum(natural, CLOSED) * LOG2E
-    gates_s = (early_s, early_s)
+    gates_s = (early_s, early_s, early_s)
     if GATED:
         vectors_s = gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], VECTOR)
-        gates_s = (vectors_s, gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR))
+        decays_s = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
+        gates_s = (vectors_s, decays_s, gl.allocate_shared_memory(gl.int32, [STAGES, 32], VECTOR))
         p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
     stages = (q_s, k_s, v_s, do_s)
     barriers = (full, empty)

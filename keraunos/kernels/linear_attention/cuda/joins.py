@@ -8,6 +8,33 @@ from triton.experimental.gluon import language as gl
 from keraunos.kernels.linear_attention.cuda.walk import CLOSED, LOG2E, natural_decay, reach
 
 
+@gluon.jit
+def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, D: gl.constexpr,
+          BACKWARDS: gl.constexpr):  # fmt: skip
+    """What the i-th piece leaves, and its decay, base 2; beyond the last of ``count``, nothing and none."""
+    pieces = gl.cdiv(T, L)
+    i_p = (pieces - 1 - i) if BACKWARDS else i
+    slot = (i_n.to(gl.int64) * pieces + i_p) * H + i_h
+    there = i < count
+    if sums is None:
+        across = decay * (gl.minimum(T - i_p * L, L) * there.to(gl.int32)).to(gl.float32)
+        there = there & (reach(decay, (i_p % P if BACKWARDS else P - 1 - i_p % P) * L) >= 0)
+    else:
+        across = gl.load(sums + slot, mask=there, other=0.0)
+    return gl.load(local + slot * D * D + o, mask=(o >= 0) & there, other=0.0), across
+
+
+@gluon.jit
+def enter(i, count, state, left, across, o, p_starts, T, L, P, H: gl.constexpr, D: gl.constexpr,
+          BACKWARDS: gl.constexpr):  # fmt: skip
+    """The state after a piece; the one before it goes to where a segment starts."""
+    pieces = gl.cdiv(T, L)
+    i_p = (pieces - 1 - i) if BACKWARDS else i
+    starts = ((i == 0) | (i_p % P == P - 1)) if BACKWARDS else (i_p % P == 0)
+    gl.store(p_starts + (i_p // P).to(gl.int64) * (H * D * D), state, mask=(o >= 0) & starts & (i < count))
+    return state * gl.exp2(across) + left
+
+
 @gluon.jit(do_not_specialize=["stride_gamma_b", "T", "L", "P"])
 def starts_kernel(
     local, sums, gamma, h0, stride_gamma_b, T, L, P,
@@ -31,20 +58,19 @@ def starts_kernel(
         state = gl.load(h0 + (i_n.to(gl.int64) * H + i_h) * D * D + o).to(gl.float32)
     pieces = gl.cdiv(T, L)
     segments = gl.cdiv(pieces, P)
+    count = (pieces - P) if BACKWARDS else (segments - 1) * P
     p_starts = starts + (i_n.to(gl.int64) * segments * H + i_h) * D * D + o
-    for i in range((pieces - P) if BACKWARDS else (segments - 1) * P):
-        i_p = (pieces - 1 - i) if BACKWARDS else i
-        enters = ((i == 0) | (i_p % P == P - 1)) if BACKWARDS else (i_p % P == 0)
-        gl.store(p_starts + (i_p // P).to(gl.int64) * H * D * D, state, mask=(o >= 0) & enters)
-        slot = (i_n.to(gl.int64) * pieces + i_p) * H + i_h
-        if sums is None:
-            there = reach(decay, (i_p % P if BACKWARDS else P - 1 - i_p % P) * L) >= 0
-            across = decay * gl.minimum(T - i_p * L, L).to(gl.float32)
-        else:
-            there = i_p >= 0
-            across = gl.load(sums + slot)
-        state = state * gl.exp2(across) + gl.load(local + slot * D * D + o, mask=(o >= 0) & there, other=0.0)
-    gl.store(p_starts + (segments * 0 if BACKWARDS else segments - 1).to(gl.int64) * H * D * D, state)
+    # A step is short: what it waits for costs more than what it does. So several wait at once.
+    for i in range(0, count, 4):
+        x0, a0 = piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
+        x1, a1 = piece(i + 1, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
+        x2, a2 = piece(i + 2, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
+        x3, a3 = piece(i + 3, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
+        state = enter(i, count, state, x0, a0, o, p_starts, T, L, P, H, D, BACKWARDS)
+        state = enter(i + 1, count, state, x1, a1, o, p_starts, T, L, P, H, D, BACKWARDS)
+        state = enter(i + 2, count, state, x2, a2, o, p_starts, T, L, P, H, D, BACKWARDS)
+        state = enter(i + 3, count, state, x3, a3, o, p_starts, T, L, P, H, D, BACKWARDS)
+    gl.store(p_starts + (segments * 0 if BACKWARDS else segments - 1).to(gl.int64) * (H * D * D), state)
 
 
 @gluon.jit(do_not_specialize=["M", "R"])

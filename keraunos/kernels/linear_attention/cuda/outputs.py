@@ -26,6 +26,7 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     locate,
     natural_decay,
     reach,
+    without_own,
 )
 
 
@@ -63,7 +64,8 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
     stages, barriers, gates_s, dots_s, dotted = shared
     q_s, k_s, v_s, f_s = stages
     full, empty = barriers
-    vectors_s, decays_s = gates_s
+    vectors_s, decays_s, strong_s = gates_s
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_s, o_desc, o = goal
     h0, ht, dh = states
     gamma, size, last, scale = numbers
@@ -93,7 +95,10 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
         v = v_s.index(2 * slot + WG)
         if GATED:
             across = decays_s.index(slot).load(gl.SliceLayout(1, W))
+            strong = gl.max(strong_s.index(slot).load(FLAG), 0) != 0
         else:
+            # Where there is no choice, registers suffice.
+            strong = True
             total = gamma * left.to(gl.float32)
             across = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, W)) * gl.exp2(total)
         if DOTS:
@@ -131,10 +136,10 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
                 pairs = gated_pairs(G_rows, G.load(gl.SliceLayout(0, W)), rows, columns, REVERSE) * scale
             a, b_o = warpgroup_mma_wait(1, deps=[a, b_o])
             a = a * pairs
-            if DOTS:
-                # A token's own pair has no gate in it: its part of the products would only be an error of their sums.
-                own = gl.sum(gl.where(rows[:, None] == columns[None, :], a, 0.0), 1)
-                a = gl.where(rows[:, None] == columns[None, :], 0.0, a)
+            own = gl.zeros([C], gl.float32, gl.SliceLayout(1, W))
+            if DOTS:  # noqa: SIM102
+                if strong:
+                    a, own = without_own(a, rows, columns)
             p = gl.convert_layout(a.to(dtype), LEFT)
             b_o = b_o * to_row[:, None]
             if DOTS:
@@ -156,7 +161,8 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
                     dots_s.index(2 + WG).store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, W)) * begin)
                 thread_barrier()
                 mbarrier.arrive(dotted.index(0), count=1)
-                b_o += own[:, None] * v.load(W).to(gl.float32)
+                if strong:
+                    b_o += own[:, None] * v.load(W).to(gl.float32)
             if WIDE:
                 o_o = ((at * C + rows).to(gl.int64) * (H * D))[:, None] + o_v[None, :]
                 gl.store(o + o_o, b_o, mask=(rows < left)[:, None])
@@ -244,20 +250,23 @@ def outputs_kernel(
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
-    i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, L, PACKED, SPLIT, BACKWARDS)
     OUTPUT: gl.constexpr = q is not None
+    if not OUTPUT:
+        # Nobody goes on from the segment that is walked last.
+        pieces = gl.cdiv(T, L)
+        wanted = pieces - P if BACKWARDS else (gl.cdiv(pieces, P) - 1) * P
+        i_p = i_o % wanted + (P if BACKWARDS else 0)
+        i_o = i_o // wanted * pieces + i_p
+    i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, L, PACKED, SPLIT, BACKWARDS)
     natural = natural_decay(gamma, i_b, i_h, stride_gamma_b)
     decay = gl.maximum(natural, CLOSED) * LOG2E
     if not OUTPUT:
-        # Nobody goes on from the segment that is walked last.
-        i_p = i_o % gl.cdiv(T, L)
-        before = i_p >= P if BACKWARDS else i_p < (gl.cdiv(gl.cdiv(T, L), P) - 1) * P
-        size = size * before.to(gl.int32)
-        last = before
+        last = size >= 0
         if g is None:
             seen = reach(decay, (i_p % P if BACKWARDS else P - 1 - i_p % P) * L)
-            last = before & (seen >= 0)
-            unseen = gl.maximum(size - gl.maximum(seen, 0), 0) // C * C
+            if seen < 0:
+                return
+            unseen = gl.maximum(size - seen, 0) // C * C
             size = size - unseen
             if not BACKWARDS:
                 token += unseen
@@ -324,10 +333,11 @@ def outputs_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
 
-    gates_s = (late_s, late_s)
+    gates_s = (late_s, late_s, late_s)
     if GATED:
         vectors_s = gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], VECTOR)
-        gates_s = (vectors_s, gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR))
+        decays_s = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
+        gates_s = (vectors_s, decays_s, gl.allocate_shared_memory(gl.int32, [STAGES, 32], VECTOR))
     stages = (q_s, k_s, v_s, f_s)
     barriers = (full, empty)
     descriptors = (q_desc, k_desc, v_desc, f_desc)
@@ -337,7 +347,7 @@ def outputs_kernel(
     SUM: gl.constexpr = sums is not None
     p_sums = k
     if SUM:
-        p_sums = sums + gl.program_id(0)
+        p_sums = sums + i_o * H + i_h
     if DOTS:
         p_dg = products
         p_dgamma = products

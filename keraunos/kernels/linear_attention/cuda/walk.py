@@ -102,6 +102,16 @@ def constant_pairs(decay, rows, columns, REVERSE: gl.constexpr):
 
 
 @gluon.jit
+def is_strong(total, n):
+    """Whether the gates of n tokens are so strong that their gradients are as small as what rounding leaves.
+
+    What a token's pair with itself, which no gate touches, adds to the sums of one walk cancels in those of the other,
+    but for ``1e-7`` of it.
+    """
+    return total < -gl.minimum(8 * n, 200).to(gl.float32)
+
+
+@gluon.jit
 def gated_pairs(G_rows, G_columns, rows, columns, REVERSE: gl.constexpr):
     """How each column's token reaches each row's, where it comes before, by the sums of gates; 0 elsewhere."""
     seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
@@ -109,17 +119,26 @@ def gated_pairs(G_rows, G_columns, rows, columns, REVERSE: gl.constexpr):
 
 
 @gluon.jit
+def without_own(a, rows, columns):
+    """The pairs of different tokens, and those of each token with itself ``[C]``."""
+    own = rows[:, None] == columns[None, :]
+    return gl.where(own, 0.0, a), gl.sum(gl.where(own, a, 0.0), 1)
+
+
+@gluon.jit
 def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl.constexpr, D: gl.constexpr,
               STAGES: gl.constexpr, REVERSE: gl.constexpr, BACKWARDS: gl.constexpr, SUM: gl.constexpr):  # fmt: skip
     """A partition of one warp: what the gates of each chunk do, in the order in which chunks are walked.
 
-    For each stage ``G``, ``scale * exp2(G)`` and ``exp2(G_total - G)`` go to the first of ``gates_s``, and
-    ``exp2(G_total)``, once for each row of the state, to the second. REVERSE: the recurrence runs backwards;
-    BACKWARDS: the walk does. SUM: ``sums`` gets what the walk's gates come to.
+    For each stage ``gates_s`` get: ``G``, ``scale * exp2(G)`` and ``exp2(G_total - G)``; ``exp2(G_total)``, once for
+    each row of the state; and whether the chunk is strong.
+
+    REVERSE: the recurrence runs backwards; BACKWARDS: the walk does. SUM: ``sums`` gets what the walk's gates come to.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
     ROWS: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
-    vectors_s, decays_s = gates_s
+    vectors_s, decays_s, strong_s = gates_s
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     t = gl.arange(0, C, layout=LAYOUT)
     everything = scale * 0.0
     count = gl.cdiv(size, C)
@@ -136,6 +155,8 @@ def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl
         vectors_s.index(3 * slot).store(G)
         vectors_s.index(3 * slot + 1).store(gl.exp2(G) * scale)
         vectors_s.index(3 * slot + 2).store(gl.exp2(gl.minimum(total - G, 0.0)))
+        strong = is_strong(total, gl.minimum(size - at * C, C)).to(gl.int32)
+        strong_s.index(slot).store(gl.full([32], 1, gl.int32, FLAG) * strong)
         decays_s.index(slot).store(gl.full([D], 1.0, gl.float32, ROWS) * gl.exp2(total))
         thread_barrier()
         mbarrier.arrive(full.index(slot), count=1)

@@ -1,0 +1,58 @@
+"""The JAX front end lowers the platform ``cuda`` without a GPU: traced, built for Hopper, put into the graph."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from keraunos.ops.invocation import Config
+from keraunos.ops.registry import kernel_registry
+from tests.linear_attention.cases import GPU
+
+pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
+
+SHAPE = (2, 200, 4, 128)
+TOKENS = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
+
+
+@pytest.fixture
+def gla():
+    pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
+    return functools.partial(kernel_registry.get("gla", "cuda").fn, cfg=Config(num_stages=3))
+
+
+def launches(fn, *args):
+    """How many kernels the program of a call launches."""
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text().count("triton_kernel_call")
+
+
+def test_forward_and_gradients(gla):
+    gates = jax.ShapeDtypeStruct(SHAPE[:3], jnp.bfloat16)
+    gamma, state = jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.float32)
+
+    def loss(q, k, v, g, gamma, state):
+        output, final = gla(q, k, v, g, gamma, initial_state=state)
+        return output.astype(jnp.float32).sum() + final.sum()
+
+    # The walk forward, the two of the gradients, the sum of the decays' over the batch.
+    assert launches(jax.value_and_grad(loss, range(6)), TOKENS, TOKENS, TOKENS, gates, gamma, state) == 4
+
+
+def test_vmap_is_one_launch(gla):
+    stacked = jax.ShapeDtypeStruct((3, *SHAPE), jnp.bfloat16)
+    assert launches(jax.vmap(lambda *args: gla(*args)[0]), stacked, stacked, stacked) == 1
+
+
+def test_segments(gla):
+    """Pieces' states, segments' starts, the walk over all."""
+    long = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16)
+    assert launches(lambda *args: gla(*args)[0], long, long, long) == 3
+
+
+def test_inside_shard_map(gla):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    part = P(None, None, "x")
+    fn = jax.shard_map(lambda *args: gla(*args)[0], mesh=mesh, in_specs=part, out_specs=part)
+    assert launches(fn, TOKENS, TOKENS, TOKENS) == 1
