@@ -15,7 +15,7 @@ _OPERATIONS = {
     "gla": ("keraunos.modules.gla_attention:GLAttention", "linear_attention"),
     "attention": ("keraunos.modules.attention:Attention", "softmax_attention"),
 }
-_MOST = 2**31 - 1
+_LARGEST = 2**31 - 1
 
 Operation = Annotated[str, typer.Argument(metavar="OP", help="lightning_attention, gla_attention or attention.")]
 Shapes = Annotated[
@@ -104,8 +104,8 @@ def _check(kernel: Any, sizes: dict[str, Any]) -> None:
         default = known[name].default
         if isinstance(default, bool) and not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; expected true or false")
-        if (name.isupper() or type(default) is int) and not (type(value) is int and value <= _MOST):
-            raise ValueError(f"{name} is {value!r}; expected a whole number up to {_MOST}")
+        if (name.isupper() or type(default) is int) and not (type(value) is int and value <= _LARGEST):
+            raise ValueError(f"{name} is {value!r}; expected a whole number up to {_LARGEST}")
     missing = [name for name, parameter in known.items() if parameter.default is parameter.empty and name not in sizes]
     if missing:
         raise ValueError(f"{kernel.op_id} needs {', '.join(missing)} as well")

@@ -89,7 +89,7 @@ def arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -
     return (_arrive_on_gpu if is_for_gpu(left) else _arrive)(left, start, plan, way, sizes)
 
 
-def length(x: Stretch, way: Way) -> int:
+def values_left(x: Stretch, way: Way) -> int:
     """How many values :func:`leave` makes."""
     B, K, V = x.key.shape[0], x.key.shape[-1], x.value.shape[-1]
     return B * way.heads * (K * V + gates(x))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keraunos.frontends.operations import operations
+from keraunos.frontends.graph_nodes import operations
 
 FRAMEWORKS = ("jax", "torch")
 # Among the residuals of a forward: its first output.

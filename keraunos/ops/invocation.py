@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from keraunos.frontends import SHARED_MEMORY
-from keraunos.frontends.operations import GraphOption
+from keraunos.frontends.graph_nodes import GraphOption
 
 
 class Platform(StrEnum):

@@ -40,7 +40,7 @@ from keraunos.kernels.state_pool.contract import INDICES, Args, check_room
 from keraunos.ops.checks import placed
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config
-from keraunos.serving.operation import COMMIT, DECODE, PREFILL, VERIFY, PoolOperation
+from keraunos.serving.pool_operation import COMMIT, DECODE, PREFILL, VERIFY, PoolOperation
 
 __all__ = ["commit", "decode", "prefill", "verify"]
 

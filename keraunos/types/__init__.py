@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends
-from keraunos.frontends.operations import GraphOption
+from keraunos.frontends.graph_nodes import GraphOption
 
 # A window that reaches further reaches everything; places and this can be added in 32 bits.
-_FAR = 1 << 30
+_WIDEST = 1 << 30
 _ARRAYS = ("attention_mask", "query_segments", "key_segments", "key_lengths")
 
 
@@ -30,7 +30,7 @@ def as_window(sliding_window: int | tuple[int, int] | None, name: str = "attenti
         raise ValueError(
             f"{name}: sliding_window is {sliding_window!r}; expected w or (left, right), whole numbers >= 0"
         )
-    return min(int(pair[0]), _FAR), min(int(pair[1]), _FAR)
+    return min(int(pair[0]), _WIDEST), min(int(pair[1]), _WIDEST)
 
 
 def as_offset(query_offset: Any, op: str = "attention") -> Any:

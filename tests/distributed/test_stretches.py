@@ -56,7 +56,7 @@ def after_all(framework, key, value, args, start, way, lengths=LENGTHS):
         stretch = stretches.Stretch(*(to(framework, x) for x in (*own, args.g_gamma)))
         plan = to(framework, np.array([0, end - begin, place == 0, place], np.int32))
         rows.append(stretches.leave(stretch, to(framework, start), plan, way))
-        assert rows[-1].shape == (stretches.length(stretch, way),)
+        assert rows[-1].shape == (stretches.values_left(stretch, way),)
         if 0 < end - begin < 100 and stretches.is_for_gpu(stretch.key):
             twice = stretches.leave(stretch, to(framework, start), plan, way, copies=2).reshape(2, -1)
             assert (twice == rows[-1]).all()

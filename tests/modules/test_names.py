@@ -13,7 +13,7 @@ import pytest
 import keraunos
 from keraunos import distributed, frontends, serving
 from keraunos.ops import create_default_executor
-from keraunos.serving.operation import DECODE
+from keraunos.serving.pool_operation import DECODE
 
 B, T, H, K = 2, 5, 2, 4
 FRAMEWORKS = ["jax", "torch"]

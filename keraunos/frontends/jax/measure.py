@@ -56,7 +56,7 @@ def _default() -> Any:
 
 def results(fn: Callable[..., Any], args: Sequence[Any]) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each of the outputs of ``fn(*args)``."""
-    given, call = _split(fn, args)
+    given, call = _arrays_apart(fn, args)
     return [(x.shape, dtype_name(x)) for x in jax.tree.leaves(jax.eval_shape(call, given))]
 
 
@@ -67,7 +67,7 @@ def program(fn: Callable[..., Any], args: Sequence[Any], cotangents: Sequence[ja
         A function of no arguments that starts a run and returns ``(outputs, gradients)``: a list, and a list as long as
         ``args`` with None where there is no gradient (or None without cotangents).
     """
-    given, call = _split(fn, args)
+    given, call = _arrays_apart(fn, args)
     wanted = [i for i, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)]
 
     def forward(given: dict[int, jax.Array], cotangents: None) -> tuple[list[Any], None]:
@@ -88,7 +88,7 @@ def program(fn: Callable[..., Any], args: Sequence[Any], cotangents: Sequence[ja
     return run
 
 
-def _split(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[int, jax.Array], Callable[[dict], Any]]:
+def _arrays_apart(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[int, jax.Array], Callable[[dict], Any]]:
     """The arrays among the arguments, and ``fn`` of these only: the others are constants."""
     given = {i: x for i, x in enumerate(args) if isinstance(x, jax.Array)}
     return given, lambda given: fn(*(given.get(i, x) for i, x in enumerate(args)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._dynamo import assume_constant_result
 
-from keraunos.frontends.operations import GraphOption, operations
+from keraunos.frontends.graph_nodes import GraphOption, operations
 
 
 @assume_constant_result

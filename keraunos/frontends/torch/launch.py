@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from keraunos.frontends import in_shared_memory
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-_MOST = 4096
+_MOST_KNOWN = 4096
 
 
 def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
@@ -351,7 +351,7 @@ class remembered:  # noqa: N801, to those who use it a function
         own = [x if x is None else x.detach() for x in tensors]
         with _Recording(own) as recording:
             results = self.fn(own)
-        if len(self.known) >= _MOST:
+        if len(self.known) >= _MOST_KNOWN:
             self.known.clear()
         launches = recording.finish(results)
         repeat = functools.partial(launches.repeat, device=tensors[0].device) if launches else self.fn

@@ -33,9 +33,9 @@ _TYPES = {
     tuple[str, ...]: "str",
 }
 _LIBRARY = torch.library.Library("keraunos", "FRAGMENT")
-_MOST = 4096
+_MOST_KNOWN = 4096
 
-Shape = tuple[tuple[int, ...], str]
+ShapeAndDtype = tuple[tuple[int, ...], str]
 
 
 class _Plain:
@@ -52,8 +52,8 @@ class _Plain:
             for name, kind in self.kinds.items()
         )
         self.count = len(self.kinds) + (self.config is not None)
-        self.of = functools.lru_cache(maxsize=_MOST)(self._of)
-        self._read = functools.lru_cache(maxsize=_MOST)(self._made)
+        self.of = functools.lru_cache(maxsize=_MOST_KNOWN)(self._of)
+        self._read = functools.lru_cache(maxsize=_MOST_KNOWN)(self._made)
 
     def _of(self, opts: Any, platform: str) -> tuple[Any, ...]:
         """The arguments; the platform is the one that computes, whatever the configuration says."""
@@ -102,7 +102,7 @@ class _Plain:
         raise ValueError(f"keraunos::{self.operator.name}: {name} is {got!r}; expected {wanted}")
 
 
-@functools.lru_cache(maxsize=_MOST)
+@functools.lru_cache(maxsize=_MOST_KNOWN)
 def launchers(kind: Any, forward: Callable, backward: Callable, opts: Any) -> tuple[remembered, remembered]:
     """A platform's ``forward`` and ``backward``, of flat lists of tensors."""
     n = len(kind._fields)
@@ -117,7 +117,7 @@ def launchers(kind: Any, forward: Callable, backward: Callable, opts: Any) -> tu
     return remembered(launch_forward), remembered(launch_backward)
 
 
-@functools.lru_cache(maxsize=_MOST)
+@functools.lru_cache(maxsize=_MOST_KNOWN)
 def launcher(kind: Any, compute: Callable, opts: Any) -> remembered:
     """``compute`` of a platform that changes arrays in place, of a flat list of tensors."""
     return remembered(lambda flat: compute(kind(*flat), opts))
@@ -226,7 +226,7 @@ class Differentiable:
         """Of the arrays that can have a gradient, those that one is wanted of; None in place of the others."""
         return [None if name in opts.constant else getattr(args, name) for name in self.operator.gradients]
 
-    def _residuals(self, args: Any, opts: Any) -> list[Shape | None]:
+    def _residuals(self, args: Any, opts: Any) -> list[ShapeAndDtype | None]:
         forward, _ = self.operator.passes(opts.cfg.platform)
         return [shape(args, opts) for shape in Residuals.of(forward).own] if getattr(opts, "kept", True) else []
 
@@ -419,7 +419,7 @@ def _check(operator: Operator, args: Any, opts: Any) -> None:
     if key in _checked:
         return
     operator.check(args, opts)
-    if len(_checked) >= _MOST:
+    if len(_checked) >= _MOST_KNOWN:
         _checked.clear()
     _checked[key] = None
 
@@ -461,13 +461,13 @@ def gradients_of(
     return rows(doutput), dstate if dstate is None else dstate.contiguous()
 
 
-def room(made: Shape | None, like: torch.Tensor) -> torch.Tensor:
+def room(made: ShapeAndDtype | None, like: torch.Tensor) -> torch.Tensor:
     """A tensor of a shape and dtype. Operators return tensors only: an empty vector of bytes stands for None."""
     shape, dtype = made or ((0,), "uint8")
     return torch.empty(shape, dtype=DTYPES[dtype], device=like.device)
 
 
-def _within(x: torch.Tensor | None, made: Shape | None, like: torch.Tensor) -> torch.Tensor:
+def _within(x: torch.Tensor | None, made: ShapeAndDtype | None, like: torch.Tensor) -> torch.Tensor:
     """A residual in the room for it, of which it may take the beginning."""
     if x is not None and (made is None or tuple(x.shape) == tuple(made[0])):
         return x
@@ -482,5 +482,5 @@ def absent(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None or x.dtype == torch.uint8 else x
 
 
-def _shape(x: torch.Tensor) -> Shape:
+def _shape(x: torch.Tensor) -> ShapeAndDtype:
     return tuple(x.shape), dtype_name(x)

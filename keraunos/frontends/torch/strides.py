@@ -11,7 +11,7 @@ _DENSE, _TOKENS = ("g_gamma", "initial_state"), ("query", "key", "value", "g")
 
 
 # Kernels count the values between the rows of a tile, which has 128 at most, in 32 bits.
-_FAR = 2**31 // 128
+_LONGEST_STRIDE = 2**31 // 128
 
 
 def fitting(names: Sequence[str], strided: Sequence[str] = ()) -> list[Callable | None]:
@@ -30,7 +30,7 @@ def _has_rows(x: torch.Tensor) -> bool:
 
 def _has_near_rows(x: torch.Tensor) -> bool:
     """Nor do they take tokens so far apart as those of a huge batch that lies in memory token by token."""
-    return _has_rows(x) and (x.ndim < 4 or x.stride(1) < _FAR or x.shape[1] == 1)
+    return _has_rows(x) and (x.ndim < 4 or x.stride(1) < _LONGEST_STRIDE or x.shape[1] == 1)
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
