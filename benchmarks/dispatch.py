@@ -43,7 +43,7 @@ def measure(batches=30, calls=300):
         ("lightning", "lightning_attn", keraunos.lightning_attention, (q, k, v), {"layer_idx": 1, "num_layers": 4}),
     ):
         choice = keraunos.explain(op, *args, **constants)
-        low_level = kernel_registry.get(algorithm, choice.platform).fn
+        low_level = kernel_registry.get(algorithm, choice.platform)
 
         def public(op=op, args=args, constants=constants):
             return op(*args, **constants)

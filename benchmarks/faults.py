@@ -23,7 +23,7 @@ if sys.argv[1] == "all candidates fail":
     from dataclasses import replace
     row = kernel_registry.find("gla", "xla")[0]
     def off(*args, cfg=None, **options):
-        output, state = xla.gla.fn(*args, cfg=cfg, **options)
+        output, state = xla.gla(*args, cfg=cfg, **options)
         return output * 1.01, state
     kernel_registry.unregister(row)
     kernel_registry.register("gla", "xla", frameworks=("jax",))(replace(xla.gla, fn=off))

@@ -1,5 +1,6 @@
 """What holds for the package as a whole."""
 
+import dataclasses
 import inspect
 import json
 import subprocess
@@ -9,6 +10,10 @@ import pytest
 
 import keraunos
 from keraunos.ops.registry import kernel_registry
+
+KERNELS = {
+    "gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention, "attention": keraunos.Attention,
+}  # fmt: skip
 
 
 def python(code, *args):
@@ -60,19 +65,58 @@ def test_every_row_imports_or_says_why_not(row):
     assert len(implementation.source_version) == 12
 
 
-@pytest.mark.parametrize("algorithm", sorted({r.algorithm for r in kernel_registry.rows()}))
-def test_implementations_agree_on_the_signature(algorithm):
-    signatures = set()
-    for row in kernel_registry.rows(algorithm):
-        try:
-            signatures.add(str(inspect.signature(row.implementation.fn)))
-        except ImportError:
-            continue
-    assert len(signatures) == 1
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("named", [False, True], ids=["by position", "by name"])
+def test_low_level_functions_take_arrays_options_and_a_configuration(framework, named):
+    xp = pytest.importorskip({"jax": "jax.numpy"}.get(framework, framework))
+    platform = {"jax": "xla"}.get(framework, framework)
+    q, state = xp.ones((1, 20, 2, 16)), xp.ones((1, 2, 16, 16))
+    gamma = -xp.ones(2)
+    token = xp.ones((3, 2, 16))
+    arrays = {
+        "gla": dict(query=q, key=q, value=q, g=-q, g_gamma=gamma, softmax_scale=0.5, initial_state=state, reverse=True),
+        "lightning_attn": dict(query=q, key=q, value=q, layer_idx=1, num_layers=4, softmax_scale=0.5),
+        "attention": dict(query=q, key=q, value=q),
+        "decode": dict(key=token, value=token, query=token, g=-token, g_gamma=gamma, states=None, slots=xp.arange(3)),
+    }
+    for algorithm, given in arrays.items():
+        fn = kernel_registry.get(algorithm, platform)
+        inv = {"decode": "gla"}.get(algorithm, algorithm)
+        inv = KERNELS[inv]().invocation(framework, "float32", T=20, H=2, K=16)
+        cfg = dataclasses.replace(fn.heuristic(inv, keraunos.Config()), platform=platform)
+        for options in ({}, {"cfg": cfg}):
+            if algorithm == "decode":
+                given["states"] = xp.ones((4, 2, 16, 16))  # given up to the call in JAX
+            found = fn(**given, **options) if named else fn(*given.values(), **options)
+            assert [tuple(x.shape)[-1] for x in found] == [16, 20 if algorithm == "attention" else 16]
+        with pytest.raises(TypeError):
+            fn(**given, nonsense=1)
+
+
+def test_a_function_of_the_low_level_signature_is_an_implementation():
+    import jax.numpy as jnp
+
+    q, seen = jnp.ones((1, 20, 2, 16)), []
+
+    def mine(query, key, value, g, g_gamma, softmax_scale, initial_state, reverse, cu_seqlens, *, cfg):
+        seen.append((softmax_scale, reverse, cfg.block_q))
+        return query, jnp.ones((1, 2, 16, 16))
+
+    kernel_registry.register("gla", "mine", fields=("block_q",))(mine)
+    try:
+        cfg = keraunos.GLAttentionConfig(platform="mine", block_q=32)
+        assert keraunos.gla_attention(q, q, q, softmax_scale=2.0, platform="mine") is q
+        assert keraunos.gla_attention(q, q, q, reverse=True, cfg=cfg) is q
+        output, state = kernel_registry.get("gla", "mine")(q, q, q, None, None, 3.0, cfg=cfg)
+        assert output is q
+        assert state.shape == (1, 2, 16, 16)
+        assert seen == [(2.0, False, None), (None, True, 32), (3.0, False, 32)]
+    finally:
+        kernel_registry.unregister(kernel_registry.find("gla", "mine")[0])
 
 
 def test_low_level_lightning_has_the_contract_signature():
-    parameters = list(inspect.signature(kernel_registry.get("lightning_attn", platform="xla").fn).parameters)
+    parameters = list(inspect.signature(keraunos.LightningAttention().low_level).parameters)
     assert parameters[:9] == [
         "query", "key", "value", "layer_idx", "num_layers", "softmax_scale", "initial_state", "reverse", "cu_seqlens",
     ]  # fmt: skip

@@ -254,11 +254,6 @@ class _OverShards(LinearOperation):
         check, pack = contract.checker(self.op_id, self.pack(*args), where is None or where.size == 1), self.pack
         return check and (lambda *args: check(pack(*args)))
 
-    def run(self, *args: Any, where: _Where | None = None, **options: Any) -> Any:
-        """See :meth:`Kernel.run`; what ``prepare`` gives if the tokens are shards."""
-        operation: Any = super()
-        return operation.run(*args, **options) if where is None else self.prepare(*args, where=where, **options)(*args)
-
     def prepare(self, *args: Any, cfg: Config, where: _Where | None = None, **options: Any) -> Callable:
         """A function of the arguments that gives another one, which makes the call: so all checks come first."""
         alone = super().prepare(*args, cfg=cfg, **options)

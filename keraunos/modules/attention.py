@@ -36,37 +36,17 @@ class Attention(Kernel):
     config = AttentionConfig
     arguments = (*Args._fields, "key_lengths")
 
-    def bind(self, *args: Any, dtype: Any = None, softmax_dtype: Any = None, **options: Any) -> Invocation:
-        """See :meth:`Kernel.bind`; ``dtype``: what query, key and value are cast to first."""
+    def bind(self, *args: Any, **options: Any) -> Invocation:
+        """See :meth:`Kernel.bind`; the option ``dtype``: what query, key and value are cast to first."""
+        arrange, options = self.arranged(*args, **options)
+        return contract.describe(arrange(*args), **options)
+
+    def arranged(self, *args: Any, dtype: Any = None, softmax_dtype: Any = None,
+                 **options: Any) -> tuple[Callable, dict[str, Any]]:  # fmt: skip
+        """See :meth:`Kernel.arranged`."""
         arranged = Arrangement(args, dtype)
         softmax = as_softmax_dtype(arranged.dtype, softmax_dtype)
-        return contract.describe(arranged(*args), softmax_dtype=softmax, **options)
-
-    def run(self, *args: Any, cfg: Config, **options: Any) -> Any:
-        """See :meth:`Kernel.run`."""
-        return self.prepare(*args, cfg=cfg, **options)(*args)
-
-    def prepare(
-        self, *args: Any, cfg: Config, dtype: Any = None, softmax_dtype: Any = None, **options: Any
-    ) -> Callable:
-        """See :meth:`Kernel.prepare`."""
-        arranged, implementation = Arrangement(args, dtype), self.get_impl(cfg)
-        options = {"return_weights": False, **options, "cfg": cfg}
-        options["softmax_dtype"] = as_softmax_dtype(arranged.dtype, softmax_dtype)
-        if (prepare := implementation.prepare) is None:
-            return lambda *args: implementation.fn(*arranged(*args), **options)
-        if arranged.is_trivial:
-            run = prepare(Args(*args[:-1]), **options)
-            return lambda *args: run(Args(*args[:-1]))
-        known: Callable | None = None
-
-        def call(*args):
-            nonlocal known
-            given = arranged(*args)
-            run = known = known or prepare(given, **options)
-            return run(given)
-
-        return call
+        return arranged.settled, {"return_weights": False, **options, "softmax_dtype": softmax}
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
                    S: int | None = None, G: int | None = None, V: int | None = None, causal: bool = False,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from keraunos import frontends
 from keraunos.kernels.linear_attention import contract
-from keraunos.modules.linear_operation import LinearOperation, turned
+from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, Invocation
 
@@ -35,17 +36,19 @@ class LightningAttention(LinearOperation):
         args = self.pack(query, key, value, log_decay, initial_state, cu_seqlens)
         return contract.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
-    def run(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
-            *, cfg, softmax_scale=None, reverse=False, return_state=True, state_v_first=False):  # fmt: skip
-        args = (query, key, value, log_decay, initial_state, cu_seqlens)
-        if self.get_impl(cfg).prepare:
-            return self.prepare(*args, cfg=cfg, softmax_scale=softmax_scale, reverse=reverse,
-                                return_state=return_state, state_v_first=state_v_first)(*args)  # fmt: skip
-        fn = self.get_impl(cfg).fn
-        initial_state = turned(initial_state) if state_v_first else initial_state
-        output, state = fn(query, key, value, None, None, softmax_scale, initial_state, reverse, cu_seqlens,
-                  log_decay=log_decay, cfg=cfg)  # fmt: skip
-        return output, turned(state) if state_v_first else state
+    def low_level(self, query, key, value, layer_idx=None, num_layers=None, softmax_scale=None, initial_state=None,
+                  reverse=False, cu_seqlens=None, *, log_decay=None):  # fmt: skip
+        """See :meth:`Kernel.low_level`."""
+        heads = contract.most_heads(query, key, value)
+        gamma = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
+        arrays = query, key, value, gamma, initial_state, cu_seqlens
+        return arrays, dict(softmax_scale=softmax_scale, reverse=reverse)
+
+    def call(self, fn: Callable, args: Any, *, cfg: Config, softmax_scale: float | None = None, reverse: bool = False,
+             **options: Any) -> Any:  # fmt: skip
+        """See :meth:`Kernel.call`."""
+        return fn(*args[:3], None, None, softmax_scale, args.initial_state, reverse, args.cu_seqlens,
+                  log_decay=args.g_gamma, cfg=cfg)  # fmt: skip
 
 
 _OPERATION = LightningAttention()

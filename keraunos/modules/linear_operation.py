@@ -85,24 +85,27 @@ class LinearOperation(Kernel):
         check, pack = contract.checker(self.op_id, self.pack(*args)), self.pack
         return check and (lambda *args: check(pack(*args)))
 
-    def prepare(self, *args: Any, cfg: Config, state_v_first: bool = False, **kwargs: Any) -> Callable:
-        """See :meth:`Kernel.prepare`; ``state_v_first``: states are ``[N, H, V, K]``."""
-        prepare, pack = self.get_impl(cfg).prepare, self.pack
-        if prepare is None:
-            return super().prepare(*args, cfg=cfg, state_v_first=state_v_first, **kwargs)
+    def arranged(self, *args: Any, state_v_first: bool = False, **options: Any) -> tuple[Callable, dict[str, Any]]:
+        """See :meth:`Kernel.arranged`; ``state_v_first``: states are ``[N, H, V, K]``."""
         if not state_v_first:
-            run = prepare(pack(*args), cfg=cfg, **kwargs)
-            return lambda *args: run(pack(*args))
+            return self.pack, options
 
         def packed(*args):
-            given = pack(*args)
+            given = self.pack(*args)
             return given._replace(initial_state=turned(given.initial_state))
 
+        return packed, options
+
+    def prepare(self, *args: Any, cfg: Config, state_v_first: bool = False, **options: Any) -> Callable:
+        """See :meth:`Kernel.prepare`."""
+        run = super().prepare(*args, cfg=cfg, state_v_first=state_v_first, **options)
+        if not state_v_first:
+            return run
+
         def turned_back(*args):
-            output, state = run(packed(*args))
+            output, state = run(*args)
             return output, turned(state)
 
-        run = prepare(packed(*args), cfg=cfg, **kwargs)
         return turned_back
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:

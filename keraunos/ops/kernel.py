@@ -33,9 +33,21 @@ class Kernel(ABC):
             ValueError, TypeError: the arguments are wrong.
         """
 
-    @abstractmethod
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, cfg: Config, **kwargs: Any) -> Any:
         """Compute with the implementation and the launch configuration that the keyword ``cfg`` names."""
+        return self.prepare(*args, cfg=cfg, **kwargs)(*args)
+
+    def arranged(self, *args: Any, **kwargs: Any) -> tuple[Callable, dict[str, Any]]:
+        """For all calls with arguments like these: what makes a platform's arrays of them, and its options."""
+        return _as_given, kwargs
+
+    def low_level(self, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
+        """The operation's arrays, in order, and its options, from the arguments of its low-level function."""
+        return self.in_order(args, kwargs)
+
+    def call(self, fn: Callable, args: Sequence[Any], *, cfg: Config, **options: Any) -> Any:
+        """Call a low-level function with a platform's arrays and options."""
+        return fn(*args, cfg=cfg, **options)
 
     def in_order(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """All its arrays, of which some are given by name or left out (None), and the options.
@@ -61,7 +73,18 @@ class Kernel(ABC):
 
     def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
         """``run`` for all calls with arguments like these, as a function of ``args``, settled as far as it can be."""
-        return functools.partial(self.run, cfg=cfg, **kwargs)
+        if getattr(self.run, "__func__", None) is not Kernel.run:
+            return functools.partial(self.run, cfg=cfg, **kwargs)  # an operation that computes in its own way
+        (arrange, options), prepare = self.arranged(*args, **kwargs), self.get_impl(cfg).prepare
+        known: Callable | None = None
+
+        def call(*args):
+            nonlocal known
+            given = arrange(*args)
+            run = known = known or prepare(given, cfg=cfg, **options)
+            return run(given)
+
+        return call
 
     def get_impl(self, cfg: Config) -> Implementation:
         """The implementation that ``cfg.platform`` and ``cfg.backend`` name."""
@@ -105,6 +128,10 @@ class Kernel(ABC):
 
     def _untunable(self, missing: str) -> NotImplementedError:
         return NotImplementedError(f"{self.op_id} cannot be tuned: {type(self).__name__} has no {missing}()")
+
+
+def _as_given(*args: Any) -> tuple:
+    return args
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,47 +33,70 @@ def _only_heuristic(inv: Invocation, cfg: Config) -> Iterable[Config]:
     return [cfg]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Implementation:
     """One way of computing an algorithm, and what the choice of its configuration needs to know.
 
+    It is the low-level function: called with the algorithm's arrays, by position or name, its options and ``cfg``.
+
     Attributes:
-        fn: the low-level function; takes the algorithm's arguments and the keyword ``cfg``.
+        algorithm: the operation that it computes.
+        prepare: ``(args, cfg=, **options) -> run``, where ``run(args)`` computes, for all calls that are alike. The
+            arrays are as the operation gives them to platforms: :meth:`keraunos.ops.Kernel.arranged`.
         fields: the configuration fields that it reads.
         unsupported: why it cannot run a call, or None if it can.
+        loses: why others should run a call that it can run, or None: of a row that precedes theirs.
         heuristic: ``(inv, cfg) -> cfg`` with every field that it reads set to a good value for the call.
         candidates: ``(inv, cfg) -> configurations`` worth timing.
         config: its own configuration class, if it is not the operation's.
-        source: its source file, if it is not the function's.
-        prepare: ``(args, the operation's options, cfg) -> run``, where ``run(args)`` does what ``fn`` would, for all
-            calls that are alike; None: there is nothing to settle beforehand.
-        passes: ``framework -> functions``, of which ``fn`` is made, forward and backward mostly: for those who put
+        source: its source file, or the function that it is.
+        defaults: options of the low-level function that are its own.
+        passes: ``framework -> functions``, of which it is made, forward and backward mostly: for those who put
             something in between, and for PyTorch's operators.
         segment: ``(args, options) -> (tokens, walked)`` of the segments that it cuts sequences into, which lie in the
             order in which they are walked, or in that of their tokens; None: into none.
     """
 
-    fn: Callable[..., Any]
+    algorithm: str
+    prepare: Callable[..., Callable]
     fields: tuple[str, ...] = ()
     unsupported: Callable[[Invocation], str | None] = _no_limits
     heuristic: Callable[[Invocation, Any], Any] = _as_given
     candidates: Callable[[Invocation, Any], Iterable[Any]] = _only_heuristic
     config: type[Config] | None = None
-    source: str | None = None
-    prepare: Callable[..., Callable] | None = None
+    source: Any = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     passes: Callable[[str], tuple[Callable, ...]] | None = None
     segment: Callable[..., tuple[int, bool] | None] | None = None
+    loses: Callable[[Invocation], str | None] = _no_limits
 
-    def __call__(self, *args, **kwargs):
-        """Call ``fn``."""
-        return self.fn(*args, **kwargs)
+    def __call__(self, *args: Any, cfg: Config | None = None, **options: Any) -> Any:
+        """Compute with a configuration that is complete, or checked and with the heuristic's if none is given.
+
+        Raises:
+            ValueError, TypeError: the arguments are wrong, or it cannot run the call (:class:`UnsupportedError`).
+        """
+        kernel = operation(self.algorithm)
+        if kernel is None:
+            return self.prepare(args, cfg=cfg, **options)(args)
+        args, options = kernel.low_level(*args, **{**self.defaults, **options})
+        if cfg is None:
+            inv = kernel.bind(*args, **options)
+            if reason := self.unsupported(inv):
+                raise UnsupportedError(f"{public_name(self.algorithm)}: {reason}")
+            if check := kernel.checker(*args, **options):
+                check(*args)
+            cfg = self.heuristic(inv, (self.config or Config)())
+        arrange, options = kernel.arranged(*args, **options)
+        given = arrange(*args)
+        return self.prepare(given, cfg=cfg, **options)(given)
 
     @functools.cached_property
     def source_version(self) -> str:
         """A hash of the source file, or of its platform's folder: a change makes stored configurations stale."""
-        fn, digest = inspect.unwrap(self.fn), hashlib.sha256()
+        fn, digest = inspect.unwrap(self.source if callable(self.source) else self.prepare), hashlib.sha256()
         try:
-            path = Path(self.source or inspect.getsourcefile(fn) or "")
+            path = Path(self.source if isinstance(self.source, str) else inspect.getsourcefile(fn) or "")
         except TypeError:  # no Python function
             return "unknown"
         if path.is_file():
@@ -84,6 +107,18 @@ class Implementation:
             # Typed in, not in a file.
             _hash_code(fn.__code__, digest)
         return digest.hexdigest()[:12]
+
+
+def _plain(algorithm: str, fn: Callable) -> Callable[..., Callable]:
+    """``prepare`` of a function that has nothing to settle beforehand."""
+
+    def prepare(args, *, cfg, **options):
+        kernel = operation(algorithm)
+        if kernel is None:
+            return lambda args: fn(*args, cfg=cfg, **options)
+        return lambda args: kernel.call(fn, args, cfg=cfg, **options)
+
+    return prepare
 
 
 def _hash_code(code: Any, digest: Any) -> None:
@@ -128,7 +163,7 @@ class Row:
             implementation = self.implementation
         except ImportError as error:
             return f"cannot be imported: {error}"
-        return implementation.unsupported(inv)
+        return implementation.loses(inv) or implementation.unsupported(inv)
 
 
 class KernelRegistry:
@@ -158,7 +193,7 @@ class KernelRegistry:
             priority: of the rows that can run a call, the one with the highest priority does.
             frameworks: whose arrays it takes.
             devices: a name for the devices it is for, and a pattern of theirs: for others it is not even imported.
-            about: the fields of :class:`Implementation` other than ``fn``, when it is applied to a function.
+            about: other fields of :class:`Implementation`, when it is applied to a function: a low-level one.
 
         Raises:
             ValueError: the row is taken, or the platform is ``auto``.
@@ -170,7 +205,7 @@ class KernelRegistry:
         def add(target):
             made = target
             if callable(target) and not isinstance(target, Implementation):
-                made = Implementation(target, **about)
+                made = Implementation(algorithm, _plain(algorithm, target), **{"source": target, **about})
             elif about:
                 raise TypeError(f"register: {', '.join(about)} describe a function; the target already is complete")
             row = Row(algorithm, platform, backend, priority, frameworks, devices, made)
@@ -324,17 +359,26 @@ for _platform, _priority, _least in ((Platform.CUDA, 45, 15), (Platform.PALLAS, 
             )
 
 
-# The classes of operations; the steps on a pool of states are asked what gated linear attention is.
+# What describes the calls of each algorithm.
 _OPERATIONS = {
     "attention": "keraunos.modules.attention:Attention",
+    "gla": "keraunos.modules.gla_attention:GLAttention",
     "lightning_attn": "keraunos.modules.lightning_attention:LightningAttention",
+    "decode": "keraunos.serving.operation:DECODE",
+    "verify": "keraunos.serving.operation:VERIFY",
+    "commit": "keraunos.serving.operation:COMMIT",
+    "prefill": "keraunos.serving.operation:PREFILL",
 }
 
 
+@functools.cache
 def operation(algorithm: str) -> Any:
-    """What describes calls of an algorithm from their sizes."""
-    module, name = _OPERATIONS.get(algorithm, "keraunos.modules.gla_attention:GLAttention").split(":")
-    return getattr(importlib.import_module(module), name)()
+    """The operation of ours that computes an algorithm; None: it is none of ours."""
+    if algorithm not in _OPERATIONS:
+        return None
+    module, name = _OPERATIONS[algorithm].split(":")
+    found = getattr(importlib.import_module(module), name)
+    return found() if isinstance(found, type) else found
 
 
 def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str:
@@ -357,5 +401,8 @@ def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str
     if platform not in (None, Platform.AUTO):
         return str(platform)
     there = [x for x in ("jax", "torch") if sys.modules.get(x)] or [x for x in ("jax", "torch") if find_spec(x)]
-    inv = replace(operation(algorithm).invocation((*there, "jax")[0], T=4096, H=16, K=128), op_id=algorithm)
+    # The steps on a pool of states are asked what gated linear attention is.
+    kernel = operation(algorithm)
+    kernel = kernel if hasattr(kernel, "invocation") else operation("gla")
+    inv = replace(kernel.invocation((*there, "jax")[0], T=4096, H=16, K=128), op_id=algorithm)
     return kernel_registry.choose(inv)[0].platform

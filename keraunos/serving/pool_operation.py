@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from keraunos.kernels.state_pool import contract
-from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.invocation import Invocation
 from keraunos.ops.kernel import Kernel
 
 
 class PoolOperation(Kernel):
     """One of ``"decode"``, ``"verify"``, ``"commit"``, ``"prefill"``: returns ``(output or None, pool or None)``."""
 
-    config: ClassVar[type[Config]] = Config
     arguments = contract.Args._fields
 
     def __init__(self, op_id: str):
@@ -28,17 +27,9 @@ class PoolOperation(Kernel):
         check = contract.checker(self.op_id, contract.Args(*args))
         return check and (lambda *args: check(contract.Args(*args)))
 
-    def run(self, *args: Any, cfg: Config, softmax_scale: float | None = None) -> Any:
-        """Compute."""
-        return self.prepare(*args, cfg=cfg, softmax_scale=softmax_scale)(*args)
-
-    def prepare(self, *args: Any, cfg: Config, **options: Any) -> Any:
-        """``run`` for all calls with arguments like these."""
-        implementation = self.get_impl(cfg)
-        if implementation.prepare is None:
-            return super().prepare(*args, cfg=cfg, **options)
-        run = implementation.prepare(contract.Args(*args), cfg=cfg, **options)
-        return lambda *args: run(contract.Args(*args))
+    def arranged(self, *args: Any, **options: Any) -> tuple[Callable, dict[str, Any]]:
+        """See :meth:`Kernel.arranged`."""
+        return contract.Args, options
 
 
 DECODE, VERIFY, COMMIT, PREFILL = map(PoolOperation, ("decode", "verify", "commit", "prefill"))

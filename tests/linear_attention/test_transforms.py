@@ -196,7 +196,7 @@ PACKED = Case(gate="vector", lengths=(3, 0, 20), state=True, B=1)
     (Case(gamma=1, lengths=(9, 14), B=1), "twice"), (Case(V=8, T=40), "some"),
 ], ids=str)  # fmt: skip
 def test_folding_into_the_batch_is_right(case, mapped):
-    call = functools.partial(folded()[0].fn, reverse=case.reverse, cfg=keraunos.Config(block_q=16, platform="xla"))
+    call = functools.partial(folded()[0], reverse=case.reverse, cfg=keraunos.Config(block_q=16, platform="xla"))
 
     def results(arrays, doutput, dstate):
         def outputs(floats):
@@ -230,7 +230,7 @@ def test_folding_into_the_batch_is_right(case, mapped):
 
 @of_batching
 def test_shared_arguments_get_the_sum_of_the_gradients():
-    call = folded()[0].fn
+    call = folded()[0]
     q, k, v, g, gamma, state = arrays()
 
     def loss(q, k, gamma, call):
@@ -239,7 +239,7 @@ def test_shared_arguments_get_the_sum_of_the_gradients():
     def mapped(call):
         return lambda q, k, gamma: jax.vmap(lambda q: loss(q, k, gamma, call))(jnp.stack([q, 2 * q, -q])).sum()
 
-    native = kernel_registry.get("gla", "xla").fn
+    native = kernel_registry.get("gla", "xla")
     close(jax.grad(mapped(call), (0, 1, 2))(q, k, gamma), jax.grad(mapped(native), (0, 1, 2))(q, k, gamma))
 
 
@@ -262,7 +262,7 @@ def rows_computed(monkeypatch, *arrays, mapped=False):
         "xla", xla.__file__, xla.forward, xla.backward, fields=xla.FIELDS, heuristic=xla.heuristic,
         candidates=xla.candidates, has_vmap=True,
     )  # fmt: skip
-    call = on_one_device(functools.partial(kernels[0].fn, cfg=keraunos.Config(block_q=32, platform="xla")))
+    call = on_one_device(functools.partial(kernels[0], cfg=keraunos.Config(block_q=32, platform="xla")))
     with monkeypatch.context() as patch:
         patch.setattr(xla._Vector, "__init__", counted)
         jax.block_until_ready(jax.jit(jax.vmap(call) if mapped else call)(*arrays))
@@ -364,7 +364,7 @@ DIGITS_OF = [(dtype, case) for dtype in ("bfloat16", "float16") for case in DIGI
 def test_the_digits_of_a_tpu_are_enough(monkeypatch, dtype, case):
     as_on_a_tpu(monkeypatch)
     # With few tokens per chunk gates may be strong that count as mild.
-    fn = functools.partial(folded()[0].fn, cfg=keraunos.Config(block_q=8 if case.seed else 32, platform="xla"))
+    fn = functools.partial(folded()[0], cfg=keraunos.Config(block_q=8 if case.seed else 32, platform="xla"))
     call = on_one_device(lambda *floats: fn(*floats[:5], initial_state=floats[5]))
     case = dataclasses.replace(case, dtype=dtype, state=True, K=32, V=32)
     if case.seed:

@@ -137,13 +137,13 @@ def test_every_field_reaches_the_launch_and_no_other_is_read(row, framework, mon
 
 def test_the_contract_notices_a_field_that_goes_nowhere(monkeypatch):
     row = next(row for row in ROWS if (row.algorithm, row.platform) == ("gla", "xla"))
-    fn, fixed = row.implementation.fn, keraunos.Config(block_q=64)
+    prepare, fixed = row.implementation.prepare, keraunos.Config(block_q=64)
 
-    def ignore(*args, cfg, **kwargs):
+    def ignore(args, *, cfg, **options):
         assert cfg.block_q
-        return fn(*args, cfg=fixed, **kwargs)
+        return prepare(args, cfg=fixed, **options)
 
-    deaf = dataclasses.replace(row.implementation, fn=ignore, prepare=None)
+    deaf = dataclasses.replace(row.implementation, prepare=ignore)
     monkeypatch.setitem(row.__dict__, "implementation", deaf)
     monkeypatch.setattr(kernel_registry, "generation", -1)
     with pytest.raises(AssertionError, match=r"block_q = .* changes nothing"):

@@ -10,7 +10,7 @@ import numpy as np
 
 from keraunos.ops import Executor, Invocation, Kernel
 from keraunos.ops.cache import ConfigCache, PersistentCache
-from keraunos.ops.registry import Implementation, kernel_registry
+from keraunos.ops.registry import kernel_registry
 from keraunos.ops.selection import AutotunePolicy, ConfigSelectorChain
 from keraunos.ops.tuner import Tuner
 
@@ -24,9 +24,6 @@ class Toy(Kernel):
         dims = {"B": x.shape[0], "T": x.shape[1]}
         return Invocation("toy", "jax", "cpu", "toy cpu", dims, frozenset("BT"), {"x": (x.dtype.name, 2)},
                           {"twice": twice})  # fmt: skip
-
-    def run(self, x, *, cfg, twice=False):
-        return self.get_impl(cfg).fn(x, cfg=cfg)
 
     def sample(self, inv, seed):
         rng = np.random.default_rng(seed)
@@ -66,7 +63,7 @@ def planted(behaviour, calls=None):
     The first is the heuristic's. A behaviour may be an exception, which the candidate raises.
     """
 
-    def fn(x, *, cfg):
+    def fn(x, *, cfg, twice=False):
         if calls is not None:
             calls.append(cfg.block_q)
         how = behaviour[cfg.block_q]
@@ -75,14 +72,11 @@ def planted(behaviour, calls=None):
         return compute(x, cfg, **how)
 
     sizes = list(behaviour)
-    kernel_registry.register("toy", "xla", "any", 1, frameworks=("jax",))(
-        Implementation(
-            fn,
-            ("block_q",),
-            heuristic=lambda inv, cfg: replace(cfg, block_q=sizes[0]),
-            candidates=lambda inv, cfg: [replace(cfg, block_q=size) for size in sizes],
-        )
-    )
+    kernel_registry.register(
+        "toy", "xla", "any", 1, frameworks=("jax",), fields=("block_q",),
+        heuristic=lambda inv, cfg: replace(cfg, block_q=sizes[0]),
+        candidates=lambda inv, cfg: [replace(cfg, block_q=size) for size in sizes],
+    )(fn)  # fmt: skip
     try:
         yield Toy()
     finally:

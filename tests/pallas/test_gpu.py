@@ -56,7 +56,7 @@ def learned(case):
         *floats, offsets = (None if x is None else jax.numpy.asarray(x) for x in args)
 
         def run(query, key, value, g, gamma, state):
-            return gla.fn(query, key, value, g, gamma, case.scale, state, case.reverse, offsets)
+            return gla(query, key, value, g, gamma, case.scale, state, case.reverse, offsets)
 
         outputs, pull = jax.vjp(run, *floats)
         return *outputs, *pull((jax.numpy.asarray(doutput), jax.numpy.asarray(dfinal)))

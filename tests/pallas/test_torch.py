@@ -79,7 +79,7 @@ def function(args, case, platform):
     from keraunos.ops import Config
 
     query, key, value, g, gamma, state, offsets = args
-    return gla.fn(query, key, value, g, gamma, case.scale, state, case.reverse, offsets, cfg=Config(num_stages=2))
+    return gla(query, key, value, g, gamma, case.scale, state, case.reverse, offsets, cfg=Config(num_stages=2))
 
 
 @NEEDS_JAX

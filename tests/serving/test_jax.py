@@ -219,12 +219,12 @@ def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, op, monkeypatch):
     monkeypatch.setattr(jax_triton, "triton_call", capable)
     case = CASES[op]
     cfg = Config(block_q=64, block_d=32, num_warps=4, num_stages=2)
-    run = functools.partial(kernel_registry.get(op, "triton").fn, cfg=cfg)
+    run = functools.partial(kernel_registry.get(op, "triton"), cfg=cfg)
     arrays = given(case)
     args = Args(**{name: arrays[name] for name in Args._fields if name in arrays} | {"out": None})
     rest = {name: x for name, x in args._asdict().items() if name != "states"}
     given_up = (0,) if op in WRITING else ()
-    step = jax.jit(lambda states, rest: run(Args(states=states, **rest)), donate_argnums=given_up)
+    step = jax.jit(lambda states, rest: run(*Args(states=states, **rest)), donate_argnums=given_up)
     traced = step.trace(args.states, rest)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "triton_kernel_call" in text

@@ -28,7 +28,7 @@ def triton(monkeypatch):
     # Without a device there is nothing to ask for its capability.
     call = functools.partial(jax_triton.triton_call, compute_capability=90)
     monkeypatch.setattr(jax_triton, "triton_call", call)
-    return lambda name, cfg: functools.partial(kernel_registry.get(name, "triton").fn, cfg=cfg)
+    return lambda name, cfg: functools.partial(kernel_registry.get(name, "triton"), cfg=cfg)
 
 
 @pytest.fixture

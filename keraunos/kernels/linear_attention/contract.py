@@ -22,7 +22,7 @@ import numpy as np
 
 from keraunos import decay, frontends
 from keraunos.ops import checks
-from keraunos.ops.invocation import Config, Invocation, UnsupportedError, is_number, public_name
+from keraunos.ops.invocation import Config, Invocation, is_number, public_name
 from keraunos.ops.registry import Implementation, kernel_registry
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -433,33 +433,9 @@ def kernels(
         opts = Options(scale, bool(reverse), cfg, constant, return_state)
         return made[op_id](frontends.framework_of(args.query), opts, args)
 
-    def run(op_id, args, softmax_scale, reverse, cfg):
-        if cfg is None:
-            inv = describe(op_id, args, softmax_scale, reverse)
-            reason = refused(inv)
-            if reason:
-                raise UnsupportedError(f"{public_name(op_id)}: {reason}")
-            if check := checker(op_id, args):
-                check(args)
-            cfg = heuristic(inv, Config())
-        return prepare(op_id, args, softmax_scale, reverse, cfg)(args)
-
-    def gla(query, key, value, g=None, g_gamma=None, softmax_scale=None, initial_state=None, reverse=False,
-            cu_seqlens=None, *, cfg=None):  # fmt: skip
-        """Gated linear attention, ``(output, final_state)``; see :func:`keraunos.gla_attention`."""
-        args = Args(query, key, value, g, g_gamma, initial_state, cu_seqlens)
-        return run("gla", args, softmax_scale, reverse, cfg)
-
-    def lightning_attn(query, key, value, layer_idx=None, num_layers=None, softmax_scale=None, initial_state=None,
-                       reverse=False, cu_seqlens=None, *, log_decay=None, cfg=None):  # fmt: skip
-        """Lightning attention, ``(output, final_state)``; see :func:`keraunos.lightning_attention`."""
-        heads = most_heads(query, key, value)
-        gamma = constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
-        args = Args(query, key, value, None, gamma, initial_state, cu_seqlens)
-        return run("lightning_attn", args, softmax_scale, reverse, cfg)
-
-    def implementation(op_id: str, fn: Callable) -> Implementation:
-        return Implementation(fn, fields, refused, heuristic, candidates, source=source,
-                              prepare=functools.partial(prepare, op_id), passes=passes, segment=segment)  # fmt: skip
-
-    return implementation("gla", gla), implementation("lightning_attn", lightning_attn)
+    gla, lightning_attn = (
+        Implementation(op_id, functools.partial(prepare, op_id), fields, refused, heuristic, candidates, source=source,
+                       passes=passes, segment=segment)
+        for op_id in OPERATORS
+    )  # fmt: skip
+    return gla, lightning_attn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ class Arrangement:
 
     Attributes:
         dtype: the name of what they are cast to; None where the query is no array.
-        is_trivial: the arrays are taken as they are.
 
     Raises:
         TypeError, ValueError: the dtype, the lengths or the ids are wrong.
@@ -61,6 +61,11 @@ class Arrangement:
             return _signed(own, framework)
         return "int32" if name == "query_offset" and own not in ("int32", "int64") else own
 
+    @property
+    def settled(self) -> Callable[..., Args]:
+        """What does it, and no more than it must."""
+        return _as_given if self.is_trivial else self
+
     def __call__(self, *args: Any) -> Args:
         """The arrays that a platform takes."""
         given = list(args)
@@ -74,6 +79,10 @@ class Arrangement:
             offsets = self.frontend.xp.broadcast_to(made.query_offset, made.query.shape[:1])
             made = made._replace(query_offset=offsets)
         return made
+
+
+def _as_given(*args: Any) -> Args:
+    return Args(*args[:-1])
 
 
 def _signed(dtype: str, framework: str | None) -> str:

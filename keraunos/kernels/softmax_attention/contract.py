@@ -1,8 +1,14 @@
 """What every platform of softmax attention is given and what it must return; the checks of a call.
 
-A platform module defines ``prepare(args: Args, opts: Options) -> run`` and hands it to :func:`kernel`. ``run(args)``
-gives ``(output, weights or None)``, differentiable in its framework, for all args like these. For each query, with
-every step in at least ``softmax_dtype``::
+A platform module defines one or both of these, which know this page only, and hands them to :func:`kernel`::
+
+    forward(args: Args, opts: Options) -> ((output, None), residuals)
+    backward(args: Args, residuals, (doutput, None), opts: Options) -> Args of gradients
+
+    compute(args: Args, opts: Options) -> None, or what takes these and gives (output, weights or None)
+
+What ``compute`` gives its framework differentiates; None: forward and backward do the call. For each query, with every
+step in at least ``softmax_dtype``::
 
     x_s = soft_cap * tanh(softmax_scale * q . k_s / soft_cap) + bias_s      -inf where the key is not visible
     p_s = exp(x_s) / (sum_s exp(x_s) + sum_n exp(sinks_n))                  0 where no key is visible and no sink there
@@ -69,6 +75,7 @@ class Options(NamedTuple):
         return getattr(args, name) is not None and name not in self.constant
 
 
+NO_WEIGHTS = "never forms the weights; return_weights needs xla or torch"
 # What is as far away is out of reach: no sequence is as long, and places and this can be added in 32 bits.
 FAR = 1 << 30
 
@@ -368,52 +375,49 @@ OPERATOR = frontends.Operator(
 
 
 def kernel(
+    platform: str,
     source: str,
-    prepared: Callable[[Args, Options], Callable],
+    forward: Callable | None = None,
+    backward: Callable | None = None,
     *,
+    compute: Callable[[Args, Options], Any] = lambda args, opts: None,
     fields: tuple[str, ...],
     heuristic: Callable,
     candidates: Callable,
     unsupported: Callable = lambda inv: None,
     forms_weights: bool = True,
-    passes: tuple[Callable, Callable] | None = None,
+    letters: Callable = axes,
 ) -> Implementation:
     """The implementation that a platform module registers; see :class:`Implementation`.
 
     Args:
+        platform: the name that it registers it under.
         source: the module's ``__file__``.
-        prepared: as ``prepare`` at the top of this page.
+        forward, backward, compute: as at the top of this page.
         fields, heuristic, candidates, unsupported: see :class:`Implementation`.
         forms_weights: it can return them.
-        passes: forward and backward, which ``OPERATOR`` runs in PyTorch.
+        letters: :func:`axes`, with those of the residuals.
     """
+    made, passes = None, None
+    if forward and backward:
+        made = frontends.differentiable(forward, backward, OPERATOR, platform, (fold, unfold), letters)
+        passes = forward, backward
 
-    def prepare(args, *, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
-                softmax_dtype="float32", return_weights=False, cfg=None):  # fmt: skip
+    def prepare(args, *, cfg, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
+                softmax_dtype="float32", return_weights=False):  # fmt: skip
+        if return_weights and not forms_weights:
+            raise UnsupportedError(f"attention: {NO_WEIGHTS}")
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
         cap = None if soft_cap is None else float(soft_cap)
         left, right = sides(causal, window, shift)
         opts = Options(scale, cap, left, right, float(dropout), softmax_dtype, return_weights, cfg)
-        return prepared(args, opts)
+        if (run := compute(args, opts)) or made is None:
+            return lambda args: run(args, opts)
+        return made(frontends.framework_of(args.query), opts, args)
 
-    def fn(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None,
-           query_offset=None, *, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
-           softmax_dtype="float32", return_weights=None, cfg=None):  # fmt: skip
-        """Softmax attention, ``(output, weights)``; see :func:`keraunos.attention`.
+    def refused(inv):
+        return NO_WEIGHTS if inv.options["return_weights"] and not forms_weights else unsupported(inv)
 
-        The places of the first queries are an array ``query_offset`` or the number ``shift``, not both.
-        Where the platform never forms the weights, or ``return_weights`` is False, ``(output, None)``, in less memory.
-        """
-        return_weights = forms_weights if return_weights is None else return_weights
-        args = Args(query, key, value, bias, sinks, mask, query_segments, key_segments, seed, query_offset)
-        options = dict(softmax_scale=softmax_scale, soft_cap=soft_cap, causal=causal, window=window, shift=shift,
-                       dropout=dropout, softmax_dtype=softmax_dtype, return_weights=return_weights)  # fmt: skip
-        if cfg is None:
-            inv = describe(args, **options)
-            if reason := unsupported(inv):
-                raise UnsupportedError(f"attention: {reason}")
-            cfg = heuristic(inv, Config())
-        return prepare(args, **options, cfg=cfg)(args)
-
-    return Implementation(fn, fields, unsupported, heuristic, candidates, source=source, prepare=prepare,
+    return Implementation("attention", prepare, fields, refused, heuristic, candidates, source=source,
+                          defaults={"return_weights": forms_weights},
                           passes=passes and (lambda framework: passes))  # fmt: skip

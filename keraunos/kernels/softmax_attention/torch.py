@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from keraunos import frontends
 from keraunos.kernels.softmax_attention.contract import (
-    OPERATOR,
     Args,
     Options,
     blocks,
@@ -239,9 +237,6 @@ def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: 
     return backward(args, (), (doutput, None), opts, (top, total), means)
 
 
-_by_block = frontends.differentiable(forward, backward, OPERATOR, "torch")
-
-
 def _is_plain(args: Args, opts: Options) -> bool:
     """Whether PyTorch's own function computes just this. It scales what causality hides, which is -inf."""
     return (
@@ -256,31 +251,31 @@ def _is_plain(args: Args, opts: Options) -> bool:
     )
 
 
-def prepare(args: Args, opts: Options) -> Callable[[Args], tuple[torch.Tensor, torch.Tensor | None]]:
-    """See ``contract.py``."""
-    if _is_plain(args, opts) or opts.return_weights:
-        return lambda args: _at_once(args, opts)
-    return _by_block("torch", opts, args)
+def compute(args: Args, opts: Options) -> Callable[[Args, Options], tuple[torch.Tensor, torch.Tensor | None]] | None:
+    """See ``contract.py``: PyTorch's own function, or the definition, where the weights are wanted."""
+    if _is_plain(args, opts):
+        return _own
+    return _at_once if opts.return_weights else None
 
 
 @_as_called
-def _at_once(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """PyTorch's own function, or the definition, where the weights are wanted."""
-    if _is_plain(args, opts):
-        q, k, v = (x.transpose(1, 2) for x in args[:3])
-        # Of sizes that a graph leaves open, it is a symbol.
-        shared = bool(q.shape[1] != k.shape[1])
-        o = scaled_dot_product_attention(
-            q, k, v, is_causal=opts.right == 0, scale=opts.softmax_scale, enable_gqa=shared
-        )
-        return o.transpose(1, 2), None
+def _own(args: Args, opts: Options) -> tuple[torch.Tensor, None]:
+    q, k, v = (x.transpose(1, 2) for x in args[:3])
+    # Of sizes that a graph leaves open, it is a symbol.
+    shared = bool(q.shape[1] != k.shape[1])
+    o = scaled_dot_product_attention(q, k, v, is_causal=opts.right == 0, scale=opts.softmax_scale, enable_gqa=shared)
+    return o.transpose(1, 2), None
+
+
+@_as_called
+def _at_once(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     weights = _weights(args, opts, 0, 0).kept
     return _output(args, weights), weights.flatten(1, 2)
 
 
 attention = kernel(
-    __file__, prepare, fields=FIELDS, heuristic=heuristic, candidates=candidates, passes=(forward, backward)
+    "torch", __file__, forward, backward, compute=compute, fields=FIELDS, heuristic=heuristic, candidates=candidates
 )
 
 # The row before Triton's, for calls that PyTorch's own kernels compute.
-preferred_attention = replace(attention, unsupported=not_for_libraries)
+preferred_attention = replace(attention, loses=not_for_libraries)

@@ -11,7 +11,6 @@ Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -360,7 +359,7 @@ def _goes_to_cudnn(args: Args, opts: Options) -> bool:
     )
 
 
-def compute(args: Args, opts: Options) -> tuple[Any, Any]:
+def _attention(args: Args, opts: Options) -> tuple[Any, Any]:
     """``(output, weights or None)``."""
     if _goes_to_cudnn(args, opts):
         q, k, v = args[:3]
@@ -378,11 +377,8 @@ def compute(args: Args, opts: Options) -> tuple[Any, Any]:
     return _by_block(_small(args, opts))(args), None
 
 
-def prepare(args: Args, opts: Options) -> Callable[[Args], tuple[Any, Any]]:
-    """See ``contract.py``."""
-    return lambda args: compute(args, opts)
-
-
-attention = kernel(__file__, prepare, fields=FIELDS, heuristic=heuristic, candidates=candidates)
+attention = kernel(
+    "xla", __file__, compute=lambda args, opts: _attention, fields=FIELDS, heuristic=heuristic, candidates=candidates
+)
 # The row before Triton's, for calls that cuDNN computes.
-preferred_attention = replace(attention, unsupported=_not_for_cudnn)
+preferred_attention = replace(attention, loses=_not_for_cudnn)

@@ -22,7 +22,7 @@ import numpy as np
 from keraunos import frontends
 from keraunos.kernels.linear_attention.contract import constants, head_sizes
 from keraunos.ops import checks
-from keraunos.ops.invocation import Config, Invocation, UnsupportedError, is_number
+from keraunos.ops.invocation import Config, Invocation, is_number
 from keraunos.ops.registry import Implementation, kernel_registry
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -301,19 +301,7 @@ def kernels(
             scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
             return made(frontends.framework_of(args.key), Options(op_id, scale, cfg), args)
 
-        def run(args, softmax_scale=None, *, cfg=None):
-            """``(output, pool)``, None for the one that the operation does not make; see :mod:`keraunos.serving`."""
-            args = Args(*args)
-            if cfg is None:
-                inv = describe(op_id, args, softmax_scale)
-                if reason := unsupported(inv):
-                    raise UnsupportedError(f"{op_id}: {reason}")
-                if check := checker(op_id, args):
-                    check(args)
-                cfg = heuristic(inv, Config())
-            return prepare(args, softmax_scale, cfg)(args)
-
-        return Implementation(run, fields, unsupported, heuristic, source=source, prepare=prepare,
+        return Implementation(op_id, prepare, fields, unsupported, heuristic, source=source,
                               passes=lambda framework: (compute,))  # fmt: skip
 
     return (*(implementation(op_id, steps, step_fields) for op_id in ("decode", "verify", "commit")),

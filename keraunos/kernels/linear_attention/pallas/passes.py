@@ -466,4 +466,4 @@ gla, lightning_attn = implementations(
     unsupported=unsupported,
     segment=segment,
 )
-preferred_gla, preferred_lightning_attn = (replace(x, unsupported=loses) for x in (gla, lightning_attn))
+preferred_gla, preferred_lightning_attn = (replace(x, loses=loses) for x in (gla, lightning_attn))

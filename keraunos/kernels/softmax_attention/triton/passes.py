@@ -16,9 +16,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from keraunos import frontends
-from keraunos.kernels.softmax_attention.contract import FAR, OPERATOR, Args, Options, axes, fold, kernel, unfold
+from keraunos.kernels.softmax_attention.contract import FAR, Args, Options, axes, kernel
 from keraunos.kernels.softmax_attention.triton import gradients, kernels
-from keraunos.ops.invocation import UnsupportedError
 
 FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
@@ -31,7 +30,6 @@ _SMALL_CAP = 1000.0
 _MEANS, _BIAS = 64, 64
 # Bytes of shared memory that programs have on Hopper, where tiles were chosen by speed; and nearly those on A100.
 _ENOUGH, _LITTLE = frontends.SHARED_MEMORY, 160 * 1024
-_NO_WEIGHTS = "never forms the weights; return_weights needs xla or torch"
 
 
 def _pow2(n: int) -> int:
@@ -319,8 +317,6 @@ def unsupported(inv) -> str | None:
         return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
     if max(inv.dims["K"], inv.dims["V"]) > 256:
         return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
-    if inv.options["return_weights"]:
-        return _NO_WEIGHTS
     if "bias" in inv.arrays and {"mask", "query_segments"} & set(inv.arrays):
         return "takes a bias or a mask, not both; add the mask to the bias as -inf"
     exact, wide = inv.arrays["query"][0] == "float32", max(inv.dims["K"], inv.dims["V"]) > 128
@@ -373,17 +369,6 @@ def _axes(args: Args, opts: Options) -> tuple[Args, tuple[str, None], tuple[str,
     return letters, (output, None), (output, output[0] + output[2] + "." * (len(_lse(args, opts)[0]) - 2))
 
 
-_differentiable = frontends.differentiable(forward, backward, OPERATOR, "triton", (fold, unfold), _axes)
-
-
-def prepare(args: Args, opts: Options) -> Any:
-    """See ``contract.py``."""
-    if opts.return_weights:
-        # Of the low-level function, whose configuration is given, nobody else has asked.
-        raise UnsupportedError(f"attention: {_NO_WEIGHTS}")
-    return _differentiable(frontends.framework_of(args.query), opts, args)
-
-
 def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     """See ``contract.py``."""
     _, (output, lse) = forward(args, opts)
@@ -403,12 +388,6 @@ def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: 
 
 
 attention = kernel(
-    __file__,
-    prepare,
-    fields=FIELDS,
-    heuristic=heuristic,
-    candidates=candidates,
-    unsupported=unsupported,
-    forms_weights=False,
-    passes=(forward, backward),
-)
+    "triton", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
+    unsupported=unsupported, forms_weights=False, letters=_axes,
+)  # fmt: skip
