@@ -53,7 +53,7 @@ class _Borders:
     def __init__(self, args: Args, shards: Any):
         self.shards, self.like, self.cu = shards, args.query, args.cu_seqlens
         self.T = args.query.shape[1]
-        self.frontend = frontends.get(frontends.framework_of(args.query))
+        self.frontend = frontends.of(args.query)
         if self.cu is None:
             return
         cu = self.cu
@@ -282,7 +282,7 @@ class _OverShards(LinearOperation):
 
 def _description(op_id: str, args: Args, opts: Options) -> dict[str, Any]:
     """What has to be the same on all ranks. The lengths of shards may differ."""
-    frontend = frontends.get(frontends.framework_of(args.query))
+    frontend = frontends.of(args.query)
     what = {"op": op_id, "softmax_scale": opts.softmax_scale, "reverse": opts.reverse, "return_state": opts.state}
     for name, x in args._asdict().items():
         if x is not None:

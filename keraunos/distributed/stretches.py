@@ -114,7 +114,7 @@ def is_for_gpu(x: Any) -> bool:
 
 def _leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
     """:func:`leave` in plain operations of either framework."""
-    frontend = frontends.get(frontends.framework_of(x.key))
+    frontend = frontends.of(x.key)
     xp, (B, T), H = frontend.xp, x.key.shape[:2], way.heads
     dtype = "float64" if frontend.dtype_name(x.key) == "float64" else "float32"
     t = frontend.numbers(T, x.key)
@@ -147,7 +147,7 @@ def _leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
 
 def _arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
     """:func:`arrive` in plain operations of either framework."""
-    frontend = frontends.get(frontends.framework_of(left))
+    frontend = frontends.of(left)
     xp, (B, H, K, V), R = frontend.xp, sizes, left.shape[0]
     state = left[:, : B * H * K * V].reshape(R, B, H, K, V)
     total = left[:, B * H * K * V :].reshape(R, B, H, -1)

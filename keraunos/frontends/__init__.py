@@ -83,7 +83,7 @@ def framework_of(x: Any) -> str | None:
 
 def shared_memory(x: Any) -> int:
     """Bytes of shared memory that a program may have on the array's GPU."""
-    return get(framework_of(x) or "").device_of(x).shared_memory
+    return of(x).device_of(x).shared_memory
 
 
 def number(x: Any) -> int | None:
@@ -133,6 +133,11 @@ def get(framework: str) -> Any:
             raise
         message = f"keraunos: {error.name} is not installed: pip install 'keraunos[{error.name}]'"
         raise ImportError(message, name=error.name) from error
+
+
+def of(x: Any) -> Any:
+    """The front end of the framework whose array it is."""
+    return get(framework_of(x) or "")
 
 
 def arrays() -> str:

@@ -244,7 +244,7 @@ def attention(
 @frontends.apart
 def _seed(dropout_rng, query):
     """Of a key or a generator, which is no part of PyTorch's graphs."""
-    return frontends.get(frontends.framework_of(query)).seed(dropout_rng, query)
+    return frontends.of(query).seed(dropout_rng, query)
 
 
 @frontends.operation

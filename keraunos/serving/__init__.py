@@ -85,7 +85,7 @@ def _per_token(args: Args) -> Args:
     H, heads = gamma.shape[1], 0 if args.g is None else args.g.shape[1]
     if args.g is not None and (args.g.ndim not in (2, 3) or not heads or H % heads):
         return args
-    frontend = frontends.get(frontends.framework_of(args.key))
+    frontend = frontends.of(args.key)
     gamma = frontend.array(gamma, args.key) if isinstance(gamma, np.ndarray) else gamma
     ends, token = frontend.cast(cu, "int32")[1:], frontend.numbers(args.key.shape[0], args.key)
     request = frontend.xp.searchsorted(ends, token, side="right")

@@ -229,7 +229,7 @@ def placed(function: str, cu_seqlens: Any, query: Any, whole: bool = True) -> An
 
 def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
     """The shapes and dtypes of the output and of the final state, None if it is not wanted."""
-    dtype = _dtype(frontends.get(frontends.framework_of(args.query)), args.query)
+    dtype = _dtype(frontends.of(args.query), args.query)
     output = *args.query.shape[:2], args.heads, args.value.shape[-1]
     return (output, dtype), state_spec(args) if opts.state else None
 
@@ -238,7 +238,7 @@ def state_spec(args: Args) -> tuple[tuple[int, ...], str]:
     """The shape and dtype of the final state."""
     (B, _, _, K), H, V = args.query.shape, args.heads, args.value.shape[-1]
     N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
-    dtype = _dtype(frontends.get(frontends.framework_of(args.query)), args.query)
+    dtype = _dtype(frontends.of(args.query), args.query)
     return (N, H, K, V), "float64" if dtype == "float64" else "float32"
 
 
@@ -265,7 +265,7 @@ def fold(args: Args, size: int) -> Args | None:
     packed = cu_seqlens is not None
     if packed and gamma is not None:
         return None
-    frontend = frontends.get(frontends.framework_of(query))
+    frontend = frontends.of(query)
 
     def joined(x, axis):
         return x if x is None else x.reshape(*x.shape[1:axis], size * x.shape[axis], *x.shape[axis + 1 :])

@@ -314,7 +314,7 @@ def blocks(args: Args, opts: Options, block_q: int, block_k: int) -> list[range]
 
 def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
     """The shape and dtype of the output, and None for the weights, which no operator gives."""
-    dtype = frontends.get(frontends.framework_of(args.query)).dtype_name(args.query)
+    dtype = frontends.of(args.query).dtype_name(args.query)
     return ((*args.query.shape[:3], args.value.shape[3]), dtype), None
 
 
@@ -346,7 +346,7 @@ def fold(args: Args, size: int) -> Args | None:
     if args.sinks is not None or args.seed is not None:
         return None
     B = args.query.shape[1]
-    xp = frontends.get(frontends.framework_of(args.query)).xp
+    xp = frontends.of(args.query).xp
 
     def joined(x):
         if x is None:

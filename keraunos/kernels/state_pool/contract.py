@@ -221,7 +221,7 @@ def output(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     """The shape and dtype of the output, if there is one."""
     if not opts.reads:
         return None
-    dtype = frontends.get(frontends.framework_of(args.query)).dtype_name(args.query)
+    dtype = frontends.of(args.query).dtype_name(args.query)
     _, H, _, V = args.states.shape
     return (*args.query.shape[:-2], H, V), dtype
 

@@ -254,7 +254,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
 
 def _no_tokens(args: Args) -> tuple[Any, Any]:
     """The outputs where there is no token: the final states are the initial ones."""
-    arrays = frontends.get(frontends.framework_of(args.query) or "")
+    arrays = frontends.of(args.query)
     (shape, dtype), h0 = state_spec(args), args.initial_state
     output = arrays.zeros((*args.query.shape[:2], args.heads, _HEAD_DIM), arrays.dtype_name(args.query), args.query)
     return output, arrays.zeros(shape, dtype, args.query) if h0 is None else arrays.cast(h0, dtype)
@@ -262,7 +262,7 @@ def _no_tokens(args: Args) -> tuple[Any, Any]:
 
 def _no_gradients(args: Args, dfinal: Any) -> Args:
     """The gradients where there is no token: the initial states have those of the final ones."""
-    arrays = frontends.get(frontends.framework_of(args.query) or "")
+    arrays = frontends.of(args.query)
 
     def like(x):
         return None if x is None or isinstance(x, np.ndarray) else arrays.zeros(x.shape, arrays.dtype_name(x), x)
@@ -295,7 +295,7 @@ def _sum(x: Any, M: int, D: int, like: Spec) -> Any:
 
 def _aligned(x: Any) -> Any:
     """The array, or a copy where copies of blocks cannot take it: rows must begin at multiples of 16 bytes."""
-    return frontends.get(frontends.framework_of(x) or "").aligned(x)
+    return frontends.of(x).aligned(x)
 
 
 def unsupported(inv) -> str | None:

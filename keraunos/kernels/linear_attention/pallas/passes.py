@@ -361,7 +361,7 @@ def forward(args: Args, opts: Options):
 def backward(args: Args, residuals, grads, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state, which may be None."""
     doutput, dfinal = grads
-    arrays = frontends.get(frontends.framework_of(args.query))
+    arrays = frontends.of(args.query)
     if not args.query.shape[1]:
         given = _no_gradients(args, dfinal, opts)
     else:
@@ -375,7 +375,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
 
 
 def _no_tokens(args: Args):
-    arrays = frontends.get(frontends.framework_of(args.query))
+    arrays = frontends.of(args.query)
     (B, _, H, K), V = args.query.shape, args.value.shape[-1]
     N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
     state = args.initial_state
@@ -386,7 +386,7 @@ def _no_tokens(args: Args):
 
 def _no_gradients(args: Args, dfinal: Any, opts: Options) -> Args:
     """Where there are no tokens: all zero but that of the initial state."""
-    arrays = frontends.get(frontends.framework_of(args.query))
+    arrays = frontends.of(args.query)
     wanted = args._replace(g_gamma=args.g_gamma if opts.needs(args, "g_gamma") else None, cu_seqlens=None)
     given = Args(*(None if x is None else arrays.zeros(x.shape, arrays.dtype_name(x), x) for x in wanted))
     if dfinal is not None and args.initial_state is not None:

@@ -98,7 +98,7 @@ class _Call:
             return 0
         if self.exact or self.opts.soft_cap > _SMALL_CAP:
             return 1
-        device = frontends.get(frontends.framework_of(self.args.query)).device_of(self.args.query).kind
+        device = frontends.of(self.args.query).device_of(self.args.query).kind
         return 2 if _INTERPRETED or "AMD" in device else 3
 
     def rows(self, **arrays: Any) -> tuple[dict[str, int], dict[str, int]]:
@@ -374,14 +374,14 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     _, (output, lse) = forward(args, opts)
     if lse.ndim == 4:
         return output, lse[:, :, 0], lse[:, :, 1]
-    frontend = frontends.get(frontends.framework_of(lse))
+    frontend = frontends.of(lse)
     return output, lse / _LOG2E, frontend.zeros(tuple(lse.shape), "float32", lse) + 1
 
 
 def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
     """See ``contract.py``."""
     output, top, total = whole
-    frontend = frontends.get(frontends.framework_of(top))
+    frontend = frontends.of(top)
     exact = _name(args.query) == "float32"
     lse = frontend.stack([top, total], 2) if exact else (top + frontend.xp.log(total)) * _LOG2E
     return backward(args, (output, lse), (doutput, None), opts)
