@@ -364,10 +364,10 @@ _OPERATIONS = {
     "attention": "keraunos.modules.attention:Attention",
     "gla": "keraunos.modules.gla_attention:GLAttention",
     "lightning_attn": "keraunos.modules.lightning_attention:LightningAttention",
-    "decode": "keraunos.serving.operation:DECODE",
-    "verify": "keraunos.serving.operation:VERIFY",
-    "commit": "keraunos.serving.operation:COMMIT",
-    "prefill": "keraunos.serving.operation:PREFILL",
+    "decode": "keraunos.serving.pool_operation:DECODE",
+    "verify": "keraunos.serving.pool_operation:VERIFY",
+    "commit": "keraunos.serving.pool_operation:COMMIT",
+    "prefill": "keraunos.serving.pool_operation:PREFILL",
 }
 
 
