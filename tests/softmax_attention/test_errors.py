@@ -21,7 +21,7 @@ module = importlib.import_module("keraunos.modules.attention")
     ((Q, KV[:1], KV), {}, ValueError, r"key has shape \(1, 6, 2, 8\)"),
     ((Q, jnp.ones((2, 6, 3, 8)), jnp.ones((2, 6, 3, 8))), {}, ValueError, "a divisor of H = 4"),
     ((Q[0], KV, KV), {}, ValueError, r"expected \[B, T, H, K\]"),
-    ((np.ones((2, 6, 4, 8)), KV, KV), {}, TypeError, "query is a ndarray"),
+    ((np.ones((2, 6, 4, 8)), KV, KV), {}, TypeError, r"query is of type numpy\.ndarray"),
     ((Q, KV, KV, jnp.ones((2, 3, 6, 6))), {}, ValueError, r"bias has shape \(2, 3, 6, 6\)"),
     ((Q, KV, KV, jnp.ones((2, 4, 6, 6), jnp.int32)), {}, TypeError, "bias has dtype int32"),
     ((Q, KV, KV, None, None, jnp.ones((3, 1))), {}, ValueError, "softmax_aux has shape"),

@@ -109,29 +109,11 @@ def describe(
         name = "log_decay" if (op_id, name) == ("lightning_attn", "g_gamma") else name
         raise error(f"{public_name(op_id)}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
 
-    framework = frontends.framework_of(args.query)
-    if framework is None:
-        fail(TypeError, "query", f"is {_kind(args.query)}", frontends.arrays(), "")
-    frontend = frontends.get(framework)
-    dtype = frontend.dtype_name(args.query)
-    for name, x in zip(Args._fields, args, strict=True):
-        if x is None:
-            if name in ("query", "key", "value"):
-                fail(TypeError, name, "is None", "an array", "")
-            continue
-        if name != "g_gamma" or not isinstance(x, np.ndarray):
-            if frontends.framework_of(x) != framework:
-                fail(TypeError, name, f"is {_kind(x)}", f"an array of {framework}", "like query")
-            if (place := frontend.place_of(x)) != frontend.place_of(args.query):
-                fail(ValueError, name, f"is on {place}", frontend.place_of(args.query), "like query")
-        own = _dtype(frontend, x)
-        if name == "cu_seqlens":
-            if own not in ("int32", "int64"):
-                fail(TypeError, name, f"has dtype {own}", "int32 or int64", "token offsets")
-        elif own not in FLOATS:
-            fail(TypeError, name, f"has dtype {own}", " or ".join(FLOATS), "")
-        elif name in ("key", "value") and own != dtype:
-            fail(TypeError, name, f"has dtype {own}", dtype, "like query")
+    allowed = dict.fromkeys(Args._fields, FLOATS) | {"cu_seqlens": checks.OFFSETS}
+    framework, frontend, dtypes = checks.arrays(
+        public_name(op_id), args, ("query", "key", "value"), allowed, constants=("g_gamma",),
+        names={"g_gamma": "log_decay"} if op_id == "lightning_attn" else {},
+    )  # fmt: skip
     if args.query.ndim != 4:
         fail(ValueError, "query", f"has shape {tuple(args.query.shape)}", "[B, T, H, K]", "")
     B, T, _, K = args.query.shape
@@ -192,9 +174,7 @@ def describe(
         shared_memory=device.shared_memory,
         dims=sizes,
         lengths=frozenset("BTN"),
-        arrays={
-            name: (_dtype(frontend, x), x.ndim) for name, x in zip(Args._fields, args, strict=True) if x is not None
-        },
+        arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
         options={"reverse": bool(reverse)},
         constants=constants(args),
         arguments=args._asdict(),
@@ -316,10 +296,6 @@ def _without_state(forward: Callable) -> Callable:
 
 def _dtype(frontend, x) -> str:
     return x.dtype.name if isinstance(x, np.ndarray) else frontend.dtype_name(x)
-
-
-def _kind(x) -> str:
-    return f"of type {type(x).__module__}.{type(x).__qualname__}" if x is not None else "None"
 
 
 def constant_decay(op_id: str, query: Any, num_heads: int, layer_idx: Any, num_layers: Any, log_decay: Any) -> Any:

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from keraunos import frontends
+from keraunos.ops import checks
 from keraunos.ops.invocation import Config, Invocation, UnsupportedError, is_number
 from keraunos.ops.registry import Implementation, kernel_registry
 
@@ -105,6 +106,13 @@ def sides(causal: bool, window: tuple[int, int] | None, shift: int = 0) -> tuple
     return moved(left, -shift), moved(right, shift)
 
 
+_DTYPES = (
+    dict.fromkeys(Args._fields, FLOATS)
+    | dict.fromkeys(("query_segments", "key_segments", "seed", "query_offset"), checks.INTEGERS)
+    | {"mask": ("bool",)}
+)
+
+
 def describe(
     args: Args, *, softmax_scale: Any = None, soft_cap: Any = None, causal: Any = False, window: Any = None,
     shift: int = 0, dropout: Any = 0.0, softmax_dtype: str = "float32", return_weights: bool = False,
@@ -119,31 +127,7 @@ def describe(
     def fail(error, name, got, wanted, why="") -> NoReturn:
         raise error(f"attention: {name} {got}; expected {wanted}{', ' + why if why else ''}")
 
-    framework = frontends.framework_of(args.query)
-    if framework is None:
-        fail(TypeError, "query", f"is a {type(args.query).__name__}", frontends.arrays())
-    frontend = frontends.get(framework)
-    dtypes = {}
-    for name, x in zip(Args._fields, args, strict=True):
-        if x is None:
-            if name in ("query", "key", "value"):
-                fail(TypeError, name, "is None", "an array")
-            continue
-        if frontends.framework_of(x) != framework:
-            fail(TypeError, name, f"is a {type(x).__name__}", f"an array of {framework}", "like query")
-        if (place := frontend.place_of(x)) != frontend.place_of(args.query):
-            fail(ValueError, name, f"is on {place}", frontend.place_of(args.query), "like query")
-        own = dtypes[name] = frontend.dtype_name(x)
-        if name == "mask":
-            if own != "bool":
-                fail(TypeError, name, f"has dtype {own}", "bool")
-        elif name in ("query_segments", "key_segments", "seed", "query_offset"):
-            if not own.startswith(("int", "uint")):
-                fail(TypeError, name, f"has dtype {own}", "integers")
-        elif own not in FLOATS:
-            fail(TypeError, name, f"has dtype {own}", " or ".join(FLOATS))
-        elif name in ("key", "value") and own != dtypes["query"]:
-            fail(TypeError, name, f"has dtype {own}", dtypes["query"], "like query")
+    framework, frontend, dtypes = checks.arrays("attention", args, ("query", "key", "value"), _DTYPES)
     if args.query.ndim != 4:
         fail(ValueError, "query", f"has shape {tuple(args.query.shape)}", "[B, T, H, K]")
     B, T, H, K = args.query.shape
@@ -197,9 +181,7 @@ def describe(
         shared_memory=device.shared_memory,
         dims={name: frontend.length(n) for name, n in zip("BTSHGKV", (B, T, S, H, G, K, V), strict=True)},
         lengths=frozenset("BTS"),
-        arrays={
-            name: (dtypes[name], x.ndim) for name, x in zip(Args._fields, args, strict=True) if x is not None
-        },
+        arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
         # Of numbers that may change from call to call only what the choice depends on.
         options={"causal": causal, "window": window, "shifted": bool(shift), "soft_cap": soft_cap is not None,
                  "dropout": bool(dropout), "softmax_dtype": softmax_dtype, "return_weights": return_weights,

@@ -72,6 +72,9 @@ class Options(NamedTuple):
         return self.op_id != "verify"
 
 
+_DTYPES = (
+    dict.fromkeys(Args._fields, FLOATS) | dict.fromkeys(INDICES, INTEGERS) | {"states": POOLS, "has_initial": ("bool",)}
+)
 _ROWS = {"decode": "N", "verify": "NT", "commit": "NT", "prefill": "T"}
 
 
@@ -86,11 +89,11 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
     def fail(error, name, got, wanted, why="") -> NoReturn:
         raise error(f"{op_id}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
 
-    framework = frontends.framework_of(args.key)
-    if framework is None:
-        fail(TypeError, "key", f"is {_kind(args.key)}", frontends.arrays())
-    frontend = frontends.get(framework)
-    dtypes = _dtypes(args, frontend, framework, op_id, fail)
+    first = ("key", "value", "query") if op_id != "commit" else ("key", "value")
+    required = (*first, "states", "slots", *{"commit": ("counts",), "prefill": ("cu_seqlens",)}.get(op_id, ()))
+    framework, frontend, dtypes = checks.arrays(
+        op_id, args, required, _DTYPES, like=("value", "query"), constants=("g_gamma",)
+    )
     rows = _ROWS[op_id]
     if args.key.ndim != len(rows) + 2:
         fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[{', '.join(rows)}, heads, K]")
@@ -184,37 +187,6 @@ def checker(op_id: str, args: Args) -> Callable[[Args], None] | None:
         "g_gamma": checks.decay("g_gamma (or log_decay)"),
     }
     return checks.checker(op_id, rules, args)
-
-
-def _dtypes(args: Args, frontend, framework, op_id, fail) -> dict[str, str]:
-    """The dtype of every array; each must be of the framework and have one that its place allows."""
-    required = {"key", "value", "states", "slots"} | ({"query"} if op_id != "commit" else {"counts"})
-    required |= {"cu_seqlens"} if op_id == "prefill" else set()
-    found: dict[str, str] = {}
-    for name, x in zip(Args._fields, args, strict=True):
-        if x is None:
-            if name in required:
-                fail(TypeError, name, "is None", "an array")
-            continue
-        constant = name == "g_gamma" and isinstance(x, np.ndarray)
-        if frontends.framework_of(x) != framework and not constant:
-            fail(TypeError, name, f"is {_kind(x)}", f"an array of {framework}", "like key")
-        if not constant and (place := frontend.place_of(x)) != frontend.place_of(args.key):
-            fail(ValueError, name, f"is on {place}", frontend.place_of(args.key), "like key")
-        found[name] = own = x.dtype.name if constant else frontend.dtype_name(x)
-        allowed = (
-            ("bool",) if name == "has_initial" else INTEGERS if name in INDICES
-            else POOLS if name == "states" else FLOATS
-        )  # fmt: skip
-        if own not in allowed:
-            fail(TypeError, name, f"has dtype {own}", " or ".join(allowed))
-        if name in ("query", "value") and own != found["key"]:
-            fail(TypeError, name, f"has dtype {own}", found["key"], "like key")
-    return found
-
-
-def _kind(x) -> str:
-    return f"of type {type(x).__module__}.{type(x).__qualname__}" if x is not None else "None"
 
 
 def output(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
