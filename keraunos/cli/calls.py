@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from keraunos.ops.invocation import public_name
-
 # Operation -> its class, and the module of the shapes of real models.
 _OPERATIONS = {
     "lightning_attn": ("keraunos.modules.lightning_attention:LightningAttention", "linear_attention"),
@@ -31,6 +29,9 @@ Framework = Annotated[str | None, typer.Option(help="jax or torch; the first tha
 def find_operation(name: str) -> tuple[Any, dict[str, dict[str, Any]]]:
     """An operation, and its calls in real models, by name."""
     # The public function's name is good, and the one in keys.
+    # Loads NumPy, which a command's help does not need.
+    from keraunos.ops.invocation import public_name
+
     public = {public_name(algorithm): algorithm for algorithm in _OPERATIONS}
     name = public.get(name, name)
     if name not in _OPERATIONS:
