@@ -57,13 +57,14 @@ def test_an_older_jax_is_named_as_the_reason():
 def test_it_says_what_it_cannot_do(change, reason):
     from keraunos.kernels.linear_attention.pallas.passes import unsupported
 
-    change = {"dtype": "bfloat16", "device": "NVIDIA H200", "g_gamma": np.zeros(2, np.float32), **change}
+    change = {"dtype": "bfloat16", "device": "NVIDIA H200", "g_gamma": "constant", **change}
     sizes = {"T": 100, "H": 2, "K": 64, "V": 64} | {
         k: v for k, v in change.items() if k not in ("dtype", "device", "g_gamma")
     }
     operation = keraunos.GLAttention() if "gate" in change else keraunos.LightningAttention()
     inv = operation.invocation("jax", change["dtype"], **sizes)
-    inv = dataclasses.replace(inv, backend="gpu", device=change["device"], arguments={"g_gamma": change["g_gamma"]})
+    constants = inv.constants if change["g_gamma"] == "constant" else frozenset()
+    inv = dataclasses.replace(inv, backend="gpu", device=change["device"], constants=constants)
     said = unsupported(inv)
     assert said is None if reason is None else reason in said
 
