@@ -20,7 +20,7 @@ TOKENS = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
 @pytest.fixture
 def gla():
     pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
-    return functools.partial(kernel_registry.get("gla", "cuda").fn, cfg=Config(num_stages=3))
+    return functools.partial(kernel_registry.get("gla", "cuda"), cfg=Config(num_stages=3))
 
 
 def launches(fn, *args):
