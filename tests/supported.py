@@ -45,7 +45,7 @@ def gpus() -> list[str]:
         "| --- | --- | --- | --- |",
     ]
     for name, (models, memory, done) in GPUS.items():
-        record = TRITON / ("budgets.json" if name == "sm_90" else f"chips/{name}.json")
+        record = TRITON / "chips" / f"{name}.json"
         spills = [used["stack"] for kernels in json.loads(record.read_text()).values() for used in kernels.values()]
         found = f"{sum(x > 0 for x in spills)} of {len(spills)}, up to {max(spills):,} bytes a thread"
         lines.append(f"| {models} ({name}) | {memory} | {done} | {found} |")

@@ -139,14 +139,15 @@ def private(package: Path) -> list[str]:
         return name.startswith("_") and not name.startswith("__")
 
     found = [f"{where} {what} of {target}" for _, where, target, what in imports(package) if hidden(what)]
-    for name, path in modules(package).items():
+    known = modules(package)
+    for name, path in known.items():
         tree = ast.parse(path.read_text())
         # What an import binds that is a module of the package, by its name here.
         bound = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    if f"{node.module}.{alias.name}" in modules(package):
+                    if f"{node.module}.{alias.name}" in known:
                         bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
             elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(call := node.value, ast.Call):
                 target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]

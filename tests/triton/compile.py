@@ -1,10 +1,8 @@
 """Compile the Triton kernels ahead of time, as the host code would launch them on a GPU, and report their resources.
 
-``python -m tests.triton.compile`` writes what it finds for Hopper to ``budgets.json``, which ``test_compile.py`` holds
-builds to. ``python -m tests.triton.compile --all`` writes ``chips/*.json``: the same for all other GPUs, which takes
-one to ten seconds of a processor for each of some 900 builds; with names of chips it writes theirs only. What has not
-changed since is not built again. After a change of a kernel or of what is chosen for a chip that is all there is to
-do: ``test_compile.py`` says when.
+``python -m tests.triton.compile`` writes what it finds to ``chips/*.json``: one to ten seconds of a processor for each
+of some 1,500 builds, of which it makes those that have changed since; with names of chips it writes theirs only. After
+a change of a kernel, or of what is chosen for a chip, that is all there is to do: ``test_compile.py`` says when.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ from keraunos.kernels.state_pool.triton import passes as pool_platform
 from keraunos.ops import Config
 from tests.triton.usage import usage
 
-BUDGETS = Path(__file__).with_name("budgets.json")
 RECORDS = Path(__file__).with_name("chips")
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "int8": "i8",
          "bool": "i1"}  # fmt: skip
@@ -95,7 +92,7 @@ ENDS = {
 # Name -> (ranks, this one): GPUs of one host that write into each other's memory.
 PEERS = {"exchange, the first of 4": (4, 0), "exchange, in the middle of 8": (8, 3)}
 
-# Further calls that are recorded for chips other than Hopper: the largest tiles, and what comes beside them.
+# Further calls: the largest tiles, and what comes beside them.
 CALLS_ON_CHIPS = {
     "vector gates, float32": ("float32", 128, 128, 8, 8, "vector", True, 1, 4096, False),
     "scalar gates, float32, wide": ("float32", 256, 256, 4, 4, "scalar", False, 1, 4096, False),
@@ -108,7 +105,6 @@ SOFTMAX_ON_CHIPS = {
     "attention, float32, shared keys, soft cap, sinks, segments": (
         "float32", 128, 128, 16, 4, 0, 0, 4, True, {"causal": True, "soft_cap": 30.0}),
 }  # fmt: skip
-ON_HOPPER = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *PEERS)
 ON_CHIPS = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *CALLS_ON_CHIPS, *SERVING_ON_CHIPS, *SOFTMAX_ON_CHIPS)
 
 
@@ -125,8 +121,8 @@ class Chip(NamedTuple):
         return self.target.backend == "cuda" and self.target.arch >= 90
 
 
-HOPPER = Chip("NVIDIA H200", GPUTarget("cuda", 90, 32), 232448)
 CHIPS = {
+    "sm_90": Chip("NVIDIA H200", GPUTarget("cuda", 90, 32), 232448),
     "sm_80": Chip("NVIDIA A100", GPUTarget("cuda", 80, 32), 166912),
     "sm_86": Chip("NVIDIA GeForce RTX 3090", GPUTarget("cuda", 86, 32), 101376),
     "sm_89": Chip("NVIDIA GeForce RTX 4090", GPUTarget("cuda", 89, 32), 101376),
@@ -134,6 +130,14 @@ CHIPS = {
     "sm_120": Chip("NVIDIA GeForce RTX 5090", GPUTarget("cuda", 120, 32), 101376),
     "gfx942": Chip("AMD Instinct MI300X", GPUTarget("hip", "gfx942", 64), 65536),
 }
+
+
+HOPPER = CHIPS["sm_90"]
+
+
+def calls_of(name: str) -> tuple[str, ...]:
+    """The calls that are recorded for a chip: GPUs write into each other's memory on Hopper only."""
+    return (*ON_CHIPS, *PEERS) if name == "sm_90" else ON_CHIPS
 
 
 @contextlib.contextmanager
@@ -151,9 +155,10 @@ class Build(NamedTuple):
     options: dict[str, int]
 
     def identity(self, chip) -> str:
-        """What tells it apart from all others: a hash, also of the source of all functions that the kernel calls."""
+        """What tells it apart from all others: a hash, also of the compiler and all functions that the kernel calls."""
         source, functions = self.source, sorted(functions_of(self.source.fn))
         parts = [source.signature, sorted(source.constants.items()), sorted(source.attrs.items()), self.options]
+        parts.append(triton.__version__)
         return hashlib.sha256(repr((functions, parts, chip.target)).encode()).hexdigest()[:12]
 
     def resources(self, chip) -> dict[str, int]:
@@ -194,13 +199,8 @@ def build_of(kernel, inputs, made, constants, num_warps, num_stages) -> Build:
     return Build(source, dict(num_warps=num_warps, num_stages=num_stages))
 
 
-def resources(*launched) -> dict[str, int]:
-    """The registers and bytes of a kernel built for Hopper."""
-    return build_of(*launched).resources(HOPPER)
-
-
 class Recorded:
-    """The resources of kernels on another chip, with as many stages as it has shared memory for."""
+    """The resources of kernels on a chip, with as many stages as it has shared memory for."""
 
     def __init__(self, chip, record, building=True):
         # What has been built before, by its identity.
@@ -225,11 +225,8 @@ class Recorded:
         return self.known[identity]
 
 
-def measure(call: str, chip=HOPPER, find=None) -> dict[str, dict[str, int]]:
-    """The resources of every kernel that a call's forward and backward launch; several builds of one are numbered.
-
-    find: what gives those of a launch, :func:`resources` if it is None.
-    """
+def measure(call: str, chip: Chip, find: Recorded) -> dict[str, dict[str, int]]:
+    """The resources of every kernel that a call's forward and backward launch; several builds of one are numbered."""
     found: dict[str, dict[str, int]] = {}
     known = set()
 
@@ -246,9 +243,7 @@ def measure(call: str, chip=HOPPER, find=None) -> dict[str, dict[str, int]]:
             return tuple(made)
         known.add(build)
         number = sum(name.startswith(kernel.__name__) for name in found)
-        found[f"{kernel.__name__} {number}"] = (find or resources)(
-            kernel, inputs, made, constants, num_warps, num_stages
-        )
+        found[f"{kernel.__name__} {number}"] = find(kernel, inputs, made, constants, num_warps, num_stages)
         return tuple(made)
 
     kinds = [(serve, SERVING), (soften, SOFTMAX), (leave, ENDS), (exchange, PEERS), (attend, CALLS)]
@@ -267,11 +262,11 @@ def recorded(name) -> dict[str, dict[str, dict]]:
 
 def record(names) -> None:
     """Build what is not in the records of these chips yet, on all processors, and write them."""
-    calls = [(name, call) for name in names for call in ON_CHIPS]
+    calls = [(name, call) for name in names for call in calls_of(name)]
     with ProcessPoolExecutor() as pool:
         found = dict(zip(calls, pool.map(rebuild, *zip(*calls, strict=True)), strict=True))
     for name in names:
-        write(name, {call: found[name, call] for call in ON_CHIPS})
+        write(name, {call: found[name, call] for call in calls_of(name)})
 
 
 def rebuild(name, call) -> dict[str, dict[str, int]]:
@@ -385,7 +380,4 @@ def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> Non
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        record(CHIPS if "--all" in sys.argv else sys.argv[1:])
-    else:
-        BUDGETS.write_text(json.dumps({call: measure(call) for call in ON_HOPPER}, indent=1) + "\n")
+    record(sys.argv[1:] or CHIPS)

@@ -45,10 +45,10 @@ CHIPS = "tests/triton/test_chips.py"
     (TORCH, "64", "not gradcheck and not groups and not rounded and not nothing_inside"),
     (f"{SOFTMAX} {BLOCKS} {PARTS} {STRETCHES}", "", "test"),
     (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
-    (SERVING, "64", "every_gate and exported or parts and 65"), (SHARDS, "64", "alike"), (PEERS, "", "comes"),
-    (ADDRESSES, "", "test"), (CHIPS, "", "test"),
+    (f"{SERVING} {SHARDS}", "64", "every_gate and exported or parts and 65 or alike"), (PEERS, "", "comes"),
+    (f"{ADDRESSES} {CHIPS}", "", "test"),
 ], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax and stretches", "serving",
-        "serving segments", "shards", "peers", "addresses", "chips"])  # fmt: skip
+        "segments of prompts and shards", "peers", "addresses and chips"])  # fmt: skip
 def test_in_the_interpreter(files, segment, tests):
     parts, segment = ("1", {"pairs": "64"}.get(segment, "")) if segment in ("parts", "pairs") else ("", segment)
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)
