@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -225,7 +226,7 @@ class Recorded:
         return self.known[identity]
 
 
-def measure(call: str, chip: Chip, find: Recorded) -> dict[str, dict[str, int]]:
+def measure(call: str, chip: Chip, find: Callable) -> dict[str, dict[str, int]]:
     """The resources of every kernel that a call's forward and backward launch; several builds of one are numbered."""
     found: dict[str, dict[str, int]] = {}
     known = set()
