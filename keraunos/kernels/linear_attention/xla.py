@@ -248,7 +248,8 @@ def _by_strength(walker: _Walker, f, strong, a, *arrays):
         shapes = jax.eval_shape(mild_rows, strong, *arrays)
         return jax.tree.map(lambda x: frontend.zeros(x.shape, x.dtype, arrays[0]), shapes)
 
-    # Under vmap lax.cond computes both of its sides, unless all calls share what decides: as they do here.
+    # Under vmap lax.cond computes both of its sides, unless all calls share what decides. Rows of all calls lie in one
+    # array, and so they share it.
     @frontend.rowwise
     def in_tiles(strong, *arrays):
         n = len(strong)
@@ -269,7 +270,8 @@ def _by_strength(walker: _Walker, f, strong, a, *arrays):
         found = jax.lax.cond(strong.all(), nothing, mild_rows, strong, *arrays)
         return jax.lax.cond(strong.any(), with_strong, lambda found, *_: found, found, strong, *arrays)
 
-    # Here only a loop leaves out what is not needed under vmap.
+    # Rows on several devices stay where they are, and each call decides alone: a loop of no turn leaves out what
+    # is not needed.
     def mild_if_any(strong, *arrays):
         def run(*_):
             return mild_rows(strong, *arrays)
