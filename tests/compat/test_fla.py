@@ -9,6 +9,8 @@ torch = pytest.importorskip("torch")
 
 from keraunos.compat import fla  # noqa: E402
 from keraunos.kernels.linear_attention.reference import linear_attention  # noqa: E402
+from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp  # noqa: E402
+from tests.numerics import assert_within_rule  # noqa: E402
 
 B, T, H, K, V = 2, 37, 3, 16, 24
 STATE = "initial_state=None, output_final_state=False"
@@ -34,17 +36,38 @@ SIGNATURES = {
 def arrays(seed=0):
     rng = np.random.default_rng(seed)
     q, k = (rng.normal(size=(B, T, H, K)) for _ in range(2))
-    return q, k, rng.normal(size=(B, T, H, V)), -rng.random((B, T, H, K)), rng.normal(size=(B, H, K, V))
+    made = q, k, rng.normal(size=(B, T, H, V)), -rng.random((B, T, H, K)), rng.normal(size=(B, H, K, V))
+    return [x.astype(np.float32) for x in made]
 
 
 def tensors(*given):
-    return [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in given]
+    return [torch.tensor(x, requires_grad=True) for x in given]
+
+
+def check(got, *args, **options):
+    """Hold an output and a final state, and with six results their gradients too, to the reference."""
+    truth, in_dtype = (
+        [*linear_attention(*args, **options, dtype=dtype), *_gradients(*args, **options, dtype=dtype)]
+        for dtype in (np.float64, np.float32)
+    )
+    names = ["output", "final_state", "dq", "dk", "dv", "dstate"][: len(got)]
+    got = [x.detach().numpy() for x in got]
+    assert_within_rule(names, got, truth[: len(got)], in_dtype[: len(got)], ["float32"] * len(got))
+
+
+def _gradients(q, k, v, g, g_gamma, state, cu_seqlens=None, **options):
+    """For those of the sums of output and final state."""
+    if state is None:
+        return ()
+    ones = np.ones((*q.shape[:3], v.shape[3])), np.ones_like(state)
+    found = linear_attention_vjp(q, k, v, g, g_gamma, state, cu_seqlens, *ones, **options)
+    return *found[:3], found[5]
 
 
 # Function, its own arguments, and what the recurrence is given for them.
 q, k, v, g, state = arrays()
-LIGHTNING = -8 / H * (1 - 1 / 4) * np.arange(H)
-RETENTION = np.log(1 - 2.0 ** (-5 - np.arange(H)))
+LIGHTNING = np.float32(-8 / H * (1 - 1 / 4) * np.arange(H))
+RETENTION = np.float32(np.log(1 - 2.0 ** (-5 - np.arange(H))))
 CASES = [
     ("chunk_gla", {"g": g}, {"g": g}),
     ("fused_recurrent_gla", {"gk": g}, {"g": g}),
@@ -66,27 +89,20 @@ def called(own):
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize(("name", "own", "gates"), CASES, ids=[case[0] for case in CASES])
 def test_each_function_is_its_recurrence(name, own, gates, scale):
-    want, final = linear_attention(q, k, v, **gates, initial_state=state, softmax_scale=scale)
     x = tensors(q, k, v, state)
     call = dict(scale=scale, initial_state=x[3], output_final_state=True, **called(own))
     output, last = getattr(fla, name)(*x[:3], **call)
-    # Decays of layers and of heads are constants in float32, as fla has them.
-    np.testing.assert_allclose(output.detach(), want, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(last.detach(), final, rtol=1e-5, atol=1e-6)
     (output.sum() + last.sum()).backward()
-    assert all(y.grad is not None and y.grad.abs().sum() > 0 for y in x)
-    output, last = getattr(fla, name)(*x[:3], **{**call, "output_final_state": False})
-    assert last is None
+    given = q, k, v, gates.get("g"), gates.get("g_gamma"), state
+    check([output, last, *(y.grad for y in x)], *given, softmax_scale=scale)
+    assert getattr(fla, name)(*x[:3], **{**call, "output_final_state": False})[1] is None
 
 
 @pytest.mark.parametrize("name", [name for name, text in SIGNATURES.items() if "reverse" in text])
 def test_reverse(name):
-    own = next(own for case, own, _ in CASES if case == name)
-    x, flipped = tensors(q, k, v), tensors(*(y[:, ::-1].copy() for y in (q, k, v)))
-    turned = {n: y[:, ::-1].copy() if getattr(y, "ndim", 0) > 2 else y for n, y in own.items()}
-    output, _ = getattr(fla, name)(*x, **called(own), reverse=True)
-    other, _ = getattr(fla, name)(*flipped, **called(turned))
-    np.testing.assert_allclose(output.detach(), other.flip(1).detach(), rtol=1e-9)
+    own, gates = next((own, gates) for case, own, gates in CASES if case == name)
+    output, last = getattr(fla, name)(*tensors(q, k, v), **called(own), reverse=True, output_final_state=True)
+    check([output, last], q, k, v, gates.get("g"), gates.get("g_gamma"), None, reverse=True)
 
 
 @pytest.mark.parametrize("name", [name for name, text in SIGNATURES.items() if "state_v_first" in text])
@@ -107,12 +123,12 @@ def test_states_with_values_first(name):
 
 
 def test_packed_sequences():
-    lengths, x = torch.tensor([0, 30, 30, 37]), tensors(*(y[:1] for y in (q, k, v)))
-    gates = torch.tensor(g[:1])
-    output, states = fla.chunk_gla(*x, gates, output_final_state=True, cu_seqlens=lengths, cu_seqlens_cpu=lengths)
-    assert states.shape == (3, H, K, V)
-    alone, _ = fla.chunk_gla(*(y[:, 30:] for y in x), gates[:, 30:])
-    np.testing.assert_allclose(output[:, 30:].detach(), alone.detach(), rtol=1e-9)
+    lengths, given = np.array([0, 30, 30, 37], np.int32), [y[:1] for y in (q, k, v)]
+    cu = torch.tensor(lengths)
+    options = dict(output_final_state=True, cu_seqlens=cu, cu_seqlens_cpu=cu)
+    found = fla.chunk_gla(*tensors(*given), torch.tensor(g[:1]), **options)
+    assert found[1].shape == (3, H, K, V)
+    check(found, *given, g[:1], None, None, lengths)
 
 
 @pytest.mark.parametrize("name", ["parallel_simple_gla", "parallel_retention"])
@@ -124,7 +140,9 @@ def test_weights_give_the_output(name, strong):
     output, weights = getattr(fla, name)(*x, **own, output_attentions=True)
     assert weights.shape == (B, H, T, T)
     assert not weights.triu(1).any()
-    np.testing.assert_allclose(torch.einsum("bhij,bjhv->bihv", weights, x[2]).detach(), output.detach(), atol=1e-5)
+    decay = {"g": gates.numpy(), "g_gamma": None} if own else {"g": None, "g_gamma": RETENTION}
+    for found in (output, torch.einsum("bhij,bjhv->bihv", weights, x[2])):
+        check([found], q, k, v, *decay.values(), None)
     assert getattr(fla, name)(*x, **own)[1] is None
     with pytest.raises(ValueError, match=f"^{name}: output_attentions is True with cu_seqlens"):
         getattr(fla, name)(*x, **own, output_attentions=True, cu_seqlens=torch.tensor([0, T]))
