@@ -63,7 +63,7 @@ class Arrangement:
 
     @property
     def settled(self) -> Callable[..., Args]:
-        """What does it, and no more than it must."""
+        """The function from a user's arrays to a platform's; where nothing is changed, one that only names them."""
         return _as_given if self.is_trivial else self
 
     def __call__(self, *args: Any) -> Args:
