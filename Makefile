@@ -26,7 +26,7 @@ pytest: $(VENV)/test.stamp
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/autopep8 --diff --exit-code keraunos tests benchmarks examples
 	$(VENV)/bin/mypy
 
 # Speed and memory on this machine's CPU; writes benchmarks/results/cpu.json.

@@ -72,7 +72,7 @@ def main() -> None:
     calls = (
         (Workload("attention", Shape.parse(shape), backward=backward, variant=variant), [known[name] for name in names])
         for variant, shape, stages, names in CASES for backward in stages
-    )  # fmt: skip
+    )
     run.compare(section, calls, measuring.Effort(rounds=20, seconds=1.5))
     harness.say(f"{section['left_out']}\nwritten: {run.path}")
 

@@ -80,7 +80,7 @@ def speed():
             pair = [jax.jit(f) if name == "forward" else with_gradient(f, do, len(x)) for f in pair]
             own, scan = seconds(pair[1], *x, repeats=15), seconds(pair[0], *x, repeats=3)
             rows.append({"operation": operation, "what": name, "token_scan_ms": 1e3 * scan, "keraunos_ms": 1e3 * own,
-                         "ratio": scan / own})  # fmt: skip
+                         "ratio": scan / own})
             print(f"{operation} {name}: {1e3 * scan:.1f} ms by token, {1e3 * own:.1f} ms by us: {scan / own:.1f} x")
     return rows
 
@@ -93,7 +93,7 @@ def growth():
             x, do = inputs(operation, 1, T, 4, 64, 64)
             took = seconds(with_gradient(ours(operation), do, len(x)), *x, repeats=5)
             rows.append({"operation": operation, "T": T, "forward+backward_ms": 1e3 * took,
-                         "factor": took / previous if previous else None})  # fmt: skip
+                         "factor": took / previous if previous else None})
             print(f"{operation} T {T}: {1e3 * took:.1f} ms" + (f", x {took / previous:.2f}" if previous else ""))
             previous = took
     return rows
@@ -116,7 +116,7 @@ def peak(operation):
 def softmax(platform, window):
     """One process: the median time of a forward + backward of causal softmax attention, and its peak memory."""
     options = dict(causal=True, sliding_window=(int(window) - 1, 0) if window != "full" else None, dtype="float32",
-                   platform=platform)  # fmt: skip
+                   platform=platform)
     x, do = inputs("lightning", 1, 32768, 2, 64, 64)
 
     def run(q, k, v):
@@ -141,7 +141,7 @@ def attention():
             said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
             took, gib = map(float, said[-2:])
             rows.append({"platform": framework, "window": window, "forward+backward_s": took,
-                         "peak_resident_gib": gib})  # fmt: skip
+                         "peak_resident_gib": gib})
             print(f"attention, {framework}, window {window}: {took:.2f} s, peak resident memory {gib:.2f} GiB")
     return rows
 
@@ -152,7 +152,7 @@ def memory():
         command = [sys.executable, __file__, "peak", operation]
         gib = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
         rows.append({"operation": operation, "shape": "B 1, T 131072, H 4, K V 64, float32, forward+backward",
-                     "peak_resident_gib": gib})  # fmt: skip
+                     "peak_resident_gib": gib})
         print(f"{operation}: peak resident memory {gib:.2f} GiB")
     return rows
 
@@ -162,7 +162,7 @@ def accuracy():
     rng = np.random.default_rng(0)
     names = ("output", "final_state", "dquery", "dkey", "dvalue", "dg", "dg_gamma", "dinitial_state")
     for gates in ("gamma weak", "gamma strong", "scalar weak", "scalar strong", "vector weak", "vector strong",
-                  "vector -inf"):  # fmt: skip
+                  "vector -inf"):
         kind, strength = gates.split()
         q, k, v, do = (rng.standard_normal((1, T, H, K)).astype(np.float32) for _ in range(4))
         h0, dh = (rng.standard_normal((1, H, K, K)).astype(np.float32) for _ in range(2))

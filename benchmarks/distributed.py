@@ -39,7 +39,7 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
 
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size,
-                            device_id=torch.device("cuda", rank))  # fmt: skip
+                            device_id=torch.device("cuda", rank))
 
     def inputs(operation, T, seed=rank):
         x, (do,) = Workload(operation, Shape(1, T, heads), backward=True).arguments("torch", seed)
@@ -135,7 +135,7 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
         if quick:
             continue
         row |= dict(platform=keraunos.explain(keraunos.gla_attention if len(x) > 3 else keraunos.lightning_attention,
-                                              *x, **({} if len(x) > 3 else LAYER)).platform)  # fmt: skip
+                                              *x, **({} if len(x) > 3 else LAYER)).platform)
         row |= dict(alone_bytes=peak(alone, x, do), shards_bytes=peak(over, x, do))
         sums = K if len(x) > 3 else 1
         row["exchanged_bytes"] = 2 * (size - 1) * heads * (K * K + sums) * 4
@@ -151,7 +151,7 @@ def torch_rank(rank, size, port, tokens, heads, operations, quick, results):
         over = functools.partial(call, "lightning_attention", keraunos.distributed)
         steps = timed(step, over, x, do)
         found["million tokens"] = dict(tokens_each=T, ms=steps, peak_bytes=peak(over, x, do),
-                                       arithmetic_bytes=8 * T * heads * K * 2)  # fmt: skip
+                                       arithmetic_bytes=8 * T * heads * K * 2)
         log(rank, f"torch x{size} a million tokens {found['million tokens']}")
     if rank == 0:
         results.put(found)
@@ -300,7 +300,7 @@ def main():
     gpu = file_name(torch.cuda.get_device_name()).removesuffix(".json")
     run = harness.Run(given, "torch", f"{gpu}-x{n}{'-quick' * given.quick}.json")
     run.results = dict(about=run.about, gpus=n, tokens=given.tokens, heads=given.heads, head_dim=K, dtype="bfloat16",
-                       layer=LAYER)  # fmt: skip
+                       layer=LAYER)
     if "torch" in given.frameworks:
         for size in [size for size in (2, 4, 8) if size <= n]:
             found = torch_world(size, given.tokens, given.heads, operations, given.quick)

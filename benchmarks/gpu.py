@@ -82,7 +82,7 @@ def first_calls(operation: str) -> list[dict]:
             with tempfile.TemporaryDirectory() as empty:
                 took = first_call(workload, "triton", framework, {"TRITON_CACHE_DIR": empty}, seconds=60)
             found.append({"contestant": f"triton ({framework})", "pass": workload.stage,
-                          **({"skipped": took} if isinstance(took, str) else {"seconds": took})})  # fmt: skip
+                          **({"skipped": took} if isinstance(took, str) else {"seconds": took})})
     return found
 
 

@@ -57,12 +57,12 @@ def parser(description: str, folder: str = "", seconds: float | None = None, nam
             return text
 
         made.add_argument("names", nargs="*", type=known, default=list(names), metavar="NAME",
-                          help=f"of {', '.join(names)}; all if none is named")  # fmt: skip
+                          help=f"of {', '.join(names)}; all if none is named")
     return made
 
 
 def wall(run: Callable[[], Any], calls: int = 1, finish: Callable[[Any], Any] | None = None,
-         clock: Callable[[], float] = time.perf_counter) -> float:  # fmt: skip
+         clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of each of so many calls by the host's clock, until ``finish`` has waited for the last one's results."""
     start = clock()
     for _ in range(calls):

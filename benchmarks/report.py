@@ -82,7 +82,7 @@ def _table(found: list[dict], stage: str) -> str:
     dtypes = ", ".join(dict.fromkeys(case["dtype"] for case in found))
     heads = [*(f"{label} ms" for label in labels), *(f"{label} / floor" for label in labels)]
     lines = [f"{stage}, {dtypes}:\n", _row("B, T, H", "floor ms", *heads, "fla / fastest of ours"),
-             _row("---", *["---:"] * (2 + len(heads)))]  # fmt: skip
+             _row("---", *["---:"] * (2 + len(heads)))]
     for case in found:
         times = [case["contestants"].get(label, {}).get("median_s") for label in labels]
         fla = report.fastest(case, "fla")
@@ -96,7 +96,7 @@ def _table(found: list[dict], stage: str) -> str:
     lines += ["", "What a call costs beside the device's time:\n",
               _row("B, T, H", "implementation", "host µs", "alone, launch to end, ms", "in a row, ms",
                    "peak memory / arrays", "largest error"),
-              _row("---", "---", *["---:"] * 5)]  # fmt: skip
+              _row("---", "---", *["---:"] * 5)]
     for case in found:
         for label in labels:
             c = case["contestants"].get(label, {})
@@ -107,7 +107,7 @@ def _table(found: list[dict], stage: str) -> str:
                     _milliseconds(c.get("latency_s")),
                     _milliseconds(c.get("in_a_row_s")), "" if c["peak_ratio"] is None else f"{c['peak_ratio']:.3f}",
                     f"{max(c['errors'].values()):.1e}" if "errors" in c else "",
-                ))  # fmt: skip
+                ))
     skipped: dict[str, list[str]] = {}
     for case in found:
         for label, c in case["contestants"].items():
@@ -132,7 +132,7 @@ def _rest(section: dict) -> str:
     if same:
         yes = {True: "yes", False: "no"}
         lines.append(f"- same bits through JAX and PyTorch: {yes[same['jax_equals_torch']]}; "
-                     f"in 20 runs: {yes[same['reruns_equal']]}")  # fmt: skip
+                     f"in 20 runs: {yes[same['reruns_equal']]}")
     lines += [f"- {note}" for note in section.get("notes", ())]
     lines += [f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"]]
     return "\n".join([*lines, ""])
@@ -166,11 +166,11 @@ def _attention_run(section: dict) -> list[str]:
         _row("calls", "B, T, H", "pass", "implementation", "ms", "/ floor", "peak memory / arrays", "cuDNN / it",
              "own keys / it"),
         _row("---", "---", "---", "---", *["---:"] * 5),
-    ]  # fmt: skip
+    ]
     times = {
         (case["variant"], str(report.shape_of(case)), case["pass"], label): c["median_s"]
         for case in found for label, c in case["contestants"].items() if "median_s" in c
-    }  # fmt: skip
+    }
 
     def seconds(variant, shape, stage, label):
         """The seconds of a pass, or None where they were not measured; of backward, what it adds to forward."""
@@ -195,7 +195,7 @@ def _attention_run(section: dict) -> list[str]:
                 lines.append(_row(variant, shape, stage, label, f"{1e3 * own:.2f}",
                                   f"{own / case['floor_s']:.2f}" if whole else "",
                                   f"{c['peak_ratio']:.3f}" if whole else "",
-                                  *(f"{other / own:.2f}" if other else "" for other in others)))  # fmt: skip
+                                  *(f"{other / own:.2f}" if other else "" for other in others)))
     rest = [f"- {note}" for note in section.get("notes", ())]
     rest += [f"- left out: {missing['workload']}: {missing['reason']}" for missing in section["left_out"]]
     return [*lines, "", *rest] if rest else lines

@@ -113,7 +113,7 @@ def check_steps(pool: Pool, cfg: Config | None = None) -> None:
     for name, got, want, allowed in (
         ("verify", verified[[0, 2]], torch.stack(truth, 1), 2.0**-7), ("commit", committed, state, rounding),
         ("decode", decoded[[0, 2]], torch.stack(truth, 1), 2.0**-6), ("state", pool.states[live], state, 2 * rounding),
-    ):  # fmt: skip
+    ):
         error = harness.distance(got, want)
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
     if pool.itemsize == 4:
@@ -140,7 +140,7 @@ def steps(report: Callable, bandwidth: float, late: Callable[[], bool]) -> None:
         seconds = device_seconds(call, turns)
         floor = bytes_moved / bandwidth
         report(name, heads=kind[0], pool=str(kind[1]).removeprefix("torch."), batch=batch, microseconds=seconds * 1e6,
-               floor_microseconds=floor * 1e6, times_floor=seconds / floor, bar=bar)  # fmt: skip
+               floor_microseconds=floor * 1e6, times_floor=seconds / floor, bar=bar)
         return seconds
 
     found = {}
@@ -148,7 +148,7 @@ def steps(report: Callable, bandwidth: float, late: Callable[[], bool]) -> None:
         ((64, torch.float32), 1, "6 µs"), ((64, torch.float32), 64, "1.12 x floor"),
         ((64, torch.float32), 256, "1.12 x floor"), ((64, torch.bfloat16), 256, "0.60 x float32"),
         ((8, torch.float32), 64, "1.3 x floor"), ((64, torch.float32, True), 64, "like [slots, H, K, V]"),
-    ):  # fmt: skip
+    ):
         pool = pool_of(*kind)
         q, k, v = pool.tokens(batch)
         slots = [pool.slots(batch, turn) for turn in range(64)]
@@ -237,7 +237,7 @@ def prefills(report: Callable, bandwidth: float, late: Callable[[], bool]) -> No
         moved = 4 * total * pool.heads * K * q.itemsize + 2 * pool.bytes(len(sizes))
         floor = moved / bandwidth
         report(f"prefill, {name}", heads=64, pool="float32", tokens=total, microseconds=seconds * 1e6,
-               floor_microseconds=floor * 1e6, times_floor=seconds / floor, bar=bar)  # fmt: skip
+               floor_microseconds=floor * 1e6, times_floor=seconds / floor, bar=bar)
         report(f"prefill, {name}, host", heads=64, microseconds=host_seconds(call) * 1e6, bar="60 µs")
 
 

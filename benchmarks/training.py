@@ -69,7 +69,7 @@ def measure(config: ModelConfig, batch: int, platform: str, steps: int) -> dict[
         "seconds to compile": compiling,
         "temporary bytes": getattr(memory, "temp_size_in_bytes", None),
         "losses": losses,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ def main() -> None:
         row = {"name": call.name, "B, T, H, K = V": [call.B, call.T, call.H, call.D]}
         for backward in (False, True):
             given = {"left out": "the time was over"} if run.late else measure(
-                call, options.platforms.split(","), backward, about["copy_bandwidth"])  # fmt: skip
+                call, options.platforms.split(","), backward, about["copy_bandwidth"])
             row["forward and backward" if backward else "forward"] = given
         run.results["calls"].append(row)
         harness.say(json.dumps(row))

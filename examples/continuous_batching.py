@@ -51,7 +51,7 @@ class Engine:
     """
 
     def __init__(self, slots: int, budget: int, parts: int, log_decay: torch.Tensor, dim: int, device: str,
-                 dtype: torch.dtype, graph: bool = False):  # fmt: skip
+                 dtype: torch.dtype, graph: bool = False):
         self.budget, self.parts, self.device = budget, parts, device
         heads = len(log_decay)
         self.log_decay, self.free = log_decay.to(device), list(range(slots))
@@ -80,7 +80,7 @@ class Engine:
         slots, offsets, resumed, decoding = self.plan.split((n, n + 1, n, len(self.tokens)))
         options = dict(log_decay=self.log_decay)
         serving.prefill(*self.prompts.unbind(1), self.states, slots, offsets, has_initial=resumed != 0,
-                        out=self.outputs[0], **options)  # fmt: skip
+                        out=self.outputs[0], **options)
         serving.decode(*self.tokens.unbind(1), self.states, decoding, out=self.outputs[1], **options)
 
     def serve(self, requests: list[Request]) -> Iterator[int]:
@@ -114,7 +114,7 @@ class Engine:
             *(r.slot for r, _, _ in parts), *[-1] * missing, *(begin for _, begin, _ in parts), *[used] * (missing + 1),
             *(int(r.done > 0) for r, _, _ in parts), *[0] * missing,
             *(r.slot for r in decoding), *[-1] * (len(self.tokens) - len(decoding)),
-        ]  # fmt: skip
+        ]
         self.plan.copy_(torch.tensor(plan, dtype=torch.int32), non_blocking=True)
         self.step()
         for request, begin, size in parts:
@@ -174,7 +174,7 @@ def main() -> None:
     requests = random_requests(args.requests, args.longest, args.heads, args.dim, device, dtype)
     tokens, steps, seconds = measure(engine, requests)
     print(f"{len(requests)} requests, {tokens} tokens in {steps} steps: {tokens / seconds:.0f} tokens/s, "
-          f"{seconds / steps * 1e3:.2f} ms a step")  # fmt: skip
+          f"{seconds / steps * 1e3:.2f} ms a step")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ TOKENS = P(*AXES)
 # Of the wide matrices, the dimension that is not the residual stream's. Queries, keys and values lie side by side in
 # one matrix, whose halves would be no heads: it is on all devices.
 SHARDED = {"output_gate": P(None, "heads"), "forget_gate": P(None, "heads"), "output": P("heads"),
-           "up": P(None, "heads"), "down": P("heads")}  # fmt: skip
+           "up": P(None, "heads"), "down": P("heads")}
 OPTIMIZER = optax.adam(1e-3)
 
 

@@ -21,7 +21,7 @@ DEVICE = "NVIDIA H200"
 COLUMNS = [
     ("xla", "jax"), ("torch", "torch"), ("triton", "jax"), ("triton", "torch"), ("cuda", "jax"), ("cuda", "torch"),
     ("pallas", "jax"), ("pallas", "torch"),
-]  # fmt: skip
+]
 FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch"}
 
 # What was done on which GPU, and its shared memory for a program.
@@ -101,7 +101,7 @@ SOFTMAX = {
         {"sinks": ("float32", 2), "bias": ("bfloat16", 4), "seed": ("int32", 1)},
     ),
     "`softmax_dtype` float64": ({"softmax_dtype": "float64"}, {}),
-}  # fmt: skip
+}
 # Sizes and dtypes of plain calls.
 SOFTMAX_SIZES = {
     "float16": {"dtype": "float16"},
@@ -189,7 +189,7 @@ def page() -> str:
         "",
         *gpus(),
         "",
-    ]  # fmt: skip
+    ]
     for operation in ("lightning_attention", "gla_attention", "attention"):
         found = columns(operation)
         heads = [f"`{platform}`, {FRAMEWORKS[framework]}" for platform, framework in found]

@@ -13,7 +13,7 @@ from keraunos.ops.registry import kernel_registry
 
 KERNELS = {
     "gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention, "attention": keraunos.Attention,
-}  # fmt: skip
+}
 
 
 def python(code, *args):
@@ -33,7 +33,7 @@ def test_importing_touches_no_file_of_the_user(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     python("import os, sys; os.environ['HOME'] = sys.argv[1]; os.environ.pop('KERAUNOS_CACHE_DIR', None)\n"
-           "import keraunos; keraunos.gla_attention", str(home))  # fmt: skip
+           "import keraunos; keraunos.gla_attention", str(home))
     assert list(home.iterdir()) == []
 
 
@@ -119,7 +119,7 @@ def test_low_level_lightning_has_the_contract_signature():
     parameters = list(inspect.signature(keraunos.LightningAttention().low_level).parameters)
     assert parameters[:9] == [
         "query", "key", "value", "layer_idx", "num_layers", "softmax_scale", "initial_state", "reverse", "cu_seqlens",
-    ]  # fmt: skip
+    ]
 
 
 def test_low_level_kernel_works_under_jit_and_returns_the_state():

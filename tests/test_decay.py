@@ -38,7 +38,7 @@ def test_alibi_slopes():
      [-0.0833358333, -0.0208339583, -0.00520848958, -0.00130212240, -0.166671667, -0.0416679167]),
     (decay.minicpm_sala(6), [-0.25, -0.0625, -0.015625, -0.00390625, -0.5, -0.125]),
     (decay.retnet(3), [np.log(31 / 32), np.log(63 / 64), np.log(127 / 128)]),
-], ids=range(9))  # fmt: skip
+], ids=range(9))
 def test_the_models(got, want):
     np.testing.assert_allclose(got, want, rtol=1e-7)
     assert type(got) is np.ndarray
@@ -61,7 +61,7 @@ def test_what_they_return_is_taken_as_it_is():
                 (jnp.asarray(q), found), (jnp.asarray(q), jnp.asarray(found)),
                 (torch.from_numpy(q), found), (torch.from_numpy(q), module.decay),
             )
-        ]  # fmt: skip
+        ]
         for output in outputs[1:]:
             np.testing.assert_allclose(output, outputs[0], rtol=1e-6)
 
@@ -81,7 +81,7 @@ def test_every_decay_of_every_layer_is_a_decay(formula):
 @pytest.mark.parametrize(("arguments", "message"), [
     ((0, 0, 1), "num_heads is 0"), ((True, 0, 1), "num_heads is True"), ((4, 2, 2), "0-based"),
     ((4, np.int64(2), 2), "0-based"), ((4, np.array(2), 2), "0-based"), ((4, 0, 1.5), "num_layers is 1.5"),
-])  # fmt: skip
+])
 def test_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         decay.lightning(*arguments)

@@ -327,4 +327,4 @@ def test_a_page_that_names_what_is_not_there_is_found(tmp_path):
     wrong = "├ ops/b.py  `keraunos/kernels/`, `a.py`; `keraunos.ops.c`, `keraunos.ops.a.walk`\n`ops/` has `b.py`"
     assert missing(wrong, tmp_path) == [
         "ops/b.py", "keraunos/kernels/", "a.py", "keraunos.ops.c", "keraunos.ops.a.walk", "b.py",
-    ]  # fmt: skip
+    ]

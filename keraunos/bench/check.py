@@ -77,7 +77,7 @@ def _two_heads(two: Workload, framework: str) -> tuple[list[np.ndarray], np.ndar
     given: dict[str, Any] = {
         **dict(zip(_NAMES, inputs, strict=False)), "log_decay": two.log_decay(),
         **{name: measure.values(x) for name, x in extras.items()},
-    }  # fmt: skip
+    }
     kernel, s = two.kernel, two.shape
     args = [given.get(name) for name in kernel.arguments]
     backend = frontends.get(framework).default_device().backend

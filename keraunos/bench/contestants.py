@@ -98,7 +98,7 @@ class Ours:
             info = MaskInfo(query_segments=extras.get("query_segments"), key_segments=extras.get("key_segments"))
             options |= {"causal": more["causal"], "sliding_window": more["window"], "logits_soft_cap": more["soft_cap"]}
             return lambda q, k, v: operation(q, k, v, None, None, extras.get("sinks"), mask_info=info, dtype=None,
-                                             **options)  # fmt: skip
+                                             **options)
         if log_decay is not None:
             options["log_decay"] = log_decay
         return lambda *arrays: operation(*arrays, **options)

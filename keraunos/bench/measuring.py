@@ -178,7 +178,7 @@ def measure(
     return {
         **asdict(workload), "pass": workload.stage, "bytes_moved": workload.bytes_moved,
         "floor_s": floor(workload, bandwidth), "contestants": reports,
-    }  # fmt: skip
+    }
 
 
 def _time_in_turns(entries: dict[str, _Entry], reports: dict[str, dict], effort: Effort) -> None:

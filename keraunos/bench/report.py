@@ -127,7 +127,7 @@ def _cells(case, found, against) -> list[str]:
         *("" if peer is None else _ratio(peer / median) for peer in peers),
         _short(1e6 * found["host_s"]), _short(1e3 * found["in_a_row_s"]), "" if peak is None else f"{peak:.2f}",
         f"{max(found['errors'].values()):.1e}", f"{found['first_call_s']:.1f}",
-    ]  # fmt: skip
+    ]
 
 
 def _ratio(x: float) -> str:

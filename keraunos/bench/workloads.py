@@ -86,7 +86,7 @@ class Workload:
         if not self.variant:
             object.__setattr__(self, "variant", next(iter(variants)))
         for name, got, known in (("operation", self.operation, OPERATIONS), ("dtype", self.dtype, BYTES),
-                                 ("variant", self.variant, variants)):  # fmt: skip
+                                 ("variant", self.variant, variants)):
             if got not in known:
                 raise ValueError(f"{name} is {got!r}; expected one of {', '.join(known)}")
         if self.shape.H % self._sharing:

@@ -65,7 +65,7 @@ def bench(
         work = [
             workloads.Workload(operation, shape, dtype, stage, name)
             for shape in parsed for name in _names(variant) or [""] for stage in stages
-        ]  # fmt: skip
+        ]
         found = contestants.find(operation, _names(platform), peers)
         if plot is not None:
             report.check_plot(plot)

@@ -50,11 +50,11 @@ def _examine(kernel: Any, name: str, inv: Any, platform: str) -> dict[str, Any]:
     from keraunos.ops.invocation import UnsupportedError
 
     report = {"case": name, "device": inv.device, "platform": None, "tier": None, "config": None, "key": None,
-              "tiers": {}}  # fmt: skip
+              "tiers": {}}
     try:
         choice = default_executor().chain.choose(kernel, inv, None, platform, measure=False)
         report |= {"platform": choice.platform, "tier": choice.tier, "config": choice.cfg.to_json(), "key": choice.key,
-                   "tiers": choice.missed}  # fmt: skip
+                   "tiers": choice.missed}
     except UnsupportedError as error:
         report["error"] = str(error)
     return {**report, "platforms": _platforms(inv, platform, report["platform"])}

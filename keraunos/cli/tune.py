@@ -86,7 +86,7 @@ def _show(report: dict[str, Any]) -> None:
         times, chosen = found["microseconds"], found["config"] == report["winner"]
         quartiles = f"{times['quartile_1']:.1f} to {times['quartile_3']:.1f}"
         table.add_row(fields(found["config"]), f"{times['median']:.1f}", quartiles, str(found["rounds"]),
-                      "chosen" if chosen else "", style="bold" if chosen else None)  # fmt: skip
+                      "chosen" if chosen else "", style="bold" if chosen else None)
     if timed:
         console.print(table)
     dropped = [found for found in report["measurements"] if "microseconds" not in found]

@@ -108,7 +108,7 @@ def chunk_simple_gla(
     return _run(
         "chunk_simple_gla", (q, k, v), kwargs, g=g, g_gamma=g_gamma, scale=scale, initial_state=initial_state,
         output_final_state=output_final_state, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
-    )  # fmt: skip
+    )
 
 
 def fused_chunk_simple_gla(
@@ -126,7 +126,7 @@ def fused_chunk_simple_gla(
     return _run(
         "fused_chunk_simple_gla", (q, k, v), {}, g=g, g_gamma=g_gamma, scale=scale, initial_state=initial_state,
         output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    )
 
 
 def fused_recurrent_simple_gla(
@@ -148,7 +148,7 @@ def fused_recurrent_simple_gla(
         "fused_recurrent_simple_gla", (q, k, v), kwargs, g=g, g_gamma=g_gamma, scale=scale,
         initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         state_v_first=state_v_first, reverse=reverse,
-    )  # fmt: skip
+    )
 
 
 def parallel_simple_gla(
@@ -182,7 +182,7 @@ def chunk_gla(
     return _run(
         "chunk_gla", (q, k, v), {}, g=g, scale=scale, initial_state=initial_state,
         output_final_state=output_final_state, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
-    )  # fmt: skip
+    )
 
 
 def fused_chunk_gla(**kwargs: Any) -> None:
@@ -218,7 +218,7 @@ def fused_recurrent_gla(
     return _run(
         "fused_recurrent_gla", (q, k, v), kwargs, g=gk, scale=scale, initial_state=initial_state,
         output_final_state=output_final_state, cu_seqlens=cu_seqlens, state_v_first=state_v_first, reverse=reverse,
-    )  # fmt: skip
+    )
 
 
 def chunk_lightning_attn(
@@ -237,7 +237,7 @@ def chunk_lightning_attn(
     return _run(
         "chunk_lightning_attn", (q, k, v), kwargs, g_gamma=decay.lightning(q.shape[2], layer_idx, num_layers),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    )
 
 
 def fused_recurrent_lightning_attn(
@@ -257,7 +257,7 @@ def fused_recurrent_lightning_attn(
         "fused_recurrent_lightning_attn", (q, k, v), {}, g_gamma=decay.lightning(q.shape[2], layer_idx, num_layers),
         scale=scale, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         reverse=reverse,
-    )  # fmt: skip
+    )
 
 
 def chunk_retention(
@@ -274,7 +274,7 @@ def chunk_retention(
     return _run(
         "chunk_retention", (q, k, v), kwargs, g_gamma=decay.retnet(q.shape[2]), scale=scale,
         initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    )
 
 
 def fused_chunk_retention(
@@ -291,7 +291,7 @@ def fused_chunk_retention(
     return _run(
         "fused_chunk_retention", (q, k, v), kwargs, g_gamma=decay.retnet(q.shape[2]), scale=scale,
         initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    )
 
 
 def fused_recurrent_retention(
@@ -311,7 +311,7 @@ def fused_recurrent_retention(
         "fused_recurrent_retention", (q, k, v), kwargs, g_gamma=decay.retnet(q.shape[2]), scale=scale,
         initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
         state_v_first=state_v_first, reverse=reverse,
-    )  # fmt: skip
+    )
 
 
 def parallel_retention(
@@ -331,7 +331,7 @@ def parallel_retention(
 def _with_weights(
     name: str, tensors: tuple[Tensor, Tensor, Tensor], gates: Any, scale: float | None, wanted: bool,
     cu_seqlens: Tensor | None, old: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """The output, and the weights of all pairs of tokens if they are wanted; gates ``[B, T, H]`` or ``[H]``."""
     if wanted and cu_seqlens is not None:
         raise ValueError(f"{name}: output_attentions is True with cu_seqlens; expected one of them")

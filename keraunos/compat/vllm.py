@@ -84,7 +84,7 @@ def lightning_attention(
         rest = (x[:, end:] for x in (q, k, v))
         output, last = gla_attention(
             *rest, None, gamma, states[-1][:, -1], softmax_scale=1.0, return_state=True
-        )  # fmt: skip
+        )
         outputs.append(output)
         if T:
             states.append(last[:, None])
@@ -110,7 +110,7 @@ def _in_one_pass(q, k, v, gamma, block_size, state) -> tuple[torch.Tensor, torch
     output, _ = serving.prefill(
         *(x.transpose(0, 1) for x in (q, k, v)), kv.transpose(0, 1), slots, offsets, g_gamma=gamma,
         boundaries=boundaries, softmax_scale=1.0,
-    )  # fmt: skip
+    )
     return output.transpose(0, 1), kv
 
 

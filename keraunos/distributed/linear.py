@@ -397,7 +397,7 @@ def gla_attention(
     g_gamma = contract.per_head("gla_attention", query, "g_gamma", g_gamma)
     arrays = query, key, value, g, g_gamma, initial_state, cu_seqlens
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
-                   _cfg=cfg)  # fmt: skip
+                   _cfg=cfg)
     return run("gla_attention", arrays, (axis_name, group, mesh, spec), options)
 
 
@@ -451,5 +451,5 @@ def lightning_attention(
     log_decay = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     arrays = query, key, value, log_decay, initial_state, cu_seqlens
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
-                   _cfg=cfg)  # fmt: skip
+                   _cfg=cfg)
     return run("lightning_attention", arrays, (axis_name, group, mesh, spec), options)

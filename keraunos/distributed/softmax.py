@@ -89,13 +89,13 @@ def attention(
     limits = mask_info or MaskInfo()
     for name, given in (("bias", bias is not None or init_bias is not None),
                         ("dropout_prob", dropout_prob and not deterministic), ("return_weights", return_weights),
-                        ("a boolean mask", limits.attention_mask is not None)):  # fmt: skip
+                        ("a boolean mask", limits.attention_mask is not None)):
         if given:
             raise UnsupportedError(f"attention: {name} cannot be had over shards of the tokens: it has a value for each"
-                                   " query and key")  # fmt: skip
+                                   " query and key")
     if limits.query_offset is not None:
         raise UnsupportedError("attention: query_offset cannot be had over shards of the tokens, whose queries and keys"
-                               " count from the same place")  # fmt: skip
+                               " count from the same place")
     framework = frontends.framework_of(query)
     if framework is None:
         raise TypeError(f"attention: query is a {type(query).__name__}; expected {frontends.arrays()}")
@@ -103,16 +103,16 @@ def attention(
     if any(x is not None for x in others) or (framework == "jax" and (axis_name is None) == (mesh is None)):
         names = {"torch": "group=, or none for all ranks", "jax": "axis_name= inside shard_map, or mesh= and spec="}
         raise ValueError(f"attention: axis_name is {axis_name!r}, group {group!r}, mesh {mesh!r}; expected"
-                         f" {names[framework]} with arrays of {framework}")  # fmt: skip
+                         f" {names[framework]} with arrays of {framework}")
     frontend = frontends.get(framework)
     wanted = dtype_name(dtype) or frontend.dtype_name(query)
     query, key, value = (x if frontends.framework_of(x) != framework else frontend.cast(x, wanted)
-                         for x in (query, key, value))  # fmt: skip
+                         for x in (query, key, value))
     window = narrower(as_window(sliding_window), limits.sliding_window)
     limits = limits.placed(query)
     causal = truth("causal", causal) or limits.causal
     options = dict(softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=causal, window=window,
-                   softmax_dtype=as_softmax_dtype(wanted, softmax_dtype))  # fmt: skip
+                   softmax_dtype=as_softmax_dtype(wanted, softmax_dtype))
     args = Args(query, key, value, None, softmax_aux, None, limits.query_segments, limits.key_segments)
     if mesh is not None:
         mine = axis = _tokens(spec)
@@ -139,14 +139,14 @@ def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Confi
     limited = options["causal"] or options["window"] is not None
     if size > 1 and limited and inv.dims["T"] != inv.dims["S"]:
         raise ValueError(f"attention: shards have T = {inv.dims['T']} queries and S = {inv.dims['S']} keys; expected as"
-                         " many of both, to tell what causality or a window hides")  # fmt: skip
+                         " many of both, to tell what causality or a window hides")
     if platform in (None, Platform.AUTO):
         platform = None if cfg is None or cfg.platform == Platform.AUTO else cfg.platform
     reasons = []
     for name in PLATFORMS if platform is None else (platform,):
         if name not in PLATFORMS:
             raise UnsupportedError(f"attention: platform {name!r} gives no sums, which shards are merged with;"
-                                   f" expected one of {[str(p) for p in PLATFORMS]}")  # fmt: skip
+                                   f" expected one of {[str(p) for p in PLATFORMS]}")
         try:
             chosen = default_executor().chain.choose(_OPERATION, inv, cfg, name, measure=False)
             break
@@ -158,6 +158,6 @@ def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Confi
     scale = float(inv.dims["K"] ** -0.5 if scale is None else scale)
     cap = options["soft_cap"]
     opts = Options(scale, None if cap is None else float(cap), None, None, 0.0, options["softmax_dtype"], False,
-                   chosen.cfg)  # fmt: skip
+                   chosen.cfg)
     left, right = sides(options["causal"], options["window"])
     return Ring(size, axis_name, left, right, str(name), opts)

@@ -192,16 +192,16 @@ def _leave_plans(
         **strides_of(k, "k", unit), **strides_of(v, "v", unit), **strides_of(g, "g", unit if gate == 2 else 1),
         stride_gamma_b=H if gamma and len(gamma.shape) == 2 else 0, scale=way.scale, T=T, L=L, P=P, NEAR=near,
         SEGMENT=segment or P * L,
-    )  # fmt: skip
+    )
     outputs: dict[str, Any] = dict(
         local=((B, P, H, K, V), "float32"), total=((B, P, H, K) if gate == 2 else (B, P, H), "float32"),
         seen=((B, P, H), "int32"),
-    )  # fmt: skip
+    )
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[2], RV=H // v.shape[2], RG=H // g.shape[2] if g else 1, UNIT=unit, BT=BT,
         BK=BK, BV=BV, GATE=gate, GAMMA=gamma is not None, EXACT=exact, RIGHT=way.right, INCLUSIVE=way.inclusive,
         PRECISION="tf32" if not exact else "ieee" if INTERPRETED else "bf16x6",
-    )  # fmt: skip
+    )
     warps, stages = 8 if BK * BV > 8192 else 4, 4 if halves and not (exact or little) else 3
 
     def plan(count, outputs, far):
@@ -225,7 +225,7 @@ def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, 
     numbers = dict(row=row, P=P, M=M)
     merged = sizes if row else (copies * M * (K * V + gates),)
     constants = dict(H=H, K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, BEFORE=row > 0,
-                     COPIES=copies)  # fmt: skip
+                     COPIES=copies)
     return Plan(
         stretches_kernels.merge_kernel, (M * -(-K // BK),), numbers, dict(merged=(merged, "float32")), constants, 4, 4
     )
@@ -241,7 +241,7 @@ def leave_local(x: Stretch, plan: Any, way: Way, segment: int) -> tuple[Any, Any
     local = total = seen = None
     for launch in _leave_plans(k, v, g, gamma, way, segment, frontends.shared_memory(x.key) < LITTLE):
         local, total, seen = launch.launch(k=x.key, v=x.value, g=x.g, gamma=x.g_gamma, plan=plan, local_given=local,
-                                           total_given=total, seen_given=seen)  # fmt: skip
+                                           total_given=total, seen_given=seen)
     return local, total, seen
 
 
@@ -272,7 +272,7 @@ def pieces(segment: int) -> int:
 
 
 def starts(left: Any, local: Any, total: Any, seen: Any, start: Any, plan: Any, way: Way, segment: int,
-           walked: bool) -> Any:  # fmt: skip
+           walked: bool) -> Any:
     """What each segment of this stretch starts from ``[B * segments, H, K, V]``, after the stretches before it.
 
     Args:
@@ -281,7 +281,7 @@ def starts(left: Any, local: Any, total: Any, seen: Any, start: Any, plan: Any, 
     """
     B, P, *sizes = local.shape
     launch = _starts_plan((B, *sizes), total.shape[-1] if total.ndim == 4 else 1, P, pieces(segment), left.shape[0],
-                          left.shape[1], way, start is not None, walked)  # fmt: skip
+                          left.shape[1], way, start is not None, walked)
     return launch.launch(left=left, local=local, total=total, seen=seen, start=start, plan=plan)[0]
 
 
@@ -296,4 +296,4 @@ def _starts_plan(
     M, BK, S = B * H, 8, P // N
     constants = dict(H=H, K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, WALKED=walked)
     return Plan(stretches_kernels.starts_kernel, (M * -(-K // BK),), dict(stride_left=row, R=R, N=N, S=S, M=M),
-                dict(starts=((B * S, H, K, V), "float32")), constants, 4, 2)  # fmt: skip
+                dict(starts=((B * S, H, K, V), "float32")), constants, 4, 2)

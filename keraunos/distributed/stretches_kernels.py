@@ -28,7 +28,7 @@ def leave_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, RG: tl.constexpr,
     UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
     EXACT: tl.constexpr, RIGHT: tl.constexpr, INCLUSIVE: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """``sum_t exp(gates between t and the end) k_t v_t^T`` over each of P pieces of L tokens; the end is right or left.
 
     INCLUSIVE: the gate of token t counts too. GATE: 0 none, 1 per token, 2 per token and dimension. ``plan``: the first
@@ -154,7 +154,7 @@ def merge_kernel(
     merged,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     RIGHT: tl.constexpr, START: tl.constexpr, BEFORE: tl.constexpr, COPIES: tl.constexpr,
-):  # fmt: skip
+):
     """The state that P pieces leave one after the other ``[M, K, V]``, from what ``leave_kernel`` has of each.
 
     The sum of all their gates follows, ``[M, KD]`` with KD of K or 1. They begin with ``start`` if ``plan`` says that
@@ -211,7 +211,7 @@ def starts_kernel(
     starts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     RIGHT: tl.constexpr, START: tl.constexpr, WALKED: tl.constexpr,
-):  # fmt: skip
+):
     """The state that each of S segments of a stretch starts from ``[B * S, H, K, V]``.
 
     ``left`` is of all R stretches, as for ``merge_kernel``; ``local``, ``total`` and ``seen`` are of this one's pieces,

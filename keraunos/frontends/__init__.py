@@ -155,7 +155,7 @@ def alone(opts: Any) -> Any:
 
 def differentiable(forward: Callable, backward: Callable, operator: Operator, platform: str,
                    folding: tuple[Callable, Callable] | None = None,
-                   axes: Callable | None = None) -> Callable:  # fmt: skip
+                   axes: Callable | None = None) -> Callable:
     """``prepare(framework, opts, args)``: ``args -> outputs``, with gradients.
 
     It serves all args that :func:`signature` does not tell from those that it is prepared for; None: any.
@@ -190,7 +190,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
 
 
 def in_place(compute: Callable, operator: Operator, platform: str, pool: str, writes: Callable[[Any], bool],
-             output: Callable) -> Callable:  # fmt: skip
+             output: Callable) -> Callable:
     """``prepare(framework, opts, args)``: ``args -> (output, pool)`` without gradients, which changes the pool.
 
     It serves all args that :func:`signature` does not tell from those that it is prepared for.
@@ -279,7 +279,7 @@ def _as_called(fn: Callable, traced: Callable | None = None) -> Callable:
 
 
 def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
-           constants: dict[str, Any], **options: Any) -> tuple[Any, ...]:  # fmt: skip
+           constants: dict[str, Any], **options: Any) -> tuple[Any, ...]:
     """Launch a Triton kernel through the framework whose arrays ``inputs`` holds; see the front ends."""
     framework = next(name for name in map(framework_of, inputs.values()) if name)
     return get(f"{framework}.launch").launch(kernel, grid, inputs, outputs, constants, **options)

@@ -42,7 +42,7 @@ class Attention(Kernel):
         return contract.describe(arrange(*args), **options)
 
     def arranged(self, *args: Any, dtype: Any = None, softmax_dtype: Any = None,
-                 **options: Any) -> tuple[Callable, dict[str, Any]]:  # fmt: skip
+                 **options: Any) -> tuple[Callable, dict[str, Any]]:
         """See :meth:`Kernel.arranged`."""
         arranged = Arrangement(args, dtype)
         softmax = as_softmax_dtype(arranged.dtype, softmax_dtype)
@@ -51,7 +51,7 @@ class Attention(Kernel):
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
                    S: int | None = None, G: int | None = None, V: int | None = None, causal: bool = False,
                    window: int | tuple[int, int] | None = None, soft_cap: bool = False, sinks: int = 0,
-                   segments: bool = False) -> Invocation:  # fmt: skip
+                   segments: bool = False) -> Invocation:
         """The description of a call from its sizes, for tuning ahead.
 
         Args:
@@ -75,14 +75,14 @@ class Attention(Kernel):
         dims = dict(zip("BTSHGKV", (B, T, S, H, G, K, V), strict=True))
         options = {"causal": causal, "window": as_window(window), "shifted": False, "soft_cap": bool(soft_cap),
                    "dropout": False, "softmax_dtype": as_softmax_dtype(dtype, None), "return_weights": False,
-                   "positive_scale": True}  # fmt: skip
+                   "positive_scale": True}
         arrays: dict[str, tuple[str, int]] = dict.fromkeys(("query", "key", "value"), (dtype, 4))
         arrays |= {"sinks": ("float32", 2)} if sinks else {}
         arrays |= dict.fromkeys(("query_segments", "key_segments"), ("int32", 2)) if segments else {}
         # A NumPy array stands for sinks of the same shape.
         arguments = {"sinks": np.zeros((H, sinks))} if sinks else {}
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTS"), arrays, options,
-                          arguments=arguments, shared_memory=device.shared_memory)  # fmt: skip
+                          arguments=arguments, shared_memory=device.shared_memory)
 
     def extras(self, inv: Invocation) -> dict[str, Any]:
         """Sinks, segment ids and offsets of a call: normal ones, one segment, of which no block can be left out, and
@@ -107,7 +107,7 @@ class Attention(Kernel):
         kwargs = {name: inv.options[name] for name in ("causal", "window", "softmax_dtype")}
         return {**kwargs, "soft_cap": _CAP if inv.options["soft_cap"] else None,
                 "softmax_scale": None if inv.options["positive_scale"] else -(inv.dims["K"] ** -0.5),
-                "shift": inv.dims["S"] - inv.dims["T"] if inv.options["shifted"] else 0}  # fmt: skip
+                "shift": inv.dims["S"] - inv.dims["T"] if inv.options["shifted"] else 0}
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
         """See :meth:`Kernel.sample`."""
@@ -238,7 +238,7 @@ def attention(
         logits_soft_cap=logits_soft_cap, dtype=dtype, softmax_dtype=softmax_dtype, dropout=dropout, causal=causal,
         sliding_window=sliding_window, query_offset=query_offset, platform=platform, cfg=cfg,
         return_weights=return_weights,
-    )  # fmt: skip
+    )
 
 
 @frontends.apart
@@ -251,7 +251,7 @@ def _seed(dropout_rng, query):
 def _attention(
     query, key, value, bias, softmax_aux, seed, *, mask_info, softmax_scale, logits_soft_cap, dtype, softmax_dtype,
     dropout, causal, sliding_window, query_offset, platform, cfg, return_weights,
-):  # fmt: skip
+):
     """:func:`attention` without what ``torch.compile`` cannot make a node of: a function, and a generator.
 
     Limits are taken apart here: their arrays are the operation's. What is done to arrays is settled by the operation,
@@ -277,7 +277,7 @@ def _attention(
         softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=causal, window=window, shift=shift,
         dropout=dropout, dtype=dtype, softmax_dtype=softmax_dtype, return_weights=return_weights,
         platform=platform, _cfg=cfg,
-    )  # fmt: skip
+    )
     return (output, weights) if return_weights else output
 
 

@@ -27,18 +27,18 @@ class GLAttention(LinearOperation):
     pack = contract.Args
 
     def bind(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
-             *, softmax_scale=None, reverse=False, return_state=True, state_v_first=False) -> Invocation:  # fmt: skip
+             *, softmax_scale=None, reverse=False, return_state=True, state_v_first=False) -> Invocation:
         args = self.pack(query, key, value, g, g_gamma, initial_state, cu_seqlens)
         return contract.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
     def low_level(self, query, key, value, g=None, g_gamma=None, softmax_scale=None, initial_state=None, reverse=False,
-                  cu_seqlens=None):  # fmt: skip
+                  cu_seqlens=None):
         """See :meth:`Kernel.low_level`."""
         arrays = query, key, value, g, g_gamma, initial_state, cu_seqlens
         return arrays, dict(softmax_scale=softmax_scale, reverse=reverse)
 
     def call(self, fn: Callable, args: Any, *, cfg: Config, softmax_scale: float | None = None, reverse: bool = False,
-             **options: Any) -> Any:  # fmt: skip
+             **options: Any) -> Any:
         """See :meth:`Kernel.call`."""
         return fn(*args[:5], softmax_scale, args.initial_state, reverse, args.cu_seqlens, cfg=cfg)
 
@@ -121,5 +121,5 @@ def gla_attention(
         _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,
         platform=platform, _cfg=cfg,
-    )  # fmt: skip
+    )
     return (output, state) if return_state else output

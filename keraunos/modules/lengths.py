@@ -55,7 +55,7 @@ def bucketed(operation: Callable) -> Callable:
 
 
 def _lightning(query, key, value, initial_state=None, cu_seqlens=None, *, layer_idx=None, num_layers=None,
-               log_decay=None, **options):  # fmt: skip
+               log_decay=None, **options):
     heads = most_heads(query, key, value)
     gamma = constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     return _gla(query, key, value, None, gamma, initial_state, cu_seqlens, **options)

@@ -32,12 +32,12 @@ class LightningAttention(LinearOperation):
         return (*args[:3], *args[4:])
 
     def bind(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
-             *, softmax_scale=None, reverse=False, return_state=True, state_v_first=False) -> Invocation:  # fmt: skip
+             *, softmax_scale=None, reverse=False, return_state=True, state_v_first=False) -> Invocation:
         args = self.pack(query, key, value, log_decay, initial_state, cu_seqlens)
         return contract.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
     def low_level(self, query, key, value, layer_idx=None, num_layers=None, softmax_scale=None, initial_state=None,
-                  reverse=False, cu_seqlens=None, *, log_decay=None):  # fmt: skip
+                  reverse=False, cu_seqlens=None, *, log_decay=None):
         """See :meth:`Kernel.low_level`."""
         heads = contract.most_heads(query, key, value)
         gamma = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
@@ -45,10 +45,10 @@ class LightningAttention(LinearOperation):
         return arrays, dict(softmax_scale=softmax_scale, reverse=reverse)
 
     def call(self, fn: Callable, args: Any, *, cfg: Config, softmax_scale: float | None = None, reverse: bool = False,
-             **options: Any) -> Any:  # fmt: skip
+             **options: Any) -> Any:
         """See :meth:`Kernel.call`."""
         return fn(*args[:3], None, None, softmax_scale, args.initial_state, reverse, args.cu_seqlens,
-                  log_decay=args.g_gamma, cfg=cfg)  # fmt: skip
+                  log_decay=args.g_gamma, cfg=cfg)
 
 
 _OPERATION = LightningAttention()
@@ -131,5 +131,5 @@ def lightning_attention(
         _OPERATION, query, key, value, log_decay, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,
         platform=platform, _cfg=cfg,
-    )  # fmt: skip
+    )
     return (output, state) if return_state else output

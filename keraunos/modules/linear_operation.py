@@ -19,7 +19,7 @@ from keraunos.ops.kernel import Kernel
 # Of arrays of tokens, the third is the array's own number of heads.
 _SHAPES = {
     "query": "BT.K", "key": "BT.K", "value": "BT.V", "g": "BT.K", "g_gamma": "BH", "initial_state": "NHKV",
-}  # fmt: skip
+}
 
 
 class LinearOperation(Kernel):
@@ -36,7 +36,7 @@ class LinearOperation(Kernel):
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
                    G: int | None = None, V: int | None = None, N: int | None = None, HQ: int | None = None,
                    HV: int | None = None, HG: int | None = None, gate: str | None = None, state: bool = False,
-                   reverse: bool = False) -> Invocation:  # fmt: skip
+                   reverse: bool = False) -> Invocation:
         """The description of a call from its sizes, for tuning ahead.
 
         Args:
@@ -78,7 +78,7 @@ class LinearOperation(Kernel):
         constants = frozenset(("g_gamma",) if gate == "constant" else ())
         arrays = {name: given[name] for name in Args._fields if name in given}
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
-                          {"reverse": reverse}, constants, shared_memory=device.shared_memory)  # fmt: skip
+                          {"reverse": reverse}, constants, shared_memory=device.shared_memory)
 
     def checker(self, *args: Any, **kwargs: Any) -> Callable | None:
         """See :meth:`Kernel.checker`."""

@@ -48,7 +48,7 @@ class Executor:
         return type(self), (self.chain,)
 
     def __call__(self, kernel: Kernel, *args: Any, _cfg: Config | None = None, platform: str | None = None,
-                 **kwargs: Any) -> Any:  # fmt: skip
+                 **kwargs: Any) -> Any:
         """Run ``kernel`` on ``args``.
 
         Args:
@@ -67,7 +67,7 @@ class Executor:
             return kernel.run(*args, cfg=self._choose(kernel, args, kwargs, _cfg, platform).cfg, **kwargs)
         # With the options' types: 1 and 1.0 equal True, but the checks may refuse them.
         key = (kernel, _cfg, platform, active_policy.get(), self.chain.cache.generation, kernel_registry.generation,
-               *kwargs, *kwargs.values(), *map(type, kwargs.values()), *signature(args))  # fmt: skip
+               *kwargs, *kwargs.values(), *map(type, kwargs.values()), *signature(args))
         try:
             run = self._remembered.get(key)
         except TypeError:

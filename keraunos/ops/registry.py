@@ -317,7 +317,7 @@ class KernelRegistry:
         row, _ = self.choose(inv, cfg.platform)
         if missing := [name for name in row.implementation.fields if getattr(cfg, name) is None]:
             raise ValueError(f"{public_name(inv.op_id)}: the configuration has no {', '.join(missing)}; platform"
-                             f" {row.platform!r} needs {', '.join(row.implementation.fields)}")  # fmt: skip
+                             f" {row.platform!r} needs {', '.join(row.implementation.fields)}")
 
 
 def _by_platform(reasons: dict[str, dict[str, None]]) -> list[str]:

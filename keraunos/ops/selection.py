@@ -176,7 +176,7 @@ class ConfigSelectorChain:
         return active_policy.get() or self._own_policy
 
     def choose(self, kernel: Kernel, inv: Invocation, cfg: Config | None = None, platform: str | None = None,
-               *, measure: bool = True) -> Choice:  # fmt: skip
+               *, measure: bool = True) -> Choice:
         """The platform and configuration for a call.
 
         Args:

@@ -55,7 +55,7 @@ def _decay(operation: PoolOperation, key: Any, log_decay: Any, g_gamma: Any) -> 
 
 
 def _call(operation: PoolOperation, args: Args, softmax_scale: float | None, platform: str | None,
-          cfg: Config | None) -> tuple[Any, Any]:  # fmt: skip
+          cfg: Config | None) -> tuple[Any, Any]:
     """``(output, pool)``: what is changed in place is what was given."""
     if framework := frontends.framework_of(args.key):
         # What varies from call to call, unlike decays, and so is no constant.

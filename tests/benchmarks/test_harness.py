@@ -100,7 +100,7 @@ def test_a_first_call_is_timed_in_a_process_of_its_own():
     "script",
     ["accuracy", "attention", "concurrency", "cpu", "dispatch", "distributed", "faults", "gpu", "serving", "training",
      "variants"],
-)  # fmt: skip
+)
 def test_scripts_take_their_options(script, monkeypatch, capsys):
     pytest.importorskip("torch")
     monkeypatch.setattr(sys, "argv", [script, "--help"])

@@ -26,13 +26,13 @@ def test_the_page_shows_the_figures(tmp_path):
             "triton (torch)": contestant("triton", 0.0015), "fla (torch)": contestant("fla", 0.006),
             "xla (jax)": {"name": "xla", "framework": "jax", "skipped": "left out"},
         },
-    }  # fmt: skip
+    }
     about = dict.fromkeys(("keraunos", "torch", "jax", "triton", "jax-triton", "fla-core", "driver", "python"), "1.2.3")
     about |= {"device": "NVIDIA X", "date": "2026-01-02", "copy_bandwidth": 4.2e12}
     section = {
         "about": about, "cases": [case], "first_calls": [], "left_out": [{"workload": "w", "reason": "no time"}],
         "equalities": {"jax_equals_torch": True, "reruns_equal": False},
-    }  # fmt: skip
+    }
     (tmp_path / "nvidia-x.json").write_text(json.dumps({"gla_attention": section}))
     page = report.page(tmp_path)
     for expected in (
@@ -40,5 +40,5 @@ def test_the_page_shows_the_figures(tmp_path):
         "| 1,8192,64 | 1.000 | 1.500 | 6.000 | 1.50 | 6.00 | 4.00 |", "xla (jax): left out (at 1,8192,64)",
         "left out: w: no time", "through JAX and PyTorch: yes; in 20 runs: no", "![", "(benchmarks-nvidia-x.png)",
         "no results from a CPU",
-    ):  # fmt: skip
+    ):
         assert expected in page

@@ -32,7 +32,7 @@ def test_table_json_and_plot(run, tmp_path):
     output = run(
         "lightning_attention", "--shapes", "1,40,1,16,8", "--against", "fla,torch", *TINY,
         "--platform", "xla", "--json", str(tmp_path / "out" / "b.json"), "--plot", str(tmp_path / "drawn" / "b.png"),
-    )  # fmt: skip
+    )
     for expected in (
         "xla (jax)",
         "torch (torch)",
@@ -72,12 +72,12 @@ def case(**more):
         *({"name": "pallas", "framework": framework, "skipped": reason} for framework in ("jax", "torch")),
         timed("xla", "jax", 0.0018), timed("torch", "torch", 321.5, host_s=0.4321, peak_ratio=None, note="timed once"),
         timed("cudnn", "jax", 0.0014), {"name": "sdpa", "framework": "torch", "skipped": "needs \x1b[31m a GPU"},
-    ]  # fmt: skip
+    ]
     return {
         "operation": "attention", "variant": "shared-special", "dtype": "bfloat16", "pass": "forward+backward",
         "shape": {"B": 1, "T": 65536, "H": 64, "K": 128, "V": 256}, "floor_s": 3.8e-4, "bytes_moved": 294900,
         "contestants": {f"{one['name']} ({one['framework']})": one for one in found}, **more,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("columns", [80, 100])
@@ -115,7 +115,7 @@ def test_without_times_there_is_no_table():
 
 def test_variants_of_attention(run, tmp_path):
     run("attention", "--shapes", "1,24,8,16", "--variant", "shared-special,shared", "--backward", *TINY,
-        "--against", "cudnn", "--platform", "xla,torch", "--json", str(tmp_path / "b.json"))  # fmt: skip
+        "--against", "cudnn", "--platform", "xla,torch", "--json", str(tmp_path / "b.json"))
     cases = json.loads((tmp_path / "b.json").read_text())["cases"]
     assert [case["variant"] for case in cases] == ["shared-special", "shared"]
     for case in cases:
@@ -153,7 +153,7 @@ def test_the_wrong_are_not_timed(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr(contestants.Ours, "function", wrong)
     output = run("gla_attention", "--shapes", "1,64,2,16", "--forward", *TINY, "--platform", "xla,torch",
-                 "--json", str(tmp_path / "b.json"), code=1)  # fmt: skip
+                 "--json", str(tmp_path / "b.json"), code=1)
     assert "wrong: output has error 0.01" in " ".join(output.split())
     (case,) = json.loads((tmp_path / "b.json").read_text())["cases"]
     assert "median_s" not in case["contestants"]["torch (torch)"]
@@ -171,7 +171,7 @@ def test_a_failure_does_not_end_the_others(monkeypatch):
     monkeypatch.setattr(contestants.Ours, "function", broken)
     workload = Workload("lightning_attention", Shape(1, 16, 1, 16, 16), "float32")
     case = measuring.measure(workload, contestants.find(workload.operation, ["xla", "torch"], []), 1e9,
-                             measuring.Effort(rounds=2))  # fmt: skip
+                             measuring.Effort(rounds=2))
     assert case["contestants"]["torch (torch)"]["skipped"] == "RuntimeError: out of order"
     assert case["contestants"]["xla (jax)"]["median_s"] > 0
 

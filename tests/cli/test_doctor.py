@@ -82,7 +82,7 @@ def test_what_comes_from_files_is_shown_as_text(unasked, monkeypatch):
 
 
 @pytest.mark.parametrize(("folder", "shown"), [("/somewhere", "/somewhere/configurations"),
-                         ("~nosuchuser/x", "none: KERAUNOS_CACHE_DIR is '~nosuchuser/x'")])  # fmt: skip
+                         ("~nosuchuser/x", "none: KERAUNOS_CACHE_DIR is '~nosuchuser/x'")])
 def test_the_cache_is_named(unasked, monkeypatch, folder, shown):
     monkeypatch.setenv("KERAUNOS_CACHE_DIR", folder)
     assert f"cache: {shown}" in CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor"]).stdout

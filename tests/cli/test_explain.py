@@ -49,7 +49,7 @@ def test_it_finds_what_was_measured(run, tmp_path):
 
 @pytest.mark.parametrize(("operation", "framework", "platform"), [
     ("lightning_attention", "jax", "xla"), ("gla_attention", "torch", "torch"), ("attention", "torch", "torch"),
-])  # fmt: skip
+])
 def test_text_fits_into_narrow_terminals(run, operation, framework, platform):
     text = run(operation, "--shape", "T=8,H=2,K=16", "--framework", framework, "--dtype", "float16")
     lines = text.splitlines()

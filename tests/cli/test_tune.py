@@ -164,7 +164,7 @@ def test_entries_that_are_not_ours_are_shown_as_far_as_they_can_be(run, tmp_path
         "empty": {}, "null": {"winner": None, "measurements": None}, "text": {"measurements": "text"},
         "number": {"measurements": 5}, "of others": {"winner": {"block_q": 16}, "measurements": [1, None, [], median]},
         "no median": {"winner": {}, "measurements": [{"config": {}, "microseconds": 3}]},
-    })  # fmt: skip
+    })
     lines = run("cache", "show").splitlines()
     shown = dict(zip(lines[::2], (line.strip() for line in lines[1::2]), strict=True))
     assert shown["whole"] == "block_q=16 · 1.25 µs · of 2 candidates · n"
@@ -174,7 +174,7 @@ def test_entries_that_are_not_ours_are_shown_as_far_as_they_can_be(run, tmp_path
 
 def test_nothing_in_a_file_or_its_name_reaches_the_terminal_as_a_command(run, tmp_path):
     entry = {"winner": {HOSTILE: HOSTILE}, "measurements": [{"config": {HOSTILE: HOSTILE},
-             "microseconds": {"median": HOSTILE}}], "note": f"a\nb{HOSTILE}"}  # fmt: skip
+             "microseconds": {"median": HOSTILE}}], "note": f"a\nb{HOSTILE}"}
     store(tmp_path, {f"gla | {HOSTILE}\nanother key": entry, "gla | \ud800": entry})
     folder = tmp_path / "user" / "configurations"
     (folder / f"{HOSTILE}.json").write_text("{")

@@ -38,7 +38,7 @@ def truth(q, k, v, slopes, block, history, dtype):
         part = np.s_[:, begin : begin + block]
         o, state = linear_attention(
             q[part], k[part], v[part], None, -slopes, state, softmax_scale=1.0, dtype=dtype
-        )  # fmt: skip
+        )
         outputs.append(o)
         states.append(state)
     return tokens_first(np.concatenate(outputs, 1)), np.stack(states, 2)
@@ -48,7 +48,7 @@ def truth(q, k, v, slopes, block, history, dtype):
     (2, 70, 16, 16, 32, "float32"), (1, 600, 32, 32, 256, "bfloat16"), (1, 64, 24, 40, 32, "float16"),
     (1, 20, 192, 192, 256, "bfloat16"), (1, 33, 256, 64, 16, "float32"), (2, 1, 16, 16, 256, "float32"),
     (1, 128, 16, 16, 64, "float32"),
-])  # fmt: skip
+])
 def test_lightning_attention(B, T, D, E, block, dtype):
     slopes = np.array([0.0, 0.05, 2.0], np.float32)
     q, k = normal(B, 3, T, D, dtype=dtype), normal(B, 3, T, D, dtype=dtype, seed=1)
@@ -61,7 +61,7 @@ def test_lightning_attention(B, T, D, E, block, dtype):
     assert kv.shape == (B, 3, -(-T // block) + 1, D, E)
     args = q, k, v, slopes, block, history
     assert_within_rule(("output", "kv"), [array(output), array(kv)], truth(*args, np.float64),
-                       truth(*args, np.float32), [dtype, coarser(dtype, "float32")])  # fmt: skip
+                       truth(*args, np.float32), [dtype, coarser(dtype, "float32")])
 
 
 def test_no_tokens():
@@ -155,10 +155,10 @@ def test_gradients():
         linear_attention_vjp(*arrays, None, -slopes, array(history), None, tokens_first(array(doutput)), array(dlast),
                              softmax_scale=1.0, dtype=dtype)
         for dtype in (np.float64, np.float32)
-    )  # fmt: skip
+    )
     results = [tokens_first(array(x)) for x in got[:3]] + [-array(got[3]), array(got[4])]
     assert_within_rule(("dq", "dk", "dv", "ded", "dhistory"), results, [*want[:3], *want[4:]], [*near[:3], *near[4:]],
-                       ["float32"] * 5)  # fmt: skip
+                       ["float32"] * 5)
 
 
 def test_gradients_through_the_history():
@@ -175,7 +175,7 @@ def test_gradients_through_the_history():
 
 
 @pytest.mark.parametrize(("D", "dtype", "cache"), [(16, "float32", "float32"), (192, "bfloat16", "float32"),
-                                                   (256, "float16", "bfloat16")])  # fmt: skip
+                                                   (256, "float16", "bfloat16")])
 def test_decode(D, dtype, cache):
     slopes, slots = np.array([0.0, 0.5], np.float32), [4, -1, 0]
     q, k, v = (normal(3, 2, 1, D, dtype=dtype, seed=i) for i in range(3))
@@ -213,7 +213,7 @@ def test_prefill_then_decode_is_the_whole():
     )
     got = [array(output).reshape(1, 2, 16), array(caches), array(whole[:, :, 99]), array(kv[:, :, -1])]
     assert_within_rule(("decoded", "cache", "whole", "kv"), got, [want[0][:, 99], want[1]] * 2,
-                       [near[0][:, 99], near[1]] * 2, ["float32"] * 4)  # fmt: skip
+                       [near[0][:, 99], near[1]] * 2, ["float32"] * 4)
 
 
 def test_inference_mode():

@@ -22,7 +22,7 @@ def decays(log_decay, n):
 
 @gluon.jit
 def copy(q_s, k_s, v_s, full, empty, q_desc, k_desc, v_desc, row, col, blocks, C: gl.constexpr, N: gl.constexpr,
-         STAGES: gl.constexpr, FAULT: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr, FAULT: gl.constexpr):
     for i in range(blocks):
         stage = i % STAGES
         phase = (i // STAGES) & 1
@@ -46,7 +46,7 @@ def copy(q_s, k_s, v_s, full, empty, q_desc, k_desc, v_desc, row, col, blocks, C
 
 @gluon.jit
 def multiply(q_s, k_s, v_s, late_s, state_s, o_s, full, empty, o_desc, log_decay, row, col, blocks, HALF: gl.constexpr,
-             C: gl.constexpr, K: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, FAULT: gl.constexpr):  # fmt: skip
+             C: gl.constexpr, K: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, FAULT: gl.constexpr):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     row_of = gl.arange(0, C, layout=gl.SliceLayout(1, MMA))
@@ -109,7 +109,7 @@ def multiply(q_s, k_s, v_s, late_s, state_s, o_s, full, empty, o_desc, log_decay
 
 @gluon.jit
 def forward(q_desc, k_desc, v_desc, o_desc, log_decay_ptr, T, C: gl.constexpr, K: gl.constexpr, N: gl.constexpr,
-            STAGES: gl.constexpr, FAULT: gl.constexpr = None):  # fmt: skip
+            STAGES: gl.constexpr, FAULT: gl.constexpr = None):
     """K and half of V are 64; descriptors of [B T, H K] and [B T, H V], log_decay of [H] in base 2."""
     log_decay = gl.load(log_decay_ptr + gl.program_id(0))
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, K], q_desc.layout)
@@ -138,4 +138,4 @@ def forward(q_desc, k_desc, v_desc, o_desc, log_decay_ptr, T, C: gl.constexpr, K
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )

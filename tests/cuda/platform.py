@@ -23,7 +23,7 @@ def launcher(mode="late", seed=0, replaced=None):
         kernel = (replaced or {}).get(kernel.fn.__name__, kernel)
         assert [*inputs, *outputs, *constants] == kernel.arg_names
         made = tuple(None if x is None else torch.full(x[0], torch.nan, dtype=getattr(torch, x[1]))
-                     for x in outputs.values())  # fmt: skip
+                     for x in outputs.values())
         if 0 not in grid:
             given = (*inputs.values(), *made, *constants.values())
             emulator.launch(kernel, grid, *given, mode=mode, seed=seed, num_warps=num_warps)

@@ -29,7 +29,7 @@ CHUNK = 64
 SCHEDULES = [("late", 0), ("early", 0), ("random", 1), ("late", 2), ("early", 3), ("random", 4)]
 LENGTHS = [Case(B=1, T=T, H=1, state=True, **kind)
            for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK + 5)
-           for kind in (dict(gamma=1), dict(gate="scalar", reverse=True))]  # fmt: skip
+           for kind in (dict(gamma=1), dict(gate="scalar", reverse=True))]
 OPTIONS = [
     Case(B=2, T=70, H=2),
     Case(B=2, T=70, H=2, gamma=2, reverse=True),
@@ -42,7 +42,7 @@ OPTIONS = [
     Case(H=1, lengths=(0, 3, 0), gate="scalar"),
     *(Case(B=1, T=200, H=1, gamma=1, gate=gate, decay=decay, state=True)
       for decay in ("zero", "strong", "infinite") for gate in ("none", "scalar")),
-]  # fmt: skip
+]
 CASES = [*LENGTHS, *OPTIONS]
 
 
@@ -171,7 +171,7 @@ def launches(monkeypatch, case, constant=()):
             elif isinstance(x, torch.Tensor):
                 types[name] = "*" + {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}[
                     str(x.dtype).removeprefix("torch.")
-                ]  # fmt: skip
+                ]
             else:
                 types[name] = "fp32" if isinstance(x, float) else "i32"
         found.append((kernel, tuple(sorted(types.items())), tuple(sorted(fixed.items()))))

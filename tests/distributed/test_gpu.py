@@ -235,7 +235,7 @@ def test_attention_over_the_devices_of_jax(case):
 @pytest.mark.parametrize(("name", "platform"), [
     ("lightning", "triton"), ("lightning", "pallas"), ("decays", "triton"), ("decays", "pallas"), ("gates", "triton"),
     ("gates", "pallas"), ("attention", "triton"), ("attention", None), ("sinks", "triton"),
-])  # fmt: skip
+])
 def test_nothing_is_resharded(name, platform, axis):
     size = devices()
     import jax
@@ -251,7 +251,7 @@ def test_nothing_is_resharded(name, platform, axis):
     more = {"decays": dict(d=(H,)), "gates": dict(g=(B, T, H, K)), "sinks": dict(s=(H, 2))}.get(name, {})
     keys = jax.random.split(jax.random.key(0), 4)
     given = {n: jax.random.normal(key, shape, "bfloat16")
-             for key, (n, shape) in zip(keys, (shapes | more).items(), strict=False)}  # fmt: skip
+             for key, (n, shape) in zip(keys, (shapes | more).items(), strict=False)}
     for n in set(given) & {"g", "d"}:
         given[n] = -abs(given[n]).astype("float32" if n == "d" else "bfloat16") / 8
 
@@ -268,7 +268,7 @@ def test_nothing_is_resharded(name, platform, axis):
     where = {"b": "batch", "h": "heads"}
     mesh = jax.make_mesh((size,), (axis,), axis_types=(AxisType.Auto,))
     put = [jax.device_put(x, NamedSharding(mesh, P(*(where.get(c) if where.get(c) == axis else None
-                                                    for c in letters[n])))) for n, x in given.items()]  # fmt: skip
+                                                     for c in letters[n])))) for n, x in given.items()]
     compiled = jax.jit(results_and_gradients(call)).lower(*put).compile()
     moved = re.findall(r"\b(all-gather|all-to-all|collective-permute|reduce-scatter)", compiled.as_text())
     got = compiled(*put)
@@ -311,7 +311,7 @@ def test_states_that_devices_of_jax_hand_over_are_those_that_nccl_brings(kind, m
         *x, state = x
         decay = (x[3], None) if kind == "gates" else (None, decays)
         return distributed.gla_attention(*x[:3], *decay, state, lengths, mesh=mesh, spec=P(None, "tokens"),
-                                         platform=platform, reverse=kind == "reverse", return_state=True)  # fmt: skip
+                                         platform=platform, reverse=kind == "reverse", return_state=True)
 
     def made(peers):
         monkeypatch.setenv("KERAUNOS_PEERS", peers)

@@ -92,7 +92,7 @@ def test_the_volume_does_not_grow_with_the_tokens():
     for T in (64, 512):
         x = jax.ShapeDtypeStruct((1, T, 2, 16), np.float32)
         call = functools.partial(distributed.lightning_attention, layer_idx=0, num_layers=2, mesh=mesh,
-                                 spec=P(None, "tokens"), platform=PLATFORM)  # fmt: skip
+                                 spec=P(None, "tokens"), platform=PLATFORM)
 
         def loss(q, k, v, call=call):
             return call(q, k, v).sum()
@@ -110,6 +110,6 @@ def test_the_axis_is_needed():
     x = np.ones((1, 8, 2, 16), np.float32)
     call = distributed.lightning_attention
     for options, words in (({}, "expected axis_name="), ({"axis_name": "tokens"}, "no axis of a shard_map"),
-                           ({"mesh": jax.make_mesh((2,), ("tokens",))}, "spec is None")):  # fmt: skip
+                           ({"mesh": jax.make_mesh((2,), ("tokens",))}, "spec is None")):
         with pytest.raises(ValueError, match=words):
             call(*[jax.numpy.asarray(x)] * 3, layer_idx=0, num_layers=2, **options)

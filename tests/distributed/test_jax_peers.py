@@ -52,7 +52,7 @@ def test_only_one_way_is_in_the_program(check_vma):
     ((0, 2, 1, 3), NAMES, "", "the mesh has the devices in another order than jax.devices()"),
     pytest.param((0, 1, 2, 3), NAMES, "", "a device is not a Hopper GPU (H100, H200)",
                  marks=pytest.mark.skipif(GPU, reason="these may be")),
-])  # fmt: skip
+])
 def test_what_speaks_against_it(numbers, manual, environment, reason, monkeypatch):
     monkeypatch.setenv("KERAUNOS_PEERS", environment)
     assert jax_peers.unreachable(SPMDAxisContext(mesh_of(*numbers), frozenset(manual))) == reason

@@ -27,7 +27,7 @@ TOKENS, STATE = P("batch", None, "heads"), P("batch", "heads")
 CFG = keraunos.Config(block_q=16, block_k=16, platform="xla")
 # The platform as if it were made of kernels that JAX and XLA see nothing of.
 BOXES = contract.kernels("xla", linear.__file__, linear.forward, linear.backward, fields=linear.FIELDS,
-                          heuristic=linear.heuristic, candidates=linear.candidates)  # fmt: skip
+                         heuristic=linear.heuristic, candidates=linear.candidates)
 
 
 def normal(seed, *shape):
@@ -83,7 +83,7 @@ CALLS = {
     "attention by blocks": (masked, [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (SINKS, P("heads")),
                                      (IDS, P("batch")), (OFFSETS, P("batch"))]),
     "attention in a box": (box_of_attention, [(half(x), TOKENS) for x in (Q, KEYS, VALUES)]),
-}  # fmt: skip
+}
 
 
 def results_and_gradients(f):
@@ -105,7 +105,7 @@ def results_and_gradients(f):
 @pytest.mark.parametrize(("name", "kind"), [
     *((name, AxisType.Auto) for name in CALLS),
     *((name, AxisType.Explicit) for name in ("gla in a box", "heads of their own in a box", "attention by blocks")),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_nothing_is_resharded(name, kind):
     f, given = CALLS[name]
     mesh = jax.make_mesh((2, 4), ("batch", "heads"), axis_types=(kind,) * 2)
@@ -150,7 +150,7 @@ def test_shards_of_tokens_beside_those_of_batch_and_heads(name):
         r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(", text
     )
     moved = {kind: max(max(map(_size, re.findall(r"\[([\d,]*)\]", shape))) for shape, k in found if k == kind)
-             for _, kind in found}  # fmt: skip
+             for _, kind in found}
     shard = B * 256 * H * K // 8
     if name == "attention":
         assert set(moved) == {"collective-permute"}
@@ -170,7 +170,7 @@ def test_heads_that_share_keys_stay_together():
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,))
     f, given = CALLS["gla in a box"]
     put = [jax.device_put(x, NamedSharding(mesh, P(None, None, "heads") if x.shape[2:3] == (H,) else P()))
-           for x, _ in given]  # fmt: skip
+           for x, _ in given]
     for a, b in zip(jax.jit(f)(*put), f(*(jnp.asarray(x) for x, _ in given)), strict=True):
         assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
 

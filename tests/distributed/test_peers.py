@@ -112,7 +112,7 @@ def test_what_the_user_wants_is_0_or_1(monkeypatch, caplog):
     ([("a", "0", 8, False), ("a", "1", 8, True)], (), "KERAUNOS_PEERS is 0"),
     ([("a", "0", 8, False), ("a", "1", 8, False)], (1,), "rank 1 cannot share memory: not permitted"),
     ([("a", "0", 8, False), ("a", "1", 8, False)], (), ""),
-], ids=["hosts", "gpu", "refused", "failed", "able"])  # fmt: skip
+], ids=["hosts", "gpu", "refused", "failed", "able"])
 def test_all_ranks_agree_on_the_way(facts, failing, reason):
     for found, ready, warned in run_world(reasons, 2, facts, failing):
         assert found == ("" if failing else reason)

@@ -54,7 +54,7 @@ class Case:
     def options(self):
         """Keyword arguments of the public function, but for the mask."""
         return dict(causal=self.causal, sliding_window=self.window, logits_soft_cap=self.soft_cap, dtype=self.dtype,
-                    softmax_scale=self.scale)  # fmt: skip
+                    softmax_scale=self.scale)
 
     @staticmethod
     def mask_info(ids, lengths):
@@ -72,7 +72,7 @@ class Case:
             own = np.zeros((2, T), np.int32) if ids is None else ids
             other = np.where(np.arange(T) < lengths[:, None], own, -1)
         options = dict(softmax_scale=self.scale, soft_cap=self.soft_cap, causal=self.causal, window=self.window,
-                       sinks=sinks, query_segments=own, key_segments=other)  # fmt: skip
+                       sinks=sinks, query_segments=own, key_segments=other)
         found, scales = [], []
         for dtype in (np.float64, np.float32):
             output, _ = reference(q, k, v, **options, dtype=dtype)
@@ -96,12 +96,12 @@ CASES = [
     Case(causal=True, sinks=4, soft_cap=5.0, segments=True), Case(lengths=True, sinks=-1, scale=-0.5),
     Case(causal=True, dtype="bfloat16", lengths=True, G=4), Case(window=(9, 1), sinks=1, G=1),
     Case(window=(40, 17), soft_cap=3.0, lengths=True), Case(window=(0, 0), sinks=-1),
-]  # fmt: skip
+]
 MORE = [
     Case(), Case(causal=True, views=True), Case(causal=True, window=(20, 3)), Case(window=(3, 25)),
     Case(window=(0, 40)), Case(causal=True, lengths=True, segments=True), Case(sinks=4, each=0),
     Case(causal=True, window=(20, 0), dtype="bfloat16"),
-]  # fmt: skip
+]
 
 
 def on_jax(case, size, axes=("tokens",), spec=(None, "tokens"), **options):
@@ -161,7 +161,7 @@ def test_memory_and_program_do_not_grow_with_the_ring():
         mesh = jax.make_mesh((size,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
         spec = P(None, "tokens")
         call = jax.shard_map(lambda q: attention(q, q, q, axis_name="tokens", causal=True), mesh=mesh, in_specs=spec,
-                             out_specs=spec)  # fmt: skip
+                             out_specs=spec)
         sharding = jax.sharding.NamedSharding(mesh, spec)
         shape = jax.ShapeDtypeStruct((1, 128 * size, 2, 32), jnp.bfloat16, sharding=sharding)
         compiled = jax.jit(jax.grad(lambda q, call=call: call(q).astype(jnp.float32).sum())).lower(shape).compile()
@@ -186,7 +186,7 @@ def test_jax_over_a_mesh(kind):
     def run(q, k, v, sinks):
         spec = P(None, "tokens", "heads")
         return attention(q, k, v, None, None, sinks, mesh=mesh, spec=spec, mask_info=case.mask_info(ids, None),
-                         **case.options)  # fmt: skip
+                         **case.options)
 
     output, pull = jax.vjp(jax.jit(run), q, k, v, sinks)
     case.check([np.asarray(x) for x in (output, *pull(do))])
@@ -220,7 +220,7 @@ def on_torch(rank, size, cases, platform=None, device="cpu"):
         if sinks is not None:
             dist.all_reduce(given[3].grad)
         found.append([None if x is None else x.double().cpu().numpy()
-                      for x in (output.detach(), *(x if x is None else x.grad for x in given))])  # fmt: skip
+                      for x in (output.detach(), *(x if x is None else x.grad for x in given))])
     return found
 
 
@@ -276,7 +276,7 @@ def test_shards_that_do_not_fit_raise_on_all_ranks():
     (dict(axis_name="rows"), ValueError, "no axis of a shard_map"),
     (dict(S=8, causal=True), ValueError, "T = 4 queries and S = 2 keys"),
     (dict(platform="pallas"), UnsupportedError, "gives no sums"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_what_is_refused(options, error, message):
     import jax
     import jax.numpy as jnp
@@ -298,4 +298,4 @@ def test_what_is_refused(options, error, message):
     spec = P(None, "tokens")
     with pytest.raises(error, match=message):
         jax.shard_map(lambda q, k: attention(q, k, k, bias, **options), mesh=mesh, in_specs=(spec, spec),
-                      out_specs=spec)(q, k)  # fmt: skip
+                      out_specs=spec)(q, k)

@@ -74,7 +74,7 @@ HEADS = dict(H=4, HQ=2, G=1, HV=4, HG=2)
 @pytest.mark.parametrize("gates", [*({"G": 1, **x} for x in GATES), HEADS | GATES[1], HEADS | GATES[2]], ids=str)
 def test_a_state_and_its_gradient(framework, gates, reverse, dtype):
     case = Case(**gates, B=2 if GPU else 1, T=sum(LENGTHS), V=40, state=True, reverse=reverse, dtype=dtype,
-                decay="weak" if reverse else "infinite")  # fmt: skip
+                decay="weak" if reverse else "infinite")
     args, doutput, dstate = case.arrays
     way = stretches.Way(case.H, not reverse, False)
     state = after_all(framework, args.key, args.value, args, args.initial_state, way)
@@ -82,14 +82,14 @@ def test_a_state_and_its_gradient(framework, gates, reverse, dtype):
     dinitial = after_all(framework, args.query, doutput, args, dstate, back)
     (truth, _), (in_dtype, _) = case.reference(), case.reference(np.float32)
     assert_within_rule(["state", "dinitial"], [state, dinitial], [truth[1], truth[7]], [in_dtype[1], in_dtype[7]],
-                       [dtype] * 2)  # fmt: skip
+                       [dtype] * 2)
 
 
 # The gradient of the state is as small as the decays, so the relative error of these is all of its.
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("case", [
     Case(gamma=1, seed=703), Case(gate="scalar", seed=1182), Case(gate="vector", gamma=1, seed=1182),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_strong_decays(framework, case):
     case = dataclasses.replace(case, B=1, T=2, H=1, decay="strong", state=True)
     args, doutput, dstate = case.arrays
@@ -148,4 +148,4 @@ def test_segments_start_from_what_all_before_them_leave(framework, gates, right,
                 part.__dict__["arrays"] = (cut, case.arrays[1][:, before], case.arrays[2])
                 slot = 2 - i if walked and not right else i
                 assert_within_rule(["start"], [got[:, slot]], [part.reference()[0][1]],
-                                   [part.reference(np.float32)[0][1]], ["float32"])  # fmt: skip
+                                   [part.reference(np.float32)[0][1]], ["float32"])

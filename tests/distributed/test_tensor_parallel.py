@@ -86,7 +86,7 @@ def test_dtensors_are_refused_with_what_to_do():
     text = "got a DTensor; expected each rank's own heads or sequences, x.to_local()"
     assert [x.split(text)[0] for x in said] == [
         "gla_attention: ", "lightning_attention: ", "gla_attention: ", "decode: ",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.skipif(GPU, reason="runs on the host's processes")

@@ -161,7 +161,7 @@ def test_shards_of_other_lengths(case):
 @pytest.mark.parametrize(("what", "words"), [
     ("others", "value is float32 (1, T, 2, 24) on rank 0, float32 (1, T, 2, 25) on rank 1"),
     ("wrong", "rank 1: gla_attention: key has shape (1, 4, 2, 17); expected [B, T, heads, K] = (1, 4, heads, 16)"),
-])  # fmt: skip
+])
 def test_all_ranks_say_what_is_wrong_on_some(what, words):
     first, second = ranks(2)[what]
     assert words in first

@@ -11,7 +11,7 @@ from keraunos import frontends
     ("NVIDIA L4", dict(shared_memory_per_block_optin=101376, shared_memory_per_block=49152), 101376),
     ("NVIDIA H200", dict(shared_memory_per_block_optin=232448, shared_memory_per_block=49152), 232448),
     ("AMD Instinct MI300X", dict(shared_memory_per_block=65536), 65536),
-])  # fmt: skip
+])
 def test_torch_asks_the_gpu(monkeypatch, request, name, properties, shared):
     torch = pytest.importorskip("torch")
     has = SimpleNamespace(name=name, **properties)
@@ -25,7 +25,7 @@ def test_torch_asks_the_gpu(monkeypatch, request, name, properties, shared):
     ("cuda", "8.0", 166912), ("cuda", "8.6", 101376), ("cuda", "8.7", 166912), ("cuda", "8.9", 101376),
     ("cuda", "9.0", 232448), ("cuda", "10.0", 232448), ("cuda", "12.0", 101376), ("cuda", "99.0", 101376),
     ("rocm", "gfx942:sramecc+:xnack-", 65536), ("rocm", "gfx950", 163840),
-])  # fmt: skip
+])
 def test_jax_knows_capabilities(platform, capability, shared):
     pytest.importorskip("jax")
     device = _Device(platform, capability)

@@ -25,7 +25,7 @@ def blocks(q, k, v):
         keraunos.attention(q, k[:, :, :2], v[:, :, :2], None, rng, mask_info=mask, causal=True, deterministic=False,
                            dropout_prob=0.25, cfg=cfg)
         for cfg in (None, cfg)
-    ]  # fmt: skip
+    ]
 
 
 def mapped(q, k, v):

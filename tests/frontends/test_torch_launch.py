@@ -78,7 +78,7 @@ def test_runs_again_for_another_kind_of_call(kernel):
     calls = [
         ([x[:4], x[:4]], 2), ([x[:4], x[:4]], 3), ([x[:5], x[:5]], 2), ([x[:8:2], x[:4]], 2), ([x[:4], None], 2),
         ([x[:4].half(), x[:4]], 2), ([x[1:5], x[:4]], 2),
-    ]  # fmt: skip
+    ]
     for tensors, factor in calls * 2:
         first, second = tensors
         expected = first + factor * second if second is not None else first
@@ -124,7 +124,7 @@ def test_one_tensor_given_twice_is_two_arguments(kernel):
 
 @pytest.mark.parametrize("other", [
     lambda x, y: (y.mul_(2),), lambda x, y: (y * 2,), lambda x, y: (y[1:],), lambda x, y: (torch.ones(2),),
-])  # fmt: skip
+])
 def test_what_does_more_than_launch_runs_each_time(kernel, other):
     call, ran = counted(lambda tensors, factor: other(tensors[0], add(kernel, *tensors, factor)))
     results = []
@@ -214,7 +214,7 @@ def test_launches_as_triton_would(monkeypatch, scratch):
     vars(start).update(
         launch=lambda *args: launched.append(args), num_ctas=1, launch_cooperative_grid=False, launch_pdl=True,
         global_scratch_size=scratch, global_scratch_align=16, profile_scratch_size=0, profile_scratch_align=1,
-    )  # fmt: skip
+    )
 
     class Built:
         run, function, packed_metadata = start, 500, (4, 1, 1000)

@@ -109,7 +109,7 @@ def test_every_operator_is_registered_by_one_module():
 def options(**changed):
     """The options of ``keraunos::gla``, in their order."""
     given = dict(softmax_scale=0.25, reverse=False, platform="torch", launch="block_q=16", constant="", state=True,
-                 kept=True)  # fmt: skip
+                 kept=True)
     return given | changed
 
 
@@ -150,7 +150,7 @@ def test_tensors_are_checked_whoever_gives_them():
     with pytest.raises(ValueError, match="out has strides"):
         torch.ops.keraunos.prefill(q[0], q[0], q[0], states, torch.tensor([0]), torch.tensor([0, 20]),
                                    torch.empty(20, 2, 32)[..., ::2], None, None, None, None, None, 1.0, "torch",
-                                   "block_q=16")  # fmt: skip
+                                   "block_q=16")
 
 
 def test_strides_need_not_be_those_of_the_graph():

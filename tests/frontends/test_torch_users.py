@@ -72,7 +72,7 @@ def test_autocast_takes_mixed_dtypes(name):
     with torch.autocast(DEVICE, torch.bfloat16):
         found = [OPERATIONS[name](q.to(a), k.to(b), v.to(a)) for a, b in (
             (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)
-        )]  # fmt: skip
+        )]
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
@@ -172,7 +172,7 @@ def test_vmap_is_one_call_with_a_larger_batch(name, shared):
         f"{op}_backward", lambda: torch.func.grad(
             lambda *args: torch.vmap(loss, in_dims=dims)(*args).sum(), argnums=(0, 1, 2, 3)
         )(q, k, v, x)
-    )  # fmt: skip
+    )
     assert calls == (n if one_by_one else 1)
     singles = [(call(*element(i)), *grad(*element(i))) for i in range(n)]
     exact = [(call(*(y.double() for y in element(i))), *grad(*(y.double() for y in element(i)))) for i in range(n)]
@@ -257,7 +257,7 @@ def test_nested_tensors_are_refused(name, layout):
         "attention": (lambda: keraunos.attention(x, x, x), "attention", "from_segments"),
         "decode": (lambda: serving.decode(x, x, x, states, slots), "decode", "a dense one"),
         "prefill": (lambda: serving.prefill(x, x, x, states, slots, OFFSETS), "prefill", "as cu_seqlens"),
-    }[name]  # fmt: skip
+    }[name]
     with pytest.raises(TypeError, match=f"^{function}: query is a nested tensor; expected .*{wanted}"):
         call()
 
@@ -282,7 +282,7 @@ GRADIENTS = ("query", "key", "value", "g", "g_gamma", "initial_state")
 def test_any_gradients_may_be_wanted(platform, gate, wanted):
     """A gradient that is wanted is what it is where all are wanted."""
     given = [*qkv(grad=False), gates() if gate == 4 else gates()[..., 0], -normal(H, seed=5).abs(),
-             normal(B, H, K, K, seed=4)]  # fmt: skip
+             normal(B, H, K, K, seed=4)]
     both = []
     for names in (GRADIENTS, wanted):
         args = [x.clone().requires_grad_(name in names) for name, x in zip(GRADIENTS, given, strict=True)]
@@ -290,7 +290,7 @@ def test_any_gradients_may_be_wanted(platform, gate, wanted):
         both.append(gradients(outputs, [args[GRADIENTS.index(name)] for name in wanted]))
     truth = [x.double().requires_grad_() for x in given]
     exact = gradients([x.double() for x in keraunos.gla_attention(*truth, return_state=True, platform="torch")],
-                      [truth[GRADIENTS.index(name)] for name in wanted])  # fmt: skip
+                      [truth[GRADIENTS.index(name)] for name in wanted])
     hosts = [[x.cpu().numpy() for x in y] for y in (both[1], exact, both[0])]
     assert_within_rule(wanted, *hosts, ["float32"] * len(wanted))
 

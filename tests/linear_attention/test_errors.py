@@ -73,7 +73,7 @@ def packed(**changes):
     ({"platform": "xla", "cfg": keraunos.Config(platform="torch")}, ValueError, "expected the same"),
     ({"cfg": keraunos.Config(backend="tpu", platform="xla")}, keraunos.UnsupportedError,
      "gla_attention: asked for backend 'tpu'; the arrays are on [cg]pu"),
-], ids=lambda x: str(x)[:40])  # fmt: skip
+], ids=lambda x: str(x)[:40])
 def test_gla(changes, error, message):
     with pytest.raises(error, match=message):
         call(**changes)
@@ -86,7 +86,7 @@ def test_gla(changes, error, message):
     ({"cu_seqlens": [0, T]}, TypeError, "cu_seqlens is of type builtins.list"),
     ({"initial_state": jnp.zeros((1, H, K, V))}, ValueError, r"initial_state .*; expected .* \(2, 4, 16, 24\)"),
     ({"g_gamma": jnp.zeros((2, H))}, ValueError, "g_gamma has shape"),
-], ids=lambda x: str(x)[:40])  # fmt: skip
+], ids=lambda x: str(x)[:40])
 def test_packed(changes, error, message):
     with pytest.raises(error, match=message):
         packed(**changes)
@@ -108,7 +108,7 @@ def test_packed(changes, error, message):
      r"log_decay has a value 0.1.* at \[3\]; expected <= 0"),
     ({"log_decay": [0, 0, 0]}, ValueError, r"log_decay has shape \(3,\); expected \[H\] = \(4,\)"),
     ({"log_decay": jnp.zeros(H, int)}, TypeError, "log_decay has dtype int32"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_lightning(options, error, message):
     q, k, v = jnp.zeros((B, T, H, K)), jnp.zeros((B, T, G, K)), jnp.zeros((B, T, G, V))
     with pytest.raises(error, match=message):
@@ -121,7 +121,7 @@ def test_lightning(options, error, message):
     ({"softmax_scale": 1.0}, {"softmax_scale": 1 + 0j}, TypeError, r"softmax_scale is \(1\+0j\)"),
     ({"layer_idx": 1}, {"layer_idx": True}, TypeError, "layer_idx is True; expected an integer"),
     ({"num_layers": 4}, {"num_layers": 4.0}, ValueError, "num_layers is 4.0; expected an integer"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_what_equals_a_remembered_option_is_checked_all_the_same(right, wrong, error, message):
     def run(**options):
         q = jnp.zeros((B, T, H, K))

@@ -37,7 +37,7 @@ def ours(x, dt, A, B, C, state, platform):
     return keraunos.gla_attention(
         C, B, x * dt[..., None], dt * A, None, state, softmax_scale=1.0, return_state=True, state_v_first=True,
         platform=platform,
-    )  # fmt: skip
+    )
 
 
 def arrays():
@@ -48,7 +48,7 @@ def arrays():
 
     dt = np.log1p(np.exp(normal(BATCH, T, HEADS) - 2))
     given = (normal(BATCH, T, HEADS, DIM), dt, -np.exp(normal(HEADS)), normal(BATCH, T, GROUPS, STATE),
-             normal(BATCH, T, GROUPS, STATE), normal(BATCH, HEADS, DIM, STATE))  # fmt: skip
+             normal(BATCH, T, GROUPS, STATE), normal(BATCH, HEADS, DIM, STATE))
     return given, normal(BATCH, T, HEADS, DIM), normal(BATCH, HEADS, DIM, STATE)
 
 
@@ -86,7 +86,7 @@ def test_a_step_continues_a_cache_of_its_layout():
         output, _ = serving.decode(
             C[:, t], B[:, t], x[:, t] * dt[:, t, :, None], state.mT, torch.arange(BATCH), g=dt[:, t] * A,
             softmax_scale=1.0,
-        )  # fmt: skip
+        )
         made.append(output)
     assert_within_rule(["y", "state"], [torch.stack(made, 1).numpy(), state.numpy()], [truth.numpy(), final.numpy()],
-                       [in_dtype.numpy(), final.float().numpy()], ["float32"] * 2)  # fmt: skip
+                       [in_dtype.numpy(), final.float().numpy()], ["float32"] * 2)

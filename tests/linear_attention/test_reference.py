@@ -30,7 +30,7 @@ def test_reverse_is_the_flipped_sequence():
     Case(B=1, T=4, K=2, V=3, gate="vector", reverse=True, state=True, dtype="float64", gate_dtype="float64", scale=0.7),
     Case(B=1, T=3, H=6, HQ=3, G=2, HV=6, HG=3, K=2, V=2, gate="scalar", gamma=1, state=True, dtype="float64",
          gate_dtype="float64"),
-], ids=["vector", "packed", "reverse", "heads"])  # fmt: skip
+], ids=["vector", "packed", "reverse", "heads"])
 def test_gradient_equals_central_differences(case):
     args, doutput, dstate = case.arrays
     args = args._replace(initial_state=args.initial_state.astype(np.float64))
@@ -49,6 +49,6 @@ def test_gradient_equals_central_differences(case):
             step = np.zeros_like(args[i])
             step[index] = 1e-6
             slope = (loss(args._replace(**{args._fields[i]: args[i] + step}))
-                     - loss(args._replace(**{args._fields[i]: args[i] - step}))) / 2e-6  # fmt: skip
+                     - loss(args._replace(**{args._fields[i]: args[i] - step}))) / 2e-6
             # Central differences in float64 hold about nine digits.
             assert abs(slope - grad[index]) <= 1e-8 * max(1, abs(slope))

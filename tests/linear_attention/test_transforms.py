@@ -117,7 +117,7 @@ def test_traced_cu_seqlens_do_not_recompile(gla):
 
     for split in (0, 3, 64, 70):
         close(f(jnp.array([0, split, T])), gla(q, k, v, g, None, jnp.concatenate([state, state]),
-                                               jnp.array([0, split, T])))  # fmt: skip
+                                               jnp.array([0, split, T])))
     assert len(traced) == 1
 
 
@@ -194,7 +194,7 @@ PACKED = Case(gate="vector", lengths=(3, 0, 20), state=True, B=1)
     (Case(gate="scalar", gamma=2, G=1, reverse=True, T=40), "all"),
     (Case(gate="scalar", gamma=2, H=4, HQ=1, G=2, HV=4, HG=2, T=40, state=True), "all"),
     (Case(gamma=1, lengths=(9, 14), B=1), "twice"), (Case(V=8, T=40), "some"),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_folding_into_the_batch_is_right(case, mapped):
     call = functools.partial(folded()[0], reverse=case.reverse, cfg=keraunos.Config(block_q=16, platform="xla"))
 
@@ -208,7 +208,7 @@ def test_folding_into_the_batch_is_right(case, mapped):
 
     # Other values in every call, and other lengths; or query and value alone, and the others shared.
     cases = [dataclasses.replace(case, seed=seed, lengths=case.lengths and case.lengths[:: 1 - 2 * (seed % 2)])
-             for seed in range(4)]  # fmt: skip
+             for seed in range(4)]
     shared = range(7) if mapped == "some" else ()
     for one in cases:
         args = [cases[0].arrays[0][i] if i in shared and i not in (0, 2) else x for i, x in enumerate(one.arrays[0])]
@@ -261,7 +261,7 @@ def rows_computed(monkeypatch, *arrays, mapped=False):
     kernels = contract.kernels(
         "xla", xla.__file__, xla.forward, xla.backward, fields=xla.FIELDS, heuristic=xla.heuristic,
         candidates=xla.candidates, has_vmap=True,
-    )  # fmt: skip
+    )
     call = on_one_device(functools.partial(kernels[0], cfg=keraunos.Config(block_q=32, platform="xla")))
     with monkeypatch.context() as patch:
         patch.setattr(xla._Vector, "__init__", counted)
@@ -402,7 +402,7 @@ def test_chunks_are_those_of_the_device_that_a_program_is_lowered_for(gradient):
 @pytest.mark.parametrize("case", [
     Case(gate="vector", gamma=1, state=True, decay="infinite"), Case(gamma=2, G=1, reverse=True),
     Case(gate="scalar", B=1, lengths=(1, 0, 1), state=True),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_one_exported_program_for_all_batches_and_lengths(case):
     """Of packed calls for all lengths together."""
     made = []
@@ -413,7 +413,7 @@ def test_one_exported_program_for_all_batches_and_lengths(case):
         sizes = dict(query=(b, t), key=(b, t), value=(b, t), g=(b, t), initial_state=() if case.lengths else (b,))
         sizes |= dict(cu_seqlens=(), g_gamma=(b,) if case.gamma == 2 else ())
         specs = {name: jax.ShapeDtypeStruct((*sizes[name], *x.shape[len(sizes[name]):]), x.dtype)
-                 for name, x in args._asdict().items() if x is not None}  # fmt: skip
+                 for name, x in args._asdict().items() if x is not None}
         call = functools.partial(keraunos.gla_attention, reverse=case.reverse, return_state=True, platform="xla")
         return jax.export.export(jax.jit(lambda x: call(**x)))(specs).serialize(vjp_order=1)
 

@@ -34,7 +34,7 @@ def lightning(args, case, platform, **options):
     return keraunos.lightning_attention(
         query, key, value, state, cu_seqlens, log_decay=g_gamma, softmax_scale=case.scale, reverse=case.reverse,
         return_state=True, platform=platform, **options,
-    )  # fmt: skip
+    )
 
 
 def values_first(function):
@@ -103,7 +103,7 @@ def test_without_the_state(run_gla_in_two, gates):
 # Some results are as small as the decay, so the relative error of that is all of theirs.
 @pytest.mark.parametrize("case", [
     Case(gamma=1, seed=3697), Case(gate="scalar", seed=3697), Case(gate="vector", gamma=1, K=64, seed=160),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_one_token_and_a_strong_decay(run_gla, case):
     dataclasses.replace(case, B=1, T=1, H=1, decay="strong", state=True).check(run_gla)
 
@@ -112,7 +112,7 @@ def test_one_token_and_a_strong_decay(run_gla, case):
 @pytest.mark.parametrize("case", [
     Case(gate="vector", lengths=(3, 2), seed=2080), Case(gate="scalar", T=200, state=True),
     Case(gate="scalar", lengths=(130, 5, 70), state=True, reverse=True),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_gradients_of_gates_that_are_next_to_nothing(run_gla, case):
     case = dataclasses.replace(case, B=1, H=1, K=64, V=64, gamma=1, decay="strong", dtype="bfloat16")
     case.check(run_gla)
@@ -128,7 +128,7 @@ def test_gates_of_single_tokens_without_a_state_have_no_gradient(run_gla, gates)
 @pytest.mark.parametrize("case", [
     Case(gate="scalar", T=40, V=24, state=True), Case(gate="vector", lengths=(20, 0, 9), V=24, B=1, state=True),
     Case(gamma=1, T=40, V=24, G=1), Case(gamma=1, T=40, V=24, state=True, reverse=True),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_states_with_values_first(platform, framework, case):
     case.check(runner(platform, framework, values_first(gla if case.gate != "none" else lightning)))
 
@@ -143,7 +143,7 @@ def test_every_length(run_gla, gates, T):
     Case(gate="vector", gamma=1, T=300, B=1, reverse=True), Case(gamma=1, T=544, B=1, state=True),
     Case(gate="scalar", K=32, V=32, T=650, H=1),
     Case(gate="vector", K=32, V=32, T=544, B=1, H=1, decay="strong", state=True),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_more_chunks_than_a_group_has(run_gla, case):
     case.check(run_gla)
 
@@ -230,7 +230,7 @@ def test_lightning(run_lightning, state, dstate):
     Case(gamma=1, dtype="bfloat16", K=64, V=64, T=200), Case(gamma=1, dtype="float16", K=128, V=64, T=130, state=True),
     Case(gamma=1, dtype="bfloat16", K=64, V=128, H=4, G=2, T=65, reverse=True, decay="strong"),
     Case(gamma=1, decay="infinite", T=80),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_lightning_options(run_lightning, case):
     case.check(run_lightning)
 
@@ -313,7 +313,7 @@ def test_nothing_leaks_between_packed_sequences(run_gla):
     args.initial_state[1] = np.nan
     output, states = run_gla(case, False)
     for got, want in ((output[:, :40], clean[0][:, :40]), (output[:, 70:], clean[0][:, 70:]),
-                      (states[[0, 2]], clean[1][[0, 2]])):  # fmt: skip
+                      (states[[0, 2]], clean[1][[0, 2]])):
         np.testing.assert_array_equal(got, want)
     assert np.isnan(output[:, 40:70]).all()
 

@@ -24,7 +24,7 @@ gla, lightning = keraunos.bucketed(keraunos.gla_attention), keraunos.bucketed(ke
     Case(B=1, lengths=(3, 0, 60, 7), gamma=1, state=True, gate="scalar"),
     Case(B=1, lengths=(30, 34), gamma=1, state=True, reverse=True), Case(B=1, lengths=(40,), state=True),
     Case(T=70, gamma=1, decay="infinite", gate="vector", state=True),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_results_and_gradients_are_those_of_the_call_as_given(case):
     def function(args, case, platform):
         return gla(*args, softmax_scale=case.scale, reverse=case.reverse, return_state=True, platform=platform)

@@ -79,9 +79,9 @@ def test_the_executor_takes_arrays_by_name(framework):
     equal(run(keraunos.GLAttention(), q, k, v)[0], keraunos.gla_attention(q, k, v))
     decay = np.array([-0.5, -1.0], np.float32)
     equal(run(keraunos.LightningAttention(), **x, log_decay=decay)[0],
-          keraunos.lightning_attention(**x, log_decay=decay))  # fmt: skip
+          keraunos.lightning_attention(**x, log_decay=decay))
     equal(run(keraunos.Attention(), query=q, key=k, value=v, causal=True)[0],
-          keraunos.attention(q, k, v, causal=True, dtype=None))  # fmt: skip
+          keraunos.attention(q, k, v, causal=True, dtype=None))
     step = arrays(framework, key=(3, H, K), value=(3, H, K), query=(3, H, K), states=(4, H, K, K))
     slots = q[0, :3, 0, 0] * 0
     step["slots"] = slots.astype("int32") if framework == "jax" else slots.int()
@@ -135,7 +135,7 @@ _WRONG = jnp.ones((1, 1, 1, 7))
     ("verify", lambda x: serving.verify(**x, states=_WRONG, slots=_WRONG)),
     ("commit", lambda x: serving.commit(x["key"], x["value"], states=_WRONG, slots=_WRONG, counts=None)),
     ("prefill", lambda x: serving.prefill(**x, states=_WRONG, slots=_WRONG, cu_seqlens=None)),
-])  # fmt: skip
+])
 def test_errors_carry_the_functions_name(name, call):
     with pytest.raises((ValueError, TypeError), match=f"^{name}: "):
         call(qkv("jax"))
@@ -209,7 +209,7 @@ def test_without_a_framework_errors_say_what_to_install(tmp_path):
                 print(error)
         """
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path,
-                          env={"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)})  # fmt: skip
+                          env={"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)})
     wanted = "neither framework is installed, pip install 'keraunos[jax]' or 'keraunos[torch]'"
     lines = done.stdout.splitlines()
     assert [line.endswith(wanted) for line in lines[:3]] == [True] * 3, done.stdout + done.stderr

@@ -6,7 +6,7 @@ import pytest
 import keraunos
 
 SHAPES = [((0, 10, 2, 16), (0, 10, 2, 16)), ((2, 0, 2, 16), (2, 0, 2, 16)), ((2, 0, 2, 16), (2, 10, 2, 16)),
-          ((2, 10, 2, 16), (2, 0, 2, 16))]  # fmt: skip
+          ((2, 10, 2, 16), (2, 0, 2, 16))]
 
 
 def results(framework, call, query, keys):

@@ -235,7 +235,7 @@ NO_DIRECTORY = {
                        patch.setitem(sys.modules, "platformdirs", None)),
         "install it, or set KERAUNOS_CACHE_DIR",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("why", NO_DIRECTORY)
@@ -343,7 +343,7 @@ ENTRIES = st.dictionaries(st.just("a") | st.text(max_size=8), st.dictionaries(st
 
 
 @hypothesis.given(st.binary() | st.builds(json.dumps, JSON | st.fixed_dictionaries({"schema": st.just(1), "entries":
-                  ENTRIES | JSON})).map(str.encode), st.booleans())  # fmt: skip
+                  ENTRIES | JSON})).map(str.encode), st.booleans())
 @hypothesis.settings(max_examples=150, deadline=None)
 def test_whatever_is_in_the_file_no_call_fails(content, backward):
     with tempfile.TemporaryDirectory() as folder:

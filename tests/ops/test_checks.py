@@ -64,7 +64,7 @@ def test_gates_of_every_dtype(array, dtype, wrong):
 
 @pytest.mark.parametrize(("offsets", "value", "at"), [
     ([0, 10, 50], 50, 2), ([0, 10, 5, 30], 5, 2), ([10, 20], 10, 0), ([0, 10, 20], 20, 2), ([-1, 30], -1, 0),
-])  # fmt: skip
+])
 def test_offsets(array, offsets, value, at):
     q = ones(array, 1, T)
     message = rf"gla_attention: cu_seqlens has a value {value} at \[{at}\]; expected offsets that rise from 0 to T = 30"
@@ -224,7 +224,7 @@ def test_what_is_traced_or_transformed_is_not_read():
 
 def python(code):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
-                          env={**__import__("os").environ, "KERAUNOS_CHECK": "1"})  # fmt: skip
+                          env={**__import__("os").environ, "KERAUNOS_CHECK": "1"})
     return done.stdout + done.stderr
 
 

@@ -20,7 +20,7 @@ from keraunos.ops.registry import kernel_registry
 
 KERNELS = {
     "gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention, "attention": keraunos.Attention,
-}  # fmt: skip
+}
 ROWS = [row for row in kernel_registry.rows() if row.algorithm in KERNELS]
 
 

@@ -155,7 +155,7 @@ def test_a_decay_that_is_constant_and_one_that_is_learned_have_keys_of_their_own
     assert constant.key in key[0]
     t = jnp.ones((2, 2, 16)) if framework == "jax" else q[0, :2]
     pool, slots = (jnp.ones((4, 2, 16, 16)), jnp.arange(2)) if framework == "jax" else (
-        torch.ones(4, 2, 16, 16), torch.arange(2))  # fmt: skip
+        torch.ones(4, 2, 16, 16), torch.arange(2))
     key = [keraunos.explain(keraunos.serving.decode, t, t, t, pool, slots, g_gamma=x).key for x in ([0.0, 0.0], gamma)]
     assert key[0] != key[1]
 
@@ -169,10 +169,10 @@ def test_an_explicit_field_that_the_platform_does_not_have_is_refused(platform):
             call(q, q, q, cfg=cfg, platform=platform)
     with pytest.raises(ValueError, match="lightning_attention: cfg has block_d, num_warps, which platform 'xla'"):
         keraunos.lightning_attention(q, q, q, layer_idx=0, num_layers=2, cfg=keraunos.LightningAttentionConfig(
-            block_d=16, num_warps=4, platform="xla"))  # fmt: skip
+            block_d=16, num_warps=4, platform="xla"))
     with pytest.raises(ValueError, match=r"decode: cfg has block_q, .*expected no field"):
         keraunos.serving.decode(q[0, :2], q[0, :2], q[0, :2], jnp.ones((4, 2, 16, 16)), jnp.arange(2),
-                                cfg=keraunos.ops.Config(block_q=16))  # fmt: skip
+                                cfg=keraunos.ops.Config(block_q=16))
     # An overlay's is none that a user gave for this platform.
     key = keraunos.explain(keraunos.gla_attention, q, q, q).key
     with keraunos.overlay_cache({key: cfg}):

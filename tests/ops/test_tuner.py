@@ -219,7 +219,7 @@ def test_the_real_operation_is_tuned_and_its_gradient_checked():
 @pytest.mark.parametrize("name", ["gla", "lightning_attn"])
 @pytest.mark.parametrize("sizes", [
     {"gate": "constant"}, {"N": 3, "state": True}, {"G": 1, "V": 8, "reverse": True}, {"HQ": 1, "G": 1, "HV": 2},
-])  # fmt: skip
+])
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_samples_are_calls_of_the_shape_that_was_asked_for(name, sizes, framework):
     kernel = {"gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention}[name]()

@@ -23,7 +23,7 @@ class Toy(Kernel):
             raise ValueError(f"toy: x has shape {x.shape}; expected [B, T]")
         dims = {"B": x.shape[0], "T": x.shape[1]}
         return Invocation("toy", "jax", "cpu", "toy cpu", dims, frozenset("BT"), {"x": (x.dtype.name, 2)},
-                          {"twice": twice})  # fmt: skip
+                          {"twice": twice})
 
     def sample(self, inv, seed):
         rng = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def planted(behaviour, calls=None):
         "toy", "xla", "any", 1, frameworks=("jax",), fields=("block_q",),
         heuristic=lambda inv, cfg: replace(cfg, block_q=sizes[0]),
         candidates=lambda inv, cfg: [replace(cfg, block_q=size) for size in sizes],
-    )(fn)  # fmt: skip
+    )(fn)
     try:
         yield Toy()
     finally:

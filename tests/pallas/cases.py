@@ -54,7 +54,7 @@ def sized(rng: np.random.Generator):
         ("as they are", (1, 1)), ("large queries", (2.0**20, 1)), ("small queries", (2.0**-20, 1)),
         ("large keys", (1, 2.0**20)), ("small keys", (1, 2.0**-20)), ("queries of zeros", (zeros, 1)),
         ("keys of zeros", (1, zeros)), ("queries of all sizes", (sizes, 1)), ("keys of all sizes", (1, sizes)),
-    ):  # fmt: skip
+    ):
         yield what, *(jnp.asarray(x, jnp.bfloat16) for x in (query * factors[0], key * factors[1], value, g))
     for what, gates in (("late gates", late), *((f"gates times {n}", g * n) for n in (1.6, 2, 8, 30))):
         yield what, *(jnp.asarray(x, jnp.bfloat16) for x in (query, key, value, gates))

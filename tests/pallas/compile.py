@@ -70,7 +70,7 @@ def environment(dump: str) -> dict[str, str]:
 
 
 def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, packed=None, gate=None, kept=True,
-            gamma="constant", state=False, reverse=False, in_mesh=False) -> dict[str, dict[str, int]]:  # fmt: skip
+            gamma="constant", state=False, reverse=False, in_mesh=False) -> dict[str, dict[str, int]]:
     """The most that any of a call's launches of a kernel needs, forward and backward.
 
     ``packed``: sequences; ``gate``: "scalar", "vector" or None; ``gamma``: "constant", "learned" or None; ``kept``: the
@@ -98,7 +98,7 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
         array(B, T, H, K), array(B, T, G, K), array(B, T, G, V), gates[gate],
         array(H, dtype="float32") if gamma else None, final if state else None,
         array(packed + 1, dtype="int32") if packed else None,
-    )  # fmt: skip
+    )
     opts = Options(K**-0.5, reverse, Config(num_stages=2), ("g_gamma",) if gamma == "constant" else (), kept=kept)
 
     def both(args, doutput, dfinal):
@@ -114,7 +114,7 @@ def measure(dump: Path, *, dtype="bfloat16", K=128, V=128, H, G=None, B=1, T, pa
 
 
 def measure_exchange(dump: Path, *, H, K=128, V=128, pieces, segment, size=4, right=True,
-                     tokens=0) -> dict[str, dict[str, int]]:  # fmt: skip
+                     tokens=0) -> dict[str, dict[str, int]]:
     """The most that the kernel needs in which ``size`` GPUs hand over states.
 
     ``segment``: its pieces, None if packed; ``tokens``: of a piece, with constant decays.
@@ -135,10 +135,10 @@ def measure_exchange(dump: Path, *, H, K=128, V=128, pieces, segment, size=4, ri
     def call(local, total, seen, start, plan):
         total, seen = (total[:, 0], None) if tokens else (total, seen)
         return hand_over(local, total, seen, start, None if segment else plan, axis="tokens", size=size, right=right,
-                         pieces=segment, walked=True, same=bool(segment), tokens=tokens)  # fmt: skip
+                         pieces=segment, walked=True, same=bool(segment), tokens=tokens)
 
     given = (array(1, pieces, H, K, V), array(1, pieces, H), array(1, pieces, H, dtype="int32"), array(1, H, K, V),
-             array(4, dtype="int32"))  # fmt: skip
+             array(4, dtype="int32"))
     call = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 5, out_specs=spec)
     # As in a process that has these devices.
     with mock.patch.object(core, "is_single_process_multi_device_topology", return_value=True):

@@ -41,7 +41,7 @@ CALLS = [
     (case(lengths=(5, 0, 333, 70), K=128, gate="vector", gate_dtype="bfloat16", decay="strong"), (2, 1)),
 ]
 KERNELS = {"scan", "states", "combine", "gates_scan", "gates_states", "gates_combine", "gates_gradients",
-           "gates_strong"}  # fmt: skip
+           "gates_strong"}
 
 
 def planted():
@@ -59,7 +59,7 @@ def planted():
         body, out_type=jax.ShapeDtypeStruct((N,), "int32"), scratch_types=[plgpu.SMEM((N,), "int32")], grid=(2,),
         grid_names=("program",), num_threads=2, thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )  # fmt: skip
+    )
     jax.block_until_ready(jax.jit(kernel)())
 
 

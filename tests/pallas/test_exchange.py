@@ -106,7 +106,7 @@ def played(arrays, size, right, **options):
     )
     with mock.patch.multiple(exchange, **patches):
         exchange.hand_over(*(x if x is None else x[0] for x in arrays), axis="tokens", size=size, right=right,
-                                  **options)  # fmt: skip
+                           **options)
     return results[0]
 
 
@@ -138,7 +138,7 @@ def check(results, arrays, **options):
 @pytest.mark.parametrize(("P", "pieces", "B", "H", "K", "right", "walked", "decay"), [
     (6, 2, 1, 1, 32, True, True, 0.5), (12, 2, 1, 1, 16, False, False, 5.0), (11, None, 1, 2, 16, True, True, 0.5),
     (3, 1, 2, 1, 16, False, True, 40.0),
-])  # fmt: skip
+])
 def test_devices_hand_over(P, pieces, B, H, K, right, walked, decay):
     arrays, options = given(3, P, B, H, K, 64, decay), dict(right=right, pieces=pieces, walked=walked)
     check(handed_over(arrays, 3, same=True, **options), arrays, **options)
@@ -155,7 +155,7 @@ def without_forgotten(arrays, pieces):
 @pytest.mark.skipif(GPU, reason="for the CPU: the next test has the same for a GPU")
 @pytest.mark.parametrize(("P", "pieces", "B", "H", "right", "decay"), [
     (6, 2, 1, 2, True, 0.5), (6, 3, 2, 1, False, 40.0), (2, 2, 1, 1, True, 200.0),
-])  # fmt: skip
+])
 def test_devices_hand_over_what_constant_decays_leave(P, pieces, B, H, right, decay):
     options = dict(right=right, pieces=pieces, walked=True)
     arrays = without_forgotten(given(3, P, B, H, 16, 64, decay), pieces)
@@ -202,7 +202,7 @@ def test_pieces_leave(right, inclusive, gamma, monkeypatch):
     (32, 4, 1, 4, False, False, 1e-5, False, 0), (11, None, 2, 3, True, True, 0.5, True, 0),
     (64, 1, 1, 2, True, True, 40, True, 0), (32, 4, 1, 16, True, True, 0.02, True, 1024),
     (32, 4, 2, 3, False, True, 30, True, 1024),
-])  # fmt: skip
+])
 def test_devices_that_a_gpu_plays_hand_over(size, P, pieces, B, H, right, walked, decay, same, tokens):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs a Hopper GPU")

@@ -88,7 +88,7 @@ CASES = [
     case(lengths=(64, 128, 64), dtype="float16"),
     case(lengths=(0, 0, 7), state=True),
     case(lengths=PACKED, G=1, K=256, V=256, state=True),
-]  # fmt: skip
+]
 
 GATES = dict(gate="scalar", gamma=0, state=True)
 VECTOR = dict(gate="vector", state=True)
@@ -123,7 +123,7 @@ LEARNED = [
       for lengths in (PACKED, LONG) for reverse, decay in ((False, "weak"), (True, "infinite"))),
     case(lengths=(5, 0, 70, 1, 130), H=80, G=16, **VECTOR),
     case(T=500, B=2, H=4, G=2, **VECTOR, gamma=2),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -89,7 +89,7 @@ def test_sequences_are_cut_where_heads_do_not_fill_the_gpu(heads, chunks, segmen
     ("B", "T", "H", "first"),
     [(1, 2048, 64, "triton"), (4, 2048, 16, "triton"), (1, 8192, 64, "pallas"), (2, 512, 64, "pallas"),
      (1, 512, 32, "pallas"), (1, 65536, 4, "pallas"), (1, 0, 64, "pallas")],
-)  # fmt: skip
+)
 def test_auto_prefers_what_was_measured_to_be_faster(B, T, H, first):
     from keraunos.kernels.linear_attention.pallas.passes import loses
 

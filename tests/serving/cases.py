@@ -83,7 +83,7 @@ class Case:
             has_initial=None if self.fresh is None else ~np.isin(np.arange(N), self.fresh),
             tokens=None if self.tokens is None else np.array(self.tokens, np.int32),
             targets=np.array(self.targets, np.int32) if self.tokens is not None else None,
-        )  # fmt: skip
+        )
         # Whatever padding holds must not matter.
         for n, slot in enumerate(self.slots):
             if slot < 0:
@@ -103,7 +103,7 @@ class Case:
             """The outputs and the last state of the tokens there, of request n."""
             gamma = a["g_gamma"][n] if self.each else a["g_gamma"]
             given = [x if x is None else x[where].reshape(1, -1 if x[where].size else 0, *x.shape[len(self.rows):])
-                     for x in (a["query"], a["key"], a["value"], a["g"])]  # fmt: skip
+                     for x in (a["query"], a["key"], a["value"], a["g"])]
             if not given[0].shape[1]:
                 return given[0][..., :0], state[None]
             return linear_attention(*given, gamma, state[None], softmax_scale=self.scale, dtype=dtype)
@@ -158,7 +158,7 @@ def arguments(op: str, a: dict) -> tuple[list, dict]:
         "decode": ("query", "key", "value", "states", "slots"), "verify": ("query", "key", "value", "states", "slots"),
         "commit": ("key", "value", "states", "slots", "counts"),
         "prefill": ("query", "key", "value", "states", "slots", "cu_seqlens"),
-    }[op]  # fmt: skip
+    }[op]
     options = {name: a[name] for name in ("g", "g_gamma")}
     if op == "prefill":
         options["has_initial"] = a["has_initial"]

@@ -98,12 +98,12 @@ def test_drafts_are_decoded_one_by_one(platform, gate):
     tokens = ("query", "key", "value", "g")
     args = [given[x] for x in tokens[:3]]
     verified = serving.verify(*args, given["states"], given["slots"], g=given["g"], g_gamma=given["g_gamma"],
-                              platform=platform)  # fmt: skip
+                              platform=platform)
     for t in range(case.T):
         one = {x: given[x] if given[x] is None else given[x][:, t] for x in tokens}
         slots = torch.where(t < given["counts"], given["slots"], -1)
         step = serving.decode(*(one[x] for x in tokens[:3]), decoded, slots, g=one["g"], g_gamma=given["g_gamma"],
-                              platform=platform)  # fmt: skip
+                              platform=platform)
         outputs.append(step[0])
         live = (slots >= 0).cpu().numpy()
         assert array(verified[:, t])[live].tobytes() == array(step[0])[live].tobytes()
@@ -124,14 +124,14 @@ def test_a_prompt_may_come_in_parts(platform, split):
         tokens = [given[x][where] for x in ("query", "key", "value", "g")]
         cu = torch.tensor([0, *np.cumsum(lengths)], device=DEVICE)
         return serving.prefill(*tokens[:3], given["states"], slots, cu, g=tokens[3], g_gamma=gamma,
-                               has_initial=torch.tensor(has, device=DEVICE), platform=platform)[0]  # fmt: skip
+                               has_initial=torch.tensor(has, device=DEVICE), platform=platform)[0]
 
     both = torch.tensor([2, 0], device=DEVICE)
     first = part(slice(0, split), [False, False], both, [split - 1, 1])
     again = part(slice(split - 1, 130), [True], slot, [131 - split])
     output = np.concatenate([array(first)[:-1], array(again)])
     assert_within_rule(("output", "state"), [output, array(given["states"])[2]], [truth, changed[2]],
-                       [near, changed_near[2]], ["float32"] * 2)  # fmt: skip
+                       [near, changed_near[2]], ["float32"] * 2)
 
 
 @pytest.mark.parametrize("decodes_first", [True, False])
@@ -282,7 +282,7 @@ def test_a_captured_call_serves_other_requests(platform, op):
         made = function(*args, **gates, platform=platform)
     other = dict(slots=(-1, 8, 4, 7), counts=(3, 0, 2, 3)) if op != "prefill" else dict(
         slots=(8, -1, 7, 4), lengths=(64, 0, 5, 3), tail=7, fresh=(0, 3), tokens=(63, 66), targets=(-1, 1)
-    )  # fmt: skip
+    )
     if op in ("decode", "verify"):
         other.pop("counts")
     second = whole(dataclasses.replace(case, **other, seed=1))

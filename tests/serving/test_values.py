@@ -32,7 +32,7 @@ SHAPES = {
 STEPS = {
     "decode": Case(), "verify": Case(op="verify", T=4), "commit": Case(op="commit", T=4, counts=(2, 3, 0, 4)),
     "one": Case(op="verify", T=1), "sixteen": Case(op="commit", T=16, counts=(16, 1, 9, 15)),
-}  # fmt: skip
+}
 
 
 def also(case, **changes):
@@ -51,7 +51,7 @@ EACH = "vector and constant, of each request"
 @pytest.mark.parametrize(("step", "gate"), [
     *(("decode", gate) for gate in GATES), ("verify", "scalar"), ("verify", STRONG), ("commit", "none"),
     ("commit", STRONG), ("commit", EACH), ("verify", EACH), ("one", "constant"), ("sixteen", "constant"),
-])  # fmt: skip
+])
 def test_steps_with_every_gate(platform, framework, step, gate):
     also(STEPS[step], **different(GATES[gate])).check(runner(platform, framework))
 
@@ -59,7 +59,7 @@ def test_steps_with_every_gate(platform, framework, step, gate):
 @pytest.mark.parametrize(("step", "shape"), [
     *(("decode", shape) for shape in SHAPES), ("verify", "narrow"), ("commit", "wide, bfloat16 pool"),
     ("commit", "all padding"), ("verify", "heads of their own"), ("commit", "query has most heads"),
-])  # fmt: skip
+])
 def test_steps_with_every_shape(platform, framework, step, shape):
     changes = different(SHAPES[shape])
     if step == "commit" and "slots" in changes:
@@ -77,14 +77,14 @@ PREFILLS = {
                      targets=(1, 2, 4, 5, 7, 8, 9, 10, 11), size=12),
     "exported twice from one chunk": Case(op="prefill", slots=(2, 3), lengths=(100, 64), fresh=(1,), size=12,
                                           tokens=(70, 70, 71, 163, 163, 200), targets=(4, 5, -1, 6, 7, 8)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("prefill", "gate"), [
     ("resumed", "none"), ("fresh and empty", "constant"), ("empty and fresh", STRONG), ("nothing", "constant"),
     ("all padding", "scalar"), ("exported", "none"), ("exported", "constant"), ("exported", "scalar"),
     ("exported twice from one chunk", STRONG), ("exported", EACH), ("fresh and empty", "constant, of each request"),
-])  # fmt: skip
+])
 def test_prefill_with_every_gate(platform, framework, prefill, gate):
     also(PREFILLS[prefill], **different(GATES[gate])).check(runner(platform, framework))
 
@@ -99,7 +99,7 @@ def test_prefill_with_every_shape(platform, framework, shape):
 @pytest.mark.parametrize("call", [
     Case(), Case(op="commit", T=2, counts=(1, 2, 0, 2)),
     Case(op="prefill", lengths=(1, 1, 1, 1), tokens=(0, 2, 3), targets=(1, 2, 4)),
-], ids=lambda call: call.op)  # fmt: skip
+], ids=lambda call: call.op)
 def test_states_that_only_decay(platform, framework, gate, call):
     case = also(call, **{**different(GATES[gate]), "decay": 8.0})
     case.arrays["key"][:] = 0.0

@@ -97,7 +97,7 @@ class Case:
             logits_soft_cap=self.soft_cap, causal=self.causal, sliding_window=self.window, softmax_scale=self.scale,
             query_offset=offset, dropout_prob=self.dropout, deterministic=not self.dropout, dtype=self.dtype,
             platform=platform, cfg=cfg,
-        )  # fmt: skip
+        )
 
     def check(self, platform: str, framework: str) -> None:
         """Hold output and gradients to the tolerance rule."""
@@ -105,7 +105,7 @@ class Case:
         args, doutput = self.arrays
         window = self.window if self.window is None or isinstance(self.window, tuple) else (self.window,) * 2
         options = dict(softmax_scale=self.scale, soft_cap=self.soft_cap, causal=self.causal, window=window,
-                       dropout=self.dropout)  # fmt: skip
+                       dropout=self.dropout)
         found, scales = [], []
         for dtype in (np.float64, working_dtype(self.dtype)):
             given = args._replace(seed=seed, query_offset=np.resize(self.offset or 0, self.B))
@@ -166,7 +166,7 @@ class Case:
         given = [x if x is None else x.requires_grad_() for x in args[:5]]
         rng, again = (torch.Generator().manual_seed(3) for _ in range(2))
         output = keraunos.attention(*given[:4], rng, given[4], mask_info=mask_info(args),
-                                    **self.options(platform, tensor))  # fmt: skip
+                                    **self.options(platform, tensor))
         output.backward(tensor(doutput))
         got = [output.detach(), *(x if x is None else x.grad for x in given)]
         seed = torch.randint(1 << 32, (2,), generator=again).numpy()

@@ -56,7 +56,7 @@ module = importlib.import_module("keraunos.modules.attention")
     ((Q, KV, KV), {"softmax_dtype": "int8"}, TypeError, "softmax_dtype is int8"),
     ((Q + 0j, KV, KV), {}, TypeError, "query has dtype complex64"),
     ((Q, KV, KV.astype(int)), {"dtype": None}, TypeError, "value has dtype int32"),
-], ids=lambda x: None)  # fmt: skip
+], ids=lambda x: None)
 def test_what_is_refused(args, kwargs, error, message):
     with pytest.raises(error, match=message):
         keraunos.attention(*args, **kwargs)

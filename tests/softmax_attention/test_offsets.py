@@ -53,7 +53,7 @@ def test_a_prompt_in_chunks_is_the_whole_prompt(framework, options):
             keraunos.attention(q[:, first : first + 16], k, v, causal=True, query_offset=offset(first), dtype=None,
                                **options)
             for first in range(0, T, 16)
-        ]  # fmt: skip
+        ]
         assert_right(np.concatenate([numpy(x) for x in parts], 1), window=options.get("sliding_window"))
 
 
@@ -64,7 +64,7 @@ def test_one_token_on_a_cache_is_the_last_row(framework, options):
     last = QUERY[np.arange(B), LENGTHS - 1][:, None]
     lengths = array(framework, LENGTHS.astype(np.int32))
     got = keraunos.attention(array(framework, last), k, v, causal=True, query_offset=lengths - 1, dtype=None,
-                             mask_info=MaskInfo().apply_kv_lengths(lengths), **options)  # fmt: skip
+                             mask_info=MaskInfo().apply_kv_lengths(lengths), **options)
     window = options.get("sliding_window")
     assert_right(got, last, LENGTHS - 1, window)
     for b, length in enumerate(LENGTHS):
@@ -72,7 +72,7 @@ def test_one_token_on_a_cache_is_the_last_row(framework, options):
         row = numpy(keraunos.attention(*whole, causal=True, dtype=None, **options))[:, -1:]
         found = [reference(last[b : b + 1], *(x[b : b + 1, :length] for x in (KEY, VALUE)), causal=True,
                            query_offset=[length - 1], window=window, dtype=dtype)[:1]
-                 for dtype in (np.float64, np.float32)]  # fmt: skip
+                 for dtype in (np.float64, np.float32)]
         assert_within_rule(["output"], [row], *found, ["float32"])
 
 
@@ -83,13 +83,13 @@ def test_a_mask_info_says_it_too(framework):
     ids = array(framework, np.sort(RNG.integers(-1, 3, (B, T)), 1).astype(np.int32))
     info = MaskInfo.from_segments(ids[:, 5:21], ids)
     want = keraunos.attention(q, k, v, mask_info=info, causal=True, query_offset=offsets, sliding_window=(9, 4),
-                              dtype=None)  # fmt: skip
+                              dtype=None)
     info = info.apply_sliding_window((9, 4)).apply_causal(offsets)
     assert_right(want, QUERY[:, :16], numpy(offsets), (9, 0), (numpy(ids[:, 5:21]), numpy(ids)))
     np.testing.assert_array_equal(numpy(keraunos.attention(q, k, v, mask_info=info, dtype=None)), numpy(want))
     mask = MaskInfo.from_attention_mask(info.get_or_compute_attention_mask())
     assert_right(keraunos.attention(q, k, v, mask_info=mask, dtype=None), QUERY[:, :16], numpy(offsets), (9, 0),
-                 (numpy(ids[:, 5:21]), numpy(ids)))  # fmt: skip
+                 (numpy(ids[:, 5:21]), numpy(ids)))
     # What neither causality nor a window asks for.
     np.testing.assert_array_equal(
         *(numpy(keraunos.attention(q, k, v, dtype=None, **more)) for more in ({}, {"query_offset": offsets}))
@@ -106,7 +106,7 @@ def test_masks_may_be_of_numpy(framework):
         [MaskInfo.from_segments(of(ids)), MaskInfo.from_segments(of(ids)).apply_kv_lengths(of(LENGTHS)),
          MaskInfo.from_attention_mask(of(mask)), MaskInfo().apply_kv_lengths(of(LENGTHS)).apply_causal(of(LENGTHS))]
         for of in (lambda x: x, functools.partial(array, framework))
-    ]  # fmt: skip
+    ]
     # Some of each.
     infos[0].append(MaskInfo.from_segments(array(framework, ids)).apply_kv_lengths(LENGTHS))
     infos[1].append(infos[1][1])
@@ -137,7 +137,7 @@ def test_jax_traces_offsets_once():
     for got in (
         jax.vmap(lambda o: call(q, o))(jnp.asarray(offsets)), jax.vmap(lambda o: call(q, o, cfg))(jnp.asarray(offsets)),
         jax.lax.scan(lambda c, o: (c, call(q, o, cfg)), 0, jnp.asarray(offsets))[1],
-    ):  # fmt: skip
+    ):
         for own, row in zip(got, offsets, strict=True):
             assert_right(own, QUERY[:, :20], row)
 
@@ -179,7 +179,7 @@ def test_torch_compiles_once_for_all_offsets_and_folds():
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     # A number is a part of the graph.
     number = torch.compile(lambda n: keraunos.attention(q, k, v, causal=True, query_offset=n, dtype=None),
-                           fullgraph=True, backend="eager")  # fmt: skip
+                           fullgraph=True, backend="eager")
     for n in (4, 5):
         assert_right(number(n).detach(), QUERY[:, :20], np.full(B, n))
 
@@ -192,7 +192,7 @@ def test_vendors_kernels_get_no_offsets_and_no_scales_below_zero(framework):
     for options, wanted in (
         ({}, True), ({"softmax_scale": 0.1}, True), ({"softmax_scale": 0.0}, False), ({"softmax_scale": -1.0}, False),
         ({"shift": 3}, False),
-    ):  # fmt: skip
+    ):
         inv = contract.describe(contract.Args(q, q, q), causal=True, **options)
         arrays = {name: ("bfloat16", ndim) for name, (_, ndim) in inv.arrays.items()}
         assert contract.is_for_libraries(arrays, "bfloat16", inv.dims, inv.options) == wanted

@@ -40,11 +40,11 @@ def test_parts_give_what_the_whole_gives(case, platform, framework):
     (q, k, v, sinks), ids, _, do = case.arrays
     n = T // SHARDS
     *shards, gradients = (None if x is None else [array(x[:, i * n : (i + 1) * n]) for i in range(SHARDS)]
-                          for x in (q, k, v, ids, do))  # fmt: skip
+                          for x in (q, k, v, ids, do))
     sinks = None if sinks is None else array(sinks)
     shards = [x or [None] * SHARDS for x in shards]
     options = dict(softmax_scale=case.scale, soft_cap=case.soft_cap, causal=case.causal, window=case.window,
-                   softmax_dtype="float32")  # fmt: skip
+                   softmax_dtype="float32")
 
     def call(i, j):
         query, key, value, ids = shards
@@ -61,12 +61,12 @@ def test_parts_give_what_the_whole_gives(case, platform, framework):
         found = with_sinks(xp, found, sinks)
         known = found._replace(output=xp.asarray(found.output, dtype=shards[0][i].dtype))
         grads = {j: ring.kernels.part_gradients(call(i, j), whole(xp, known), gradients[i],
-                                                ring.part(i - j, n)) for j in seen}  # fmt: skip
+                                                ring.part(i - j, n)) for j in seen}
         means = (numpy(known.output) * numpy(gradients[i])).sum(-1).swapaxes(1, 2)
         dsinks = sinks_gradient(xp, sinks, known, xp.asarray(array(means), dtype=found.top.dtype))
         rows.append((known.output, grads, dsinks))
     summed = [[sum(numpy(grads[j][x]).astype(np.float64) for _, grads, _ in rows if j in grads)
-               for j in range(SHARDS)] for x in (1, 2)]  # fmt: skip
+               for j in range(SHARDS)] for x in (1, 2)]
     dq = [sum(numpy(own[0]).astype(np.float64) for own in grads.values()) for _, grads, _ in rows]
     got = [np.concatenate(x, 1) for x in ([numpy(row[0]) for row in rows], dq, *summed)]
     case.check([*got, None if sinks is None else sum(numpy(row[2]).astype(np.float64) for row in rows)])

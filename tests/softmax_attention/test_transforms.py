@@ -125,7 +125,7 @@ def test_dropout_follows_its_key():
     # About as many as were asked for, in every part of the weights.
     _, weights = keraunos.attention(
         *arrays(1, 300, 4, 8), None, jax.random.key(5), return_weights=True, **options
-    )  # fmt: skip
+    )
     dropped = np.asarray(weights == 0)
     for axis in range(1, 4):
         share = dropped.mean(tuple(a for a in range(4) if a != axis))
@@ -139,7 +139,7 @@ def test_torch_compiles_and_exact_ids_and_masks_agree():
 
     def run(q, k, v):
         return keraunos.attention(q, k, v, mask_info=MaskInfo.from_segments(ids), causal=True, logits_soft_cap=4.0,
-                                  dtype=torch.float32)  # fmt: skip
+                                  dtype=torch.float32)
 
     eager = torch.autograd.grad((run(q, k, v) ** 2).sum(), (q, k, v))
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -147,7 +147,7 @@ def test_torch_compiles_and_exact_ids_and_masks_agree():
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     mask = MaskInfo.from_segments(ids).apply_causal().get_or_compute_attention_mask()
     by_mask = keraunos.attention(q, k, v, mask_info=MaskInfo.from_attention_mask(mask), logits_soft_cap=4.0,
-                                 dtype=torch.float32)  # fmt: skip
+                                 dtype=torch.float32)
     torch.testing.assert_close(by_mask, run(q, k, v), rtol=0, atol=0)
 
 
@@ -161,7 +161,7 @@ def test_torch_compiles_functions_that_make_the_bias_and_runs_generators_between
 
     def with_bias(q, k, v, slopes):
         return keraunos.attention(q, k, v, init_bias=lambda: slopes * torch.arange(20.0).expand(1, 1, 20, 20),
-                                  dtype=torch.float32)  # fmt: skip
+                                  dtype=torch.float32)
 
     def with_dropout(q, k, v, slopes):
         output = keraunos.attention(q, k, v, None, rng, dropout_prob=0.5, deterministic=False, dtype=None)

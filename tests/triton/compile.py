@@ -40,7 +40,7 @@ from tests.triton.usage import usage
 
 RECORDS = Path(__file__).with_name("chips")
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "int8": "i8",
-         "bool": "i1"}  # fmt: skip
+         "bool": "i1"}
 
 # Name -> (dtype, K, V, heads of q, heads of k, gate, gamma, batch, tokens, packed)
 CALLS = {
@@ -80,7 +80,7 @@ SOFTMAX = {
         "bfloat16", 128, 128, 64, 8, 0, 0, 0, False, {"causal": True, "window": (1023, 0), "offset": True}),
     "attention, causal, offsets, bias": (
         "bfloat16", 128, 128, 16, 16, 1, 0, 0, False, {"causal": True, "offset": True}),
-}  # fmt: skip
+}
 
 # Name -> (dtype, K, V, heads of q, heads of k, gate, gamma): what devices that share a sequence tell each other.
 ENDS = {
@@ -105,7 +105,7 @@ SOFTMAX_ON_CHIPS = {
     "attention, wide, bias, dropout": ("bfloat16", 256, 256, 16, 16, 1, 0, 0, False, {"dropout": 0.1}),
     "attention, float32, shared keys, soft cap, sinks, segments": (
         "float32", 128, 128, 16, 4, 0, 0, 4, True, {"causal": True, "soft_cap": 30.0}),
-}  # fmt: skip
+}
 ON_CHIPS = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *CALLS_ON_CHIPS, *SERVING_ON_CHIPS, *SOFTMAX_ON_CHIPS)
 
 
@@ -303,7 +303,7 @@ def attend(dtype, K, V, H, G, gate, gamma, B, T, packed) -> None:
         {None: None, "scalar": empty(B, T, H, dtype=dtype), "vector": empty(B, T, H, K, dtype=dtype)}[gate],
         empty(H, dtype="float32") if gamma else None,
         None, empty(9, dtype="int32") if packed else None,
-    )  # fmt: skip
+    )
     cfg = platform.heuristic(contract.describe("gla", args), Config())
     opts = contract.Options(K**-0.5, False, cfg, ("g_gamma",) if gate is None else ())
     _, residuals = platform.forward(args, opts)
@@ -316,7 +316,7 @@ def leave(dtype, K, V, H, G, gate, gamma, B=1, T=32768) -> None:
         empty(B, T, G, K, dtype=dtype), empty(B, T, G, V, dtype=dtype),
         {None: None, "scalar": empty(B, T, H, dtype=dtype), "vector": empty(B, T, H, K, dtype=dtype)}[gate],
         empty(H, dtype="float32") if gamma else None,
-    )  # fmt: skip
+    )
     start, plan, way = empty(B, H, K, V, dtype="float32"), empty(4, dtype="int32"), stretches.Way(H, True, False)
     for to in (way, way.adjoint):
         stretches.leave_pieces(x, start, plan, to, 0)
@@ -349,7 +349,7 @@ def soften(dtype, K, V, H, G, bias, mask, sinks, segments, options, B=2, T=8192,
         array(H, sinks, wanted=sinks, dtype="float32"), array(B, mask, T, S, wanted=mask, dtype="bool"),
         array(B, T, wanted=segments, dtype="int32"), array(B, S, wanted=segments, dtype="int32"),
         array(2, wanted="dropout" in options, dtype="int32"), array(B, wanted="offset" in options, dtype="int32"),
-    )  # fmt: skip
+    )
     given = {"soft_cap": None, "causal": False, "window": None, "dropout": 0.0, **options}
     given.pop("offset", None)
     inv = softmax_contract.describe(args, **given)
@@ -374,7 +374,7 @@ def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> Non
         None if gate else empty(H, dtype="float32"), empty(slots, H, K, V, dtype=pool), indices,
         indices if op_id == "commit" else None, empty(N + 1, dtype="int32") if prefill else None,
         empty(N, dtype="bool") if prefill else None, boundaries, boundaries,
-    )  # fmt: skip
+    )
     cfg = pool_platform.heuristic(pool_contract.describe(op_id, args), Config())
     run = pool_platform._prefill if prefill else pool_platform._steps
     run(args, pool_contract.Options(op_id, K**-0.5, cfg))

@@ -134,7 +134,7 @@ def _load(slow):
             not options and _value(other) == 0 and pointer.type.is_block() and element is not tl.int1
             and mask.__class__ is tl.tensor and mask.dtype is tl.int1
             and np.broadcast(place, mask.handle.data).shape == place.shape
-        )  # fmt: skip
+        )
         if not fits:
             return slow(pointer, mask, other, **options)
         dtype, mask = interpreter._get_np_dtype(element), mask.handle.data
@@ -153,7 +153,7 @@ def _store(slow):
             not options and pointer.type.is_block() and element is not tl.int1
             and value.__class__ is mask.__class__ is tl.tensor and value.dtype is element and mask.dtype is tl.int1
             and place.shape == value.handle.data.shape == mask.handle.data.shape
-        )  # fmt: skip
+        )
         if not fits:
             return slow(pointer, value, mask, **options)
         return interpreter._interpreter.store(place, value.handle.data, mask.handle.data)
@@ -187,7 +187,7 @@ def _where(slow):
         if (
             condition.__class__ is first.__class__ is tl.tensor and condition.dtype is tl.int1
             and (kind := _common(first, other, _NUMBERS)) is first.dtype
-        ):  # fmt: skip
+        ):
             given = [v.handle.data if v.__class__ is tl.tensor else v for v in (a, b)]
             return _tensor(np.where(condition.handle.data, *given), kind, condition, a, b)
         return slow(condition, x, y)

@@ -47,7 +47,7 @@ SERVING = [
         ("bfloat16", "float32", 128, 128, None), ("float16", "bfloat16", 48, 80, "vector"),
         ("float32", "float32", 64, 32, "scalar"),
     )
-]  # fmt: skip
+]
 # Of what devices that share a sequence tell each other: dtype, K, V, gate.
 ENDS = [("bfloat16", 128, 128, None), ("float16", 256, 256, "scalar"), ("float32", 128, 64, "vector")]
 H, DEVICE = 2, "cuda"
@@ -64,7 +64,7 @@ def arguments(dtype, T, K, V, gate, packed, _) -> contract.Args:
     return contract.Args(
         normal(1, T, H, K), normal(1, T, 1, K), normal(1, T, 1, V), None if g is None else -normal(*g).abs(),
         torch.full((H,), -0.1, device=DEVICE), torch.randn(2 if packed else 1, H, K, V, device=DEVICE), offsets,
-    )  # fmt: skip
+    )
 
 
 def configurations(call) -> list[Config]:
@@ -118,7 +118,7 @@ def serve(op, dtype, pool, K, V, gate) -> set[str]:
             boundaries = indices(3, 66, 149), indices(1, 2, 3)
             has_initial = torch.tensor([True, True, False], device=DEVICE)
             serving.prefill(*tokens, pool, slots, indices(0, 70, 80, 144), has_initial=has_initial,
-                            boundaries=boundaries, **options)  # fmt: skip
+                            boundaries=boundaries, **options)
         else:
             getattr(serving, op)(*tokens, pool, slots, **options)
     return launched

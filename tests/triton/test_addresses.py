@@ -123,7 +123,7 @@ LONG = {
         calls.soften, "float16", 256, 192, 16, 2, 0, 1, 0, False, {"window": (1023, 0)}, 8, 70000, 70000),
     "attention, bias": (
         calls.soften, "float32", 75, 75, 16, 16, 16, 0, 0, False, {"dropout": 0.1}, 8, 70000, 70000),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layout", [None, head_major], ids=["plain", "head-major"])

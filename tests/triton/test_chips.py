@@ -44,7 +44,7 @@ def chosen(request, monkeypatch):
     ("sm_89", Case(gamma=1, K=160, V=48, T=70, B=1, H=1, dtype="float16", state=True), (32, 64)),
     ("sm_80", Case(gate="scalar", K=48, V=160, T=70, B=1, H=1, dtype="bfloat16", reverse=True), (32, 64)),
     ("sm_89", Case(gate="vector", gamma=1, K=160, V=48, T=70, B=1, H=1, dtype="bfloat16"), (32, 64)),
-], ids=str, indirect=["chosen"])  # fmt: skip
+], ids=str, indirect=["chosen"])
 def test_linear_attention(chosen, case, tile):
     case.check(runner("triton", "torch", gla))
     assert {(cfg.block_q, cfg.block_d) for cfg in chosen} == {tile}
@@ -55,7 +55,7 @@ def test_linear_attention(chosen, case, tile):
     ("sm_80", SoftmaxCase(B=1, T=70, H=2, G=1, K=160, dtype="float16", mask=1), (64, 32)),
     ("sm_89", SoftmaxCase(B=1, T=70, H=2, K=160, dtype="bfloat16", bias=2, causal=True), (64, 16)),
     ("gfx942", SoftmaxCase(B=1, T=70, H=1, K=160, dtype="bfloat16", bias=1, dropout=0.2), (64, 16)),
-], ids=str, indirect=["chosen"])  # fmt: skip
+], ids=str, indirect=["chosen"])
 def test_softmax_attention(chosen, case, tile):
     case.check("triton", "torch")
     assert {(cfg.block_q, cfg.block_k) for cfg in chosen} == {tile}

@@ -48,7 +48,7 @@ CHIPS = "tests/triton/test_chips.py"
     (f"{SERVING} {SHARDS}", "64", "every_gate and exported or parts and 65 or alike"), (PEERS, "", "comes"),
     (f"{ADDRESSES} {CHIPS}", "", "test"),
 ], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax and stretches", "serving",
-        "segments of prompts and shards", "peers", "addresses and chips"])  # fmt: skip
+        "segments of prompts and shards", "peers", "addresses and chips"])
 def test_in_the_interpreter(files, segment, tests):
     parts, segment = ("1", {"pairs": "64"}.get(segment, "")) if segment in ("parts", "pairs") else ("", segment)
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)

@@ -129,7 +129,7 @@ def test_gradients(gla, transform):
 @pytest.mark.parametrize(("axes", "shapes"), [
     ((0, 0, 0, 0), [(3, *SHAPE)] * 4), ((0, None, None, None), [(3, *SHAPE), *[SHAPE] * 3]),
     ((1, 0, None, 2), [(2, 3, *SHAPE[1:]), (3, *SHAPE), SHAPE, (*SHAPE[:2], 3, *SHAPE[2:])]),
-])  # fmt: skip
+])
 def test_vmap_launches_once(gla, axes, shapes):
     """Folded into the batch: as many launches as without vmap, forward and backward."""
     for f, results in ((gla, [(3, *SHAPE), (3, 2, 4, 16, 16)]), (gradients(gla), [(3, *SHAPE)] * 4)):

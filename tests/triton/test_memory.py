@@ -48,7 +48,7 @@ def peak(launches, given, results):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize(("B", "T", "H"), [
     (2, 16384, 64), (1, 65536, 64), (8, 4096, 32), (1, 8192, 64), (1, 65536, 4), (1, 32768, 8), (1, 32768, 16),
-])  # fmt: skip
+])
 def test_few_arrays_beside_those_of_the_caller(launches, B, T, H, framework):
     given = q, k, v, g, do = [torch.empty(B, T, H, 128, dtype=torch.bfloat16, device="meta") for _ in range(5)]
     args = contract.Args(q, k, v, g, None, None, None)

@@ -63,7 +63,7 @@ def leave(x, way, segment):
     walk = Walk(T, not way.right, way.inclusive, segment // CHUNK, stretches.pieces(segment))
     gamma = jnp.zeros(way.heads) if x.g_gamma is None else jnp.asarray(x.g_gamma, jnp.float32)
     local, *_ = local_states(x.key, x.value, Decay(gamma), H=way.heads, walk=walk, plan=None, scale=way.scale, stages=3,
-                             last=True)  # fmt: skip
+                             last=True)
     return local.reshape(B, -1, way.heads, K, x.value.shape[-1]), gamma, None
 
 
@@ -93,7 +93,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
     inputs = dict(
         local=local.reshape(B, P, H, n), total=total, seen=seen,
         start=None if start is None else start.reshape(M, n).astype(jnp.float32), plan=plan,
-    )  # fmt: skip
+    )
     outputs = dict(
         starts=jax.ShapeDtypeStruct((B * S, H, n), jnp.float32),
         box=jax.ShapeDtypeStruct((R - 1, M * parts, PART), jnp.float32),
@@ -246,5 +246,5 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
     results = launch_kernel(
         body, inputs.values(), name="exchange", grid=(M, parts), warpgroups=1, between_warps=False, scratch_types=[],
         out_type=list(outputs.values()), barriers=True,
-    )  # fmt: skip
+    )
     return results[0].reshape(B * S, H, K, V)

@@ -47,7 +47,7 @@ def exchange_kernel(
     made,
     SIZE: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
     RIGHT: tl.constexpr, TIMED: tl.constexpr,
-):  # fmt: skip
+):
     """``made`` [SIZE, n]: the vectors ``x`` [n] of the ranks before this one, or after it if not RIGHT.
 
     A program has ``part`` values of each, and a ``place`` for so many at most. A buffer: the numbers that each rank's

@@ -120,11 +120,11 @@ class Peers:
         recorded(self._turn, [x], [], addresses=False)
         part, patience = -(-n // (16 * self.programs)) * 16, int(self.patience * 1e9)
         inputs = dict(x=x, own=own, peers=addresses, counts=counts, late=fixed(self.late), n=n, part=part, place=place,
-                      patience=patience)  # fmt: skip
+                      patience=patience)
         constants = dict(SIZE=self.size, RANKS=1 << (self.size - 1).bit_length(), RANK=self.rank,
-                         PROGRAMS=self.programs, BLOCK=_BLOCK, RIGHT=right, TIMED=not INTERPRETED)  # fmt: skip
+                         PROGRAMS=self.programs, BLOCK=_BLOCK, RIGHT=right, TIMED=not INTERPRETED)
         return frontends.launch(exchange_kernel, (self.programs,), inputs, dict(made=((self.size, n), "float32")),
-                                constants, num_warps=_WARPS, num_stages=1)  # fmt: skip
+                                constants, num_warps=_WARPS, num_stages=1)
 
     def _turn(self, x: torch.Tensor) -> None:
         """Exchanges come one after the other on the device, whatever their streams; none after one that failed."""

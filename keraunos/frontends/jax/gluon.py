@@ -13,11 +13,11 @@ from jax._src.lib import gpu_triton
 # The generation of NVIDIA GPUs that Gluon kernels are written for: Hopper.
 _CAPABILITY = 90
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int8": "i8", "uint8": "u8",
-          "int32": "i32", "int64": "i64"}  # fmt: skip
+          "int32": "i32", "int64": "i64"}
 
 
 def call(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct | None],
-         constants: dict[str, Any], num_warps: int) -> list[jax.Array]:  # fmt: skip
+         constants: dict[str, Any], num_warps: int) -> list[jax.Array]:
     """The outputs that are there, in order.
 
     Args:
@@ -35,7 +35,7 @@ def call(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: di
     # Memory for the descriptors that the kernel makes, which is its last parameter.
     scratch = jax.ShapeDtypeStruct((max(int(np.prod(grid)) * built.metadata.global_scratch_size, 1),), np.uint8)
     parameters = [_parameter(x, dtype) for x, (_, dtype) in
-                  zip((x for x in given.values() if x is not None), signature, strict=True)]  # fmt: skip
+                  zip((x for x in given.values() if x is not None), signature, strict=True)]
     program = gpu_triton.TritonKernel(
         kernel.__name__, built.metadata.num_warps, 1, built.metadata.shared, built.asm["ptx"], "", _CAPABILITY
     )
@@ -44,7 +44,7 @@ def call(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: di
     )
     message: Any = zlib.compress(launch.to_proto(kernel.__name__, b""))
     run = jax.ffi.ffi_call("triton_kernel_call", (*made, scratch), custom_call_api_version=2,
-                           legacy_backend_config=message)  # fmt: skip
+                           legacy_backend_config=message)
     return list(run(*(x for x in inputs.values() if isinstance(x, jax.Array))))[:-1]
 
 

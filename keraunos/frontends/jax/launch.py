@@ -28,7 +28,7 @@ finally:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
-           constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:  # fmt: skip
+           constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:
     """Launch as an operation of JAX; the arguments are those of :func:`keraunos.frontends.torch.launch.launch`."""
     _check_names(kernel, inputs, outputs, constants)
     if "OVERLAP" in constants:
@@ -36,7 +36,7 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     made = {
         name: jax.ShapeDtypeStruct(*((inputs[o].shape, inputs[o].dtype) if isinstance(o, str) else o))
         for name, o in outputs.items() if o is not None
-    }  # fmt: skip
+    }
     arrays = {name: jnp.asarray(x) for name, x in inputs.items() if isinstance(x, jax.Array | np.ndarray)}
     if kernel.is_gluon():
         wanted = {name: made.get(name) for name in outputs}
@@ -57,7 +57,7 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
             *args.values(), kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages,
             input_output_aliases={places.index(o): i for i, o in enumerate(outputs.values()) if isinstance(o, str)},
             **constants,
-        )  # fmt: skip
+        )
         # Inside shard_map, results vary over the mesh axes that any input does; jax_triton does not say so.
         axes = frozenset().union(*map(varying, arrays.values()))
         done = [vary(x, axes) for x in found]

@@ -105,7 +105,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
 
 
 def in_place(compute: Callable, operator: Operator, platform: str, pool: str, writes: Callable[[Any], bool],
-             output: Callable) -> Callable:  # fmt: skip
+             output: Callable) -> Callable:
     """``prepare(opts, args)``: ``args -> (output, pool)``; see :func:`keraunos.frontends.in_place`.
 
     To whatever traces a call it is an operator, which writes its output where it is told to.

@@ -21,7 +21,7 @@ _MOST_KNOWN = 4096
 
 
 def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any],
-           constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:  # fmt: skip
+           constants: dict[str, Any], *, num_warps: int, num_stages: int) -> tuple[Any, ...]:
     """Allocate the outputs and launch.
 
     Args:
@@ -47,7 +47,7 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
 
 
 def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tuple[int, ...], torch.dtype] | int],
-             addresses: bool = True) -> tuple:  # fmt: skip
+             addresses: bool = True) -> tuple:
     """Allocate outputs of these shapes and dtypes, ``run(*inputs, *outputs)``, return them.
 
     Args:
@@ -73,7 +73,7 @@ def fixed(x: torch.Tensor) -> torch.Tensor:
 def _launch(
     kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, Any], constants: dict[str, Any],
     num_warps: int, num_stages: int,
-) -> tuple[tuple, Callable, list, list]:  # fmt: skip
+) -> tuple[tuple, Callable, list, list]:
     """The outputs; what does the same launch with other arguments, and the last of these; the outputs' kinds."""
     like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
     kinds = [(o[0], _DTYPES[o[1]]) if isinstance(o, tuple) else o for o in outputs.values()]
@@ -97,7 +97,7 @@ def _launch(
 
 
 def _build(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[str, Any],
-           device: torch.device) -> tuple[Callable, Any]:  # fmt: skip
+           device: torch.device) -> tuple[Callable, Any]:
     """Launch, with fewer stages where the GPU has not the shared memory for all; what did it, and what was built."""
 
     def build(num_stages: int) -> tuple[Callable, Any]:
@@ -219,7 +219,7 @@ class _Recording:
         self.size += 1
 
     def add(self, run: Callable, inputs: Iterable[Any], kinds: Sequence[Any], made: Sequence[torch.Tensor | None],
-            given: Sequence[Any], beside: bool = False, addresses: bool = True) -> None:  # fmt: skip
+            given: Sequence[Any], beside: bool = False, addresses: bool = True) -> None:
         """Note a launch of ``run(*inputs, *made, *given)``, which makes arrays of these ``kinds``."""
         for x in made:
             if x is not None and x not in self.slots:

@@ -153,13 +153,13 @@ class Differentiable:
         self._forward = _define(
             operator.name, f"({arrays}, {self.plain.schema}) -> (Tensor, Tensor, Tensor[])",
             self._run_forward, self._traced_forward, lambda *x, **_: operator.flops(self._shapes(x))[0],
-        )  # fmt: skip
+        )
         self._backward = _define(
             f"{operator.name}_backward",
             f"({arrays}, Tensor[] residuals, Tensor doutput, Tensor? dfinal_state, {self.plain.schema})"
             f" -> ({', '.join(['Tensor'] * len(operator.gradients))})",
             self._run_backward, self._traced_backward, lambda *x, **_: operator.flops(self._shapes(x))[1],
-        )  # fmt: skip
+        )
         rules: tuple[tuple[Any, Callable, Callable, Callable], ...] = (
             (self._forward, self._save, self._gradient, self._fold_forward),
             (self._backward, lambda ctx, inputs, output: None, self._second, self._fold_backward),
@@ -257,13 +257,13 @@ class Differentiable:
         self._check_backward(args, residuals, doutput, dstate, opts)
         passes = self.operator.passes(opts.cfg.platform)
         flat = [*_fit(args, self.fits), *map(absent, residuals), rows(doutput),
-                dstate if dstate is None else dstate.contiguous()]  # fmt: skip
+                dstate if dstate is None else dstate.contiguous()]
         found = self.operator.args(*launchers(self.operator.args, *passes, opts)[1](flat))
         grads = (getattr(found, name) for name in self.operator.gradients)
         return tuple(room(None, args[0]) if x is None else x for x in grads)
 
     def _check_backward(self, args: Any, residuals: Sequence[torch.Tensor], doutput: torch.Tensor | None,
-                        dstate: torch.Tensor | None, opts: Any) -> None:  # fmt: skip
+                        dstate: torch.Tensor | None, opts: Any) -> None:
         """What is not among the arguments of a call; of an operator anyone may give anything."""
         shared = Residuals.of(self.operator.passes(opts.cfg.platform)[0]).shared
         output, state = self.operator.outputs(args, opts)
@@ -274,7 +274,7 @@ class Differentiable:
                 raise ValueError(f"keraunos::{self.operator.name}_backward: got {_shape(x)}; expected {shape}")
         if len(given) != len(wanted):
             raise ValueError(f"keraunos::{self.operator.name}_backward: got {len(residuals)} residuals;"
-                             f" expected {len(wanted) - 2}")  # fmt: skip
+                             f" expected {len(wanted) - 2}")
 
     def _save(self, ctx: Any, inputs: tuple, output: tuple) -> None:
         arrays, values = inputs[: self.n], inputs[self.n :]
@@ -282,7 +282,7 @@ class Differentiable:
         for name, needed in zip(self.operator.fields, ctx.needs_input_grad, strict=False):
             if needed and (name in opts.constant or not getattr(opts, "kept", True)):
                 raise RuntimeError(f"keraunos::{self.operator.name}: {name} requires a gradient; the graph was made"
-                                   " for one that does not")  # fmt: skip
+                                   " for one that does not")
         shared = Residuals.of(self.operator.passes(opts.cfg.platform)[0]).shared
         ctx.save_for_backward(*arrays, *output[:shared], *output[2])
         ctx.values, ctx.shape = values, output[0].shape
@@ -310,7 +310,7 @@ class Differentiable:
         # A larger batch may be cut in other pieces: the backward makes its residuals itself.
         outputs = self._forward(*folded, *self.plain.of(alone(opts), opts.cfg.platform))[:2]
         outputs = [x if like is None else self.operator.unfold(x, size, tuple(like[0]))
-                   for x, like in zip(outputs, one, strict=True)]  # fmt: skip
+                   for x, like in zip(outputs, one, strict=True)]
         residuals = [room(None, given[0]) for _ in self._residuals(self._first(arrays, in_dims), opts)]
         dims = [None if like is None else 0 for like in one]
         return (*outputs, residuals), (*dims, [None] * len(residuals))
@@ -333,7 +333,7 @@ class Differentiable:
         found = self._backward(*folded, residuals, *grads, *values)
         one = self._wanted(self._first(arrays, in_dims), opts)
         found = [x if like is None else self.operator.unfold(x, size, tuple(like.shape))
-                 for x, like in zip(found, one, strict=True)]  # fmt: skip
+                 for x, like in zip(found, one, strict=True)]
         return tuple(found), tuple(None if like is None else 0 for like in one)
 
     def _first(self, arrays: Sequence[Any], in_dims: Sequence[Any]) -> Any:
@@ -358,7 +358,7 @@ class InPlace:
         self.op = _define(
             operator.name, f"({_arrays(operator)}, {self.plain.schema}) -> ()", self._run, lambda *given: None,
             lambda *x, **_: operator.flops(self._args(x[: self.n]))[0],
-        )  # fmt: skip
+        )
 
     def __call__(self, args: Any, opts: Any, platform: str) -> None:
         """Run the call."""
@@ -446,7 +446,7 @@ def _one_by_one(op: Callable, size: int, in_dims: Sequence[Any], given: Sequence
 
     # Of a list of numbers, which is no tensors', the dimensions are one None each or for all.
     dims = [None if isinstance(x, list) and not any(isinstance(y, torch.Tensor) for y in x) else d
-            for x, d in zip(given, in_dims, strict=True)]  # fmt: skip
+            for x, d in zip(given, in_dims, strict=True)]
     calls = [op(*(x if d is None else of(x, d, i) for x, d in zip(given, dims, strict=True))) for i in range(size)]
     outputs = tuple(stacked(*x) for x in zip(*calls, strict=True))
     return outputs, tuple([0] * len(x) if isinstance(x, list) else 0 for x in outputs)

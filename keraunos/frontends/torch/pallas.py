@@ -69,7 +69,7 @@ def launch(fn: Callable, arrays: dict[str, Any], static: dict[str, Any], row: Ro
     program = _program(fn, structure, kinds, tuple(static.items()), like.device)
     outputs = program.outputs
     leads = [row.lead * math.prod(x.shape[2:]) * x.itemsize if row and long else 0
-             for x, long in zip(leaves, per_token, strict=True)]  # fmt: skip
+             for x, long in zip(leaves, per_token, strict=True)]
     leads += [0] * len(outputs)
     if row and any(per_token) and len(outputs[0][0]) == 4:
         # The first output has a row per token too.

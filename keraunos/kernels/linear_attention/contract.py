@@ -113,7 +113,7 @@ def describe(
     framework, frontend, dtypes = checks.arrays(
         public_name(op_id), args, ("query", "key", "value"), allowed, constants=("g_gamma",),
         names={"g_gamma": "log_decay"} if op_id == "lightning_attn" else {},
-    )  # fmt: skip
+    )
     if args.query.ndim != 4:
         fail(ValueError, "query", f"has shape {tuple(args.query.shape)}", "[B, T, H, K]", "")
     B, T, _, K = args.query.shape
@@ -137,7 +137,7 @@ def describe(
         fail(ValueError, "query", f"has K = {K}, and value V = {V}", "sizes of at least 1", "")
     if args.g_gamma is not None and tuple(args.g_gamma.shape) not in ((H,), (B, H)):
         fail(ValueError, "g_gamma", f"has shape {tuple(args.g_gamma.shape)}", f"[H] = {(H,)} or [B, H] = {(B, H)}",
-             "one decay per head")  # fmt: skip
+             "one decay per head")
     N = B
     if args.cu_seqlens is not None:
         if args.cu_seqlens.ndim != 1 or args.cu_seqlens.shape[0] < 2:
@@ -150,7 +150,7 @@ def describe(
     letters, shape = ("V, K", (N, H, V, K)) if state_v_first else ("K, V", (N, H, K, V))
     if args.initial_state is not None and tuple(args.initial_state.shape) != shape:
         fail(ValueError, "initial_state", f"has shape {tuple(args.initial_state.shape)}",
-             f"[N, H, {letters}] = {shape}", "one state per sequence and head")  # fmt: skip
+             f"[N, H, {letters}] = {shape}", "one state per sequence and head")
     if softmax_scale is not None and not is_number(softmax_scale):
         fail(
             TypeError,
@@ -354,7 +354,7 @@ def _operator(op_id: str, fields: tuple[str, ...]) -> frontends.Operator:
         ("softmax_scale", "reverse", "cfg", "constant", "state", "kept"),
         passes=functools.partial(kernel_registry.passes, op_id), check=_check(op_id), flops=flops, outputs=outputs,
         fold=fold, unfold=unfold, gradients=tuple(x for x in fields if x != "cu_seqlens"),
-    )  # fmt: skip
+    )
 
 
 OPERATORS = {
@@ -413,5 +413,5 @@ def kernels(
         Implementation(op_id, functools.partial(prepare, op_id), fields, refused, heuristic, candidates, source=source,
                        passes=passes, segment=segment)
         for op_id in OPERATORS
-    )  # fmt: skip
+    )
     return gla, lightning_attn

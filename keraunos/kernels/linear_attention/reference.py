@@ -6,7 +6,7 @@ import numpy as np
 
 
 def linear_attention(query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
-                     *, softmax_scale=None, reverse=False, dtype=np.float64):  # fmt: skip
+                     *, softmax_scale=None, reverse=False, dtype=np.float64):
     """Run ``S_t = diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T`` and ``o_t = softmax_scale * S_t^T q_t``.
 
     Args:

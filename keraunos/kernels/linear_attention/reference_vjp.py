@@ -8,7 +8,7 @@ from keraunos.kernels.linear_attention.reference import of_all_heads
 
 
 def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlens, doutput, dfinal_state,
-                         *, softmax_scale=None, reverse=False, dtype=np.float64):  # fmt: skip
+                         *, softmax_scale=None, reverse=False, dtype=np.float64):
     """Gradients of :func:`reference.linear_attention` for its six float arguments, None where one is None.
 
     With ``dS_t`` the gradient of ``S_t`` (from ``o_t`` and from everything later): ``dq_t = scale S_t do_t``,

@@ -24,4 +24,4 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "packed training": {"B": 1, "T": 8192, "H": 64, "K": 128, "soft_cap": True, "sinks": 1, "segments": True,
                             **_CAUSAL},
     },
-}  # fmt: skip
+}

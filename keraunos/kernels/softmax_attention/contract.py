@@ -116,7 +116,7 @@ _DTYPES = (
 def describe(
     args: Args, *, softmax_scale: Any = None, soft_cap: Any = None, causal: Any = False, window: Any = None,
     shift: int = 0, dropout: Any = 0.0, softmax_dtype: str = "float32", return_weights: bool = False,
-) -> Invocation:  # fmt: skip
+) -> Invocation:
     """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
 
     Raises:
@@ -136,7 +136,7 @@ def describe(
     S, G = args.key.shape[1:3]
     if args.value.ndim != 4 or tuple(args.value.shape[:3]) != (B, S, G):
         fail(ValueError, "value", f"has shape {tuple(args.value.shape)}", f"[B, S, G, V] = ({B}, {S}, {G}, V)",
-             "like key")  # fmt: skip
+             "like key")
     V = args.value.shape[3]
     if min(H, G, K, V) < 1:
         fail(ValueError, "query", f"has H = {H}, G = {G}, K = {K}, V = {V}", "sizes of at least 1")
@@ -148,12 +148,12 @@ def describe(
             x.ndim != 4 or x.shape[0] not in (1, B) or x.shape[1] not in (1, G, H) or tuple(x.shape[2:]) != (T, S)
         ):
             fail(ValueError, name, f"has shape {tuple(x.shape)}", "[1 or B, 1 or G or H, T, S]"
-                 f" with B = {B}, G = {G}, H = {H}, T = {T}, S = {S}")  # fmt: skip
+                 f" with B = {B}, G = {G}, H = {H}, T = {T}, S = {S}")
     if args.sinks is not None and not (
         args.sinks.ndim in (1, 2) and (args.sinks.ndim == 1 or args.sinks.shape[0] in (G, H))
     ):
         fail(ValueError, "softmax_aux", f"has shape {tuple(args.sinks.shape)}",
-             f"[sinks] or [G or H, sinks] with G = {G}, H = {H}")  # fmt: skip
+             f"[sinks] or [G or H, sinks] with G = {G}, H = {H}")
     if (args.query_segments is None) != (args.key_segments is None):
         fail(ValueError, "segments", "are given for one side", "ids of queries and of keys")
     for name, n in (("query_segments", T), ("key_segments", S)):
@@ -187,14 +187,14 @@ def describe(
                  "dropout": bool(dropout), "softmax_dtype": softmax_dtype, "return_weights": return_weights,
                  "positive_scale": softmax_scale is None or softmax_scale > 0},
         arguments=args._asdict(),
-    )  # fmt: skip
+    )
 
 
 def traits(opts: Options) -> dict[str, Any]:
     """What :func:`describe` has of options, and :func:`is_for_libraries` asks."""
     causal = opts.left is None and opts.right == 0
     return {**opts._asdict(), "causal": causal, "window": not causal and (opts.left, opts.right) != (None, None),
-            "shifted": False, "positive_scale": opts.softmax_scale > 0}  # fmt: skip
+            "shifted": False, "positive_scale": opts.softmax_scale > 0}
 
 
 def is_for_libraries(arrays: Iterable[str], dtype: str, dims: Mapping[str, int], options: Mapping[str, Any]) -> bool:
@@ -353,7 +353,7 @@ OPERATOR = frontends.Operator(
     ("softmax_scale", "soft_cap", "left", "right", "dropout", "softmax_dtype", "cfg", "constant"),
     passes=functools.partial(kernel_registry.passes, "attention"), check=_check, flops=flops, outputs=outputs,
     fold=fold, unfold=unfold, gradients=_GRADIENTS, settled={"return_weights": False},
-)  # fmt: skip
+)
 
 
 def kernel(
@@ -386,7 +386,7 @@ def kernel(
         passes = forward, backward
 
     def prepare(args, *, cfg, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
-                softmax_dtype="float32", return_weights=False):  # fmt: skip
+                softmax_dtype="float32", return_weights=False):
         if return_weights and not forms_weights:
             raise UnsupportedError(f"attention: {NO_WEIGHTS}")
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
@@ -402,4 +402,4 @@ def kernel(
 
     return Implementation("attention", prepare, fields, refused, heuristic, candidates, source=source,
                           defaults={"return_weights": forms_weights},
-                          passes=passes and (lambda framework: passes))  # fmt: skip
+                          passes=passes and (lambda framework: passes))

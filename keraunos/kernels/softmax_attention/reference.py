@@ -7,7 +7,7 @@ from keraunos.kernels.softmax_attention.contract import keeps, over_groups, sink
 
 def attention(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None,
               query_offset=None, *, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
-              doutput=None, dtype=np.float64):  # fmt: skip
+              doutput=None, dtype=np.float64):
     """``(output, weights)`` as ``contract.py`` defines them; with ``doutput``, gradients of the first five arrays.
 
     Those of bias and sinks are for every sequence, head and query: ``[B, H, T, S]`` and ``[B, H, T, n]``.

@@ -149,7 +149,7 @@ def _part(args: Args, t: slice, s: slice) -> Args:
     return Args(
         args.query[:, t], args.key[:, s], args.value[:, s], cut(args.bias, *both), args.sinks, cut(args.mask, *both),
         cut(args.query_segments, every, t), cut(args.key_segments, every, s), args.seed, args.query_offset,
-    )  # fmt: skip
+    )
 
 
 def _parts(args: Args, opts: Options) -> Iterator[tuple[Args, slice, slice]]:

@@ -288,7 +288,7 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
     sums = (
         frontend.zeros(w.q.shape, args.query.dtype, args.query), w.zeros(w.k.shape), w.zeros(w.v.shape),
         None if bias is None else frontend.zeros(bias.shape, bias.dtype, args.query),
-    )  # fmt: skip
+    )
     if w.pairs:
         (_, sums), _ = jax.lax.scan(step, (w.zeros(w.q.shape[1:]), sums), w.pairs)
     dq, dk, dv, dbias = sums

@@ -112,7 +112,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
 
     if args.states.shape[2] != K:
         fail(ValueError, "states", f"has shape {tuple(args.states.shape)}", f"[slots, H, K, V] with K = {K}",
-             "like key")  # fmt: skip
+             "like key")
     drafts = sizes.get("T", 1) if op_id != "prefill" else 1
     if min(H, K, V, drafts) < 1:
         fail(ValueError, "key", f"has shape {tuple(args.key.shape)} with H = {H}, V = {V}", "sizes of at least 1")
@@ -232,7 +232,7 @@ def _operator(op_id: str, required: tuple[str, ...], optional: tuple[str, ...]) 
         passes=functools.partial(kernel_registry.passes, op_id), check=check, flops=functools.partial(flops, op_id),
         changed=tuple(x for x in ("states", "out") if x in required and (op_id, x) != ("verify", "states")),
         strided=("states", "out"),
-    )  # fmt: skip
+    )
 
 
 _STEP, _PACKED = ("query", "key", "value", "states", "slots"), ("cu_seqlens",)
@@ -274,7 +274,7 @@ def kernels(
             return made(frontends.framework_of(args.key), Options(op_id, scale, cfg), args)
 
         return Implementation(op_id, prepare, fields, unsupported, heuristic, source=source,
-                              passes=lambda framework: (compute,))  # fmt: skip
+                              passes=lambda framework: (compute,))
 
     return (*(implementation(op_id, steps, step_fields) for op_id in ("decode", "verify", "commit")),
-            implementation("prefill", prefill, prefill_fields))  # fmt: skip
+            implementation("prefill", prefill, prefill_fields))

@@ -78,7 +78,7 @@ def printed(*args, **_):
 _FLOATS = {
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "cos": np.cos, "sin": np.sin, "sqrt": np.sqrt,
     "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "floor": np.floor, "ceil": np.ceil, "erf": tensors.erf,
-}  # fmt: skip
+}
 
 # Functions that have Gluon's names, by the module that has them.
 _SAME = {
@@ -93,7 +93,7 @@ _SAME = {
     (mbarrier, barriers): ("init", "invalidate", "expect", "arrive", "wait"),
     (hopper, barriers): ("fence_async_shared",),
     (hopper, products): ("warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait"),
-}  # fmt: skip
+}
 _OTHERS = {
     gl: {
         **{name: tensors.elementwise(function) for name, function in _FLOATS.items()},
@@ -112,7 +112,7 @@ _OTHERS = {
         "async_copy_shared_to_global": copies.copy_out, "async_store": copies.copy_out,
         "make_tensor_descriptor": memory.make_descriptor,
     },
-}  # fmt: skip
+}
 
 
 def _table():

@@ -73,7 +73,7 @@ def _addresses(pointer, mask):
 
 
 def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", cache_modifier="",
-         eviction_policy="", volatile=False):  # fmt: skip
+         eviction_policy="", volatile=False):
     memory, offsets, mask = _addresses(pointer, mask)
     if other is not None and mask is None:
         raise CompileError("load: other needs a mask")
@@ -106,7 +106,7 @@ def store(pointer, value, mask=None, boundary_check=(), cache_modifier="", evict
 def atomic(name: str):
     """gl.atomic_add and the like: what was there before."""
     combine = {"add": np.add, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or,
-               "xor": np.bitwise_xor, "xchg": lambda old, new: new}[name]  # fmt: skip
+               "xor": np.bitwise_xor, "xchg": lambda old, new: new}[name]
 
     def act(pointer, val, mask=None, sem=None, scope=None):
         memory, offsets, mask = _addresses(pointer, mask)

@@ -275,6 +275,6 @@ def associative_scan(input, axis, combine_fn, reverse=False):
 for _name, _act in (
     ("sum", sum), ("max", max), ("min", min), ("reshape", reshape), ("permute", permute), ("trans", permute),
     ("split", split), ("ravel", ravel), ("expand_dims", values.expand),
-):  # fmt: skip
+):
     setattr(Tensor, _name, _act)
 Tensor.T = property(lambda self: permute(self, (1, 0)))

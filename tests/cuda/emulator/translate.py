@@ -135,7 +135,7 @@ _BUILTINS = {
     "min": _several(tensors.minimum, min), "max": _several(tensors.maximum, max),
     "abs": lambda x: tensors.absolute(x) if isinstance(x, Tensor) else abs(x), "slice": slice,
     "True": True, "False": False, "None": None, "AssertionError": AssertionError,
-}  # fmt: skip
+}
 
 
 def argument(parameter, x):

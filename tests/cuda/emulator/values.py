@@ -20,7 +20,7 @@ NUMPY = {
         for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
                      "float64")
     },
-}  # fmt: skip
+}
 TRITON = {numpy: triton for triton, numpy in NUMPY.items()}
 _NAMED = {dtype.name: numpy for dtype, numpy in NUMPY.items()}  # Triton's types take long to compare.
 _RULES = object.__new__(TritonSemantic)
@@ -277,7 +277,7 @@ Tensor.__rsub__ = lambda self, other: binary(np.subtract, other, self)
 for _name, _function in (
     ("lt", np.less), ("le", np.less_equal), ("gt", np.greater), ("ge", np.greater_equal), ("eq", np.equal),
     ("ne", np.not_equal),
-):  # fmt: skip
+):
     _both_ways(_name, functools.partial(compare, _function), reflected=False)
 Tensor.__hash__ = None
 

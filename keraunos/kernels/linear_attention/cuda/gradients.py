@@ -51,7 +51,7 @@ def copy(stages, barriers, descriptors, size, C: gl.constexpr, STAGES: gl.conste
 def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.constexpr, C: gl.constexpr, D: gl.constexpr,
              HALF: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, WIDE: gl.constexpr,
              DOTS: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SAVE: gl.constexpr,
-             GROUP: gl.constexpr):  # fmt: skip
+             GROUP: gl.constexpr):
     """A partition of one warpgroup: the first makes dv, the second dk.
 
     Each has the gradient of half of the state in registers, and writes its half of the copy that both read. Of the
@@ -182,7 +182,7 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
             "stride_vh", "stride_ob", "stride_ot", "stride_oh", "stride_gb", "stride_gt", "stride_gh",
-            "stride_gamma_b", "T", "L"]  # fmt: skip
+            "stride_gamma_b", "T", "L"]
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
@@ -194,7 +194,7 @@ def gradients_kernel(
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr,
     D: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
     SPLIT: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+):
     """dk and dv of one head of one sequence, or of one segment of it; what is left is the initial state's gradient.
 
     dht: the gradients of the states at the walks' ends. For the gradients of gates, where those are wanted: dots, the
@@ -293,7 +293,7 @@ def gradients_kernel(
             ],
             [4, 1, 1],
             [232, 40, 40],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
@@ -305,4 +305,4 @@ def gradients_kernel(
             ],
             [4, 1],
             [232, 40],
-        )  # fmt: skip
+        )

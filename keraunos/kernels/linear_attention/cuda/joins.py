@@ -10,7 +10,7 @@ from keraunos.kernels.linear_attention.cuda.walk import CLOSED, LOG2E, natural_d
 
 @gluon.jit
 def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, D: gl.constexpr,
-          BACKWARDS: gl.constexpr):  # fmt: skip
+          BACKWARDS: gl.constexpr):
     """What the i-th piece leaves, and its decay, base 2; beyond the last of ``count``, nothing and none."""
     pieces = gl.cdiv(T, L)
     i_p = (pieces - 1 - i) if BACKWARDS else i
@@ -26,7 +26,7 @@ def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, D
 
 @gluon.jit
 def enter(i, count, state, left, across, o, p_starts, T, L, P, H: gl.constexpr, D: gl.constexpr,
-          BACKWARDS: gl.constexpr):  # fmt: skip
+          BACKWARDS: gl.constexpr):
     """The state after a piece; the one before it goes to where a segment starts."""
     pieces = gl.cdiv(T, L)
     i_p = (pieces - 1 - i) if BACKWARDS else i
@@ -40,7 +40,7 @@ def starts_kernel(
     local, sums, gamma, h0, stride_gamma_b, T, L, P,
     starts,
     H: gl.constexpr, D: gl.constexpr, BD: gl.constexpr, BACKWARDS: gl.constexpr,
-):  # fmt: skip
+):
     """The state that each segment starts from ``[segments, H, D, D]``, of what pieces of L tokens leave from none.
 
     P: pieces of a segment. sums: what the gates of each piece come to; gamma: constant decays. h0: the state that the

@@ -32,7 +32,7 @@ from keraunos.kernels.linear_attention.cuda.walk import (
 
 @gluon.jit
 def copy(stages, barriers, descriptors, size, C: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
-         REVERSE: gl.constexpr, OUTPUT: gl.constexpr, DOTS: gl.constexpr):  # fmt: skip
+         REVERSE: gl.constexpr, OUTPUT: gl.constexpr, DOTS: gl.constexpr):
     """A partition of one warp: copies chunks into the ring of stages."""
     q_s, k_s, v_s, f_s = stages
     full, empty = barriers
@@ -59,7 +59,7 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
              D: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
              TRANSPOSED: gl.constexpr, GATED: gl.constexpr, OUTPUT: gl.constexpr, WIDE: gl.constexpr,
              DOTS: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, GROUP: gl.constexpr,
-             BACKWARDS: gl.constexpr):  # fmt: skip
+             BACKWARDS: gl.constexpr):
     """A partition of one warpgroup: half of the values' dimensions, for which it has the state in registers."""
     stages, barriers, gates_s, dots_s, dotted = shared
     q_s, k_s, v_s, f_s = stages
@@ -184,7 +184,7 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
 
 @gluon.jit
 def add_gradients(dots_s, dotted, products, dg, dgamma, size, H: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr,
-                  GATES: gl.constexpr, GAMMA: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+                  GATES: gl.constexpr, GAMMA: gl.constexpr, GROUP: gl.constexpr):
     """A partition of one warp: the gradients of gates, each the sum of what all pairs that it is between come to.
 
     What changes from a token to the next are the pairs that end there, products of q with dq, and those that begin
@@ -218,7 +218,7 @@ def add_gradients(dots_s, dotted, products, dg, dgamma, size, H: gl.constexpr, C
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
             "stride_vh", "stride_fb", "stride_ft", "stride_fh", "stride_gb", "stride_gt", "stride_gh",
-            "stride_gamma_b", "T", "L", "P"]  # fmt: skip
+            "stride_gamma_b", "T", "L", "P"]
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
@@ -231,7 +231,7 @@ def outputs_kernel(
     D: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
     SPLIT: gl.constexpr, INIT_WALK: gl.constexpr, TRANSPOSED: gl.constexpr,
     GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
-):  # fmt: skip
+):
     """``o_i = scale * sum_{j <= i} decay_ij (q_i . k_j) v_j`` for one head of one sequence, or of one segment of it.
 
     Two partitions of a warpgroup multiply, each for half of v's dimensions; one warp copies, one adds up gates.
@@ -373,7 +373,7 @@ def outputs_kernel(
             ],
             [4, 1, 1, 1],
             [232, 40, 40, 40],
-        )  # fmt: skip
+        )
     elif GATED:
         gl.warp_specialize(
             [
@@ -387,7 +387,7 @@ def outputs_kernel(
             ],
             [4, 1, 1],
             [232, 40, 40],
-        )  # fmt: skip
+        )
     elif DOTS:
         gl.warp_specialize(
             [
@@ -401,7 +401,7 @@ def outputs_kernel(
             ],
             [4, 1, 1],
             [232, 40, 40],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
@@ -413,4 +413,4 @@ def outputs_kernel(
             ],
             [4, 1],
             [232, 40],
-        )  # fmt: skip
+        )

@@ -126,7 +126,7 @@ class _Plan(NamedTuple):
 
 @remember
 def _outputs_plan(call: _Call, q: Spec, k: Spec, v: Spec, f: Spec | None, *, output: str, final: bool,
-                  transposed: bool) -> _Plan:  # fmt: skip
+                  transposed: bool) -> _Plan:
     B, T, H, (specs, opts) = call.B, call.T, call.H, (call.specs, call.opts)
     g = specs.g
     numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(f, "f"), **_strides(g, "g")}
@@ -142,17 +142,17 @@ def _outputs_plan(call: _Call, q: Spec, k: Spec, v: Spec, f: Spec | None, *, out
         H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RF=call.ratio(f), RG=call.ratio(g), D=_HEAD_DIM,
         C=_CHUNK, STAGES=min(most, call.stages), REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
         INIT_WALK=call.L > 0, TRANSPOSED=transposed, GROUP=_GROUP, BACKWARDS=call.reverse,
-    )  # fmt: skip
+    )
     return _Plan(outputs_kernel, (call.walks * H,), {**numbers, **call.numbers, "P": 1}, outputs, constants)
 
 
 def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, h0: Any = None, products: Any = None,
-             dh: Any = None, output: str | None = None, final: bool = False, transposed: bool = False):  # fmt: skip
+             dh: Any = None, output: str | None = None, final: bool = False, transposed: bool = False):
     """``(output, final state, dg, dgamma)``: see ``outputs_kernel``. h0: what each walk starts from."""
     plan = _outputs_plan(call, *map(spec_of, (q, k, v, f)), output=output or call.dtype, final=final,
-                         transposed=transposed)  # fmt: skip
+                         transposed=transposed)
     return plan.launch(q=q, k=k, v=v, f=f, g=args.g, gamma=args.g_gamma, h0=h0, products=products, dh=dh,
-                       cu_seqlens=args.cu_seqlens)[:4]  # fmt: skip
+                       cu_seqlens=args.cu_seqlens)[:4]
 
 
 @remember
@@ -162,12 +162,12 @@ def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[_Plan
     pieces, state = -(-call.T // L), (H, _HEAD_DIM, _HEAD_DIM)
     numbers = {**_strides(None, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(None, "f"), **_strides(g, "g")}
     outputs = dict(o=None, ht=((call.N * pieces, *state), "float32"), dg=None, dgamma=None,
-                   sums=((call.N * pieces, H), "float32") if g else None)  # fmt: skip
+                   sums=((call.N * pieces, H), "float32") if g else None)
     constants = dict(
         H=H, RQ=1, RK=call.ratio(k), RV=call.ratio(v), RF=1, RG=call.ratio(g), D=_HEAD_DIM, C=_CHUNK,
         STAGES=_STAGES_STATES, REVERSE=call.reverse, PACKED=False, SPLIT=True, INIT_WALK=False, TRANSPOSED=False,
         GROUP=_GROUP, BACKWARDS=backwards,
-    )  # fmt: skip
+    )
     # None of the segment that is walked last.
     wanted = pieces - P if backwards else (-(-pieces // P) - 1) * P
     grid = (call.N * wanted * H,)
@@ -185,7 +185,7 @@ def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -
     local_plan, plan = _starts_plans(call, spec_of(k), spec_of(v), backwards)
     gamma = args.g_gamma
     _, local, _, _, sums = local_plan.launch(q=None, k=k, v=v, f=None, g=args.g, gamma=gamma, h0=None, products=None,
-                                             dh=None, cu_seqlens=None)  # fmt: skip
+                                             dh=None, cu_seqlens=None)
     return plan.launch(local=local, sums=sums, gamma=gamma, h0=h0)[0]
 
 
@@ -204,7 +204,7 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
     constants = dict(
         H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), D=_HEAD_DIM, C=_CHUNK,
         STAGES=_STAGES_GRADIENTS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0, GROUP=_GROUP,
-    )  # fmt: skip
+    )
     return _Plan(gradients_kernel, (call.walks * H,), {**numbers, **call.numbers}, outputs, constants)
 
 
@@ -241,10 +241,10 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     ends = _starts(call, args, q, do, dfinal, not call.reverse)
     plan = _gradients_plan(call, *map(spec_of, (q, k, v, do)))
     dk, dv, dh0, products, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,
-                                                cu_seqlens=cu_seqlens)  # fmt: skip
+                                                cu_seqlens=cu_seqlens)
     query = call.dtype_of_each(call.specs.query)
     dq, _, dg, dgamma = _outputs(call, args, do, v, k, f=q if call.learned else None, h0=starts, products=products,
-                                 dh=states, output=query, transposed=True)  # fmt: skip
+                                 dh=states, output=query, transposed=True)
     dq, dk, dv, dg = (_of_own(call, *x) for x in zip((dq, dk, dv, dg), call.specs[:4], strict=True))
     if dgamma is not None:
         spec = call.specs.g_gamma

@@ -63,7 +63,7 @@ def group_slot(i_o, token, T, L, tokens, PACKED: gl.constexpr, SPLIT: gl.constex
 
 @gluon.jit
 def describe(x, i_b, token, i_h, size, stride_b, stride_t, stride_h, C: gl.constexpr, D: gl.constexpr,
-             BD: gl.constexpr):  # fmt: skip
+             BD: gl.constexpr):
     """A descriptor of the tokens of a walk ``[size, D]``, in blocks of C tokens and BD dimensions."""
     # A walk over no token may stand where the array has ended: what is described then is never copied.
     token = token * (size > 0).to(gl.int64)
@@ -127,7 +127,7 @@ def without_own(a, rows, columns):
 
 @gluon.jit
 def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl.constexpr, D: gl.constexpr,
-              STAGES: gl.constexpr, REVERSE: gl.constexpr, BACKWARDS: gl.constexpr, SUM: gl.constexpr):  # fmt: skip
+              STAGES: gl.constexpr, REVERSE: gl.constexpr, BACKWARDS: gl.constexpr, SUM: gl.constexpr):
     """A partition of one warp: what the gates of each chunk do, in the order in which chunks are walked.
 
     For each stage ``gates_s`` get: ``G``, ``scale * exp2(G)`` and ``exp2(G_total - G)``; ``exp2(G_total)``, once for

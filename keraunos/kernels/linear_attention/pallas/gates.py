@@ -137,7 +137,7 @@ class Gates:
     """
 
     def __init__(self, at: Any, part: Any, zero: Any, gates: list[Any], gamma: Any, walk: Any, limits: Any, dtype: Any,
-                 unrolled: bool = False, upto: Any = None):  # fmt: skip
+                 unrolled: bool = False, upto: Any = None):
         self.at, self.part, self.places_s, self.total = at, part, at.places_s, at.total_s.at[part]
         self.upto_s, self.flat = at.upto_s.at[zero] if upto is None else upto, upto is not None
         self.gates, self.gamma, self.dtype = gates, gamma, jnp.dtype(dtype)

@@ -46,7 +46,7 @@ class Tiles:
         self.work = Gates(
             of.at, self.part, self.zero, self.gates, of.gamma, of.walk, of.chunks.rows(i), of.dtype,
             upto=Tile(of.at.upto_s, (self.zero,)),
-        )  # fmt: skip
+        )
 
     q = property(lambda self: Tile(self.at.q_s, (self.slot, self.part)))
     k = property(lambda self: Tile(self.at.k_s, (self.side, self.part)))

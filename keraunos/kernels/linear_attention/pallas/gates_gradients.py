@@ -83,7 +83,7 @@ class _Walk:
     """What the warpgroup of 64 dimensions of the key does in one program; ``at`` are the kernel's references."""
 
     def __init__(self, at: Any, part: Any, i_s: Any, i_h: Any, *, walk: Any, K: int, V: int, gs: Any, dtype: Any,
-                 shared: list[int], scale: float, stages: int):  # fmt: skip
+                 shared: list[int], scale: float, stages: int):
         self.at, self.part, self.i_s, self.i_h, self.walk, self.dtype, self.gs = at, part, i_s, i_h, walk, dtype, gs
         self.shared, self.scale, self.stages = shared, scale, stages
         self.P, self.W, self.packed = K // COLUMNS, V // COLUMNS, at.plan is not None
@@ -391,13 +391,13 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     inputs = dict(q=q, k=k, v=v, **names_of(gs), gamma=decay.gamma, do=do, before=before,
-                  **named_starts(ends), last=None if ends is None else last, plan=plan)  # fmt: skip
+                  **named_starts(ends), last=None if ends is None else last, plan=plan)
     outputs = dict(
         dq=shape(B, rows, H, K), dk=shape(B, rows, H, K), dv=shape(B, rows, H, V), start=shape(N, H, K, V, dtype=F32),
         # Which chunks have strong gates, and whether one has.
         strong=shape(walk.slots(B), H, P, walk.segment + 1, dtype=jnp.int32),
         **{f"d{name}": shape(B, rows, H, K, dtype=jnp.bfloat16) for name in names_of(gs)},
-    )  # fmt: skip
+    )
     after_s: Any = tiles_of(dtype, P, max(P, W))
     if P > 1:
         # Parts of dv pass through the place of the state's gradient.
@@ -420,7 +420,7 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
         full_v=plgpu.Barrier(num_arrivals=W * (2 + P)), empty_v=plgpu.Barrier(num_arrivals=P),
         met=plgpu.Barrier(num_arrivals=P) if packed else None,
         **{name: plgpu.Barrier(num_arrivals=P) if P > 1 else None for name in ("sent", "left")},
-    )  # fmt: skip
+    )
 
     def body(indices, i_w, *refs):
         i_s, i_h = indices
@@ -483,4 +483,4 @@ def gradients(q, k, v, decay, do, before, ends, last, *, H, walk, plan, scale, s
         body, inputs.values(), lanes=True, between_warps=False,
         name="gates_gradients", warpgroups=P + 1, grid=(walk.slots(B), H),
         out_type=list(outputs.values()), scratch_types=[x for x in scratch.values() if x is not None],
-    )  # fmt: skip
+    )

@@ -48,7 +48,7 @@ class Program:
 
     def __init__(self, at: Any, walk: Any, chunks: Any, row: Any, i_h: Any, keyed: tuple[str, ...], value: str,
                  shared: list[int], sizes: tuple[int, int, Any], stages: int, early: bool = False,
-                 unrolled: bool = False):  # fmt: skip
+                 unrolled: bool = False):
         self.at, self.walk, self.chunks, self.row, self.i_h = at, walk, chunks, row, i_h
         self.keyed, self.value, self.shared, self.stages = keyed, value, shared, stages
         self.early, self.unrolled = early, unrolled

@@ -97,7 +97,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
         o=jax.ShapeDtypeStruct((B, rows, H, V), dtype),
         final=jax.ShapeDtypeStruct((N, H, K, V), F32) if final else None,
         **(_every(B, H, K, V, walk, dtype) if every else dict(before=None, end=None)),
-    )  # fmt: skip
+    )
     scratch = dict(
         q_s=tiles_of(dtype, stages, P), k_s=tiles_of(dtype, stages, P), v_s=tiles_of(dtype, stages, W),
         # When they have been summed, gates make room for the keys of pairs.
@@ -108,7 +108,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
         **barriers(2, W, P, gs, stages),
         known=plgpu.Barrier(num_arrivals=P, num_barriers=stages + 1) if early else None,
         started=plgpu.Barrier(num_barriers=W) if early else None,
-    )  # fmt: skip
+    )
 
     def body(indices, i_w, *refs):
         i_s, i_h = indices
@@ -119,7 +119,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
         sequence = walk.at(i_s, at.plan)
         chunks = sequence.of_segment()
         program = Program(at, walk, chunks, sequence.row, i_h, ("q", "k"), "v", shared, (W, P, gs), stages,
-                           early, unrolled)  # fmt: skip
+                          early, unrolled)
 
         def hold(i_w):
             out, columns = at.o_s.at[i_w], pl.ds(i_w * COLUMNS, COLUMNS)
@@ -200,7 +200,7 @@ def scan(q, k, v, decay, starts, *, H, walk, plan, scale, final, every, stages):
         name="gates_scan", warpgroups=W + P + 1, grid=(walk.slots(B), H),
         out_type=[x for x in outputs.values() if x is not None],
         scratch_types=[x for x in scratch.values() if x is not None],
-    )  # fmt: skip
+    )
     got: Any = Names(results, outputs)
     return got.o, got.final, Every(got.before, got.end) if every else None
 
@@ -233,13 +233,13 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
     inputs = dict(x=x, y=y, **names_of(gs), gamma=decay.gamma, **named_starts(starts), plan=plan)
     outputs = _every(B, H, K, V, walk, dtype) if every else dict(
         end=jax.ShapeDtypeStruct((slots, pieces, H, K, V), F32), sums=jax.ShapeDtypeStruct((slots, pieces, H, K), F32)
-    )  # fmt: skip
+    )
     scratch = dict(
         x_s=tiles_of(dtype, stages, P), y_s=tiles_of(dtype, stages, W), g_s=tiles_of(jnp.bfloat16, stages, len(gs), P),
         state_s=tiles_of(dtype, 2, W, P) if every else None, factors_s=plgpu.SMEM((stages, 3, P, COLUMNS), F32),
         total_s=plgpu.SMEM((P, 2, COLUMNS), F32), sums_s=plgpu.SMEM((P, COLUMNS), F32), **constants_s(),
         **barriers(1, W, P, gs, stages),
-    )  # fmt: skip
+    )
 
     def body(indices, i_w, *refs):
         i_s, i_f, i_h = indices
@@ -304,5 +304,5 @@ def states(x, y, decay, starts, *, H, walk, plan, scale, every, stages):
         name="gates_states", warpgroups=W + P + 1, grid=(slots, pieces, H),
         out_type=list(outputs.values()),
         scratch_types=[x for x in scratch.values() if x is not None],
-    )  # fmt: skip
+    )
     return results

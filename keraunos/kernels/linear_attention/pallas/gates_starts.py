@@ -73,7 +73,7 @@ def through(tile: Any, barrier: Any) -> Any:
 
 
 def start(at: Any, walk: Any, sequence: Any, i_s: Any, i_h: Any, blocks: list[tuple[Any, Any]],
-          read_block: Any = None) -> tuple[Any, ...]:  # fmt: skip
+          read_block: Any = None) -> tuple[Any, ...]:
     """The state that a segment starts from, in blocks of 64 dimensions and 64 columns, each read by ``read_block``."""
 
     def read(ref, *index):
@@ -110,7 +110,7 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
     scratch = dict(
         tiles=smem(F32, stages, COLUMNS, _COMBINED), sums_s=plgpu.SMEM((stages, COLUMNS), F32),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages), empty=plgpu.Barrier(num_barriers=stages),
-    )  # fmt: skip
+    )
 
     def body(indices, i_w, *refs):
         i_n, i_h, i_r, i_c = indices
@@ -154,4 +154,4 @@ def combine(local, sums, initial, *, B, walk, cu_seqlens):
         name="gates_combine", warpgroups=2, out_type=list(outputs.values()),
         grid=(B if walk.packed is None else walk.packed, H, K // COLUMNS, V // _COMBINED),
         scratch_types=list(scratch.values()),
-    )[0]  # fmt: skip
+    )[0]

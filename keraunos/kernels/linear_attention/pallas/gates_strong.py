@@ -42,7 +42,7 @@ class _Chunk:
     """One chunk, whose gates are strong in some dimensions; ``at`` are the kernel's references."""
 
     def __init__(self, at: Any, i: Any, i_s: Any, i_h: Any, *, walk: Any, gs: Any, shared: list[int], scale: float,
-                 dtype: Any):  # fmt: skip
+                 dtype: Any):
         self.at, self.i, self.i_h, self.gs, self.shared, self.scale, self.dtype = at, i, i_h, gs, shared, scale, dtype
         sequence = walk.at(i_s, at.plan)
         self.chunks, self.packed = sequence.of_segment(), at.plan is not None
@@ -185,7 +185,7 @@ def add_pairs(q, k, v, decay, do, strong, dq, dk, dv, terms, *, H, walk, plan, s
         # What is loaded: v and do; q, k and gates; what was given of dq and dk, of dg and, 64 columns at a time, of dv.
         values=plgpu.Barrier(num_arrivals=2 * W), inputs=plgpu.Barrier(num_arrivals=2 + len(gs)),
         given=plgpu.Barrier(num_arrivals=2), terms=plgpu.Barrier(num_arrivals=len(gs)), dv_there=plgpu.Barrier(),
-    )  # fmt: skip
+    )
 
     def body(indices, i_w, *refs):
         first, i_s, i_h = indices
@@ -210,4 +210,4 @@ def add_pairs(q, k, v, decay, do, strong, dq, dk, dv, terms, *, H, walk, plan, s
     return launch_kernel(
         body, [*inputs.values(), *changed.values()], lanes=True, between_warps=False, in_place=len(changed),
         name="gates_strong", warpgroups=1, grid=(programs, slots, H), scratch_types=list(scratch.values()),
-    )  # fmt: skip
+    )

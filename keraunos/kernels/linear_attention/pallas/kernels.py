@@ -112,7 +112,7 @@ def room(K: int, V: int, output: Any, product: bool = False) -> Room:
 
 
 def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, final, from_zero, transposed, stages,
-         factor=None, gradient=None):  # fmt: skip
+         factor=None, gradient=None):
     """One walk with queries a, keys b, values c: ``(output [B, T, H, V], final state [N, H, K, V], gradient)``.
 
     Args:
@@ -151,14 +151,14 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
 
     places = [walk.places(B, n) for n in (1, GROUP)]
     inputs = dict(a=a, b=b, c=c, gamma=decay.gamma, gates=decay.gates, starts=starts, plan=plan, factor=factor,
-                  sums=gradient and gradient.sums, states=gradient and gradient.states)  # fmt: skip
+                  sums=gradient and gradient.sums, states=gradient and gradient.states)
     outputs = dict(
         o=shape(B, rows, H, V, dtype=output),
         final=shape(N, H, K, V) if final else None,
         sums_out=shape(places[0], H, V // COLUMNS, CHUNK) if leave_states else None,
         states_out=shape(places[1], H, K, V, dtype=dtype) if leave_states else None,
         dgates=shape(V // COLUMNS, B, H, rows) if dgates else None,
-    )  # fmt: skip
+    )
     gated, packed, large = decay.gates is not None, plan is not None, K > 128
     scratch = dict(
         a_s=smem(dtype, 1 if alone else stages, CHUNK, K), b_s=smem(dtype, stages, CHUNK, K),
@@ -174,7 +174,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
         empty=plgpu.Barrier(num_arrivals=W, num_barriers=stages),
         a_full=plgpu.Barrier() if alone else None, a_empty=plgpu.Barrier(num_arrivals=W) if alone else None,
         met=plgpu.Barrier(num_arrivals=W) if packed else None,
-    )  # fmt: skip
+    )
 
     def body(indices, i_w, *refs):
         i_s, i_h, i_v = indices
@@ -285,7 +285,7 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
                             between = (
                                 between_gates() if gated
                                 else between_constant(decay_log2(at.gamma, sequence.row, i_h))
-                            )  # fmt: skip
+                            )
                             p = upto_of(p * between, dtype, walk.reverse, apart)
                         read = plgpu.wgmma_accumulator_load(o, wait_n=1)
                         if alone and factor is None:
@@ -430,6 +430,6 @@ def scan(a, b, c, decay, starts, *, H, walk, plan, scale_in, scale_out, output, 
         body, inputs.values(), name="scan", grid=(walk.slots(B), H, blocks), warpgroups=W + 1, between_warps=False,
         out_type=[x for x in outputs.values() if x is not None],
         scratch_types=[x for x in scratch.values() if x is not None],
-    )  # fmt: skip
+    )
     got: Any = Names(results, outputs)
     return got.o, got.final, Gradient(got.sums_out, got.states_out) if leave_states else got.dgates

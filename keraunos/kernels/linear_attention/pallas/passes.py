@@ -214,7 +214,7 @@ class _Call:
         options: Any = dict(H=self.H, walk=walk, scale=scale, stages=3, from_zero=self.from_zero(initial))
         local, total, starts = self.run(pallas_starts.local_states, given, **options)
         given = dict(local=local, total=total, decay=self.decay, initial=initial, starts=starts,
-                     cu_seqlens=self.cu_seqlens)  # fmt: skip
+                     cu_seqlens=self.cu_seqlens)
         return self.run(pallas_starts.combine, given, B=self.B, walk=walk)
 
     def from_zero(self, initial: Any) -> bool:
@@ -222,7 +222,7 @@ class _Call:
         return initial is None and not self.learned
 
     def scan(self, a: Any, b: Any, c: Any, starts: Any, walk: Any, *, factor: Any = None, gradient: Any = None,
-             **options: Any) -> Any:  # fmt: skip
+             **options: Any) -> Any:
         """``kernels.scan``, without the rows that were padded; as many stages as were asked for, or as fit."""
         arrays = dict(a=a, b=b, c=c, decay=self.decay, starts=starts, plan=self.plan, factor=factor, gradient=gradient)
         static = {"scale_in": 1.0, "scale_out": 1.0, "output": None, "final": False, "transposed": False} | options
@@ -264,7 +264,7 @@ class _Call:
         back: Any = dict(walk=self.adjoint, scale_in=self.scale, output=each, from_zero=self.from_zero(dfinal))
         dk, _, gradient = self.scan(v, do, q, ends, transposed=True, factor=k if learned else None, **back)
         dq, _, dgates = self.scan(do, v, k, starts, self.forward, from_zero=self.from_zero(self.h0), transposed=True,
-                                  scale_out=self.scale, factor=q if learned else None, gradient=gradient)  # fmt: skip
+                                  scale_out=self.scale, factor=q if learned else None, gradient=gradient)
         dv, dh0, _ = self.scan(k, q, do, ends, final=self.h0 is not None, **back)
         return Args(dq, self.shared(dk), self.shared(dv), *self.of_decay(dgates), dh0)
 
@@ -328,7 +328,7 @@ class _VectorCall(_Call):
         given = dict(q=self.q, k=self.k, v=self.v, do=do, before=before, ends=ends, last=last)
         dq, dk, dv, dh0, strong, *terms = self.walked(gates_gradients.gradients, self.adjoint, given)
         given = dict(q=self.q, k=self.k, v=self.v, decay=self.decay, do=do, strong=strong, plan=self.plan,
-                     dq=dq, dk=dk, dv=dv, terms=terms)  # fmt: skip
+                     dq=dq, dk=dk, dv=dv, terms=terms)
         static = dict(H=self.H, walk=self.adjoint, scale=self.scale)
         dq, dk, dv, *terms = self.run(gates_strong.add_pairs, given, **static)
         # A single term is of the gates' own dtype.
@@ -371,7 +371,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         dfinal = None if dfinal is None else arrays.cast(dfinal, "float32")
         given = call.gradients(saved, call.pad(doutput), dfinal)
     return Args(*(None if d is None else arrays.cast(d, arrays.dtype_name(x))
-                  for x, d in zip(args, given, strict=True)))  # fmt: skip
+                  for x, d in zip(args, given, strict=True)))
 
 
 def _no_tokens(args: Args):

@@ -104,7 +104,7 @@ def start_product(*operands: Any, onto: Any = None) -> Any:
             found = inline(
                 llvm.StructType.get_literal([element] * count), [*before, *values], text, ",".join(constraints),
                 has_side_effects=True, convergent=True,
-            )  # fmt: skip
+            )
             return [llvm.extractvalue(element, found, [i]) for i in range(count)]
 
         return array(words, (CHUNK, COLUMNS), jnp.float32, layout)

@@ -249,7 +249,7 @@ def _descriptors_in_words(launch):
 
 
 def launch_kernel(body, arrays, *, name, grid, warpgroups, scratch_types, out_type=(), in_place=0, between_warps=True,
-            lanes=False, barriers=False):  # fmt: skip
+                  lanes=False, barriers=False):
     """Run a kernel on arrays (None: left out).
 
     ``grid``: its sizes; programs side by side differ in the last index. ``body(indices, warpgroup, *references)``.
@@ -279,7 +279,7 @@ def launch_kernel(body, arrays, *, name, grid, warpgroups, scratch_types, out_ty
             **({} if between_warps else dict(reduction_scratch_bytes=0)),
             **(dict(lowering_semantics=plgpu.LoweringSemantics.Lane) if lanes else {}),
         ),
-    )  # fmt: skip
+    )
 
     def run(*arrays):
         if not in_place:

@@ -94,7 +94,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
         local=jax.ShapeDtypeStruct((slots, walk.pieces, H, K, V), jnp.float32),
         total=jax.ShapeDtypeStruct((slots, walk.pieces, H), jnp.float32) if gated else None,
         starts=jax.ShapeDtypeStruct((slots, H, K, V), jnp.float32) if from_zero else None,
-    )  # fmt: skip
+    )
     scratch = dict(
         b_s=smem(dtype, stages, CHUNK, K), c_s=smem(dtype, stages, W, CHUNK, COLUMNS),
         gates_s=plgpu.SMEM((stages, CHUNK), jnp.float32) if gated else None,
@@ -103,7 +103,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
         full=plgpu.Barrier(num_arrivals=1 + W + gated, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=W, num_barriers=stages),
         met=plgpu.Barrier(num_arrivals=W) if packed else None,
-    )  # fmt: skip
+    )
 
     def body(indices, i_w, *refs):
         at: Any = Names(refs, inputs, outputs, scratch)
@@ -217,7 +217,7 @@ def local_states(b, c, decay, *, H, walk, plan, scale, stages, from_zero=False, 
         body, inputs.values(), name="states", grid=(programs,), warpgroups=W + 1, between_warps=False,
         out_type=[x for x in outputs.values() if x is not None],
         scratch_types=[x for x in scratch.values() if x is not None],
-    )  # fmt: skip
+    )
     got: Any = Names(results, outputs)
     return got.local, got.total, got.starts
 
@@ -310,4 +310,4 @@ def combine(local, total, decay, initial, starts, *, B, walk, cu_seqlens):
         body, inputs.values(), name="combine", warpgroups=1, scratch_types=[],
         grid=(B if walk.packed is None else walk.packed, H, K // rows),
         out_type=list(outputs.values()), in_place=int(starts is not None),
-    )[0]  # fmt: skip
+    )[0]

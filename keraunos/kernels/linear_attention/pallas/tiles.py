@@ -132,7 +132,7 @@ def _load(ref: Any, code: Any, dtype: Any, *more: Any, kind: Any = None, layout:
             return mgpu.utils.inline_ptx(
                 code if isinstance(code, str) else code(given[0]), *addresses, *(x.registers.item() for x in rest),
                 result_types=(element,) * count, has_side_effects=True, convergent=True,
-            )  # fmt: skip
+            )
 
         return array(words, shape, dtype, layout)
 

@@ -97,7 +97,7 @@ class Plan(NamedTuple):
     def launch(self, **arrays):
         """Run it on arrays, given in the order of the kernel's parameters."""
         return launch(self.kernel, self.grid, {**arrays, **self.numbers}, self.outputs, self.constants,
-                      num_warps=self.num_warps, num_stages=self.num_stages)  # fmt: skip
+                      num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 class Part(NamedTuple):

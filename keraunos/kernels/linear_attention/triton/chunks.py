@@ -43,7 +43,7 @@ def decay_kernel(
     H: tl.constexpr, K: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
     MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """What vector gates do inside a chunk, worked into q and k, so that a scan over chunks need not know them.
 
     ``qd = scale * q * factor``, ``kd = k / factor`` with ``factor = exp(gates from the chunk's start to the token)``;
@@ -111,7 +111,7 @@ def halving_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
     TERMS: tl.constexpr, MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """Pairs j <= i of chunks that are ``halved``: ``intra_ij = scale * sum_k q_ik k_jk exp(gates between j and i)``.
 
     At each level the pairs between the halves of a block factor at their boundary into ``exp(gates from the boundary to
@@ -177,7 +177,7 @@ def halving_kernel(
 def mild_gradients(
     b_q, b_k, b_g, b_sums, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
     TERMS: tl.constexpr, DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """dq, dk and dg ``[BT, BK]`` with mild vector gates: q has been decayed from the chunk's start, k to it.
 
     ``b_da`` ``[BT, BT]`` are the gradients of pairs, without decay; ``b_dq`` and ``b_dk`` those through the states;
@@ -200,7 +200,7 @@ def mild_gradients(
 def halved_gradients(
     b_q, b_k, b_g, b_da, b_dq, b_dk, b_across, o_p, m_upto, m_after, scale,
     BT: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """dq, dk and dg ``[BT, BK]`` with any vector gates; arguments as for ``mild_gradients``.
 
     Pairs of tokens factor level by level, at the boundary between the halves of blocks.
@@ -236,7 +236,7 @@ def halved_gradients(
 def scalar_gradients(
     b_q, b_k, b_g, b_gamma, b_da, b_dq, b_dk, b_across, o_t, o_p, m_upto, m_after, left, scale,
     GATE: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """dq, dk ``[BT, BK]`` and dg ``[BT]`` with one gate per token, ``b_g`` ``[BT]``, or a constant one only."""
     LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     b_row = b_gamma * tl.maximum((left - o_t) if REVERSE else (o_t + 1), 0)
@@ -288,7 +288,7 @@ def gradient_kernel(
     BN: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr,
     DG_TERMS: tl.constexpr, MILD: tl.constexpr, HALVED: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """dq, dk and dg of one chunk, for a tile of BK of the K dimensions.
 
     ``hs`` holds the state before each chunk and ``dhs`` the gradient of the state after it. A gate is in every pair
@@ -388,12 +388,12 @@ def gradient_kernel(
                     b_dq, b_dk, b_dg = mild_gradients(
                         b_q, b_k, b_g, b_sums, b_da, b_dq, b_dk, b_across, o_p, m_upto, scale,
                         TERMS, DG_TERMS, PRECISION,
-                    )  # fmt: skip
+                    )
                 else:
                     b_dq, b_dk, b_dg = halved_gradients(
                         b_q, b_k, b_g, b_da, b_dq, b_dk, b_across, o_p, m_upto, m_after, scale,
                         BT, EXACT, TERMS, DG_TERMS, PRECISION,
-                    )  # fmt: skip
+                    )
                 tl.store(dg + o_d, b_dg.to(dg.dtype.element_ty), mask=m_k)
             else:
                 b_g = b_gamma
@@ -402,7 +402,7 @@ def gradient_kernel(
                 b_dq, b_dk, b_dg = scalar_gradients(
                     b_q, b_k, b_g, b_gamma, b_da, b_dq, b_dk, b_across, o_t, o_p, m_upto, m_after, left, scale,
                     GATE, EXACT, TERMS, REVERSE, PRECISION,
-                )  # fmt: skip
+                )
                 i_kb = i_k * (1 if PACKED else N) + i_b
                 tl.store(dg + (i_kb * T + base + o_t) * H + i_h, b_dg, mask=m_t)
 

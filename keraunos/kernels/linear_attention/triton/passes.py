@@ -64,7 +64,7 @@ _HEADS = 8
 
 @remember
 def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t, width,
-               pool, overlap) -> Plan:  # fmt: skip
+               pool, overlap) -> Plan:
     H, cfg = call.H, call.cfg
     K, V = k.shape[-1], v.shape[-1]
     BV, num_warps, num_stages = min(cfg.block_d, tile(V)), cfg.num_warps, cfg.num_stages
@@ -85,7 +85,7 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
         **strides_of(g, "g", 1),
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P,
         **call.place(part), ROWS=pool.T if pool else 0,
-    )  # fmt: skip
+    )
     if not overlap & _Overlap.WITH_LAST:
         overlap |= _Overlap.AFTER_LAST
     ends = (call.N if final == _Final.SEQUENCE else slots, H)
@@ -107,7 +107,7 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
         ADJOINT=adjoint, SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final),
         OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t, PRECISION=call.precision, EXPORT=False,
         OVERLAP=int(overlap), **NO_POOL, **call.flags(reverse),
-    )  # fmt: skip
+    )
     if pool:
         # The states are not made, but put where they came from.
         outputs["ht"] = "pool"
@@ -153,7 +153,7 @@ _IN_TURN = int(_Overlap.WITH_NEXT | _Overlap.AFTER_LAST)
 
 def _scan(call: Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, init=_Init.ZERO, decayed=None,
           final=_Final.NONE, state="float32", output=None, into=None, save=_Save.NOTHING, part=None,
-          state_t=False, pool=None, overlap=_Overlap.NONE):  # fmt: skip
+          state_t=False, pool=None, overlap=_Overlap.NONE):
     """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
 
     Args:
@@ -178,13 +178,13 @@ def _scan(call: Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, i
         call, q_spec, k_spec, v_spec, reverse=reverse, adjoint=adjoint, init=init, final=final, state=state,
         output=output, into=into is not None, save=save, part=part, state_t=state_t,
         width=decayed.intra.shape[-1] if decayed else 0, pool=pool and pool.specs(), overlap=overlap,
-    )  # fmt: skip
+    )
     # Triton would build other code for absent arrays.
     return plan.launch(
         q=k if q is None else q, k=k, v=v, g=args.g if call.gate == 1 else None, gamma=args.g_gamma,
         sums=decayed and decayed.sums, halved=decayed and decayed.halved, intra=decayed and decayed.intra,
         h0=h0, into=v if into is None else into, cu_seqlens=args.cu_seqlens, **(pool or NO_STATES).arrays(),
-    )  # fmt: skip
+    )
 
 
 @remember
@@ -192,7 +192,7 @@ def _combine_plan(call: Call, K: int, V: int, reverse: bool, init: bool, pool: P
     BK, flags = 8, pool.flags() if pool else NO_POOL
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L // call.P, P=call.P)
     constants = dict(H=call.H, K=K, V=V, BK=BK, BV=tile(V), GATE=call.gate, INIT=init, OVERLAP=_IN_TURN,
-                     **flags, **call.flags(reverse))  # fmt: skip
+                     **flags, **call.flags(reverse))
     outputs = dict(starts=((call.slots(call.L), call.H, K, V), "float32"))
     return Plan(scan.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
@@ -206,11 +206,11 @@ def _starts(call: Call, args: Args, k, v, h0, *, reverse, adjoint=False, decayed
     if call.opts.started:
         return dict(h0=h0, init=_Init.WALK)
     _, local, _, total = _scan(call, args, None, k, v, reverse=reverse, adjoint=adjoint, final=_Final.PIECE,
-                               decayed=decayed)  # fmt: skip
+                               decayed=decayed)
     plan = _combine_plan(call, k.shape[-1], v.shape[-1], reverse, h0 is not None, pool and pool.specs())
     given = pool or NO_STATES
     (starts,) = plan.launch(local=local, total=total, gamma=args.g_gamma, h0=h0 if pool is None else pool.states,
-                            cu_seqlens=args.cu_seqlens, slots=given.slots, has_initial=given.has_initial)  # fmt: skip
+                            cu_seqlens=args.cu_seqlens, slots=given.slots, has_initial=given.has_initial)
     return dict(h0=starts, init=_Init.WALK)
 
 
@@ -231,21 +231,21 @@ def _decay_plans(call: Call, width: int) -> tuple[Plan, Plan]:
     numbers: dict[str, Any] = dict(
         **strides_of(q, "q", unit), **strides_of(k, "k", unit), **strides_of(g, "g", unit),
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N,
-    )  # fmt: skip
+    )
     common = dict(H=call.H, K=call.K, RQ=call.ratio(q), RK=call.ratio(k), RG=call.ratio(g), UNIT=unit, BT=call.BT,
-                  BN=pow2(call.N), MILD=call.mild, OVERLAP=_IN_TURN, **call.flags(call.reverse))  # fmt: skip
+                  BN=pow2(call.N), MILD=call.mild, OVERLAP=_IN_TURN, **call.flags(call.reverse))
     tokens, cells = (call.B, call.T, call.H), (call.chunks, call.H)
     mild, decayed, sums = call.mild > 0, ((*tokens, call.K), call.dtype), ((*cells, call.K), "float32")
     outputs: dict[str, Any] = dict(qd=decayed, kd=decayed, sums=sums, halved=(cells, "int32") if mild else None)
     BK = tile(call.K)
     decay = Plan(chunks.decay_kernel, (call.chunks * call.H,), numbers, outputs, dict(**common, BK=BK),
-                  max(BK // 128, 1), 1)  # fmt: skip
+                 max(BK // 128, 1), 1)
     BK, num_warps, num_stages = _HALVING
     BH = min(pow2(call.H), _HEADS)
     grid, outputs = (call.chunks * -(-call.H // BH),), dict(intra=((*tokens, width), call.dtype))
     constants = dict(**common, BK=min(tile(call.K), BK), BH=BH, TERMS=call.terms, PRECISION=call.precision)
     halving = Plan(chunks.halving_kernel, grid, {**numbers, "WIDTH": width}, outputs, constants, num_warps,
-                    num_stages)  # fmt: skip
+                   num_stages)
     return decay, halving
 
 
@@ -274,7 +274,7 @@ def forward(args: Args, opts: Options, pool: Pool | None = None):
     output, final, saved, _ = _scan(
         call, args, q, k, v, reverse=call.reverse, **starts, decayed=decayed, output=call.dtype,
         final=_Final.SEQUENCE if opts.state else _Final.NONE, save=save, pool=pool, into=pool and pool.into,
-    )  # fmt: skip
+    )
     return (output, final), (saved if call.M else starts["h0"] if call.L else None,)
 
 
@@ -300,11 +300,11 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         dg = dgamma = None
         query, key, value = map(call.dtype_of_each, call.specs[:3])
         dv, dh0, _, _ = _scan(call, args, k, q, do, **ends, output=value, overlap=_Overlap.WITH_NEXT,
-                              **wanted, **run)  # fmt: skip
+                              **wanted, **run)
         dq = _scan(call, args, do, v, k, reverse=call.reverse, **begin, output=query, state_t=True,
-                   overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)[0]  # fmt: skip
+                   overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)[0]
         dk = _scan(call, args, v, do, q, **ends, output=key, state_t=True, overlap=_Overlap.WITH_LAST,
-                   **run)[0]  # fmt: skip
+                   **run)[0]
     dq, dk, dv, dg = (_shared(call, *x) for x in zip((dq, dk, dv, dg), call.specs[:4], strict=True))
     return Args(dq, dk, dv, dg, dgamma, dh0)
 
@@ -323,17 +323,17 @@ def _gradient_plan(
     numbers = dict(**strides_of(q, "q", unit), **strides_of(k, "k", unit), **strides_of(v, "v", unit),
                    **strides_of(g, "g", unit if vector else 1), stride_gamma_b=call.stride_gamma_b,
                    **strides_of(do, "o", unit), scale=call.scale, T=call.T, N=call.N, L=call.walk,
-                   **(call.place(part) if part else dict(M=call.walk, F=0, W=0)))  # fmt: skip
+                   **(call.place(part) if part else dict(M=call.walk, F=0, W=0)))
     BH = min(pow2(H), _HEADS) if halved else 1
     constants = dict(
         H=H, K=K, V=V, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), UNIT=unit, BT=call.BT,
         BK=BK, BV=BV, BH=BH, BN=pow2(call.N), GATE=call.gate, TERMS=call.terms,
         DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), MILD=mild, HALVED=halved, PRECISION=call.precision,
         OVERLAP=_IN_TURN, **call.flags(call.reverse),
-    )  # fmt: skip
+    )
     grid = (call.chunk_slots(part) * -(-H // BH) * -(-K // BK),)
     return Plan(chunks.gradient_kernel, grid, numbers, dict(zip(_GRADIENTS, outputs, strict=True)), constants,
-                 num_warps, num_stages)  # fmt: skip
+                num_warps, num_stages)
 
 
 _GRADIENTS = ("dq", "dk", "dg")
@@ -367,9 +367,9 @@ def _gradients(call: Call, args: Args, decayed: _Decayed | None, do, begin, ends
         dv, dh0, dhs, _ = _scan(
             call, args, k, q, do, reverse=not call.reverse, adjoint=True, **ends, decayed=decayed, into=dv, part=part,
             output=call.dtype_of_each(call.specs.value), save=_Save.CHUNKS, overlap=_Overlap.WITH_NEXT, **final,
-        )  # fmt: skip
+        )
         _, _, hs, _ = _scan(call, args, None, k, args.value, reverse=call.reverse, **begin, decayed=decayed,
-                            save=_Save.CHUNKS, part=part, overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)  # fmt: skip
+                            save=_Save.CHUNKS, part=part, overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)
         ends = dict(h0=dh0, init=_Init.WALK)
         decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, grads, part)
     dq, dk, dg = grads
@@ -393,7 +393,7 @@ def _part_gradients(call: Call, args: Args, decayed: _Decayed | None, do, hs, dh
     """
     whole, query, key = (call.B, call.T, call.H), call.specs.query, call.specs.key
     kinds = (((*whole, call.K), call.dtype_of_each(query)), ((*whole, call.K), call.dtype_of_each(key)),
-             ((*whole, call.K) if call.gate == 2 else (-(-call.K // _GRADIENT[0]), *whole), call.dg))  # fmt: skip
+             ((*whole, call.K) if call.gate == 2 else (-(-call.K // _GRADIENT[0]), *whole), call.dg))
 
     def launch(q, k, mild, halved, outputs, grads):
         # Where k is decayed so is q.
@@ -402,7 +402,7 @@ def _part_gradients(call: Call, args: Args, decayed: _Decayed | None, do, hs, dh
         return plan.launch(
             q=q, k=k, v=args.value, g=args.g, gamma=args.g_gamma, sums=decayed and decayed.sums, do=do, hs=hs, dhs=dhs,
             halved=decayed and decayed.halved, **dict(zip(_GIVEN, grads, strict=True)), cu_seqlens=args.cu_seqlens,
-        )  # fmt: skip
+        )
 
     outputs = tuple(kind if x is None else name for kind, x, name in zip(kinds, grads, _GIVEN, strict=True))
     own: dict[int, str] = {}
@@ -448,7 +448,7 @@ def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: 
     # So long a row that the kernel needs 64 bits has no units: the number then comes in 64 bits.
     unit = math.gcd(16, D) if D < 2**31 else 1
     return Plan(chunks.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
-                 dict(UNIT=unit, BR=BR, BD=BD, LAST=last, OVERLAP=_IN_TURN), 4, 2)  # fmt: skip
+                dict(UNIT=unit, BR=BR, BD=BD, LAST=last, OVERLAP=_IN_TURN), 4, 2)
 
 
 def _sum(x, M: int, R: int, D: int, shape, dtype: str, last: bool = False):
@@ -483,7 +483,7 @@ def heuristic(inv, cfg):
         return _for_two_programs(inv, cfg, exact, wide)
     if exact or wide:
         return replace(cfg, block_q=_exact_chunk(wide) if exact else 64, block_d=32 if exact and wide else 64,
-                       num_warps=4, num_stages=2)  # fmt: skip
+                       num_warps=4, num_stages=2)
     # Two warpgroups with half a state each read every input once. But where programs with half a state fill the GPU as
     # they are, and with a whole one only once sequences are cut, that pays in long sequences only.
     heads = inv.dims["N"] * inv.dims["H"]

@@ -74,7 +74,7 @@ def scan_kernel(
     PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, EXPORT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """Walk a sequence, or one segment of it, chunk by chunk, with a tile of the state in registers.
 
     ``o_i = sum_{j <= i} decay_ij (q_i . k_j) v_j``, for a tile of BV of the V dimensions of v. Everything is computed
@@ -356,7 +356,7 @@ def combine_kernel(
     INIT: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """Each segment's incoming state ``[slots, H, K, V]``, walking a sequence's pieces, from their own states."""
     in_turn(OVERLAP)
     NK: tl.constexpr = (K + BK - 1) // BK

@@ -31,7 +31,7 @@ def mean_kernel(
     o, do, lse, sinks, stride_dob, stride_doh, stride_sinksh, T, mean, dsinks,
     H: tl.constexpr, V: tl.constexpr, RN: tl.constexpr, stride_dot: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
+):
     """Each query's mean ``[B, H, T]``, and of every BT queries the gradient of the sinks ``[B, H, NT, SINKS]``."""
     NT = tl.cdiv(T, BT)
     i_t, i_bh = tl.program_id(0) % NT, tl.program_id(0) // NT
@@ -76,7 +76,7 @@ def to_queries(
     BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """What one block of keys adds to the gradient of the queries."""
     EXACT: tl.constexpr = b_q.dtype == tl.float32
     s0 = tl.full([], 0, tl.int64) + i_s * BS
@@ -87,7 +87,7 @@ def to_queries(
     b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
-                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)  # fmt: skip
+                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)
     b_p = power(b_x * (1.0 if BIAS else unit) - b_top, EXACT) * b_one
     if DROPOUT:
         b_dp = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_dp * keep, 0.0)
@@ -110,7 +110,7 @@ def query_kernel(
     UNIT: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """The gradient of BT queries, which walk over the keys as in the forward."""
     NT = tl.cdiv(T, BT)
     i_t = NT - 1 - tl.program_id(0) // R % NT
@@ -156,13 +156,13 @@ def query_kernel(
             b_dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v,
             key_ids, bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K,
             V, stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, True,
-        )  # fmt: skip
+        )
     for i in range(whole_lo, whole_hi):
         b_dq = to_queries(
             b_dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, i, i_bh, k, v, key_ids,
             bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K, V,
             stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, False,
-        )  # fmt: skip
+        )
     store_rows(dq + ((i_b * T + t0) * H + i_h) * K, b_dq * scale, H * K, T - t0, BT, K, BK)
 
 
@@ -175,7 +175,7 @@ def to_keys(
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """What one block of queries, of N heads, adds to the gradients of keys and values; tiles are keys by queries."""
     BQ: tl.constexpr = BT // N if N else BT
     t0 = tl.full([], 0, tl.int64) + i_t * BQ
@@ -190,7 +190,7 @@ def to_keys(
     b_mean = tl.load(mean, mask=o_r < T, other=0.0) if MASKED else tl.load(mean)
     b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
     b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
-                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)  # fmt: skip
+                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)
     b_p = power(b_x * (1.0 if BIAS else unit) - b_top, EXACT) * b_one
     m_keep = kept(seed, i_bh + o_n[None, :], o_t, o_s, threshold) if DROPOUT else o_t
     if DV:
@@ -223,7 +223,7 @@ def key_kernel(
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
+):
     """The gradients of BS keys and their values (DK, DV: which), which walk over the queries of the R heads in turn.
 
     N: a block of BT rows is of the same queries of that many heads, and the partly visible blocks of all heads come
@@ -295,7 +295,7 @@ def key_kernel(
                         p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
                         unit, keep, threshold, left, right, T, S, K, V, N, stride_qt, stride_dot, stride_qn, stride_don,
                         BT, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, True,
-                    )  # fmt: skip
+                    )
             if part == 1 or not N:
                 for i in range(whole_first, whole_end):
                     b_dk, b_dv = to_keys(
@@ -303,7 +303,7 @@ def key_kernel(
                         p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
                         unit, keep, threshold, left, right, T, S, K, V, N, stride_qt, stride_dot, stride_qn, stride_don,
                         BT, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, False,
-                    )  # fmt: skip
+                    )
     if DK:
         store_rows(dk + ((i_b * S + s0) * G + i_g) * K, b_dk * scale, G * K, S - s0, BS, K, BK)
     if DV:
@@ -321,7 +321,7 @@ def bias_kernel(
     UNIT: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """The gradient of a tile of the bias: the sum over the RB heads (SHARED: and the batch) that share it."""
     NB: tl.constexpr = H // RB
     NS = tl.cdiv(S, BS)
@@ -354,7 +354,7 @@ def bias_kernel(
         b_k = load_rows(p_k, stride_kt, S - s0, BS, K, BK, True)
         b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_x, _tanh = scores(b_x, o_t, o_s, o_t, o_s, bias, bias, stride_biast, stride_biast, inner, unit, own_left,
-                            own_right, T, S, CAP, LEFT, RIGHT, False, True, False, True, EXACT)  # fmt: skip
+                            own_right, T, S, CAP, LEFT, RIGHT, False, True, False, True, EXACT)
         b_do = load_rows(p_do, stride_dot, T - t0, BT, V, BV, True)
         b_v = load_rows(p_v, stride_vt, S - s0, BS, V, BV, True)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)

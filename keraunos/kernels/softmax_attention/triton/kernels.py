@@ -26,7 +26,7 @@ FAR = tl.constexpr(1 << 29)
 
 @triton.jit
 def load_rows(p, stride: tl.constexpr, left, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-              MASKED: tl.constexpr, N: tl.constexpr = 0, stride_n: tl.constexpr = 0):  # fmt: skip
+              MASKED: tl.constexpr, N: tl.constexpr = 0, stride_n: tl.constexpr = 0):
     """``[ROWS, BD]`` from p on; zeros past ``left`` rows (where MASKED) and past D dimensions.
 
     N: of that many heads in turn, by offsets of 64 bits.
@@ -126,7 +126,7 @@ def mask_kernel(mask, stride_b, stride_h, stride_t, HM, T, S, flags, BT: tl.cons
 
 @triton.jit
 def narrowed(lo, hi, whole_lo, whole_hi, b_id, m_in, spreads, NB, flags, stride_flags, SEGMENTS: tl.constexpr,
-             MASK: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+             MASK: tl.constexpr, BC: tl.constexpr):
     """:func:`bounds` without the blocks at both ends that segments or the mask hide.
 
     SEGMENTS: the rows' ids are ``b_id``, the blocks' in ``spreads``. MASK: ``flags`` says what of a block is visible.
@@ -171,7 +171,7 @@ def tanh(b_x, CAP: tl.constexpr):
         # is the odd polynomial of least relative error there, 5e-9.
         b_x2 = b_x * b_x
         b_near = b_x + b_x * b_x2 * (-0.333332954 + b_x2 * (0.133323442 + b_x2 * (-0.0538797788 + b_x2 * (
-            0.0214865892 + b_x2 * (-0.00794600652 + b_x2 * (0.00230129231 - b_x2 * 0.000358431455))))))  # fmt: skip
+            0.0214865892 + b_x2 * (-0.00794600652 + b_x2 * (0.00230129231 - b_x2 * 0.000358431455))))))
         b_y = tl.where(tl.abs(b_x) < 1.0, b_near, b_y)
     return b_y
 
@@ -237,7 +237,7 @@ def scores(
     b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left, right, T, S,
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+):
     """``(logits in units, -inf where not visible; their tanh)`` of products ``b_x``.
 
     o_t, o_s, b_own, b_other: places and ids of queries and keys, with an axis of 1 so that they broadcast to the tile.
@@ -272,7 +272,7 @@ def attend(
     BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, BOUNDED: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """One block of keys: the online softmax's step."""
     s0 = tl.full([], 0, tl.int64) + i_s * BS
     o_s = (i_s * BS + tl.arange(0, BS))[None, :]
@@ -281,7 +281,7 @@ def attend(
     b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     EXACT: tl.constexpr = b_q.dtype == tl.float32
     b_x, _ = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left, right,
-                    T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)  # fmt: skip
+                    T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)
     factor = 1.0 if BIAS else unit
     if BOUNDED:
         b_p = power(b_x * factor, EXACT)
@@ -315,7 +315,7 @@ def forward_kernel(
     CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr, BOUNDED: tl.constexpr, NEGATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """The output, and for each query the log of its sum, base 2; inf where it has none. EXACT: its top and its sum.
 
     Heads of arrays that query heads share: R query heads for each of keys and values, RB of the bias, RM of the mask,
@@ -362,13 +362,13 @@ def forward_kernel(
             acc, b_max, b_sum, b_q, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v, key_ids, bias, mask,
             seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt, stride_vt, BS,
             BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, BOUNDED, PRECISION, True,
-        )  # fmt: skip
+        )
     for i in range(whole_lo, whole_hi):
         acc, b_max, b_sum = attend(
             acc, b_max, b_sum, b_q, b_own, o_t, i, i_bh, k, v, key_ids, bias, mask,
             seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt, stride_vt, BS,
             BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, BOUNDED, PRECISION, False,
-        )  # fmt: skip
+        )
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     b_top = b_max * (1.0 if BIAS or EXACT else unit)
     if SINKS:

@@ -66,14 +66,14 @@ class _Call:
         self.cfg = cast(Any, opts.cfg)
         if min(self.cfg.block_q, self.cfg.block_k) < 16:
             raise ValueError(f"attention: block_q = {self.cfg.block_q}, block_k = {self.cfg.block_k}; expected at "
-                             "least 16 on triton, whose products take no smaller tiles")  # fmt: skip
+                             "least 16 on triton, whose products take no smaller tiles")
         self.sinks = 0 if args.sinks is None else args.sinks.shape[-1]
         self.flags = dict(
             CAP=self.cap(), LEFT=opts.left is not None, RIGHT=opts.right is not None, DROPOUT=opts.dropout > 0,
             PRECISION="tf32" if not self.exact else "ieee" if _INTERPRETED else "bf16x6",
-        )  # fmt: skip
+        )
         self.masks = dict(SEGMENTS=args.query_segments is not None, BIAS=args.bias is not None,
-                          MASK=args.mask is not None)  # fmt: skip
+                          MASK=args.mask is not None)
         # What reaches past both ends is as good as what reaches further; where, an offset decides.
         most = max(self.T, self.S) if args.query_offset is None else FAR
         left, right = (max(min(x or 0, most), -most) for x in (opts.left, opts.right))
@@ -167,7 +167,7 @@ class _Call:
         return frontends.launch(
             kernels.spread_kernel, (B * NB,), dict(ids=ids, stride_b=_strides(ids)[0], n=n, NB=NB),
             dict(spreads=((B, 3, NB), dtype)), dict(BLOCK=block), num_warps=1, num_stages=1,
-        )[0]  # fmt: skip
+        )[0]
 
     def mask_flags(self, mask: Any, BT: int, BS: int) -> Any:
         """What of each block of the mask is visible; None without one."""
@@ -179,7 +179,7 @@ class _Call:
         return frontends.launch(
             kernels.mask_kernel, (B * heads * NT * NS,), dict(mask=mask, **numbers),
             dict(flags=((B, heads, NT, NS), "int8")), dict(BT=BT, BS=BS), num_warps=4, num_stages=1,
-        )[0]  # fmt: skip
+        )[0]
 
 
 def forward(args: Args, opts: Options):
@@ -195,16 +195,16 @@ def forward(args: Args, opts: Options):
         spreads=spreads, seed=args.seed,
         **strides, **w.plane("bias", args.bias), **w.mask_strides(), stride_sinksh=stride_sinks, **w.ids(),
         **w.numbers, threshold=w.threshold, **w.window, T=w.T, S=w.S,
-    )  # fmt: skip
+    )
     constants = dict(
         **w.sizes(), RM=w.shared(args.mask), RN=RN, **fixed, BT=BT, BS=BS, BK=_tile(w.K), BV=_tile(w.V),
         BN=_pow2(w.sinks), SINKS=w.sinks, **w.flags, **w.masks, BOUNDED=w.bounded, NEGATIVE=w.negative,
-    )  # fmt: skip
+    )
     outputs = dict(o=_output(args, opts), lse=_lse(args, opts))
     output, lse = frontends.launch(
         kernels.forward_kernel, (w.B * w.H * -(-w.T // BT),), inputs, outputs, constants,
         num_warps=w.cfg.num_warps, num_stages=w.cfg.num_stages,
-    )  # fmt: skip
+    )
     return (output, None), (output, lse)
 
 
@@ -228,7 +228,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     # Its tiles and blocks are of two arrays each, which leaves room for a stage less.
     options = dict(num_warps=w.cfg.num_warps, num_stages=max(w.cfg.num_stages - 1, 1))
     constants = dict(**w.sizes(), RM=w.shared(args.mask), **fixed, BK=_tile(w.K), BV=_tile(w.V), **w.flags,
-                     **w.masks, NEGATIVE=w.negative)  # fmt: skip
+                     **w.masks, NEGATIVE=w.negative)
     rows, columns = w.cfg.block_q, w.cfg.block_k
 
     def launch(kernel, grid, flags, spreads, outputs, constants):
@@ -237,7 +237,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
             query_ids=args.query_segments, key_ids=args.key_segments, spreads=spreads, seed=args.seed, do=do, lse=lse,
             mean=mean, **strides, **w.plane("bias", args.bias), **w.mask_strides(), **w.ids(),
             scale=opts.softmax_scale, **w.numbers, threshold=w.threshold, **w.window, T=w.T, S=w.S,
-        )  # fmt: skip
+        )
         return frontends.launch(kernel, grid, inputs, outputs, constants, **options)
 
     made = dict(dk=(tuple(args.key.shape), w.dtype), dv=(tuple(args.value.shape), w.dtype))
@@ -254,7 +254,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
         gradients.query_kernel, (w.B * w.H * -(-w.T // rows),),
         w.mask_flags(args.mask, rows, columns), w.spreads(args.key_segments, columns),
         dict(dq=(tuple(args.query.shape), w.dtype)), dict(constants, BT=rows, BS=columns),
-    )  # fmt: skip
+    )
     dbias = _bias(w, do, lse, mean) if opts.needs(args, "bias") else None
     return Args(dq, dk, dv, dbias, dsinks)
 
@@ -268,16 +268,16 @@ def _bias(w: _Call, do: Any, lse: Any, mean: Any) -> Any:
         q=args.query, k=args.key, v=args.value, bias=args.bias, do=do, lse=lse, mean=mean, seed=args.seed, **strides,
         **w.plane("bias", args.bias), **w.numbers, threshold=w.threshold, **w.window, B=w.B, T=w.T,
         S=w.S,
-    )  # fmt: skip
+    )
     # Where products take their operands from registers, these hold no larger tiles.
     block = _BIAS if frontends.shared_memory(args.query) >= _ENOUGH else _BIAS // 2
     constants = dict(**w.sizes(), SHARED=shape[0] < w.B, **fixed, BT=block, BS=block, BK=_tile(w.K), BV=_tile(w.V),
-                     **w.flags)  # fmt: skip
+                     **w.flags)
     grid = (shape[0] * shape[1] * -(-w.T // block) * -(-w.S // block),)
     return frontends.launch(
         gradients.bias_kernel, grid, inputs, dict(dbias=(shape, _name(args.bias))), constants,
         num_warps=8 if max(w.K, w.V) > 128 else 4, num_stages=1,
-    )[0]  # fmt: skip
+    )[0]
 
 
 def _means(w: _Call, output: Any, do: Any, lse: Any) -> tuple[Any, Any]:
@@ -292,7 +292,7 @@ def _means(w: _Call, output: Any, do: Any, lse: Any) -> tuple[Any, Any]:
         dict(mean=((w.B, w.H, w.T), "float32"), dsinks=((w.B, w.H, NT, w.sinks), "float32") if w.sinks else None),
         dict(H=w.H, V=w.V, RN=RN, **fixed, BT=_MEANS, BV=_tile(w.V), BN=_pow2(w.sinks), SINKS=w.sinks),
         num_warps=4, num_stages=1,
-    )  # fmt: skip
+    )
     if args.sinks is None:
         return mean, None
     heads, rows = w.H // RN, RN * NT
@@ -303,7 +303,7 @@ def _means(w: _Call, output: Any, do: Any, lse: Any) -> tuple[Any, Any]:
         dict(y=(tuple(args.sinks.shape), _name(args.sinks))),
         dict(N=w.sinks, BR=max(min(_pow2(rows), 2048 // _pow2(w.sinks)), 1), BN=_pow2(w.sinks)),
         num_warps=4, num_stages=1,
-    )  # fmt: skip
+    )
     return mean, dsinks
 
 
@@ -390,4 +390,4 @@ def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: 
 attention = kernel(
     "triton", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
     unsupported=unsupported, forms_weights=False, letters=_axes,
-)  # fmt: skip
+)

@@ -72,9 +72,9 @@ def _step_plan(specs: Args, opts: Options) -> Plan:
         H=H, K=K, V=V, **_ratios(specs, gate), UNIT=unit, **_strides(states), BK=tile(K), BV=BV, GATE=gate,
         GAMMA=0 if specs.g_gamma is None else len(specs.g_gamma.shape), EXACT=k.dtype == "float32", MANY=many,
         COUNTED=specs.counts is not None, OUTPUT=opts.reads, STORE=opts.writes, OVERLAP=4,
-    )  # fmt: skip
+    )
     outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),
-                   pool="states" if opts.writes else None)  # fmt: skip
+                   pool="states" if opts.writes else None)
     grid = (N * H * -(-V // BV),)
     return Plan(steps.step_kernel, grid, numbers, outputs, constants, cast(int, opts.cfg.num_warps), 1)
 
@@ -84,7 +84,7 @@ def _steps(args: Args, opts: Options):
     return _step_plan(Args(*map(spec_of, args)), opts).launch(
         q=args.key if args.query is None else args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma,
         slots=args.slots, counts=args.counts, states=args.states, into=args.out,
-    )  # fmt: skip
+    )
 
 
 def _bucket(n: int) -> int:
@@ -112,7 +112,7 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     precision = "tf32" if not exact else "ieee" if INTERPRETED else "bf16x6"
     chunks = _bucket(specs.key.shape[0]) // BT + N
     plan = Plan(steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
-                        dict(BT=BT, BN=BN), 1, 1)  # fmt: skip
+                dict(BT=BT, BN=BN), 1, 1)
     strides, unit, gate = _tokens(specs, "th", None)
     ratios = _ratios(specs, gate)
     del ratios["RQ"]
@@ -121,11 +121,11 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     constants = dict(
         H=H, K=K, V=V, **ratios, UNIT=unit, **_strides(specs.states), BK=tile(K), BV=BV,
         BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, EXACT=exact, PRECISION=precision,
-    )  # fmt: skip
+    )
     return plan, Plan(
         steps.export_kernel, (M * H * -(-V // BV),), {name: strides[name] for name in names} | sizes,
         dict(pool="states"), constants, _EXPORT[1], 1,
-    )  # fmt: skip
+    )
 
 
 def _prefill(args: Args, opts: Options):
@@ -142,7 +142,7 @@ def _prefill(args: Args, opts: Options):
     (output, states), _ = linear.forward(row, options, pool)
     if args.tokens is not None:
         (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, cu_seqlens=args.cu_seqlens,
-                                  slots=args.slots, **wanted, states=states)  # fmt: skip
+                                  slots=args.slots, **wanted, states=states)
     return output, states
 
 
@@ -161,4 +161,4 @@ def heuristic(inv, cfg):
 decode, verify, commit, prefill = contract.kernels(
     "triton", __file__, _steps, _prefill, unsupported=unsupported, step_fields=STEP_FIELDS,
     prefill_fields=PREFILL_FIELDS, heuristic=heuristic,
-)  # fmt: skip
+)

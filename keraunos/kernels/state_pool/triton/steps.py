@@ -18,7 +18,7 @@ from keraunos.kernels.linear_attention.triton.shared import decay, locate
 def load_token(
     p_q, p_k, p_v, p_g, m_k, m_v, b_gamma,
     GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, OUTPUT: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+):
     """A token's q ``[BK]``, k ``[BK]``, v ``[BV]`` and decay ``[BK]``."""
     b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)
     b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def step_kernel(
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
     MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     """Tokens of one request, for a tile of BV of the V dimensions.
 
     OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back. MANY: T tokens, not one. COUNTED:
@@ -204,7 +204,7 @@ def export_kernel(
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """The states that are exported within a chunk, from the one before it.
 
     Program m does those of its chunk if it is the first with a target there: in its slot is the state to start from.
