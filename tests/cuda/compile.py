@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -15,7 +20,9 @@ def descriptor(dtype: str, block_shape, layout) -> str:
 
 
 def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int = 4) -> dict[str, int]:
-    """Registers, bytes of stack (spills) and of shared memory, and warps of a kernel built for sm_90.
+    """Registers, bytes of stack (spills) and of shared memory, warps and waits of a kernel built for sm_90.
+
+    Waits: how often the assembler waits for products where the kernel does not.
 
     ``signature`` has the types of the arguments of run time ("*bf16", "i32", "fp32", `descriptor`); pointers are
     taken to be of 16 bytes.
@@ -26,4 +33,15 @@ def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int
     fixed = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, types, fixed, attrs)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps))
-    return {**usage(built), "warps": built.metadata.num_warps}
+    return {**usage(built), "warps": built.metadata.num_warps, "waits": _waits(built.asm["ptx"])}
+
+
+def _waits(ptx: str) -> int:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [tool, "--gpu-name", "sm_90a", "--output-file", "/dev/null", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    # A wait that it put in; products that it put in turn.
+    return len(re.findall(r"\(C7510\)|\(C7514\)|\(C7517\)", said))

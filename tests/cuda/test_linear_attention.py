@@ -209,6 +209,7 @@ def test_kernels_stay_within_their_budgets(call, monkeypatch):
         assert used["stack"] <= (STACK_SHARED if call == "shared" else STACK), (kernel, used)
         assert used["shared"] <= frontends.SHARED_MEMORY, (kernel, used)
         assert used["registers"] <= 168, (kernel, used)
+        assert used["waits"] == 0, (kernel, used)
 
 
 def test_no_kernel_is_compiled_for_a_length(monkeypatch):

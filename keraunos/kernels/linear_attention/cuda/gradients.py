@@ -23,7 +23,9 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     gated_pairs,
     group_slot,
     locate,
+    mild_pairs,
     natural_decay,
+    settled,
     without_own,
 )
 
@@ -104,6 +106,7 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
             other = do
             into = q
             factor_s = k_s.index(slot)
+        state = settled(state)
         a = warpgroup_mma(own, other.permute((1, 0)), none, use_acc=False, is_async=True)
         if GATED:
             to_row = vectors_s.index(3 * slot + 1).load(gl.SliceLayout(1, W))
@@ -128,13 +131,18 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
         state = state * across[:, None]
         thread_barrier()
         state = warpgroup_mma(q.permute((1, 0)), early_s, state, is_async=True)
-        if GATED:
-            G = vectors_s.index(3 * slot)
-            G_rows = G.load(gl.SliceLayout(1, W))
-            pairs = gated_pairs(-G_rows, -G.load(gl.SliceLayout(0, W)), rows, columns, not REVERSE) * scale
         a, b_o = warpgroup_mma_wait(1, deps=[a, b_o])
-        a = a * pairs
         own_pairs = gl.zeros([C], gl.float32, gl.SliceLayout(1, W))
+        if not GATED:
+            a = a * pairs
+        elif strong:
+            G_rows = vectors_s.index(3 * slot).load(gl.SliceLayout(1, W))
+            G_columns = vectors_s.index(3 * slot).load(gl.SliceLayout(0, W))
+            a = gated_pairs(a * scale, -G_rows, -G_columns, rows, columns, not REVERSE)
+        else:
+            of_rows = vectors_s.index(3 * slot).load(gl.SliceLayout(1, W))
+            of_columns = vectors_s.index(3 * slot + 1).load(gl.SliceLayout(0, W))
+            a = mild_pairs(a, of_rows, of_columns, rows, columns, not REVERSE)
         if DOTS:  # noqa: SIM102
             if strong:
                 a, own_pairs = without_own(a, rows, columns)
@@ -158,8 +166,8 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
         mbarrier.arrive(met.index(0), count=1)
         b_o = warpgroup_mma_wait(0, deps=[b_o])
         if DOTS:
-            own_rows = factor_s.load(W2).to(gl.float32)
-            gl.store(dots + (at * C + rows2).to(gl.int64) * H, gl.sum(b_o * own_rows, 1), mask=rows2 < left)
+            dot = gl.sum(b_o * factor_s.load(W2).to(gl.float32), 1)
+            gl.store(dots + (at * C + rows2).to(gl.int64) * H, dot, mask=rows2 < left)
             if strong:
                 b_o += gl.convert_layout(own_pairs, gl.SliceLayout(1, W2))[:, None] * into.load(W2).to(gl.float32)
         if WIDE:
@@ -272,7 +280,7 @@ def gradients_kernel(
     if GATED:
         vectors_s = gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], VECTOR)
         decays_s = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
-        gates_s = (vectors_s, decays_s, gl.allocate_shared_memory(gl.int32, [STAGES, 32], VECTOR))
+        gates_s = (vectors_s, decays_s, gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR))
         p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
     stages = (q_s, k_s, v_s, do_s)
     barriers = (full, empty)
@@ -289,7 +297,7 @@ def gradients_kernel(
                             REVERSE, GATED, WIDE_K, LEARNED, INIT, FINAL, LEARNED, GROUP)),
                 (copy, (stages, barriers, descriptors, size, C, STAGES, REVERSE)),
                 (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, k, C, D, STAGES, REVERSE,
-                             not REVERSE, False)),
+                             not REVERSE, True, False)),
             ],
             [4, 1, 1],
             [232, 40, 40],

@@ -39,14 +39,14 @@ def enter(i, count, state, left, across, o, p_starts, T, L, P, H: gl.constexpr, 
 def starts_kernel(
     local, sums, gamma, h0, stride_gamma_b, T, L, P,
     starts,
-    H: gl.constexpr, D: gl.constexpr, BD: gl.constexpr, BACKWARDS: gl.constexpr,
+    H: gl.constexpr, D: gl.constexpr, BD: gl.constexpr, AT_ONCE: gl.constexpr, BACKWARDS: gl.constexpr,
 ):
     """The state that each segment starts from ``[segments, H, D, D]``, of what pieces of L tokens leave from none.
 
     P: pieces of a segment. sums: what the gates of each piece come to; gamma: constant decays. h0: the state that the
     first segment starts from, in the order of the walk.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     i_x = gl.program_id(0) % (D * D // BD)
     i_h = gl.program_id(0) // (D * D // BD) % H
     i_n = gl.program_id(0) // (D * D // BD * H)
@@ -60,16 +60,14 @@ def starts_kernel(
     segments = gl.cdiv(pieces, P)
     count = (pieces - P) if BACKWARDS else (segments - 1) * P
     p_starts = starts + (i_n.to(gl.int64) * segments * H + i_h) * D * D + o
-    # A step is short: what it waits for costs more than what it does. So several wait at once.
-    for i in range(0, count, 4):
-        x0, a0 = piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
-        x1, a1 = piece(i + 1, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
-        x2, a2 = piece(i + 2, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
-        x3, a3 = piece(i + 3, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
-        state = enter(i, count, state, x0, a0, o, p_starts, T, L, P, H, D, BACKWARDS)
-        state = enter(i + 1, count, state, x1, a1, o, p_starts, T, L, P, H, D, BACKWARDS)
-        state = enter(i + 2, count, state, x2, a2, o, p_starts, T, L, P, H, D, BACKWARDS)
-        state = enter(i + 3, count, state, x3, a3, o, p_starts, T, L, P, H, D, BACKWARDS)
+    # A step is short: what it waits for costs more than what it does. So many wait at once.
+    for i in range(0, count, AT_ONCE):
+        found = ()
+        for j in gl.static_range(AT_ONCE):
+            found += (piece(i + j, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS),)
+        for j in gl.static_range(AT_ONCE):
+            left, across = found[j]
+            state = enter(i + j, count, state, left, across, o, p_starts, T, L, P, H, D, BACKWARDS)
     gl.store(p_starts + (segments * 0 if BACKWARDS else segments - 1).to(gl.int64) * (H * D * D), state)
 
 

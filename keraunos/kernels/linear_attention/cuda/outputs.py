@@ -24,8 +24,10 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     gated_pairs,
     group_slot,
     locate,
+    mild_pairs,
     natural_decay,
     reach,
+    settled,
     without_own,
 )
 
@@ -95,7 +97,6 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
         v = v_s.index(2 * slot + WG)
         if GATED:
             across = decays_s.index(slot).load(gl.SliceLayout(1, W))
-            strong = gl.max(strong_s.index(slot).load(FLAG), 0) != 0
         else:
             # Where there is no choice, registers suffice.
             strong = True
@@ -107,6 +108,7 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
             if i % GROUP == 0:
                 b_dh = gl.load(dh + (i // GROUP).to(gl.int64) * (H * D * D) + o_state).to(gl.float32)
                 begin = gl.sum(gl.sum(state * b_dh, 1) * across, 0)
+        state = settled(state)
         if OUTPUT:
             q = q_s.index(slot)
             a = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -131,22 +133,31 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
             mbarrier.arrive(empty.index(slot), count=1)
         else:
             if GATED:
-                G = vectors_s.index(3 * slot)
-                G_rows = G.load(gl.SliceLayout(1, W))
-                pairs = gated_pairs(G_rows, G.load(gl.SliceLayout(0, W)), rows, columns, REVERSE) * scale
+                of_columns = vectors_s.index(3 * slot).load(gl.SliceLayout(0, W))
+                strong = gl.max(strong_s.index(slot).load(FLAG), 0) != 0
+                if not DOTS:
+                    G = vectors_s.index(3 * slot).load(gl.SliceLayout(1, W))
+                    pairs = gated_pairs(scale, G, of_columns, rows, columns, REVERSE)
             a, b_o = warpgroup_mma_wait(1, deps=[a, b_o])
-            a = a * pairs
-            own = gl.zeros([C], gl.float32, gl.SliceLayout(1, W))
-            if DOTS:  # noqa: SIM102
-                if strong:
-                    a, own = without_own(a, rows, columns)
-            p = gl.convert_layout(a.to(dtype), LEFT)
             b_o = b_o * to_row[:, None]
+            own = gl.zeros([C], gl.float32, gl.SliceLayout(1, W))
+            if not DOTS:
+                a = a * pairs
+            elif not GATED:
+                a, own = without_own(a * pairs, rows, columns)
+            elif strong:
+                G = vectors_s.index(3 * slot).load(gl.SliceLayout(1, W))
+                a, own = without_own(gated_pairs(a * scale, G, of_columns, rows, columns, REVERSE), rows, columns)
+            else:
+                a = mild_pairs(a, to_row, of_columns, rows, columns, REVERSE)
+            p = gl.convert_layout(a.to(dtype), LEFT)
             if DOTS:
                 factor_s = f_s.index(slot).slice(WG * HALF, HALF, 1)
                 if i % GROUP == 0:
                     begin += gl.sum(gl.sum(b_o * factor_s.load(W).to(gl.float32), 1), 0)
             b_o = warpgroup_mma(p, v, b_o, is_async=True)
+            if DOTS:
+                factor = factor_s.load(W)
             if WIDE:
                 thread_barrier()
             else:
@@ -156,11 +167,9 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
             b_o = warpgroup_mma_wait(0, deps=[b_o])
             if DOTS:
                 mbarrier.wait(dotted.index(1), (i & 1) ^ 1)
-                dots_s.index(WG).store(gl.sum(b_o * factor_s.load(W).to(gl.float32), 1))
+                dots_s.index(WG).store(gl.sum(b_o * factor.to(gl.float32), 1))
                 if i % GROUP == 0:
                     dots_s.index(2 + WG).store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, W)) * begin)
-                thread_barrier()
-                mbarrier.arrive(dotted.index(0), count=1)
                 if strong:
                     b_o += own[:, None] * v.load(W).to(gl.float32)
             if WIDE:
@@ -176,6 +185,8 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
                 thread_barrier()
                 mbarrier.arrive(empty.index(slot), count=1)
                 copy_out(o_desc, [at * C, WG * HALF], out)
+            if DOTS:
+                mbarrier.arrive(dotted.index(0), count=1)
     if OUTPUT and not WIDE:
         tma.store_wait(0)
     if FINAL:
@@ -337,7 +348,7 @@ def outputs_kernel(
     if GATED:
         vectors_s = gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], VECTOR)
         decays_s = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
-        gates_s = (vectors_s, decays_s, gl.allocate_shared_memory(gl.int32, [STAGES, 32], VECTOR))
+        gates_s = (vectors_s, decays_s, gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR))
     stages = (q_s, k_s, v_s, f_s)
     barriers = (full, empty)
     descriptors = (q_desc, k_desc, v_desc, f_desc)
@@ -367,7 +378,7 @@ def outputs_kernel(
                             REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
                 (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, D, STAGES, REVERSE,
-                             BACKWARDS, SUM)),
+                             BACKWARDS, DOTS, SUM)),
                 (add_gradients, (dots_s, dotted, products + of_token, p_dg, p_dgamma, size, H, C, REVERSE, GATES,
                                  GAMMA, GROUP)),
             ],
@@ -383,7 +394,7 @@ def outputs_kernel(
                             REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
                 (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, D, STAGES, REVERSE,
-                             BACKWARDS, SUM)),
+                             BACKWARDS, DOTS, SUM)),
             ],
             [4, 1, 1],
             [232, 40, 40],

@@ -40,8 +40,9 @@ _GROUP = 16
 
 
 # Programs that fill the GPU; tokens that make a segment, and a piece of one, worth their while; pieces of a segment at
-# most, and with gates, which leave something of every token. Values of a state that a program joins.
-_PROGRAMS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS = 132, 512, 512, 32, 1024
+# most, and with gates, which leave something of every token. Values of a state that a program joins, and of how many
+# pieces at once.
+_PROGRAMS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS, _AT_ONCE = 132, 512, 512, 32, 256, 16
 # What part of the GPU programs must fill in the last wave, and tokens of a sequence, that "auto" takes it.
 _FULL, _LONG = 0.9, 4096
 
@@ -173,7 +174,7 @@ def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[_Plan
     grid = (call.N * wanted * H,)
     local = _Plan(outputs_kernel, grid, {**numbers, **call.numbers, "L": L, "P": P}, outputs, constants)
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, L=L, P=P)
-    constants = dict(H=H, D=_HEAD_DIM, BD=_STARTS, BACKWARDS=backwards)
+    constants = dict(H=H, D=_HEAD_DIM, BD=_STARTS, AT_ONCE=_AT_ONCE, BACKWARDS=backwards)
     grid = (call.N * H * _HEAD_DIM**2 // _STARTS,)
     return local, _Plan(starts_kernel, grid, numbers, dict(starts=((call.walks, *state), "float32")), constants)
 

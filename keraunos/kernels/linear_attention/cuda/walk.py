@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from keraunos.kernels.linear_attention.cuda.gluon_names import thread_barrier
 
@@ -35,6 +35,15 @@ NOTHING = gl.constexpr(-150.0)
 def add(a, b):
     """What a scan puts together."""
     return a + b
+
+
+@gluon.jit
+def settled(state):
+    """The state, at the top of a chunk, where no product is under way.
+
+    Were this not said, the assembler would wait at the first use of the state's registers, where products are.
+    """
+    return warpgroup_mma_wait(0, deps=[state])
 
 
 @gluon.jit
@@ -103,19 +112,27 @@ def constant_pairs(decay, rows, columns, REVERSE: gl.constexpr):
 
 @gluon.jit
 def is_strong(total, n):
-    """Whether the gates of n tokens are so strong that their gradients are as small as what rounding leaves.
+    """Whether the gates of n tokens are strong.
 
-    What a token's pair with itself, which no gate touches, adds to the sums of one walk cancels in those of the other,
-    but for ``1e-7`` of it.
+    If not, ``exp2(G_i)`` and ``exp2(-G_j)`` stay far from the ends of float32. If so, the gradients of gates may be as
+    small as what rounding leaves: what a token's pair with itself, which no gate touches, adds to the sums of one walk
+    cancels in those of the other, but for ``1e-7`` of it.
     """
-    return total < -gl.minimum(8 * n, 200).to(gl.float32)
+    return total < -gl.minimum(8 * n, 60).to(gl.float32)
 
 
 @gluon.jit
-def gated_pairs(G_rows, G_columns, rows, columns, REVERSE: gl.constexpr):
-    """How each column's token reaches each row's, where it comes before, by the sums of gates; 0 elsewhere."""
+def gated_pairs(a, G_rows, G_columns, rows, columns, REVERSE: gl.constexpr):
+    """``a`` times how each column's token reaches each row's by the sums of gates, 0 where it comes after."""
     seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
-    return gl.where(seen, gl.exp2(G_rows[:, None] - G_columns[None, :]), 0.0)
+    return gl.where(seen, a * gl.exp2(G_rows[:, None] - G_columns[None, :]), 0.0)
+
+
+@gluon.jit
+def mild_pairs(a, of_rows, of_columns, rows, columns, REVERSE: gl.constexpr):
+    """What :func:`gated_pairs` gives, from ``exp2`` of the sums of rows and of columns."""
+    seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
+    return gl.where(seen, a * (of_rows[:, None] * of_columns[None, :]), 0.0)
 
 
 @gluon.jit
@@ -127,11 +144,12 @@ def without_own(a, rows, columns):
 
 @gluon.jit
 def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl.constexpr, D: gl.constexpr,
-              STAGES: gl.constexpr, REVERSE: gl.constexpr, BACKWARDS: gl.constexpr, SUM: gl.constexpr):
+              STAGES: gl.constexpr, REVERSE: gl.constexpr, BACKWARDS: gl.constexpr, FACTORS: gl.constexpr,
+              SUM: gl.constexpr):
     """A partition of one warp: what the gates of each chunk do, in the order in which chunks are walked.
 
-    For each stage ``gates_s`` get: ``G``, ``scale * exp2(G)`` and ``exp2(G_total - G)``; ``exp2(G_total)``, once for
-    each row of the state; and whether the chunk is strong.
+    For each stage ``gates_s`` get: whether the chunk is strong; ``G``, of a chunk that is not strong ``exp2(-G)`` if
+    FACTORS; ``scale * exp2(G)`` and ``exp2(G_total - G)``; and ``exp2(G_total)``, once for each row of the state.
 
     REVERSE: the recurrence runs backwards; BACKWARDS: the walk does. SUM: ``sums`` gets what the walk's gates come to.
     """
@@ -151,12 +169,12 @@ def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl
         G = gl.associative_scan(x, 0, add, reverse=REVERSE)
         total = gl.sum(x, 0)
         everything += total
+        strong = is_strong(total, gl.minimum(size - at * C, C))
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-        vectors_s.index(3 * slot).store(G)
+        vectors_s.index(3 * slot).store(gl.where(strong, G, gl.exp2(-G)) if FACTORS else G)
         vectors_s.index(3 * slot + 1).store(gl.exp2(G) * scale)
         vectors_s.index(3 * slot + 2).store(gl.exp2(gl.minimum(total - G, 0.0)))
-        strong = is_strong(total, gl.minimum(size - at * C, C)).to(gl.int32)
-        strong_s.index(slot).store(gl.full([32], 1, gl.int32, FLAG) * strong)
+        strong_s.index(slot).store(gl.full([1], 1, gl.int32, FLAG) * strong.to(gl.int32))
         decays_s.index(slot).store(gl.full([D], 1.0, gl.float32, ROWS) * gl.exp2(total))
         thread_barrier()
         mbarrier.arrive(full.index(slot), count=1)
