@@ -15,6 +15,7 @@ from keraunos import decay
 from keraunos.modules.gla_attention import gla_attention
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 __all__ = [
@@ -40,7 +41,7 @@ def _run(
     old: dict[str, Any],
     *,
     g: Tensor | None = None,
-    g_gamma: Any = None,
+    g_gamma: Tensor | np.ndarray | None = None,
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
@@ -329,7 +330,8 @@ def parallel_retention(
 
 
 def _with_weights(
-    name: str, tensors: tuple[Tensor, Tensor, Tensor], gates: Any, scale: float | None, wanted: bool,
+    name: str, tensors: tuple[Tensor, Tensor, Tensor], gates: Tensor | np.ndarray | None, scale: float | None,
+    wanted: bool,
     cu_seqlens: Tensor | None, old: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """The output, and the weights of all pairs of tokens if they are wanted; gates ``[B, T, H]`` or ``[H]``."""
@@ -342,7 +344,7 @@ def _with_weights(
     return output, _weights(*tensors[:2], gates, scale) if wanted else None
 
 
-def _weights(q: Tensor, k: Tensor, gates: Any, scale: float | None) -> Tensor:
+def _weights(q: Tensor, k: Tensor, gates: Tensor | np.ndarray | None, scale: float | None) -> Tensor:
     """``[B, H, T, T]``: what the value of each token counts for in the output of each."""
     import torch
 

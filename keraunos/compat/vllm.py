@@ -7,7 +7,6 @@ The layout is vLLM's, ``[B, H, T, D]``, there is no softmax scale, and decays ar
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -75,15 +74,16 @@ def lightning_attention(
     outputs, states = [], [state[:, None]]
     if whole:
         # A block's own state, then the one before it, then the outputs: all blocks at once.
-        blocks = [x[:, :end].reshape(B * whole, block_size, H, x.shape[-1]) for x in (q, k, v)]
-        _, own = gla_attention(*blocks, None, gamma, softmax_scale=1.0, return_state=True)
+        query, key, value = (x[:, :end].reshape(B * whole, block_size, H, x.shape[-1]) for x in (q, k, v))
+        _, own = gla_attention(query, key, value, None, gamma, softmax_scale=1.0, return_state=True)
         states = [_carry(state, own.unflatten(0, (B, whole)), gamma * block_size)]
         before = states[0][:, :-1].flatten(0, 1)
-        outputs = [gla_attention(*blocks, None, gamma, before, softmax_scale=1.0).reshape(B, end, H, E)]
+        output = gla_attention(query, key, value, None, gamma, before, softmax_scale=1.0)
+        outputs = [output.reshape(B, end, H, E)]
     if end < T or not T:
-        rest = (x[:, end:] for x in (q, k, v))
+        query, key, value = (x[:, end:] for x in (q, k, v))
         output, last = gla_attention(
-            *rest, None, gamma, states[-1][:, -1], softmax_scale=1.0, return_state=True
+            query, key, value, None, gamma, states[-1][:, -1], softmax_scale=1.0, return_state=True
         )
         outputs.append(output)
         if T:
@@ -99,7 +99,8 @@ def _differentiated(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _in_one_pass(q, k, v, gamma, block_size, state) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gamma: torch.Tensor, block_size: int,
+                 state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[H, T, E]`` and the states ``[H, blocks + 1, D, E]``, which prefill exports: they are the slots of its pool."""
     (H, T, D), E = q.shape, v.shape[-1]
     blocks = -(-T // block_size)
@@ -108,7 +109,7 @@ def _in_one_pass(q, k, v, gamma, block_size, state) -> tuple[torch.Tensor, torch
     places = _places.__wrapped__ if _traced() else _places
     slots, offsets, boundaries = places(T, block_size, q.device)
     output, _ = serving.prefill(
-        *(x.transpose(0, 1) for x in (q, k, v)), kv.transpose(0, 1), slots, offsets, g_gamma=gamma,
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), kv.transpose(0, 1), slots, offsets, g_gamma=gamma,
         boundaries=boundaries, softmax_scale=1.0,
     )
     return output.transpose(0, 1), kv
@@ -120,7 +121,9 @@ def _traced() -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _places(T: int, block_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def _places(
+    T: int, block_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """The slot of the last state, the offsets of the one prompt, and the ends of blocks with their slots."""
     blocks = -(-T // block_size)
     ends = torch.arange(1, blocks, dtype=torch.int32, device=device)

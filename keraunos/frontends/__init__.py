@@ -8,11 +8,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
+from keraunos.frontends.array_types import Array
 from keraunos.frontends.graph_nodes import operations
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 FRAMEWORKS = ("jax", "torch")
 # Among the residuals of a forward: its first output.
@@ -69,7 +74,7 @@ class Operator:
     settled: Mapping[str, Any] = field(default_factory=dict)
 
 
-def framework_of(x: Any) -> str | None:
+def framework_of(x: object) -> str | None:
     """``"jax"`` or ``"torch"`` for an array of theirs, else None. Imports neither."""
     if x is None:
         return None
@@ -81,12 +86,12 @@ def framework_of(x: Any) -> str | None:
     return None
 
 
-def shared_memory(x: Any) -> int:
+def shared_memory(x: Array) -> int:
     """Bytes of shared memory that a program may have on the array's GPU."""
     return of(x).device_of(x).shared_memory
 
 
-def number(x: Any) -> int | None:
+def number(x: object) -> int | None:
     """A whole number, or an array of one where its value is known on the host, as a number; else None."""
     if isinstance(x, int | np.integer | np.ndarray):
         return int(x)
@@ -120,7 +125,7 @@ def signature(args: Sequence[Any]) -> list[Any]:
 
 
 @functools.cache
-def get(framework: str) -> Any:
+def get(framework: str) -> ModuleType:
     """The front end's module.
 
     Raises:
@@ -135,7 +140,7 @@ def get(framework: str) -> Any:
         raise ImportError(message, name=error.name) from error
 
 
-def of(x: Any) -> Any:
+def of(x: object) -> ModuleType:
     """The front end of the framework whose array it is."""
     return get(framework_of(x) or "")
 
@@ -218,7 +223,7 @@ def compiling() -> bool:
     return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
-def operation(fn: Callable) -> Callable:
+def operation(fn: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function: to ``torch.compile`` it is one step, which chooses its kernel while it is traced.
 
     It follows PyTorch's autocast and refuses nested tensors, see :func:`keraunos.frontends.torch.arguments.autocast`.
@@ -242,7 +247,7 @@ def operation(fn: Callable) -> Callable:
     return _as_called(fn, traced)
 
 
-def apart(fn: Callable) -> Callable:
+def apart(fn: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function: ``torch.compile`` runs it as it is, between graphs; else like :func:`operation`."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -254,12 +259,12 @@ def apart(fn: Callable) -> Callable:
     return _as_called(fn, traced)
 
 
-def _as_called(fn: Callable, traced: Callable | None = None) -> Callable:
+def _as_called(fn: Callable[P, R], traced: Callable[..., Any] | None = None) -> Callable[P, R]:
     """``fn`` as PyTorch's users call it; ``traced`` is what ``torch.compile`` reads in its place."""
 
     # One function, and what costs nothing in a call without autocast: this is before everything else in each.
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         torch = sys.modules.get("torch")
         if torch is not None:
             if traced is not None and torch.compiler.is_dynamo_compiling():

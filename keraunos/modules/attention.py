@@ -6,11 +6,12 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array, DType
 from keraunos.kernels.softmax_attention import contract, reference
 from keraunos.kernels.softmax_attention.arguments import Arrangement
 from keraunos.kernels.softmax_attention.arguments import softmax_dtype as as_softmax_dtype
@@ -19,6 +20,10 @@ from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.kernel import Kernel
 from keraunos.types import MaskInfo, as_offset, as_window, narrower
+
+if TYPE_CHECKING:
+    import jax
+    import torch
 
 # Of samples: what models have.
 _CAP = 30.0
@@ -36,12 +41,12 @@ class Attention(Kernel):
     config = AttentionConfig
     arguments = (*Args._fields, "key_lengths")
 
-    def bind(self, *args: Any, **options: Any) -> Invocation:
+    def bind(self, *args: Array | None, **options: Any) -> Invocation:
         """See :meth:`Kernel.bind`; the option ``dtype``: what query, key and value are cast to first."""
         arrange, options = self.arranged(*args, **options)
         return contract.describe(arrange(*args), **options)
 
-    def arranged(self, *args: Any, dtype: Any = None, softmax_dtype: Any = None,
+    def arranged(self, *args: Array | None, dtype: DType | None = None, softmax_dtype: DType | None = None,
                  **options: Any) -> tuple[Callable, dict[str, Any]]:
         """See :meth:`Kernel.arranged`."""
         arranged = Arrangement(args, dtype)
@@ -126,11 +131,12 @@ class Attention(Kernel):
         small = {**inv.dims, "B": 1, "H": ratio, "G": 1}
         return [replace(inv, dims={**small, "T": T, "S": S}) for T, S in ((2 * size, 2 * size), (size + 33, size + 5))]
 
-    def reference(self, args: Sequence[Any], kwargs: dict, dtype: Any) -> tuple:
+    def reference(self, args: Sequence[np.ndarray | None], kwargs: dict, dtype: type) -> tuple:
         """The output."""
         return reference.attention(*args[:-1], **_options(kwargs), dtype=dtype)[:1]
 
-    def reference_vjp(self, args: Sequence[Any], kwargs: dict, cotangents: Sequence[Any], dtype: Any) -> tuple:
+    def reference_vjp(self, args: Sequence[np.ndarray | None], kwargs: dict, cotangents: Sequence[np.ndarray],
+                      dtype: type) -> tuple:
         """The gradients of query, key and value."""
         found = reference.attention(*args[:-1], **_options(kwargs), doutput=cotangents[0], dtype=dtype)
         return (*found[:3], *(None,) * (len(args) - 3))
@@ -145,24 +151,24 @@ _OPERATION = Attention()
 
 
 def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    dropout_rng: Any = None,
-    softmax_aux: Any = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    dropout_rng: jax.Array | torch.Generator | None = None,
+    softmax_aux: Array | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    init_bias: Callable[[], Any] | None = None,
+    init_bias: Callable[[], Array] | None = None,
     deterministic: bool = True,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
-    dtype: Any = "bfloat16",
-    softmax_dtype: Any = None,
+    dtype: DType | None = "bfloat16",
+    softmax_dtype: DType | None = None,
     dropout_prob: float = 0.0,
     causal: bool = False,
     sliding_window: int | tuple[int, int] | None = None,
-    query_offset: Any = None,
+    query_offset: int | Array | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
     return_weights: bool = False,
@@ -242,16 +248,33 @@ def attention(
 
 
 @frontends.apart
-def _seed(dropout_rng, query):
+def _seed(dropout_rng: jax.Array | torch.Generator, query: Array) -> Array:
     """Of a key or a generator, which is no part of PyTorch's graphs."""
     return frontends.of(query).seed(dropout_rng, query)
 
 
 @frontends.operation
 def _attention(
-    query, key, value, bias, softmax_aux, seed, *, mask_info, softmax_scale, logits_soft_cap, dtype, softmax_dtype,
-    dropout, causal, sliding_window, query_offset, platform, cfg, return_weights,
-):
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    softmax_aux: Array | None,
+    seed: Array | None,
+    *,
+    mask_info: MaskInfo | None,
+    softmax_scale: float | None,
+    logits_soft_cap: float | None,
+    dtype: DType | None,
+    softmax_dtype: DType | None,
+    dropout: float,
+    causal: bool,
+    sliding_window: int | tuple[int, int] | None,
+    query_offset: int | Array | None,
+    platform: str | None,
+    cfg: Config | None,
+    return_weights: bool,
+) -> Any:
     """:func:`attention` without what ``torch.compile`` cannot make a node of: a function, and a generator.
 
     Limits are taken apart here: their arrays are the operation's. What is done to arrays is settled by the operation,
@@ -281,7 +304,7 @@ def _attention(
     return (output, weights) if return_weights else output
 
 
-def _limits(mask_info: MaskInfo | None, query_offset: Any, query: Any) -> MaskInfo:
+def _limits(mask_info: MaskInfo | None, query_offset: int | Array | None, query: Array) -> MaskInfo:
     """Both as one, on the query's device."""
     limits = mask_info or MaskInfo()
     if query_offset is not None:

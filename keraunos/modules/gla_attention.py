@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention import contract
 from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
@@ -26,19 +27,22 @@ class GLAttention(LinearOperation):
     arguments = contract.Args._fields
     pack = contract.Args
 
-    def bind(self, query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
-             *, softmax_scale=None, reverse=False, return_state=True, state_v_first=False) -> Invocation:
+    def bind(self, query: Array, key: Array, value: Array, g: Array | None = None, g_gamma: Array | None = None,
+             initial_state: Array | None = None, cu_seqlens: Array | None = None,
+             *, softmax_scale: float | None = None, reverse: bool = False, return_state: bool = True,
+             state_v_first: bool = False) -> Invocation:
         args = self.pack(query, key, value, g, g_gamma, initial_state, cu_seqlens)
         return contract.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
-    def low_level(self, query, key, value, g=None, g_gamma=None, softmax_scale=None, initial_state=None, reverse=False,
-                  cu_seqlens=None):
+    def low_level(self, query: Array, key: Array, value: Array, g: Array | None = None, g_gamma: Array | None = None,
+                  softmax_scale: float | None = None, initial_state: Array | None = None, reverse: bool = False,
+                  cu_seqlens: Array | None = None) -> tuple[tuple, dict[str, Any]]:
         """See :meth:`Kernel.low_level`."""
         arrays = query, key, value, g, g_gamma, initial_state, cu_seqlens
         return arrays, dict(softmax_scale=softmax_scale, reverse=reverse)
 
-    def call(self, fn: Callable, args: Any, *, cfg: Config, softmax_scale: float | None = None, reverse: bool = False,
-             **options: Any) -> Any:
+    def call(self, fn: Callable, args: contract.Args, *, cfg: Config, softmax_scale: float | None = None,
+             reverse: bool = False, **options: Any) -> Any:
         """See :meth:`Kernel.call`."""
         return fn(*args[:5], softmax_scale, args.initial_state, reverse, args.cu_seqlens, cfg=cfg)
 
@@ -48,13 +52,13 @@ _OPERATION = GLAttention()
 
 @frontends.operation
 def gla_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    g: Any = None,
-    g_gamma: Any = None,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    g: Array | None = None,
+    g_gamma: contract.Decay | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     *,
     softmax_scale: float | None = None,
     reverse: bool = False,
@@ -113,12 +117,13 @@ def gla_attention(
 
     Source: Gated Linear Attention Transformers with Hardware-Efficient Training (arXiv:2312.06635).
     """
+    gamma = None
     if g_gamma is not None:
-        g_gamma = contract.per_head("gla_attention", query, "g_gamma", g_gamma)
+        gamma = contract.per_head("gla_attention", query, "g_gamma", g_gamma)
     if cu_seqlens is not None:
         cu_seqlens = contract.placed("gla_attention", cu_seqlens, query)
     output, state = default_executor()(
-        _OPERATION, query, key, value, g, g_gamma, initial_state, cu_seqlens,
+        _OPERATION, query, key, value, g, gamma, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,
         platform=platform, _cfg=cfg,
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.contract import constant_decay, most_heads, per_head, placed
+from keraunos.frontends.array_types import Array
+from keraunos.kernels.linear_attention.contract import Decay, constant_decay, most_heads, per_head, placed
 from keraunos.modules.gla_attention import gla_attention
 from keraunos.modules.lightning_attention import lightning_attention
 
@@ -54,17 +56,20 @@ def bucketed(operation: Callable) -> Callable:
     raise ValueError(f"bucketed: got {operation!r}; expected keraunos.gla_attention or keraunos.lightning_attention")
 
 
-def _lightning(query, key, value, initial_state=None, cu_seqlens=None, *, layer_idx=None, num_layers=None,
-               log_decay=None, **options):
+def _lightning(query: Array, key: Array, value: Array, initial_state: Array | None = None,
+               cu_seqlens: Array | None = None, *, layer_idx: int | Array | None = None, num_layers: int | None = None,
+               log_decay: Decay | None = None, **options: Any) -> Any:
     heads = most_heads(query, key, value)
     gamma = constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     return _gla(query, key, value, None, gamma, initial_state, cu_seqlens, **options)
 
 
-def _gla(query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None, **options):
+def _gla(query: Array, key: Array, value: Array, g: Array | None = None,
+         g_gamma: Decay | None = None, initial_state: Array | None = None,
+         cu_seqlens: Array | None = None, **options: Any) -> Any:
     if frontends.framework_of(query) != "jax":
         raise TypeError(f"bucketed: query is of type {type(query).__qualname__}; expected a jax.Array")
-    g_gamma = per_head("gla_attention", query, "g_gamma", g_gamma)
+    gamma = per_head("gla_attention", query, "g_gamma", g_gamma)
     cu_seqlens = placed("gla_attention", cu_seqlens, query)
     T = query.shape[1] if query.ndim > 1 else 0
     room = rounded_up(T)
@@ -72,12 +77,16 @@ def _gla(query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens
         room == T and cu_seqlens is None
     ):
         # What does not fit is left to the checks.
-        return gla_attention(query, key, value, g, g_gamma, initial_state, cu_seqlens, **options)
+        return gla_attention(query, key, value, g, gamma, initial_state, cu_seqlens, **options)
     frontend = frontends.get("jax.lengths")
-    query, key, value, g = (x if x is None else frontend.grow(x, 1, room) for x in (query, key, value, g))
+
+    def grown(x: Array | None) -> Any:
+        return x if x is None else frontend.grow(x, 1, room)
+
+    query, key, value, g = map(grown, (query, key, value, g))
     N, heads = None, most_heads(query, key, value, g)
-    if g_gamma is not None and cu_seqlens is None and g_gamma.shape in ((heads,), (query.shape[0], heads)):
-        g, g_gamma = frontend.as_gates(g, g_gamma, query, T, heads), None
+    if gamma is not None and cu_seqlens is None and gamma.shape in ((heads,), (query.shape[0], heads)):
+        g, gamma = frontend.as_gates(g, gamma, query, T, heads), None
     if cu_seqlens is not None:
         # One sequence for the padding, and empty ones.
         N = cu_seqlens.shape[0] - 1
@@ -85,7 +94,7 @@ def _gla(query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens
         cu_seqlens = frontend.longer(cu_seqlens, 0, sequences + 1, room)
         if initial_state is not None:
             initial_state = frontend.grow(initial_state, 0, sequences)
-    found = gla_attention(query, key, value, g, g_gamma, initial_state, cu_seqlens, **options)
+    found = gla_attention(query, key, value, g, gamma, initial_state, cu_seqlens, **options)
     output, state = found if options.get("return_state") else (found, None)
     output = frontend.cut(output, 1, T)
     if state is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention import contract
 from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
@@ -25,27 +26,32 @@ class LightningAttention(LinearOperation):
     config = LightningAttentionConfig
     arguments = ("query", "key", "value", "log_decay", "initial_state", "cu_seqlens")
 
-    def pack(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None) -> contract.Args:
+    def pack(self, query: Array, key: Array, value: Array, log_decay: Array | None,
+             initial_state: Array | None = None, cu_seqlens: Array | None = None) -> contract.Args:
         return contract.Args(query, key, value, None, log_decay, initial_state, cu_seqlens)
 
     def unpack(self, args: contract.Args) -> tuple:
         return (*args[:3], *args[4:])
 
-    def bind(self, query, key, value, log_decay, initial_state=None, cu_seqlens=None,
-             *, softmax_scale=None, reverse=False, return_state=True, state_v_first=False) -> Invocation:
+    def bind(self, query: Array, key: Array, value: Array, log_decay: Array | None,
+             initial_state: Array | None = None, cu_seqlens: Array | None = None,
+             *, softmax_scale: float | None = None, reverse: bool = False, return_state: bool = True,
+             state_v_first: bool = False) -> Invocation:
         args = self.pack(query, key, value, log_decay, initial_state, cu_seqlens)
         return contract.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
-    def low_level(self, query, key, value, layer_idx=None, num_layers=None, softmax_scale=None, initial_state=None,
-                  reverse=False, cu_seqlens=None, *, log_decay=None):
+    def low_level(self, query: Array, key: Array, value: Array, layer_idx: int | Array | None = None,
+                  num_layers: int | None = None, softmax_scale: float | None = None, initial_state: Array | None = None,
+                  reverse: bool = False, cu_seqlens: Array | None = None,
+                  *, log_decay: contract.Decay | None = None) -> tuple[tuple, dict[str, Any]]:
         """See :meth:`Kernel.low_level`."""
         heads = contract.most_heads(query, key, value)
         gamma = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
         arrays = query, key, value, gamma, initial_state, cu_seqlens
         return arrays, dict(softmax_scale=softmax_scale, reverse=reverse)
 
-    def call(self, fn: Callable, args: Any, *, cfg: Config, softmax_scale: float | None = None, reverse: bool = False,
-             **options: Any) -> Any:
+    def call(self, fn: Callable, args: contract.Args, *, cfg: Config, softmax_scale: float | None = None,
+             reverse: bool = False, **options: Any) -> Any:
         """See :meth:`Kernel.call`."""
         return fn(*args[:3], None, None, softmax_scale, args.initial_state, reverse, args.cu_seqlens,
                   log_decay=args.g_gamma, cfg=cfg)
@@ -56,15 +62,15 @@ _OPERATION = LightningAttention()
 
 @frontends.operation
 def lightning_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     *,
-    layer_idx: Any = None,
+    layer_idx: int | Array | None = None,
     num_layers: int | None = None,
-    log_decay: Any = None,
+    log_decay: contract.Decay | None = None,
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
@@ -124,11 +130,11 @@ def lightning_attention(
     Source: Lightning Attention-2 (arXiv:2401.04658).
     """
     heads = contract.most_heads(query, key, value)
-    log_decay = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
+    gamma = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     if cu_seqlens is not None:
         cu_seqlens = contract.placed("lightning_attention", cu_seqlens, query)
     output, state = default_executor()(
-        _OPERATION, query, key, value, log_decay, initial_state, cu_seqlens,
+        _OPERATION, query, key, value, gamma, initial_state, cu_seqlens,
         softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), state_v_first=state_v_first,
         platform=platform, _cfg=cfg,
     )

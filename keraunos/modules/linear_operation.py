@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention.contract import FLOATS, Args, head_counts
 from keraunos.kernels.linear_attention.reference import linear_attention
@@ -80,29 +81,30 @@ class LinearOperation(Kernel):
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
                           {"reverse": reverse}, constants, shared_memory=device.shared_memory)
 
-    def checker(self, *args: Any, **kwargs: Any) -> Callable | None:
+    def checker(self, *args: Array | None, **kwargs: Any) -> Callable | None:
         """See :meth:`Kernel.checker`."""
         check, pack = contract.checker(self.op_id, self.pack(*args)), self.pack
         return check and (lambda *args: check(pack(*args)))
 
-    def arranged(self, *args: Any, state_v_first: bool = False, **options: Any) -> tuple[Callable, dict[str, Any]]:
+    def arranged(self, *args: Array | None, state_v_first: bool = False,
+                 **options: Any) -> tuple[Callable, dict[str, Any]]:
         """See :meth:`Kernel.arranged`; ``state_v_first``: states are ``[N, H, V, K]``."""
         if not state_v_first:
             return self.pack, options
 
-        def packed(*args):
+        def packed(*args: Array | None) -> Args:
             given = self.pack(*args)
             return given._replace(initial_state=turned(given.initial_state))
 
         return packed, options
 
-    def prepare(self, *args: Any, cfg: Config, state_v_first: bool = False, **options: Any) -> Callable:
+    def prepare(self, *args: Array | None, cfg: Config, state_v_first: bool = False, **options: Any) -> Callable:
         """See :meth:`Kernel.prepare`."""
         run = super().prepare(*args, cfg=cfg, state_v_first=state_v_first, **options)
         if not state_v_first:
             return run
 
-        def turned_back(*args):
+        def turned_back(*args: Array | None) -> tuple[Array, Array | None]:
             output, state = run(*args)
             return output, turned(state)
 
@@ -123,17 +125,18 @@ class LinearOperation(Kernel):
         small = {**inv.dims, "B": B, "N": N if "cu_seqlens" in inv.arrays else B, "H": most, **heads}
         return [replace(inv, dims={**small, "T": T}) for T in (2 * chunk, chunk + chunk // 2 + 1)]
 
-    def reference(self, args: Sequence[Any], kwargs: dict, dtype: Any) -> tuple:
+    def reference(self, args: Sequence[np.ndarray | None], kwargs: dict, dtype: type) -> tuple:
         """Output and final state."""
         return linear_attention(*self.pack(*args), **kwargs, dtype=dtype)
 
-    def reference_vjp(self, args: Sequence[Any], kwargs: dict, cotangents: Sequence[Any], dtype: Any) -> tuple:
+    def reference_vjp(self, args: Sequence[np.ndarray | None], kwargs: dict, cotangents: Sequence[np.ndarray],
+                      dtype: type) -> tuple:
         """A gradient for each float argument."""
         found = linear_attention_vjp(*self.pack(*args), *cotangents, **kwargs, dtype=dtype)
         return self.unpack(Args(*found))  # none for the offsets, the last argument
 
 
-def turned(state: Any) -> Any:
+def turned(state: Array | None) -> Array | None:
     """States ``[N, H, V, K]`` as ``[N, H, K, V]``, or the other way."""
     return state if state is None else state.mT
 

@@ -278,7 +278,7 @@ def _content(path: Path) -> bytes:
         return file.read(MOST_BYTES + 1) or b""
 
 
-def _is_deep(value: Any, levels: int) -> bool:
+def _is_deep(value: object, levels: int) -> bool:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels == 0 or any(_is_deep(part, levels - 1) for part in parts)
 

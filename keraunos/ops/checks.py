@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from types import MappingProxyType, ModuleType
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array
 
 EVERYWHERE = os.environ.get("KERAUNOS_CHECK", "0") not in ("", "0")
 OFFSETS = ("int32", "int64")
@@ -24,14 +25,14 @@ INTEGERS = (*OFFSETS, "int8", "int16", "uint8", "uint16", "uint32", "uint64")
 
 def arrays(
     function: str,
-    args: Any,
+    args: NamedTuple,
     required: tuple[str, ...],
     allowed: Mapping[str, tuple[str, ...]],
     *,
     like: tuple[str, ...] = ("key", "value"),
     constants: tuple[str, ...] = (),
     names: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[str, Any, dict[str, str]]:
+) -> tuple[str, ModuleType, dict[str, str]]:
     """Check that the arrays of a call belong together: ``(framework, its front end, the dtypes of those given)``.
 
     Args:
@@ -79,7 +80,7 @@ def arrays(
     return framework, frontend, found
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return f"of type {type(x).__module__}.{type(x).__qualname__}" if x is not None else "None"
 
 
@@ -96,7 +97,7 @@ class Rule(NamedTuple):
 def decay(argument: str, live: Callable[..., np.ndarray] | None = None, beside: tuple[str, ...] = ()) -> Rule:
     """The rule of the log of a decay; only of rows that are ``live``, which follows from the arrays ``beside``."""
 
-    def wrong(x, *others):
+    def wrong(x: np.ndarray, *others: np.ndarray) -> np.ndarray:
         above = ~(x <= 0)
         return above if live is None else above & live(*others).reshape(-1, *(1,) * (x.ndim - 1))
 
@@ -116,7 +117,7 @@ def _decays(x: np.ndarray) -> bool:
 def offsets(T: int | None, whole: bool = True) -> Rule:
     """The rule of ``cu_seqlens``: offsets of sequences that are T tokens together; T at most if not ``whole``."""
 
-    def wrong(x):
+    def wrong(x: np.ndarray) -> np.ndarray:
         found = np.concatenate([x[:1] != 0, x[1:] < x[:-1]])
         found[-1:] |= T is not None and (x[-1:] > T or (whole and x[-1:] != T))
         return found
@@ -125,7 +126,7 @@ def offsets(T: int | None, whole: bool = True) -> Rule:
     return Rule("cu_seqlens", wrong, f"offsets that rise from 0{end}, sums of lengths")
 
 
-def placed(function: str, cu_seqlens: Any, like: Any, T: int | None, whole: bool = True) -> Any:
+def placed(function: str, cu_seqlens: Array | None, like: Array, T: int | None, whole: bool = True) -> Array | None:
     """NumPy offsets, checked, as a constant of the framework and on the device of ``like``; others as they are.
 
     Args:
@@ -149,13 +150,13 @@ def placed(function: str, cu_seqlens: Any, like: Any, T: int | None, whole: bool
 def slots(argument: str, size: int) -> Rule:
     """The rule of slots of a pool of this size."""
 
-    def wrong(x):
+    def wrong(x: np.ndarray) -> np.ndarray:
         return (x < -1) | (x >= size)
 
     return Rule(argument, wrong, f"a slot below {size}, or -1 for padding")
 
 
-def checker(function: str, rules: Mapping[str, Rule], args: Any) -> Callable[[Any], None] | None:
+def checker(function: str, rules: Mapping[str, Rule], args: NamedTuple) -> Callable[[NamedTuple], None] | None:
     """What checks arrays like these in every call, in the name of a function; None: nothing of them is to be read.
 
     Args:
@@ -182,7 +183,7 @@ def checker(function: str, rules: Mapping[str, Rule], args: Any) -> Callable[[An
     if not frontend.readable(args, EVERYWHERE):
         return None
 
-    def check(args: Any) -> None:
+    def check(args: NamedTuple) -> None:
         for places, look in checks:
             frontend.read(list(map(args.__getitem__, places)), look, EVERYWHERE)
 

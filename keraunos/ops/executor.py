@@ -7,9 +7,10 @@ import logging
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
 
 from keraunos.frontends import apart, signature
+from keraunos.frontends.array_types import Array
 from keraunos.ops.cache import ConfigCache, PersistentCache
 from keraunos.ops.invocation import Config
 from keraunos.ops.kernel import Kernel
@@ -40,14 +41,14 @@ class Executor:
 
     def __init__(self, chain: ConfigSelectorChain):
         self.chain = chain
-        self._remembered: dict[Any, Callable] = {}
+        self._remembered: dict[tuple, Callable] = {}
         self._seen: set[str] = set()
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Self], tuple[ConfigSelectorChain]]:
         # Copied and pickled as part of a model; what it remembers of calls is made again.
         return type(self), (self.chain,)
 
-    def __call__(self, kernel: Kernel, *args: Any, _cfg: Config | None = None, platform: str | None = None,
+    def __call__(self, kernel: Kernel, *args: Array | None, _cfg: Config | None = None, platform: str | None = None,
                  **kwargs: Any) -> Any:
         """Run ``kernel`` on ``args``.
 
@@ -81,7 +82,8 @@ class Executor:
             self._remembered[(*key[:4], self.chain.cache.generation, *key[5:])] = run
         return run(*args)
 
-    def _choose(self, kernel, args, kwargs, cfg, platform) -> Choice:
+    def _choose(self, kernel: Kernel, args: tuple, kwargs: dict[str, Any], cfg: Config | None,
+                platform: str | None) -> Choice:
         inv = kernel.bind(*args, **kwargs)
         if check := kernel.checker(*args, **kwargs):
             check(*args)
@@ -100,7 +102,7 @@ def _checked(check: Callable | None, run: Callable) -> Callable:
     if check is None:
         return run
 
-    def checked(*args):
+    def checked(*args: Array | None) -> Any:
         check(*args)
         return run(*args)
 

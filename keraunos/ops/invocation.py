@@ -75,7 +75,7 @@ class Config(GraphOption):
     platform: str = Platform.AUTO
     backend: str = Backend.ANY
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check("block_q", lambda x: 1 <= x <= 1024 and x & (x - 1) == 0, "a power of two from 1 to 1024")
         self.check("block_k", lambda x: 1 <= x <= 1024 and x & (x - 1) == 0, "a power of two from 1 to 1024")
         self.check("block_d", lambda x: 16 <= x <= 256 and x & (x - 1) == 0, "a power of two from 16 to 256")
@@ -118,7 +118,7 @@ class Config(GraphOption):
         return cls(**data)
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Whether an option is a finite number: no truth value, no text, no array."""
     try:
         return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
+from keraunos.frontends.array_types import Array
 from keraunos.ops.invocation import Config, Invocation, public_name
 from keraunos.ops.registry import Implementation, Row, kernel_registry
 
@@ -33,11 +36,11 @@ class Kernel(ABC):
             ValueError, TypeError: the arguments are wrong.
         """
 
-    def run(self, *args: Any, cfg: Config, **kwargs: Any) -> Any:
+    def run(self, *args: Array | None, cfg: Config, **kwargs: Any) -> Any:
         """Compute with the implementation and the launch configuration that the keyword ``cfg`` names."""
         return self.prepare(*args, cfg=cfg, **kwargs)(*args)
 
-    def arranged(self, *args: Any, **kwargs: Any) -> tuple[Callable, dict[str, Any]]:
+    def arranged(self, *args: Array | None, **kwargs: Any) -> tuple[Callable, dict[str, Any]]:
         """For all calls with arguments like these: what makes a platform's arrays of them, and its options."""
         return _as_given, kwargs
 
@@ -45,7 +48,7 @@ class Kernel(ABC):
         """The operation's arrays, in order, and its options, from the arguments of its low-level function."""
         return self.in_order(args, kwargs)
 
-    def call(self, fn: Callable, args: Sequence[Any], *, cfg: Config, **options: Any) -> Any:
+    def call(self, fn: Callable, args: Any, *, cfg: Config, **options: Any) -> Any:
         """Call a low-level function with a platform's arrays and options."""
         return fn(*args, cfg=cfg, **options)
 
@@ -63,7 +66,7 @@ class Kernel(ABC):
         options = {name: value for name, value in kwargs.items() if name not in names}
         return (*args, *map(kwargs.get, names[len(args) :])), options
 
-    def checker(self, *args: Any, **kwargs: Any) -> Callable | None:
+    def checker(self, *args: Array | None, **kwargs: Any) -> Callable | None:
         """What checks the values of ``args`` in all calls with arguments like these; None: nothing does.
 
         Raises:
@@ -71,14 +74,14 @@ class Kernel(ABC):
         """
         return None
 
-    def prepare(self, *args: Any, cfg: Config, **kwargs: Any) -> Callable:
+    def prepare(self, *args: Array | None, cfg: Config, **kwargs: Any) -> Callable:
         """``run`` for all calls with arguments like these, as a function of ``args``, settled as far as it can be."""
         if getattr(self.run, "__func__", None) is not Kernel.run:
             return functools.partial(self.run, cfg=cfg, **kwargs)  # an operation that computes in its own way
         (arrange, options), prepare = self.arranged(*args, **kwargs), self.get_impl(cfg).prepare
         known: Callable | None = None
 
-        def call(*args):
+        def call(*args: Array | None) -> Any:
             nonlocal known
             given = arrange(*args)
             run = known = known or prepare(given, cfg=cfg, **options)
@@ -118,11 +121,12 @@ class Kernel(ABC):
         """Small calls of the same kind, on which candidates are compared with the reference."""
         raise self._untunable("check_calls")
 
-    def reference(self, args: Sequence[Any], kwargs: dict, dtype: Any) -> tuple:
+    def reference(self, args: Sequence[np.ndarray | None], kwargs: dict, dtype: type) -> tuple:
         """The right outputs, computed in a NumPy dtype from arguments like :meth:`sample`'s as NumPy arrays."""
         raise self._untunable("reference")
 
-    def reference_vjp(self, args: Sequence[Any], kwargs: dict, cotangents: Sequence[Any], dtype: Any) -> tuple:
+    def reference_vjp(self, args: Sequence[np.ndarray | None], kwargs: dict, cotangents: Sequence[np.ndarray],
+                      dtype: type) -> tuple:
         """The right gradients of ``args`` for those of the outputs; None where there is none to compare."""
         raise self._untunable("reference_vjp")
 
@@ -130,7 +134,7 @@ class Kernel(ABC):
         return NotImplementedError(f"{self.op_id} cannot be tuned: {type(self).__name__} has no {missing}()")
 
 
-def _as_given(*args: Any) -> tuple:
+def _as_given(*args: Array | None) -> tuple:
     return args
 
 

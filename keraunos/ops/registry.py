@@ -12,11 +12,12 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import CodeType
+from typing import Any, TypeVar
 
 from keraunos.ops.invocation import Backend, Config, Invocation, Platform, UnsupportedError, public_name
 
@@ -64,7 +65,7 @@ class Implementation:
     heuristic: Callable[[Invocation, Any], Any] = _as_given
     candidates: Callable[[Invocation, Any], Iterable[Any]] = _only_heuristic
     config: type[Config] | None = None
-    source: Any = None
+    source: str | Callable | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     passes: Callable[[str], tuple[Callable, ...]] | None = None
     segment: Callable[..., tuple[int, bool] | None] | None = None
@@ -105,14 +106,15 @@ class Implementation:
                 digest.update(file.read_bytes())
         else:
             # Typed in, not in a file.
-            _hash_code(fn.__code__, digest)
+            for part in _code(fn.__code__):
+                digest.update(part)
         return digest.hexdigest()[:12]
 
 
 def _plain(algorithm: str, fn: Callable) -> Callable[..., Callable]:
     """``prepare`` of a function that has nothing to settle beforehand."""
 
-    def prepare(args, *, cfg, **options):
+    def prepare(args: tuple, *, cfg: Config, **options: Any) -> Callable[[tuple], Any]:
         kernel = operation(algorithm)
         if kernel is None:
             return lambda args: fn(*args, cfg=cfg, **options)
@@ -121,13 +123,14 @@ def _plain(algorithm: str, fn: Callable) -> Callable[..., Callable]:
     return prepare
 
 
-def _hash_code(code: Any, digest: Any) -> None:
-    digest.update(code.co_code)
+def _code(code: CodeType) -> Iterator[bytes]:
+    """What a function is, however it is named."""
+    yield code.co_code
     for constant in code.co_consts:
-        if hasattr(constant, "co_code"):
-            _hash_code(constant, digest)
+        if isinstance(constant, CodeType):
+            yield from _code(constant)
         else:
-            digest.update(repr(constant).encode())
+            yield repr(constant).encode()
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class Row:
     priority: int
     frameworks: tuple[str, ...] = ("jax", "torch")
     devices: tuple[str, str] = ("", "")
-    target: Any = field(default=None, compare=False)
+    target: Implementation | str = field(default="", compare=False)
 
     @functools.cached_property
     def implementation(self) -> Implementation:
@@ -166,10 +169,14 @@ class Row:
         return implementation.loses(inv) or implementation.unsupported(inv)
 
 
+# What a row is registered with: a low-level function, or an implementation, or where it is.
+Target = TypeVar("Target", bound="Callable | str")
+
+
 class KernelRegistry:
     """All implementations, best first within an algorithm."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._rows: list[Row] = []
         self.generation = 0
 
@@ -183,7 +190,7 @@ class KernelRegistry:
         frameworks: tuple[str, ...] = ("jax", "torch"),
         devices: tuple[str, str] = ("", ""),
         **about: Any,
-    ) -> Callable[[Any], Any]:
+    ) -> Callable[[Target], Target]:
         """Register what the returned decorator is applied to: a function, an Implementation or "module:name".
 
         Args:
@@ -202,8 +209,8 @@ class KernelRegistry:
         if platform == Platform.AUTO:
             raise ValueError("register: platform 'auto' is the choice among the others and cannot be registered")
 
-        def add(target):
-            made = target
+        def add(target: Target) -> Target:
+            made: Any = target
             if callable(target) and not isinstance(target, Implementation):
                 made = Implementation(algorithm, _plain(algorithm, target), **{"source": target, **about})
             elif about:

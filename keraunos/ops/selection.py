@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Self
 
 from keraunos.ops.cache import ConfigCache, PersistentCache, cache_key, find_shipped
 from keraunos.ops.invocation import Config, Invocation, Platform, UnsupportedError, public_name
@@ -39,7 +39,7 @@ class AutotunePolicy:
     cache_miss_fallback: str = "heuristics"
     validate_backward: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.cache_miss_fallback not in ("autotune", "heuristics"):
             raise ValueError(
                 f"AutotunePolicy: cache_miss_fallback is {self.cache_miss_fallback!r}; "
@@ -166,7 +166,7 @@ class ConfigSelectorChain:
         # One tuning at a time: two would disturb each other's clocks, and one key needs only one.
         self._tuning = threading.Lock()
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Self], tuple]:
         # A lock is not copied or pickled.
         return type(self), (self.cache, self._own_policy, self.tuner, self.persistent)
 
@@ -228,18 +228,18 @@ class ConfigSelectorChain:
                 raise ValueError(f"{name}: platform={platform!r}, but cfg is for {cfg.platform!r}; expected the same")
         return kernel_registry.choose(inv, platform, backend)
 
-    def _overlay(self, key) -> Config | str:
+    def _overlay(self, key: str) -> Config | str:
         overlays = active_overlays.get()
         for overlay in overlays:
             if (found := overlay.get(key)) is not None:
                 return found
         return "no entry" if overlays else "none is in force"
 
-    def _memory(self, key) -> Config | str:
+    def _memory(self, key: str) -> Config | str:
         found = self.cache.get(key, self.policy.validate_backward)
         return "no entry" if found is None else found
 
-    def _disk(self, kernel, inv, row, key) -> Config | str:
+    def _disk(self, kernel: Kernel, inv: Invocation, row: Row, key: str) -> Config | str:
         if self.persistent is None:
             return "not in use"
         backward = self.policy.validate_backward
@@ -248,11 +248,11 @@ class ConfigSelectorChain:
             self.cache.put(key, found, backward)
         return found
 
-    def _shipped(self, kernel, inv, row, key) -> Config | str:
+    def _shipped(self, kernel: Kernel, inv: Invocation, row: Row, key: str) -> Config | str:
         config = row.implementation.config or kernel.config
         return find_shipped(key, inv.device, config, self.policy.validate_backward)
 
-    def _autotune(self, kernel, inv, row, key, measure) -> Config | str:
+    def _autotune(self, kernel: Kernel, inv: Invocation, row: Row, key: str, measure: bool) -> Config | str:
         policy = self.policy
         backward = policy.validate_backward
         if self.tuner is None:
@@ -272,21 +272,23 @@ class ConfigSelectorChain:
                 return found
             return self._tune(self.tuner, kernel, inv, key, candidates, backward)
 
-    def _tune(self, tuner, kernel, inv, key, candidates, backward) -> Config | str:
+    def _tune(self, tuner: Tuner, kernel: Kernel, inv: Invocation, key: str, candidates: list[Config],
+              backward: bool) -> Config | str:
         try:
             result = tuner.tune(kernel, inv, candidates, backward=backward)
-            failed = "" if result.winner else f"all candidates failed: {result.reasons()}"
         except Exception as error:
             # Whatever went wrong, such as too little memory for inputs of its own, the call can do without tuning.
             failed = f"it could not be done: {type(error).__name__}: {error}"
-        if failed:
-            self._failed[key, backward] = failed
-            _log.warning("autotune of %s: %s; the heuristic's configuration is used", key, failed)
-            return failed
-        self.cache.put(key, result.winner, backward)
-        if self.persistent is not None:
-            self.persistent.put(key, inv.device, result.to_json())
-        return result.winner
+        else:
+            if result.winner is not None:
+                self.cache.put(key, result.winner, backward)
+                if self.persistent is not None:
+                    self.persistent.put(key, inv.device, result.to_json())
+                return result.winner
+            failed = f"all candidates failed: {result.reasons()}"
+        self._failed[key, backward] = failed
+        _log.warning("autotune of %s: %s; the heuristic's configuration is used", key, failed)
+        return failed
 
 
 def _refuse_unknown(cfg: Config, row: Row) -> None:

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from keraunos import frontends, numerics
+from keraunos.frontends.array_types import Array
 from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.kernel import Kernel
 
@@ -160,7 +162,8 @@ class Tuner:
         _log.info("tuned %s: %s", inv.key, result.note)
         return result
 
-    def _tune(self, kernel, inv, cfgs, backward, deadline) -> TuneResult:
+    def _tune(self, kernel: Kernel, inv: Invocation, cfgs: list[Config], backward: bool,
+              deadline: _Deadline) -> TuneResult:
         measure = frontends.get(f"{inv.framework}.measure")
         with _progress(self.progress, f"tuning {inv.op_id}", len(cfgs) + self.iters) as advance:
             jobs = _Jobs(kernel, inv, cfgs, backward)
@@ -186,7 +189,8 @@ class Tuner:
         return _decide(found, backward)
 
 
-def _prepare(measure, jobs: _Jobs, deadline, advance) -> tuple[dict[int, Callable], dict[int, str]]:
+def _prepare(measure: ModuleType, jobs: _Jobs, deadline: _Deadline,
+             advance: Callable[[], None]) -> tuple[dict[int, Callable], dict[int, str]]:
     """Check and compile all candidates: the programs of the good ones, the reasons of the others, by number."""
     runs, dropped = {}, {}
     # No "with": leaving it would wait for a compiler that is past the deadline.
@@ -283,15 +287,13 @@ class _Check:
             Exception: it does not run, or a result is wrong.
         """
         fn = functools.partial(self.kernel.run, cfg=cfg, **self.kwargs)
-        cotangents = None
-        if backward:
-            cotangents = _cotangents(self.inv, self.measure.results(fn, self.args))
+        cotangents = _cotangents(self.inv, self.measure.results(fn, self.args)) if backward else None
         outputs, gradients = self.measure.program(fn, self.args, cotangents)()
         self._compare("output", outputs, *self.outputs)
-        if backward:
+        if cotangents is not None:
             self._compare("gradient", gradients, *self._gradients(cotangents))
 
-    def _gradients(self, cotangents):
+    def _gradients(self, cotangents: list[Array]) -> list[tuple]:
         with self.lock:
             if not self.gradients:
                 values = [self.measure.values(x) for x in cotangents]
@@ -300,7 +302,8 @@ class _Check:
                 ]
             return self.gradients
 
-    def _compare(self, what, got, truth, plain):
+    def _compare(self, what: str, got: Sequence[Array | None], truth: Sequence[np.ndarray | None],
+                 plain: Sequence[np.ndarray | None]) -> None:
         for i, (x, true, low) in enumerate(zip(got, truth, plain, strict=True)):
             if x is None or true is None:
                 continue
@@ -313,7 +316,7 @@ class _Check:
                 raise _Dropped(f"{what} {i} is wrong: error {error:.2g}, allowed {allowed:.2g} ({size})")
 
 
-def _cotangents(inv: Invocation, results) -> list[Any]:
+def _cotangents(inv: Invocation, results: Sequence[tuple[tuple[int, ...], str]]) -> list[Array]:
     measure = frontends.get(f"{inv.framework}.measure")
     return [measure.normal(shape, dtype, 1000 + i, inv.backend) for i, (shape, dtype) in enumerate(results)]
 

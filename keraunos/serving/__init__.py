@@ -30,22 +30,26 @@ There are no gradients: training uses :func:`keraunos.gla_attention` and :func:`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.contract import per_head
+from keraunos.frontends.array_types import Array
+from keraunos.kernels.linear_attention.contract import Decay, per_head
 from keraunos.kernels.state_pool.contract import INDICES, Args, check_room
 from keraunos.ops.checks import placed
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config
 from keraunos.serving.pool_operation import COMMIT, DECODE, PREFILL, VERIFY, PoolOperation
 
+if TYPE_CHECKING:
+    import jax
+
 __all__ = ["commit", "decode", "prefill", "verify"]
 
 
-def _decay(operation: PoolOperation, key: Any, log_decay: Any, g_gamma: Any) -> Any:
+def _decay(operation: PoolOperation, key: Array, log_decay: Decay | None, g_gamma: Decay | None) -> Array | None:
     """The one of them that is given."""
     if log_decay is None:
         return g_gamma if g_gamma is None else per_head(operation.op_id, key, "g_gamma", g_gamma)
@@ -99,17 +103,17 @@ def _per_token(args: Args) -> Args:
 
 @frontends.operation
 def decode(
-    query: Any,
-    key: Any,
-    value: Any,
-    states: Any,
-    slots: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    states: Array | jax.Ref,
+    slots: Array,
     *,
-    log_decay: Any = None,
-    g: Any = None,
-    g_gamma: Any = None,
+    log_decay: Decay | None = None,
+    g: Array | None = None,
+    g_gamma: Decay | None = None,
     softmax_scale: float | None = None,
-    out: Any = None,
+    out: Array | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> tuple[Any, Any]:
@@ -153,17 +157,17 @@ def decode(
 
 @frontends.operation
 def verify(
-    query: Any,
-    key: Any,
-    value: Any,
-    states: Any,
-    slots: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    states: Array | jax.Ref,
+    slots: Array,
     *,
-    log_decay: Any = None,
-    g: Any = None,
-    g_gamma: Any = None,
+    log_decay: Decay | None = None,
+    g: Array | None = None,
+    g_gamma: Decay | None = None,
     softmax_scale: float | None = None,
-    out: Any = None,
+    out: Array | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Any:
@@ -192,15 +196,15 @@ def verify(
 
 @frontends.operation
 def commit(
-    key: Any,
-    value: Any,
-    states: Any,
-    slots: Any,
-    counts: Any,
+    key: Array,
+    value: Array,
+    states: Array | jax.Ref,
+    slots: Array,
+    counts: Array,
     *,
-    log_decay: Any = None,
-    g: Any = None,
-    g_gamma: Any = None,
+    log_decay: Decay | None = None,
+    g: Array | None = None,
+    g_gamma: Decay | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Any:
@@ -222,20 +226,20 @@ def commit(
 
 @frontends.operation
 def prefill(
-    query: Any,
-    key: Any,
-    value: Any,
-    states: Any,
-    slots: Any,
-    cu_seqlens: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    states: Array | jax.Ref,
+    slots: Array,
+    cu_seqlens: Array,
     *,
-    log_decay: Any = None,
-    g: Any = None,
-    g_gamma: Any = None,
-    has_initial: Any = None,
-    boundaries: tuple[Any, Any] | None = None,
+    log_decay: Decay | None = None,
+    g: Array | None = None,
+    g_gamma: Decay | None = None,
+    has_initial: Array | None = None,
+    boundaries: tuple[Array, Array] | None = None,
     softmax_scale: float | None = None,
-    out: Any = None,
+    out: Array | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> tuple[Any, Any]:
@@ -268,6 +272,6 @@ def prefill(
     tokens, targets = pair
     gamma = _decay(PREFILL, key, log_decay, g_gamma)
     T = query.shape[0] if getattr(query, "ndim", 0) == 3 else None
-    cu_seqlens = placed("prefill", cu_seqlens, query, T, whole=False)
-    args = Args(key, value, query, g, gamma, states, slots, None, cu_seqlens, has_initial, tokens, targets, out)
+    offsets = placed("prefill", cu_seqlens, query, T, whole=False)
+    args = Args(key, value, query, g, gamma, states, slots, None, offsets, has_initial, tokens, targets, out)
     return _call(PREFILL, args, softmax_scale, platform, cfg)

@@ -16,15 +16,19 @@ import functools
 import math
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
 from keraunos import decay, frontends
+from keraunos.frontends.array_types import Array
 from keraunos.ops import checks
 from keraunos.ops.invocation import Config, Invocation, is_number, public_name
 from keraunos.ops.registry import Implementation, kernel_registry
 
+# One decay per head, as it is given: an array, or numbers.
+Decay: TypeAlias = "Array | list[float] | tuple[float, ...]"
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 # What stands for sizes that are symbols of jax.export, where a configuration is chosen.
 _USUAL = {"B": 8, "T": 4096}
@@ -51,7 +55,7 @@ class Args(NamedTuple):
         return most_heads(*self[:4])
 
 
-def most_heads(*arrays: Any) -> int:
+def most_heads(*arrays: object) -> int:
     """The most heads that any of some arrays ``[B, T, heads, ...]`` has; what is no such array has none."""
     most = 0
     for x in arrays:
@@ -105,7 +109,7 @@ def describe(
         ValueError: a shape does not fit.
     """
 
-    def fail(error, name, got, wanted, why) -> NoReturn:
+    def fail(error: type[Exception], name: str, got: str, wanted: str, why: str) -> NoReturn:
         name = "log_decay" if (op_id, name) == ("lightning_attn", "g_gamma") else name
         raise error(f"{public_name(op_id)}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
 
@@ -183,7 +187,7 @@ def describe(
     )
 
 
-def constants(args: Any) -> frozenset[str]:
+def constants(args: NamedTuple) -> frozenset[str]:
     """The names of the arrays that are numbers to the program: NumPy arrays."""
     return frozenset(name for name, x in zip(args._fields, args, strict=True) if isinstance(x, np.ndarray))
 
@@ -200,7 +204,7 @@ def checker(op_id: str, args: Args, whole: bool = True) -> Callable[[Args], None
     return checks.checker(public_name(op_id), rules, args)
 
 
-def placed(function: str, cu_seqlens: Any, query: Any, whole: bool = True) -> Any:
+def placed(function: str, cu_seqlens: Array | None, query: Array, whole: bool = True) -> Array | None:
     """NumPy offsets as a constant on the query's device; see :func:`checker` and :func:`values.placed`."""
     return checks.placed(
         function, cu_seqlens, query, query.shape[1] if whole and getattr(query, "ndim", 0) == 4 else None
@@ -247,7 +251,7 @@ def fold(args: Args, size: int) -> Args | None:
         return None
     frontend = frontends.of(query)
 
-    def joined(x, axis):
+    def joined(x: Array | None, axis: int) -> Array | None:
         return x if x is None else x.reshape(*x.shape[1:axis], size * x.shape[axis], *x.shape[axis + 1 :])
 
     if gamma is not None:
@@ -263,7 +267,7 @@ def fold(args: Args, size: int) -> Args | None:
     return Args(query, key, value, g, gamma, joined(args.initial_state, 1), cu_seqlens)
 
 
-def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
+def unfold(x: Array, size: int, shape: tuple[int, ...]) -> Array:
     """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
     if math.prod(x.shape) == size * math.prod(shape):
         return x.reshape(size, *shape)
@@ -287,18 +291,19 @@ def _without_state(forward: Callable) -> Callable:
     """``forward``, which gives None in place of a final state that is not wanted."""
 
     @functools.wraps(forward)
-    def run_forward(args, opts):
+    def run_forward(args: Args, opts: Options) -> tuple[tuple[Array, Array | None], Any]:
         (output, state), residuals = forward(args, opts)
         return (output, state if opts.state else None), residuals
 
     return run_forward
 
 
-def _dtype(frontend, x) -> str:
+def _dtype(frontend: ModuleType, x: Array) -> str:
     return x.dtype.name if isinstance(x, np.ndarray) else frontend.dtype_name(x)
 
 
-def constant_decay(op_id: str, query: Any, num_heads: int, layer_idx: Any, num_layers: Any, log_decay: Any) -> Any:
+def constant_decay(op_id: str, query: Array, num_heads: int, layer_idx: int | Array | None, num_layers: int | None,
+                   log_decay: Decay | None) -> Array | None:
     """Lightning's decay per head: ``log_decay``, or the formula for a layer as a NumPy array.
 
     Raises:
@@ -317,7 +322,7 @@ def constant_decay(op_id: str, query: Any, num_heads: int, layer_idx: Any, num_l
     return per_head(op_id, query, "log_decay", log_decay)
 
 
-def _layer(op_id: str, num_heads: int, layer_idx: Any, num_layers: int) -> Any:
+def _layer(op_id: str, num_heads: int, layer_idx: int | Array, num_layers: int) -> Array:
     decay.check(op_id, num_heads, layer_idx, num_layers)
     return decay.lightning(num_heads, layer_idx, num_layers)
 
@@ -326,7 +331,7 @@ def _layer(op_id: str, num_heads: int, layer_idx: Any, num_layers: int) -> Any:
 _remembered_layer = functools.lru_cache(maxsize=1024, typed=True)(_layer)
 
 
-def per_head(function: str, query: Any, argument: str, x: Any) -> Any:
+def per_head(function: str, query: Array, argument: str, x: Decay | None) -> Array | None:
     """A decay per head: an array of a framework as it is, numbers as a NumPy array for this query, None as None.
 
     Raises:
@@ -342,7 +347,7 @@ def per_head(function: str, query: Any, argument: str, x: Any) -> Any:
 
 
 def _check(op_id: str) -> Callable[[Args, Options], None]:
-    def check(args, opts):
+    def check(args: Args, opts: Options) -> None:
         kernel_registry.require(describe(op_id, args, opts.softmax_scale, opts.reverse), opts.cfg)
 
     return check
@@ -395,15 +400,16 @@ def kernels(
         for op_id, operator in OPERATORS.items()
     }
 
-    def refused(inv):
+    def refused(inv: Invocation) -> str | None:
         if inv.symbolic and not has_vmap:
             return "takes no sizes that are symbols of jax.export: export each size, or with platform='xla'"
         return unsupported(inv)
 
-    def passes(framework):
+    def passes(framework: str) -> tuple[Callable, ...]:
         return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both
 
-    def prepare(op_id, args, softmax_scale=None, reverse=False, cfg=None, return_state=True):
+    def prepare(op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False, *,
+                cfg: Config, return_state: bool = True) -> Callable[[Args], tuple]:
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
         constant = ("g_gamma",) if isinstance(args.g_gamma, np.ndarray) else ()
         opts = Options(scale, bool(reverse), cfg, constant, return_state)
