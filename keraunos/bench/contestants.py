@@ -184,7 +184,7 @@ class Vendor:
             return functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
         import torch
 
-        def run(q, k, v):
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             shared = q.shape[1] != k.shape[1]
             own = torch.nn.functional.scaled_dot_product_attention

@@ -69,7 +69,7 @@ def copy_bandwidth() -> float:
     if not on_gpu():
         source, target = np.random.default_rng(0).random(n // 8), np.empty(n // 8)
 
-        def seconds():
+        def seconds() -> float:
             start = time.perf_counter()
             np.copyto(target, source)
             return time.perf_counter() - start
@@ -82,7 +82,7 @@ def copy_bandwidth() -> float:
         run = measure.program(lambda x: x.clone() if framework == "torch" else x + 1, [source])
         clock = measure.clock([run], "gpu")
 
-        def seconds():
+        def seconds() -> float:
             return clock(run)
 
     seconds()
@@ -96,7 +96,7 @@ def product_rate(dtype: str) -> float:
     if not on_gpu():
         x = np.ones((n, n), np.float32)
 
-        def seconds():
+        def seconds() -> float:
             start = time.perf_counter()
             x @ x
             return time.perf_counter() - start
@@ -108,7 +108,7 @@ def product_rate(dtype: str) -> float:
         run = framework_measure.program(lambda x: x @ x, [x])
         clock = framework_measure.clock([run], "gpu")
 
-        def seconds():
+        def seconds() -> float:
             return clock(run)
 
     seconds()
@@ -209,7 +209,7 @@ class _Entry:
         self.fn = contestant.function(workload, workload.log_decay())
         self.run, self.first = self._first()
 
-    def _first(self):
+    def _first(self) -> tuple[Any, float]:
         arrays, cotangents = self.workload.arguments(self.framework, 0)
         self.finish(arrays)
         start = time.perf_counter()
@@ -287,7 +287,7 @@ class _Entry:
         )
         width = len(arrays[0])
 
-        def over_all_sets(*flat):
+        def over_all_sets(*flat: Any) -> list:
             return [self.fn(*flat[i : i + width]) for i in range(0, len(flat), width)]
 
         together = [c for one in cotangents for c in one] if self.workload.backward else None

@@ -119,7 +119,7 @@ LEGEND = {
 }
 
 
-def _cells(case, found, against) -> list[str]:
+def _cells(case: Mapping[str, Any], found: Mapping[str, Any], against: Sequence[str]) -> list[str]:
     median, peak = found["median_s"], found["peak_ratio"]
     peers = [fastest(case, name) for name in against]
     return [

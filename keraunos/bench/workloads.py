@@ -81,7 +81,7 @@ class Workload:
     backward: bool = False
     variant: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         variants = VARIANTS if self.operation == "attention" else ("",)
         if not self.variant:
             object.__setattr__(self, "variant", next(iter(variants)))

@@ -12,7 +12,7 @@ def plain() -> Any:
     return Console(markup=False, emoji=False, highlight=False)
 
 
-def fields(config: Any) -> str:
+def fields(config: object) -> str:
     """The fields of a configuration that its platform reads, such as ``block_q=64 num_warps=4``."""
     if not isinstance(config, dict):
         return printable(config)

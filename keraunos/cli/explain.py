@@ -1,13 +1,17 @@
 """`keraunos explain`: what a call would get, and why nothing else."""
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from keraunos.cli import calls
 from keraunos.cli.console import fields, plain
 from keraunos.text import pairs, printable
+
+if TYPE_CHECKING:
+    from keraunos.ops.invocation import Invocation
+    from keraunos.ops.kernel import Kernel
 
 
 def explain(
@@ -44,13 +48,13 @@ def explain(
         raise typer.Exit(1)
 
 
-def _examine(kernel: Any, name: str, inv: Any, platform: str) -> dict[str, Any]:
+def _examine(kernel: "Kernel", name: str, inv: "Invocation", platform: str) -> dict[str, Any]:
     """Everything that there is to say of a call; raises ValueError if a name is unknown."""
     from keraunos.ops.executor import default_executor
     from keraunos.ops.invocation import UnsupportedError
 
-    report = {"case": name, "device": inv.device, "platform": None, "tier": None, "config": None, "key": None,
-              "tiers": {}}
+    report: dict[str, Any] = {"case": name, "device": inv.device, "platform": None, "tier": None, "config": None,
+                              "key": None, "tiers": {}}
     try:
         choice = default_executor().chain.choose(kernel, inv, None, platform, measure=False)
         report |= {"platform": choice.platform, "tier": choice.tier, "config": choice.cfg.to_json(), "key": choice.key,
@@ -60,7 +64,7 @@ def _examine(kernel: Any, name: str, inv: Any, platform: str) -> dict[str, Any]:
     return {**report, "platforms": _platforms(inv, platform, report["platform"])}
 
 
-def _platforms(inv: Any, asked: str, taken: str | None) -> dict[str, str]:
+def _platforms(inv: "Invocation", asked: str, taken: str | None) -> dict[str, str]:
     """What each platform says to the call, best first."""
     from keraunos.ops.invocation import Platform
     from keraunos.ops.registry import kernel_registry

@@ -1,13 +1,17 @@
 """`keraunos tune`: measure the candidates of an operation ahead of time, and remember the winners."""
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from keraunos.cli import calls
 from keraunos.cli.console import fields, plain
 from keraunos.text import pairs, printable
+
+if TYPE_CHECKING:
+    from keraunos.ops.invocation import Invocation
+    from keraunos.ops.kernel import Kernel
 
 
 def tune(
@@ -45,7 +49,8 @@ def tune(
         raise typer.Exit(1)
 
 
-def _tune(kernel, name, inv, platform, backward, budget, ship) -> dict[str, Any]:
+def _tune(kernel: "Kernel", name: str, inv: "Invocation", platform: str, backward: bool, budget: float,
+          ship: bool) -> dict[str, Any]:
     from keraunos.ops.cache import PersistentCache, cache_key
     from keraunos.ops.cache import ship as store_in_package
     from keraunos.ops.invocation import UnsupportedError

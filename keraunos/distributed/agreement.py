@@ -22,9 +22,13 @@ import json
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from torch.distributed import ProcessGroup
 
 # Seconds between two looks at the store: at first, and at most.
 _SHORTEST, _LONGEST = 0.0005, 0.02
@@ -42,7 +46,7 @@ class RankFailedError(RuntimeError):
     """Ranks of a group are missing, or died in the middle of a call; the message names them."""
 
 
-def check(group: Any, **what: Any) -> None:
+def check(group: ProcessGroup | None, **what: Hashable) -> None:
     """Make sure that all ranks of a group are at the same call.
 
     Args:
@@ -57,14 +61,14 @@ def check(group: Any, **what: Any) -> None:
     checker(group, **what)()
 
 
-def checker(group: Any, **what: Any) -> Callable[[], None]:
+def checker(group: ProcessGroup | None, **what: Hashable) -> Callable[[], None]:
     """:func:`check`, for calls that are alike."""
     ledger, signature = _ledger(group), tuple(what.items())
     return functools.partial(ledger.check, signature) if ledger.size > 1 else lambda: None
 
 
 @contextlib.contextmanager
-def arguments(group: Any) -> Iterator[None]:
+def arguments(group: ProcessGroup | None) -> Iterator[None]:
     """Around the checks of a rank's own arguments: if they are refused, the other ranks raise too."""
     try:
         yield
@@ -74,18 +78,18 @@ def arguments(group: Any) -> Iterator[None]:
         raise
 
 
-def timeout(group: Any) -> float:
+def timeout(group: ProcessGroup | None) -> float:
     """Seconds that ranks wait for each other."""
     return _ledger(group).timeout.total_seconds()
 
 
-def late(group: Any, ranks: list[int]) -> Exception:
+def late(group: ProcessGroup | None, ranks: list[int]) -> Exception:
     """The error where an exchange has not seen the ranks of these numbers within the timeout."""
     return _ledger(group).late(ranks)
 
 
 @contextlib.contextmanager
-def exchange(group: Any) -> Iterator[None]:
+def exchange(group: ProcessGroup | None) -> Iterator[None]:
     """Around a call's collectives: if they fail, the error says which ranks differ or are missing.
 
     Raises:
@@ -101,7 +105,7 @@ def exchange(group: Any) -> Iterator[None]:
 class _Ledger:
     """What a rank knows of the calls of its group."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: ProcessGroup):
         import torch.distributed as dist
 
         self.ranks = dist.get_process_group_ranks(group)
@@ -237,7 +241,7 @@ def _error(verdict: bytes) -> Exception:
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
 
 
-def _ledger(group: Any) -> _Ledger:
+def _ledger(group: ProcessGroup | None) -> _Ledger:
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -251,7 +255,7 @@ def _ledger(group: Any) -> _Ledger:
     return found
 
 
-def axis_size(op: str, axis_name: Any) -> int:
+def axis_size(op: str, axis_name: Hashable) -> int:
     """The number of shards along a mesh axis, inside ``shard_map``.
 
     Raises:
@@ -265,7 +269,7 @@ def axis_size(op: str, axis_name: Any) -> int:
         raise ValueError(f"{op}: axis_name is {axis_name!r}, no axis of a shard_map that this call is in") from None
 
 
-def mesh_size(op: str, mesh: Any, axis: Any) -> int:
+def mesh_size(op: str, mesh: Mesh, axis: Hashable) -> int:
     """The number of shards along an axis, or several, of a mesh.
 
     Raises:

@@ -13,23 +13,30 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from keraunos import frontends
 from keraunos.distributed import stretches
+from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention import contract
-from keraunos.kernels.linear_attention.contract import Args, Options
+from keraunos.kernels.linear_attention.contract import Args, Decay, Options
 from keraunos.modules.gla_attention import GLAttention
 from keraunos.modules.lightning_attention import LightningAttention
 from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, Invocation
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+    from torch.distributed import ProcessGroup
 
-def shards_of(framework: str) -> Any:
+
+def shards_of(framework: str) -> ModuleType:
     """The module of a framework that knows its devices or ranks."""
     return importlib.import_module(f"keraunos.distributed.{framework}.shards")
 
@@ -43,7 +50,7 @@ class _Where(NamedTuple):
     fixed: bool = False  # the decay per head has no gradient, even if it is an array
 
     @property
-    def frontend(self) -> Any:
+    def frontend(self) -> ModuleType:
         return shards_of(self.framework)
 
 
@@ -63,11 +70,11 @@ class _Borders:
         self.first = (cu[1:] <= self.begin).sum().clip(None, self.N - 1)
         self.last = ((cu[:-1] < self.end).sum() - 1).clip(0, None)
 
-    def place(self, right: bool) -> Any:
+    def place(self, right: bool) -> int | Array:
         """How many shards a state has passed before this one."""
         return self.shards.rank if right else self.shards.size - 1 - self.shards.rank
 
-    def leaving(self, states: Any, right: bool) -> tuple[Any, Any]:
+    def leaving(self, states: Array | None, right: bool) -> tuple[Any, Any]:
         """``(start, plan)`` of :mod:`stretches`: of the sequence that goes on at the border, its tokens here."""
         place = self.place(right)
         if self.cu is None:
@@ -79,27 +86,27 @@ class _Borders:
         plan = self.frontend.stack([self.frontend.cast(x, "int32") for x in plan], 0)
         return None if states is None else states[n][None], plan
 
-    def _arrives(self, right: bool) -> Any:
+    def _arrives(self, right: bool) -> Array:
         """Which of the sequences ``[N, 1, 1, 1]`` takes the state that arrives."""
         cu, (n, border) = self.cu, (self.first, self.begin) if right else (self.last, self.end)
         # At the border of a shard without tokens may be none.
         crosses = (cu[n] < border) & (cu[n + 1] > border)
         return ((self.frontend.numbers(self.N, self.like) == n) & crosses)[:, None, None, None]
 
-    def taking(self, states: Any, arrived: Any, right: bool) -> Any:
+    def taking(self, states: Array | None, arrived: Array, right: bool) -> Array:
         """The states to start from: what has arrived, and of sequences that begin here their own (None: zeros)."""
         if self.cu is None:
             return arrived
         own = 0 if states is None else self.frontend.cast(states, self.frontend.dtype_name(arrived))
         return self.frontend.xp.where(self._arrives(right), arrived, own)
 
-    def of_own(self, states: Any, right: bool) -> Any:
+    def of_own(self, states: Array, right: bool) -> Array:
         """Without the row that was taken from what arrived."""
         if self.cu is None:
             return self._only(self.place(right) == 0, states)
         return self.frontend.xp.where(self._arrives(right), 0, states)
 
-    def ending(self, states: Any, right: bool) -> Any:
+    def ending(self, states: Array, right: bool) -> Array:
         """Of the states those of the sequences that end here; zeros for the others."""
         if self.cu is None:
             return self._only(self.place(not right) == 0, states)
@@ -110,12 +117,12 @@ class _Borders:
         ends = ends | (at_edge & (self.place(right) == 0))
         return self.frontend.xp.where(ends[:, None, None, None], states, 0)
 
-    def _only(self, here: Any, states: Any) -> Any:
+    def _only(self, here: bool | Array, states: Array) -> Array:
         if isinstance(here, bool):
             return states if here else self.frontend.xp.zeros_like(states)
         return self.frontend.xp.where(here, states, 0)
 
-    def local(self, args: Args, states: Any) -> Args:
+    def local(self, args: Args, states: Array) -> Args:
         """The call on the tokens that are here."""
         cu = self.cu
         if cu is not None:
@@ -124,7 +131,8 @@ class _Borders:
 
 
 @functools.cache
-def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> Any:
+def _sharded(framework: str, passes: Callable[[str], tuple[Callable, ...]],
+             segment: tuple[int, bool] | None) -> Callable:
     """``prepare(opts, shards, args)`` of a platform's forward and backward: ``args -> outputs``, with a gradient.
 
     Where the platform cuts sequences into segments, the pass over their pieces that it would make serves the exchange
@@ -138,8 +146,8 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
     # In PyTorch the host code of what only launches kernels runs once for calls that are alike. If that is not all that
     # a call does, which the front end looks at, it still is of these parts.
     @functools.lru_cache(maxsize=4096)
-    def leave(way, copies):
-        def launch(flat):
+    def leave(way: stretches.Way, copies: int) -> Callable:
+        def launch(flat: list) -> tuple:
             *x, start, plan = flat
             if segment:
                 return stretches.leave_pieces(stretches.Stretch(*x), start, plan, way, segment[0], copies)
@@ -148,8 +156,8 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         return remembered(launch)
 
     @functools.lru_cache(maxsize=4096)
-    def arrive(way, sizes):
-        def launch(flat):
+    def arrive(way: stretches.Way, sizes: tuple[int, ...]) -> Callable:
+        def launch(flat: list) -> tuple:
             left, start, plan, *pieces = flat
             if segment:
                 local, total, seen = pieces
@@ -159,20 +167,20 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         return remembered(launch)
 
     @functools.lru_cache(maxsize=4096)
-    def run_forward(opts):
-        def launch(flat):
+    def run_forward(opts: Options) -> Callable:
+        def launch(flat: list) -> tuple:
             outputs, residuals = platform_forward(Args(*flat), opts)
             return (*outputs, *residuals)
 
         return remembered(launch)
 
     @functools.lru_cache(maxsize=4096)
-    def run_backward(opts):
+    def run_backward(opts: Options) -> Callable:
         return remembered(
             lambda flat: tuple(platform_backward(Args(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
         )
 
-    def exchange(borders, x, states, way):
+    def exchange(borders: _Borders, x: stretches.Stretch, states: Array | None, way: stretches.Way) -> Array:
         """The state that arrives at this shard; those that its segments start from, if it is cut."""
         if not x.key.shape[0]:
             # There is no state: no kernel has a program, and no exchange anything to say.
@@ -182,13 +190,13 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         shards, packed = borders.shards, borders.cu is not None
         copies = shards.copies if stretches.is_for_gpu(x.key) else 1
 
-        def gathered(x, start, plan):
+        def gathered(x: stretches.Stretch, start: Array | None, plan: Array) -> Array:
             left, *pieces = leave(way, copies)([*x, start, plan])
             left = _gather(shards, left, copies, way.right)
             sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
             return arrive(way, sizes)([left, None if packed else start, plan, *pieces])[0]
 
-        def handed_over(x, start, plan):
+        def handed_over(x: stretches.Stretch, start: Array | None, plan: Array) -> Array:
             # Only the kernel asks which shard this is, of rows that are not packed.
             own = plan if packed else np.array([0, borders.T, 0, 0], np.int32)
             cut: dict[str, Any] = dict(pieces=None, walked=True)
@@ -202,10 +210,10 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
             return shards.exchange(handed_over, gathered, x, start, plan)
         return gathered(x, start, plan)
 
-    def way(args, opts):
+    def way(args: Args, opts: Options) -> stretches.Way:
         return stretches.Way(args.heads, not opts.reverse, False)
 
-    def forward(args, opts, shards):
+    def forward(args: Args, opts: Options, shards: Any) -> tuple[tuple[Array, Array | None], tuple]:
         borders, to = _Borders(args, shards), way(args, opts)
         arrived = exchange(borders, stretches.Stretch(*args[1:5]), args.initial_state, to)
         states = borders.taking(args.initial_state, arrived, to.right)
@@ -214,7 +222,7 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         )
         return (output, borders.ending(final, to.right) if opts.state else None), (states, *residuals)
 
-    def backward(args, residuals, grads, opts, shards):
+    def backward(args: Args, residuals: tuple, grads: tuple, opts: Options, shards: Any) -> Args:
         borders, to = _Borders(args, shards), way(args, opts)
         doutput, dfinal = grads
         back = to.adjoint._replace(scale=opts.softmax_scale)
@@ -224,8 +232,8 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
         arrived = exchange(borders, x, dfinal, back)
         dstates = borders.taking(dfinal, arrived, back.right)
         doutput, dstates = borders.shards.together(doutput, dstates)
-        states, *residuals = residuals
-        local = [*borders.local(args, states), *residuals, doutput, dstates]
+        states, *kept = residuals
+        local = [*borders.local(args, states), *kept, doutput, dstates]
         grads = Args(*run_backward(opts._replace(started=segment is not None))(local))
         dinitial = args.initial_state
         if dinitial is not None:
@@ -236,7 +244,7 @@ def _sharded(framework: str, passes: Any, segment: tuple[int, bool] | None) -> A
     return frontend.differentiable(forward, backward)
 
 
-def _gather(shards: Any, left: Any, copies: int, right: bool) -> Any:
+def _gather(shards: Any, left: Array, copies: int, right: bool) -> Array:
     """What all shards left ``[shards, n]``, of what this one did, which is there so often."""
     return shards.gather(left.reshape(copies, -1) if copies > 1 else left, right)
 
@@ -244,17 +252,17 @@ def _gather(shards: Any, left: Any, copies: int, right: bool) -> Any:
 class _OverShards(LinearOperation):
     """An operation on shards. To the tuner it is the operation itself: whom it measures, it measures alone."""
 
-    def bind(self, *args: Any, where: _Where | None = None, **options: Any) -> Invocation:
+    def bind(self, *args: Array | None, where: _Where | None = None, **options: Any) -> Invocation:
         """See :meth:`Kernel.bind`."""
         operation: Any = super()
         return operation.bind(*args, **options)
 
-    def checker(self, *args: Any, where: _Where | None = None, **options: Any) -> Callable | None:
+    def checker(self, *args: Array | None, where: _Where | None = None, **options: Any) -> Callable | None:
         """See :meth:`Kernel.checker`."""
         check, pack = contract.checker(self.op_id, self.pack(*args), where is None or where.size == 1), self.pack
         return check and (lambda *args: check(pack(*args)))
 
-    def prepare(self, *args: Any, cfg: Config, where: _Where | None = None, **options: Any) -> Callable:
+    def prepare(self, *args: Array | None, cfg: Config, where: _Where | None = None, **options: Any) -> Callable:
         """A function of the arguments that gives another one, which makes the call: so all checks come first."""
         alone = super().prepare(*args, cfg=cfg, **options)
         if where is None:
@@ -273,7 +281,7 @@ class _OverShards(LinearOperation):
             segment = impl.segment(given, opts)
         call, check = _sharded(where.framework, impl.passes, segment)(opts, shards, given), shards.checker(**what)
 
-        def agreed(args):
+        def agreed(args: tuple) -> Any:
             check()
             return call(self.pack(*args))
 
@@ -342,18 +350,18 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: 
 
 @frontends.apart
 def gla_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    g: Any = None,
-    g_gamma: Any = None,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    g: Array | None = None,
+    g_gamma: Decay | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     *,
-    axis_name: Any = None,
-    group: Any = None,
-    mesh: Any = None,
-    spec: Any = None,
+    axis_name: Hashable | None = None,
+    group: ProcessGroup | None = None,
+    mesh: Mesh | None = None,
+    spec: P | None = None,
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
@@ -403,19 +411,19 @@ def gla_attention(
 
 @frontends.apart
 def lightning_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     *,
-    axis_name: Any = None,
-    group: Any = None,
-    mesh: Any = None,
-    spec: Any = None,
-    layer_idx: Any = None,
+    axis_name: Hashable | None = None,
+    group: ProcessGroup | None = None,
+    mesh: Mesh | None = None,
+    spec: P | None = None,
+    layer_idx: int | Array | None = None,
     num_layers: int | None = None,
-    log_decay: Any = None,
+    log_decay: Decay | None = None,
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,

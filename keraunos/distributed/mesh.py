@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from keraunos.kernels.linear_attention.contract import Args
@@ -17,7 +17,7 @@ from keraunos.ops.executor import default_executor
 
 
 def over_mesh(
-    run: Callable, name: str, operation: LinearOperation, mesh: Any, spec: Any, arrays: tuple, options: dict[str, Any]
+    run: Callable, name: str, operation: LinearOperation, mesh: Mesh, spec: P, arrays: tuple, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """``(output, final state)``: the tokens that the devices share evenly in a ``shard_map``, the rest on all of them.
 
@@ -39,10 +39,10 @@ def over_mesh(
     constant = given.g_gamma if fixed and heads is None else None
     explicit = AxisType.Explicit in mesh.axis_types
 
-    def put(x, spec):
+    def put(x: Any, spec: P) -> Any:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if explicit and x is not None else x
 
-    def part(begin, end, state, tokens):
+    def part(begin: int, end: int, state: jax.Array | None, tokens: Any) -> tuple[jax.Array, jax.Array]:
         query, key, value, g = (x if x is None else x[:, begin:end] for x in given[:4])
         cu_seqlens = (given.cu_seqlens - begin).clip(0, end - begin) if packed else None
         gamma = None if constant is not None else given.g_gamma
@@ -52,7 +52,7 @@ def over_mesh(
         specs = Args(per_token, per_token, per_token, per_token, per_head, per_state, P())
         specs = Args(*(None if x is None else y for x, y in zip(own, specs, strict=True)))
 
-        def local(own):
+        def local(own: Args) -> tuple[jax.Array, jax.Array]:
             own = own if constant is None else own._replace(g_gamma=constant)
             flat = operation.unpack(own)
             if tokens is None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
+from types import ModuleType
 from typing import Any, NamedTuple
 
+from keraunos.frontends.array_types import Array
 from keraunos.kernels.softmax_attention.contract import Options
 from keraunos.ops.invocation import Platform
 
@@ -24,7 +26,7 @@ class Ring(NamedTuple):
     opts: Options  # of a part, but for left and right
 
     @property
-    def kernels(self) -> Any:
+    def kernels(self) -> ModuleType:
         """The platform's module."""
         return importlib.import_module(f"keraunos.kernels.softmax_attention.{PLATFORMS[self.platform]}")
 
@@ -50,7 +52,7 @@ class Merged(NamedTuple):
     total: Any
 
 
-def merged(xp: Any, a: Merged, b: Merged) -> Merged:
+def merged(xp: ModuleType, a: Merged, b: Merged) -> Merged:
     """To the keys of both; ``xp`` is ``jax.numpy`` or ``torch``."""
     top = xp.maximum(a.top, b.top)
     finite = xp.where(xp.isfinite(top), top, xp.zeros_like(top))
@@ -61,13 +63,13 @@ def merged(xp: Any, a: Merged, b: Merged) -> Merged:
     return Merged(outputs[0] + outputs[1], top, total)
 
 
-def of_part(xp: Any, found: tuple) -> Merged:
+def of_part(xp: ModuleType, found: tuple) -> Merged:
     """What a platform's ``part`` gave."""
     output, top, total = found
     return Merged(xp.asarray(output, dtype=top.dtype), xp.where(top == math.inf, -top, top), total)
 
 
-def with_sinks(xp: Any, found: Merged, sinks: Any) -> Merged:
+def with_sinks(xp: ModuleType, found: Merged, sinks: Array | None) -> Merged:
     """The attention ``found`` over keys, with the sinks added, which are keys without values."""
     if sinks is None or not sinks.shape[-1]:
         return found
@@ -81,7 +83,7 @@ def with_sinks(xp: Any, found: Merged, sinks: Any) -> Merged:
     return Merged(found.output * xp.swapaxes(keys / total, 1, 2)[..., None], top, total)
 
 
-def sinks_gradient(xp: Any, sinks: Any, found: Merged, means: Any) -> Any:
+def sinks_gradient(xp: ModuleType, sinks: Array | None, found: Merged, means: Array) -> Array | None:
     """The sinks' gradient, of this rank's queries; ``means``, ``[B, H, T]``, are of the products of output and its."""
     if sinks is None:
         return None
@@ -92,13 +94,13 @@ def sinks_gradient(xp: Any, sinks: Any, found: Merged, means: Any) -> Any:
     return xp.asarray(each.reshape(heads, H // heads, n).sum(1).reshape(sinks.shape), dtype=sinks.dtype)
 
 
-def _by_head(xp: Any, sinks: Any, like: Merged) -> Any:
+def _by_head(xp: ModuleType, sinks: Array, like: Merged) -> Any:
     """``[H, n]``."""
     H, n, heads = like.top.shape[1], sinks.shape[-1], 1 if sinks.ndim == 1 else sinks.shape[0]
     sinks = xp.asarray(sinks, dtype=like.top.dtype).reshape(heads, 1, n)
     return xp.broadcast_to(sinks, (heads, H // heads, n)).reshape(H, n)
 
 
-def whole(xp: Any, found: Merged) -> tuple[Any, Any, Any]:
+def whole(xp: ModuleType, found: Merged) -> tuple[Any, Any, Any]:
     """What a platform's ``part_gradients`` takes: output and sums of all keys."""
     return found.output, xp.where(xp.isfinite(found.top), found.top, math.inf), found.total

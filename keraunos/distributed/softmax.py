@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
 
 from keraunos import frontends
 from keraunos.distributed.ring import PLATFORMS, Ring
+from keraunos.frontends.array_types import Array, DType
 from keraunos.kernels.softmax_attention.arguments import dtype_name
 from keraunos.kernels.softmax_attention.arguments import softmax_dtype as as_softmax_dtype
 from keraunos.kernels.softmax_attention.contract import Args, Options, sides, truth
@@ -24,35 +25,42 @@ from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, Platform, UnsupportedError
 from keraunos.types import MaskInfo, as_window, narrower
 
+if TYPE_CHECKING:
+    import jax
+    import torch
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+    from torch.distributed import ProcessGroup
+
 _OPERATION = Attention()
 
 
 def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    dropout_rng: Any = None,
-    softmax_aux: Any = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    dropout_rng: jax.Array | torch.Generator | None = None,
+    softmax_aux: Array | None = None,
     *,
-    axis_name: Any = None,
-    group: Any = None,
-    mesh: Any = None,
-    spec: Any = None,
+    axis_name: Hashable | None = None,
+    group: ProcessGroup | None = None,
+    mesh: Mesh | None = None,
+    spec: P | None = None,
     mask_info: MaskInfo | None = None,
-    init_bias: Callable[[], Any] | None = None,
+    init_bias: Callable[[], Array] | None = None,
     deterministic: bool = True,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
-    dtype: Any = "bfloat16",
-    softmax_dtype: Any = None,
+    dtype: DType | None = "bfloat16",
+    softmax_dtype: DType | None = None,
     dropout_prob: float = 0.0,
     causal: bool = False,
     sliding_window: int | tuple[int, int] | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
     return_weights: bool = False,
-) -> Any:
+) -> Array:
     """:func:`keraunos.attention` of sequences whose tokens are shared out among ranks, in their order.
 
     Rank i of P has tokens ``i T`` to ``(i + 1) T - 1`` of queries, keys and values, and gets the output of its own
@@ -123,7 +131,7 @@ def attention(
     return run(args, limits.key_lengths, place=mine)
 
 
-def _tokens(spec: Any) -> Any:
+def _tokens(spec: P | None) -> Any:
     """The mesh axis of the tokens in ``P(batch, tokens, heads)``."""
     axes = (*(spec or ()), None, None, None, None)
     if axes[1] is None or any(axes[3:]):
@@ -133,7 +141,7 @@ def _tokens(spec: Any) -> Any:
     return axes[1]
 
 
-def ring(args: Args, size: int, axis_name: Any, platform: str | None, cfg: Config | None, options: dict) -> Ring:
+def ring(args: Args, size: int, axis_name: Hashable, platform: str | None, cfg: Config | None, options: dict) -> Ring:
     """Check the arguments of one rank and settle what depends on shapes, dtypes and options only."""
     inv = _OPERATION.bind(*args, None, **options)
     limited = options["causal"] or options["window"] is not None

@@ -21,6 +21,7 @@ import importlib.util
 from typing import Any, NamedTuple
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.triton.call import (
     INTERPRETED,
     LITTLE,
@@ -69,7 +70,7 @@ class Way(NamedTuple):
 # sequence begins there (then ``start`` enters, and nothing older passes), and how many stretches lie before.
 
 
-def leave(x: Stretch, start: Any, plan: Any, way: Way, copies: int = 1) -> Any:
+def leave(x: Stretch, start: Array | None, plan: Array, way: Way, copies: int = 1) -> Array:
     """The state that a stretch leaves ``[B, H, K, V]`` and the sum of its gates ``[B, H, K]`` or ``[B, H]``, flat.
 
     Args:
@@ -79,7 +80,7 @@ def leave(x: Stretch, start: Any, plan: Any, way: Way, copies: int = 1) -> Any:
     return leave_pieces(x, start, plan, way, 0, copies)[0] if is_for_gpu(x.key) else _leave(x, start, plan, way)
 
 
-def arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
+def arrive(left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple[int, ...]) -> Array:
     """The state ``[B, H, K, V]`` after the stretches before this one; ``start``, or zeros, if there are none.
 
     Args:
@@ -100,7 +101,7 @@ def gates(x: Stretch) -> int:
     return x.key.shape[-1] if x.g is not None and x.g.ndim == 4 else 1
 
 
-def is_for_gpu(x: Any) -> bool:
+def is_for_gpu(x: Array) -> bool:
     """Whether the Triton kernels make the state that arrays like the key ``x`` leave."""
     framework = frontends.framework_of(x)
     frontend = frontends.get(framework)
@@ -112,7 +113,7 @@ def is_for_gpu(x: Any) -> bool:
     return backend == "gpu" and (framework == "torch" or importlib.util.find_spec("jax_triton") is not None)
 
 
-def _leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
+def _leave(x: Stretch, start: Array | None, plan: Array, way: Way) -> Array:
     """:func:`leave` in plain operations of either framework."""
     frontend = frontends.of(x.key)
     xp, (B, T), H = frontend.xp, x.key.shape[:2], way.heads
@@ -120,7 +121,7 @@ def _leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
     t = frontend.numbers(T, x.key)
     live = ((t >= plan[0]) & (t < plan[1]))[None, :, None, None]
 
-    def spread(y):
+    def spread(y: Array) -> Array:
         y = frontend.cast(y, dtype)[:, :, :, None]
         y = xp.broadcast_to(y, (*y.shape[:3], H // y.shape[2], y.shape[-1]))
         return xp.where(live, y.reshape(B, T, H, y.shape[-1]), 0)
@@ -145,7 +146,7 @@ def _leave(x: Stretch, start: Any, plan: Any, way: Way) -> Any:
     return xp.concatenate([state.reshape(-1), xp.where(anew, _ANEW, total).reshape(-1)])
 
 
-def _arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
+def _arrive(left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple[int, ...]) -> Array:
     """:func:`arrive` in plain operations of either framework."""
     frontend = frontends.of(left)
     xp, (B, H, K, V), R = frontend.xp, sizes, left.shape[0]
@@ -165,7 +166,7 @@ def _arrive(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) 
 
 @functools.lru_cache(maxsize=4096)
 def _leave_plans(
-    k: Any, v: Any, g: Spec | None, gamma: Spec | None, way: Way, segment: int = 0, little: bool = False
+    k: Spec, v: Spec, g: Spec | None, gamma: Spec | None, way: Way, segment: int = 0, little: bool = False
 ) -> list[Plan]:
     """The launches for the pieces of a stretch, those near its end before the others.
 
@@ -204,7 +205,7 @@ def _leave_plans(
     )
     warps, stages = 8 if BK * BV > 8192 else 4, 4 if halves and not (exact or little) else 3
 
-    def plan(count, outputs, far):
+    def plan(count: int, outputs: dict[str, Any], far: bool) -> Plan:
         return Plan(
             stretches_kernels.leave_kernel, (count * tiles,), numbers, outputs, dict(constants, FAR=far), warps, stages
         )
@@ -231,7 +232,7 @@ def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, 
     )
 
 
-def leave_local(x: Stretch, plan: Any, way: Way, segment: int) -> tuple[Any, Any, Any]:
+def leave_local(x: Stretch, plan: Array, way: Way, segment: int) -> tuple[Any, Any, Any]:
     """On a GPU: the states that pieces of a stretch leave, the sums of their gates, and which have any.
 
     Pieces are in the order of the way, ``[B, P, H, ...]``; with ``segment`` all segments have as many, some of which
@@ -245,13 +246,15 @@ def leave_local(x: Stretch, plan: Any, way: Way, segment: int) -> tuple[Any, Any
     return local, total, seen
 
 
-def leave_pieces(x: Stretch, start: Any, plan: Any, way: Way, segment: int, copies: int = 1) -> tuple[Any, ...]:
+def leave_pieces(x: Stretch, start: Array | None, plan: Array, way: Way, segment: int,
+                 copies: int = 1) -> tuple[Any, ...]:
     """On a GPU: what :func:`leave` gives, and what :func:`starts` needs for segments of so many tokens."""
     found = leave_local(x, plan, way, segment)
     return merge(*found, start, plan, way, copies), *found
 
 
-def merge(local: Any, total: Any, seen: Any, start: Any, plan: Any, way: Way, copies: int = 1) -> Any:
+def merge(local: Array, total: Array, seen: Array | None, start: Array | None, plan: Array, way: Way,
+          copies: int = 1) -> Array:
     """What :func:`leave` gives, of what :func:`leave_local` gave."""
     B, P, *sizes = local.shape
     gates = total.shape[3] if total.ndim == 4 else 1
@@ -259,7 +262,7 @@ def merge(local: Any, total: Any, seen: Any, start: Any, plan: Any, way: Way, co
     return launch.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0]
 
 
-def _arrive_on_gpu(left: Any, start: Any, plan: Any, way: Way, sizes: tuple[int, ...]) -> Any:
+def _arrive_on_gpu(left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple[int, ...]) -> Array:
     (R, row), (B, H, K, V) = left.shape, sizes
     merge = _merge_plan(sizes, row // (B * H) - K * V, R, row, way, start is not None)
     return merge.launch(local=left, total=left, seen=None, start=start, plan=plan)[0]
@@ -271,8 +274,8 @@ def pieces(segment: int) -> int:
     return next(n for n in range(most, 0, -1) if segment % (n * 64) == 0 or n == 1)
 
 
-def starts(left: Any, local: Any, total: Any, seen: Any, start: Any, plan: Any, way: Way, segment: int,
-           walked: bool) -> Any:
+def starts(left: Array, local: Array, total: Array, seen: Array | None, start: Array | None, plan: Array, way: Way,
+           segment: int, walked: bool) -> Array:
     """What each segment of this stretch starts from ``[B * segments, H, K, V]``, after the stretches before it.
 
     Args:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from keraunos.distributed import stretches
+from keraunos.distributed.stretches import Stretch, Way
 from keraunos.kernels.linear_attention.pallas.decays import Decay
 from keraunos.kernels.linear_attention.pallas.program import Names, launch_kernel, when
 from keraunos.kernels.linear_attention.pallas.starts import local_states
@@ -40,7 +42,7 @@ _LOG2E = math.log2(math.e)
 _NOTHING, _ANEW = -150.0, -1e30
 
 
-def leaves(x, segment):
+def leaves(x: Stretch, segment: int) -> bool:
     """Whether :func:`leave` can be had: of constant decays, for the tensor cores, of whole segments."""
     (_, T, _, K), V = x.key.shape, x.value.shape[-1]
     if x.key.shape[2] != x.value.shape[2]:
@@ -50,7 +52,7 @@ def leaves(x, segment):
     return x.key.dtype == x.value.dtype and x.key.dtype in ("bfloat16", "float16") and x.g is None
 
 
-def leave(x, way, segment):
+def leave(x: Stretch, way: Way, segment: int) -> tuple[jax.Array, jax.Array, None]:
     """What pieces of segments of so many tokens leave, in place of ``stretches.leave_local``.
 
     XLA launches what lies side by side as one CUDA graph, but nothing of Triton's.
@@ -67,7 +69,9 @@ def leave(x, way, segment):
     return local.reshape(B, -1, way.heads, K, x.value.shape[-1]), gamma, None
 
 
-def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, walked, same, tokens=0):
+def hand_over(local: jax.Array, total: jax.Array, seen: jax.Array | None, start: jax.Array | None,
+              plan: jax.Array | None, *, axis: str, size: int, right: bool, pieces: int | None, walked: bool,
+              same: bool, tokens: int = 0) -> jax.Array:
     """What each segment of this stretch starts from ``[B * segments, H, K, V]``.
 
     Args:
@@ -100,7 +104,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
         sums=jax.ShapeDtypeStruct((R - 1, M * parts), jnp.float32),
     )
 
-    def body(indices, _, *refs):
+    def body(indices: tuple[jax.Array, jax.Array], _: object, *refs: Any) -> None:
         i_m, i_part = indices
         at: Any = Names(refs, inputs, outputs)
         part, i_box = pl.ds(i_part * PART, PART), i_m * parts + i_part
@@ -116,30 +120,30 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
         counter = pl.get_global(plgpu.SemaphoreType.REGULAR((M * parts,))).at[i_box]
         zeros = plgpu.layout_cast(jnp.zeros((PART,), jnp.float32), layout)
 
-        def load(ref):
+        def load(ref: Any) -> jax.Array:
             return plgpu.load(ref, layout=layout, optimized=False)
 
-        def where(condition, x):
+        def where(condition: jax.Array, x: jax.Array) -> jax.Array:
             return jnp.where(lax.broadcast_in_dim(condition, (PART,), []), x, zeros)
 
-        def decayed(state, log):
+        def decayed(state: jax.Array, log: jax.Array) -> jax.Array:
             """What is forgotten is nothing, even if it was no number."""
             decay = jnp.exp2(log * _LOG2E)
             return where(decay > 0, state * decay)
 
-        def piece(i, j):
+        def piece(i: jax.Array, j: int) -> tuple[jax.Array, jax.Array]:
             """Which piece is the j-th of group i, and whether there is one."""
             p = i * group + j
             return jnp.minimum(p, P - 1), p < P
 
-        def passed(i, j):
+        def passed(i: jax.Array, j: int) -> jax.Array:
             """The log of its decay."""
             if tokens:
                 return each
             p, there = piece(i, j)
             return jnp.where(there, at.total[i_b, p, i_h], 0.0)
 
-        def known(i):
+        def known(i: jax.Array) -> tuple[tuple[jax.Array, jax.Array, jax.Array], ...]:
             """Of the pieces of a group: whose tile to read, whether it counts, the log of the decay."""
             i, found = jnp.minimum(i, groups - 1), []
             # What does not count is not there to be read: in its place one that is read anyway.
@@ -152,22 +156,22 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
                 found.append((jnp.where(counts, p, nearest), counts, passed(i, j)))
             return tuple(found)
 
-        def ask(pieces):
+        def ask(pieces: tuple) -> tuple[tuple[jax.Array, jax.Array, jax.Array], ...]:
             return tuple((load(at.local.at[i_b, p, i_h, part]), counts, log) for p, counts, log in pieces)
 
-        def slot(i):
+        def slot(i: jax.Array) -> tuple:
             """Where the state has its place that segment i, in the order of the way, starts from."""
             i_slot = i if right or walked else S - 1 - i
             return (i_b * S + i_slot, i_h, part) if B > 1 else (i_slot, i_m, part)
 
-        def gather(i, carry):
+        def gather(i: jax.Array, carry: tuple) -> tuple:
             state, log, (now, *asked), later = carry
             asked = *asked, ask(later)
             later = known(i + distance + 1)
             if S > 1:
 
                 @when(i > 0)
-                def _():
+                def _() -> None:
                     at.starts[slot(i)] = state
 
             for tile, counts, gate in now:
@@ -183,26 +187,26 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
             first = load(at.start.at[i_m, part])
             state = state + where(fresh, decayed(first, log))
 
-        def wanted(d):
+        def wanted(d: int) -> jax.Array:
             """Whether anything is left d stretches on of what a stretch leaves."""
             return (d - 1) * _LOG2E * log >= _NOTHING if same and d > 1 else jnp.bool(True)
 
-        def to_others(do):
+        def to_others(do: Callable[[int, dict], None]) -> None:
             for d in range(1, R):
                 # Places are in the order of the way, the devices of the mesh in that of their tokens.
                 other = {axis: place + d if right else R - 1 - place - d}
                 when(place + d < R)(functools.partial(do, d, other))
 
-        def write(d, other):
+        def write(d: int, other: dict) -> None:
             @when(wanted(d))
-            def _():
+            def _() -> None:
                 plgpu.remote_ref(at.box, other)[place, i_box] = state
                 plgpu.remote_ref(at.sums, other)[place, i_box] = jnp.where(fresh, _ANEW, log)
 
         to_others(write)
         to_others(lambda d, other: pl.semaphore_signal(counter, device_id=other))
 
-        def found(k, log):
+        def found(k: Any, log: jax.Array) -> tuple[list[tuple], jax.Array]:
             """Of so many segments after the first: whether what arrives counts there, its decay, what is there now."""
             segments = []
             for n in range(AHEAD):
@@ -214,11 +218,11 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
                 segments.append((counts, log, where_to, load(at.starts.at[where_to])))
             return segments, log
 
-        def add(segments):
+        def add(segments: list[tuple]) -> None:
             for counts, gates, where_to, tile in segments:
 
                 @when(counts)
-                def _(gates=gates, where_to=where_to, tile=tile):
+                def _(gates: jax.Array = gates, where_to: tuple = where_to, tile: jax.Array = tile) -> None:
                     at.starts[where_to] = tile + decayed(arrived, gates)
 
         # The first ones are read while others write.
@@ -235,7 +239,7 @@ def hand_over(local, total, seen, start, plan, *, axis, size, right, pieces, wal
         at.starts[slot(jnp.int32(0))] = arrived
         add(segments)
 
-        def more(k, log):
+        def more(k: jax.Array, log: jax.Array) -> jax.Array:
             segments, log = found(k, log)
             add(segments)
             return log

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 
 from keraunos.distributed import peers
@@ -28,23 +28,24 @@ def exchange(directly: Callable, otherwise: Callable, *args: Any) -> jax.Array:
     """One of two functions, each of which makes one array: the first where devices reach each other's memory."""
     flat, tree = jax.tree.flatten(args)
 
-    def traced(way):
+    def traced(way: Callable) -> ClosedJaxpr:
         return jax.make_jaxpr(lambda *flat: way(*jax.tree.unflatten(tree, flat)))(*flat)
 
     return _exchange.bind(*flat, directly=traced(directly), otherwise=traced(otherwise))[0]
 
 
 @_exchange.def_abstract_eval
-def _result(*args, directly, otherwise):
+def _result(*args: Any, directly: ClosedJaxpr, otherwise: ClosedJaxpr) -> list:
     return otherwise.out_avals
 
 
-def _lower(ctx, *args, directly, otherwise, able=False):
+def _lower(ctx: mlir.LoweringRuleContext, *args: Any, directly: ClosedJaxpr, otherwise: ClosedJaxpr,
+           able: bool = False) -> Any:
     chosen = directly if able else otherwise
     return mlir.core_call_lowering(ctx, *args, name="keraunos_exchange", call_jaxpr=chosen)
 
 
-def _lower_on_gpu(ctx, *args, directly, otherwise):
+def _lower_on_gpu(ctx: mlir.LoweringRuleContext, *args: Any, directly: ClosedJaxpr, otherwise: ClosedJaxpr) -> Any:
     reason = unreachable(ctx.module_context.axis_context)
     _log.info("states of the devices of a mesh go %s", f"through NCCL: {reason}" if reason else "directly")
     return _lower(ctx, *args, directly=directly, otherwise=otherwise, able=not reason)

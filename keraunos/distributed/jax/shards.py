@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from keraunos.distributed import agreement
+from keraunos.distributed import agreement, stretches
 from keraunos.frontends import alone
 from keraunos.frontends.jax import as_written, vary, varying
+from keraunos.kernels.linear_attention.contract import Options
 
 # So many devices at most each send their own to all the others at once. An all-gather hands it from one to the next.
 _AT_ONCE = 8
@@ -28,12 +30,12 @@ class Shards:
         copies: how often what is gathered should be there, one after the other, where that costs nothing.
     """
 
-    def __init__(self, op: str, axis: Any):
+    def __init__(self, op: str, axis: Hashable):
         self.axis, self.size = axis, agreement.axis_size(op, axis)
         self.copies = self.size if self.size <= _AT_ONCE else 1
 
     @property
-    def rank(self) -> Any:
+    def rank(self) -> jax.Array:
         """A tracer: the program is the same on all devices."""
         return jax.lax.axis_index(self.axis)
 
@@ -61,7 +63,8 @@ class Shards:
 
         return values % exchange.PART == 0
 
-    def hand_over(self, x: Any, plan: Any, start: Any, way: Any, segment: int, packed: Any, **options: Any) -> Any:
+    def hand_over(self, x: stretches.Stretch, plan: jax.Array | np.ndarray, start: jax.Array | None,
+                  way: stretches.Way, segment: int, packed: jax.Array | None, **options: Any) -> jax.Array:
         """The state that each segment of this device's tokens starts from, by the kernel that :meth:`hands_over` names.
 
         A kernel before it computes the states that this device's pieces of segments leave.
@@ -70,7 +73,6 @@ class Shards:
             x, plan, start, way, segment: see :mod:`keraunos.distributed.stretches`.
             packed: the plan, of packed sequences, else None.
         """
-        from keraunos.distributed import stretches
         from keraunos.distributed.jax import exchange
 
         more = dict(axis=self.axis, size=self.size, right=way.right, **options)
@@ -95,7 +97,7 @@ class Shards:
         """
         return jax.lax.optimization_barrier(arrays)
 
-    def first_token(self, tokens: int, offsets: jax.Array) -> Any:
+    def first_token(self, tokens: int, offsets: jax.Array) -> jax.Array:
         """The place of a shard's first token in the row."""
         return self.rank * tokens
 
@@ -109,17 +111,17 @@ def remembered(fn: Callable) -> Callable:
     return fn
 
 
-def place(axis: Any) -> Any:
+def place(axis: Hashable | list) -> Hashable:
     """The axis, or axes."""
     return tuple(axis) if isinstance(axis, list) else axis
 
 
-def shards(op: str, axis: Any) -> Shards:
+def shards(op: str, axis: Hashable) -> Shards:
     """The devices along an axis, or several."""
     return Shards(op, axis)
 
 
-def arguments(where: Any) -> AbstractContextManager:
+def arguments(where: object) -> AbstractContextManager:
     """Around the checks of the arguments."""
     return contextlib.nullcontext()
 
@@ -129,20 +131,20 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     forward, backward = as_written(forward), as_written(backward)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-    def call(args, opts, shards):
+    def call(args: NamedTuple, opts: Options, shards: Shards) -> tuple[jax.Array, jax.Array | None]:
         return forward(args, alone(opts), shards)[0]
 
-    def save(args, opts, shards):
+    def save(args: NamedTuple, opts: Options, shards: Shards) -> tuple[tuple, tuple]:
         outputs, residuals = forward(args, opts, shards)
         return outputs, (args, residuals)
 
-    def gradient(opts, shards, saved, grads):
+    def gradient(opts: Options, shards: Shards, saved: tuple, grads: tuple) -> tuple[NamedTuple]:
         return (backward(*saved, grads, opts, shards),)
 
     call.defvjp(save, gradient)
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
-    def everywhere(args, opts, shards):
+    def everywhere(args: NamedTuple, opts: Options, shards: Shards) -> tuple[jax.Array, jax.Array | None]:
         axes = frozenset().union(varying(shards.rank), *map(varying, jax.tree.leaves(args)))
         output, final = call(jax.tree.map(lambda x: vary(x, axes), args), opts, shards)
         # Each device's own part, and of each argument that they share its own part of the gradient: JAX sums those.

@@ -7,7 +7,7 @@ shards that its queries may see, straight from their owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -30,7 +30,8 @@ from keraunos.kernels.softmax_attention.arguments import hidden_by_length
 from keraunos.kernels.softmax_attention.contract import Args
 
 
-def attention(args: Args, lengths: Any, *, settle: Callable[[Args, int], Ring], place: Any) -> jax.Array:
+def attention(args: Args, lengths: jax.Array | None, *, settle: Callable[[Args, int], Ring],
+              place: Hashable) -> jax.Array:
     """The output of this device's queries; ``settle`` makes the options from the number of shards."""
     if args.sinks is not None and not args.sinks.shape[-1]:
         # They change nothing, and XLA's compiler for GPUs has crashed on gradients of no values here.
@@ -40,7 +41,8 @@ def attention(args: Args, lengths: Any, *, settle: Callable[[Args, int], Ring], 
     return _over_shards(ring)(hidden_by_length(args, lengths, first))
 
 
-def over_mesh(run: Callable, args: Args, lengths: Any, mesh: Any, spec: Any, axis: Any) -> jax.Array:
+def over_mesh(run: Callable, args: Args, lengths: jax.Array | None, mesh: jax.sharding.Mesh, spec: P,
+              axis: Hashable) -> jax.Array:
     """:func:`attention` of whole arrays, outside of ``shard_map``; what devices do not share evenly is padded."""
     batch, _, heads = (*spec, None)[:3]
     (B, T), S, size = args.query.shape[:2], args.key.shape[1], agreement.mesh_size("attention", mesh, axis)
@@ -54,7 +56,7 @@ def over_mesh(run: Callable, args: Args, lengths: Any, mesh: Any, spec: Any, axi
     if AxisType.Explicit in mesh.axis_types:
         given = jax.tree.map(lambda x, own: jax.sharding.reshard(x, NamedSharding(mesh, own)), given, specs)
 
-    def local(args, lengths):
+    def local(args: Args, lengths: jax.Array | None) -> jax.Array:
         return run(args, lengths, place=axis)
 
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=per_token)(*given)[:, :T]
@@ -65,13 +67,13 @@ def _those(args: Args, specs: Args) -> Args:
     return Args(*(None if x is None else spec for x, spec in zip(args, specs, strict=True)))
 
 
-def _forward(args: Args, ring: Ring):
+def _forward(args: Args, ring: Ring) -> tuple[jax.Array, Merged]:
     """``(output, what the backward needs)``."""
     T, own = args.query.shape[1], args[1:3] + args[7:8]
     place = jax.lax.axis_index(ring.axis_name)
 
-    def add(found: Merged | None, keys: tuple, shift: int | None, seen: Any = None) -> Merged:
-        def attend():
+    def add(found: Merged | None, keys: tuple, shift: int | None, seen: jax.Array | None = None) -> Merged:
+        def attend() -> Merged:
             part = _with(args, keys)
             made = of_part(jnp, ring.kernels.part(part, ring.part(shift, T)))
             return made if found is None else merged(jnp, found, made)
@@ -80,7 +82,7 @@ def _forward(args: Args, ring: Ring):
 
     if ring.left is None:
 
-        def step(carry, n):
+        def step(carry: tuple, n: jax.Array) -> tuple[tuple, None]:
             keys, found = carry
             return (_hop(keys, ring), add(found, keys, None, _passed(n, place, ring))), None
 
@@ -98,19 +100,19 @@ def _forward(args: Args, ring: Ring):
     return found.output, found
 
 
-def _backward(args: Args, found: Merged, doutput: Any, ring: Ring) -> Args:
+def _backward(args: Args, found: Merged, doutput: jax.Array, ring: Ring) -> Args:
     """The gradients of ``args``."""
     T, own = args.query.shape[1], args[1:3] + args[7:8]
     place = jax.lax.axis_index(ring.axis_name)
     work = found.top.dtype
     known = whole(jnp, found)
 
-    def gradients(keys: tuple, shift: int | None, seen: Any = None) -> tuple:
-        def compute():
+    def gradients(keys: tuple, shift: int | None, seen: jax.Array | None = None) -> tuple:
+        def compute() -> tuple:
             part = ring.kernels.part_gradients(_with(args, keys), known, doutput, ring.part(shift, T))
             return tuple(part[:3])
 
-        def nothing():
+        def nothing() -> tuple:
             return tuple(frontend.zeros(x.shape, x.dtype, args.query) for x in args[:3])
 
         return compute() if seen is None else jax.lax.cond(seen, compute, nothing)
@@ -120,7 +122,7 @@ def _backward(args: Args, found: Merged, doutput: Any, ring: Ring) -> Args:
 
     if ring.left is None:
 
-        def step(carry, n):
+        def step(carry: tuple, n: jax.Array) -> tuple[tuple, None]:
             keys, dq, dkeys = carry
             # The gradients of a shard's keys go round with it, and from the last rank home.
             ahead, dkeys = _hop(keys, ring), _hop(dkeys, ring)
@@ -160,7 +162,7 @@ def _hop(x: Any, ring: Ring) -> Any:
     return jax.lax.ppermute(x, ring.axis_name, [(i, (i + 1) % ring.size) for i in range(ring.size)])
 
 
-def _passed(n: Any, place: Any, ring: Ring) -> Any:
+def _passed(n: int | jax.Array, place: jax.Array, ring: Ring) -> jax.Array | None:
     """Whether a device sees the shard n before its own, going round; None: all devices do."""
     return None if ring.right is None else place >= n
 
@@ -175,6 +177,6 @@ def _send(x: Any, shift: int, ring: Ring) -> Any:
     return jax.lax.ppermute(x, ring.axis_name, [(i, i + shift) for i in range(ring.size) if 0 <= i + shift < ring.size])
 
 
-def _is_there(shift: int, place: Any, ring: Ring) -> Any:
+def _is_there(shift: int, place: jax.Array, ring: Ring) -> jax.Array:
     """Whether there is a shard ``shift`` before the device's own."""
     return place >= shift if shift > 0 else place < ring.size + shift

@@ -48,7 +48,7 @@ class Peers:
         reason: why they share none; empty if they do. The same on all ranks, which find it out together.
     """
 
-    def __init__(self, group: Any, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.store = dist.PrefixStore("keraunos/peers", group.get_group_store())
@@ -157,7 +157,7 @@ def _unreachable(device: torch.device, gpus: tuple[str, ...]) -> str:
     return without_atomics(device.index, {found[gpu] for gpu in gpus})
 
 
-def _shared(values: int, device: torch.device, group: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _shared(values: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Zeros that the other ranks can write, and theirs."""
     from torch.distributed import _symmetric_memory
 
@@ -175,6 +175,6 @@ def _shared(values: int, device: torch.device, group: Any) -> tuple[torch.Tensor
 
 
 @functools.cache
-def peers(group: Any, device: torch.device) -> Peers:
+def peers(group: dist.ProcessGroup, device: torch.device) -> Peers:
     """The memory that the ranks of a group share on ``device``; all ranks ask together."""
     return Peers(group, device)

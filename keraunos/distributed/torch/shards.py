@@ -20,6 +20,7 @@ from keraunos.frontends.torch.gradient import fitted, is_watched, to_change
 from keraunos.frontends.torch.launch import fixed, recorded
 from keraunos.frontends.torch.launch import remembered as remembered
 from keraunos.frontends.torch.strides import fitting, rows
+from keraunos.kernels.linear_attention.contract import Options
 
 # Its name from PyTorch 2.13 on, and before.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,7 +41,7 @@ class Shards:
 
     copies = 1
 
-    def __init__(self, op: str, group: Any):
+    def __init__(self, op: str, group: dist.ProcessGroup):
         self.op, self.group = op, group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.direct = self.size <= _DIRECT and "cuda:nccl" in dist.get_backend_config(group)
@@ -58,7 +59,7 @@ class Shards:
         run = functools.partial(self._gather, right)
         return recorded(run, [x], [((self.size, len(x)), x.dtype)], addresses=False)[0]
 
-    def _gather(self, right, x, made):
+    def _gather(self, right: bool, x: torch.Tensor, made: torch.Tensor) -> None:
         with agreement.exchange(self.group):
             if not (self.direct and x.is_cuda and torch.cuda.is_current_stream_capturing()):
                 _GATHER(made.view(-1), x, self.group)
@@ -78,7 +79,7 @@ class Shards:
         """``arrays``, all computed before a later operation reads one, as is so anyway in a stream."""
         return arrays
 
-    def first_token(self, tokens: int, offsets: torch.Tensor) -> Any:
+    def first_token(self, tokens: int, offsets: torch.Tensor) -> int | torch.Tensor:
         """The place of a shard's first token in the row: all but the last rank's have the same length."""
         return self.rank * tokens if self.rank < self.size - 1 else offsets[-1] - tokens
 
@@ -87,7 +88,7 @@ class Shards:
         return agreement.checker(self.group, **what)
 
 
-def place(group: Any) -> Any:
+def place(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group; None: the default one."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("keraunos.distributed: no process group; call torch.distributed.init_process_group first")
@@ -95,12 +96,12 @@ def place(group: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def shards(op: str, group: Any) -> Shards:
+def shards(op: str, group: dist.ProcessGroup) -> Shards:
     """The ranks of a group; None: the default one."""
     return Shards(op, group)
 
 
-def arguments(where: Any) -> AbstractContextManager:
+def arguments(where: dist.ProcessGroup) -> AbstractContextManager:
     """Around the checks of this rank's arguments."""
     return agreement.arguments(where)
 
@@ -117,22 +118,23 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     """
 
     @functools.lru_cache(maxsize=4096)
-    def launchers(kind, opts, shards):
+    def launchers(kind: Any, opts: Options, shards: Shards) -> tuple[Any, Any]:
         """``forward`` and ``backward`` of flat lists of tensors."""
         n = len(kind._fields)
 
-        def launch_forward(flat):
+        def launch_forward(flat: list) -> tuple:
             outputs, residuals = forward(kind(*flat), opts, shards)
             return (*outputs, *residuals)
 
-        def launch_backward(flat):
+        def launch_backward(flat: list) -> tuple:
             return tuple(backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts, shards))
 
         return remembered(launch_forward), remembered(launch_backward)
 
     class Sharded(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, shards, launch, launch_backward, *flat):
+        def forward(ctx: Any, shards: Shards, launch: Callable, launch_backward: Callable,
+                    *flat: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
             output, final, *residuals = launch(list(flat))
             ctx.save_for_backward(*flat, *residuals)
             ctx.call, ctx.shape, ctx.state = (shards, launch_backward), output.shape, None
@@ -143,11 +145,11 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
             return output, final
 
         @staticmethod
-        def backward(ctx, doutput, dfinal):
+        def backward(ctx: Any, doutput: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple:
             # What refuses a second gradient costs as much as a launch.
             return (refusing if torch.is_grad_enabled() else gradient)(ctx, doutput, dfinal)
 
-    def gradient(ctx, doutput, dfinal):
+    def gradient(ctx: Any, doutput: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple:
         (shards, launch), saved = ctx.call, ctx.saved_tensors
         like = saved[0]
         doutput = like.new_zeros(ctx.shape) if doutput is None else rows(doutput)
@@ -160,7 +162,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     refusing = torch.autograd.function.once_differentiable(gradient)
 
-    def prepare(opts, shards, args):
+    def prepare(opts: Options, shards: Shards, args: Any) -> Callable:
         kind: Any = type(args)
         fits = fitting(kind._fields)
         changes = to_change(args, fits)
@@ -172,7 +174,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         else:
             launch, launch_alone = launch.alike(), launch_alone.alike()
 
-        def run(args):
+        def run(args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             flat = fitted(args, to_change(args, fits) if watched else changes)
             # Forward mode has no derivative here, and says so.
             if forward_ad._current_level >= 0 or (

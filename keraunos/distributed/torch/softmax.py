@@ -6,7 +6,7 @@ computes with those that came in the step before. In the backward the gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from keraunos.kernels.softmax_attention.arguments import hidden_by_length
 from keraunos.kernels.softmax_attention.contract import Args
 
 
-def attention(args: Args, lengths: Any, *, settle: Callable[[Args, int], Ring], place: Any) -> torch.Tensor:
+def attention(args: Args, lengths: torch.Tensor | None, *, settle: Callable[[Args, int], Ring],
+              place: dist.ProcessGroup) -> torch.Tensor:
     """The output of this rank's queries; ``settle`` makes the options from the number of shards."""
     group = place
     with agreement.arguments(group):
@@ -43,7 +44,7 @@ def attention(args: Args, lengths: Any, *, settle: Callable[[Args, int], Ring], 
 class _Steps:
     """The exchanges of one call: which shards come when, and where from."""
 
-    def __init__(self, ring: Ring, group: Any, T: int):
+    def __init__(self, ring: Ring, group: dist.ProcessGroup, T: int):
         self.ring, self.T, self.group = ring, T, group
         self.ranks, self.me = dist.get_process_group_ranks(group), dist.get_rank(group)
 
@@ -93,7 +94,8 @@ class _OverShards(torch.autograd.Function):
     """Forward and backward of one rank."""
 
     @staticmethod
-    def forward(ctx, ring, group, query, key, value, sinks, *segments):
+    def forward(ctx: Any, ring: Ring, group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor,
+                value: torch.Tensor, sinks: torch.Tensor | None, *segments: torch.Tensor | None) -> torch.Tensor:
         given = (query, key, value, None, sinks, None, *segments)
         args = Args(*(x if x is None else x.detach() for x in given))
         steps, found = _Steps(ring, group, query.shape[1]), None
@@ -111,7 +113,7 @@ class _OverShards(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, doutput):
+    def backward(ctx: Any, doutput: torch.Tensor) -> tuple:
         saved = [x if x is None else x.detach() for x in ctx.saved_tensors]
         ring, args, found = ctx.ring, Args(*saved[:-3]), Merged(*saved[-3:])
         steps, known = _Steps(ring, ctx.group, args.query.shape[1]), whole(torch, found)
@@ -120,7 +122,7 @@ class _OverShards(torch.autograd.Function):
         returned: list[Any] = []
         came: tuple = ()
 
-        def add(grads, places):
+        def add(grads: Sequence[torch.Tensor], places: list[int]) -> None:
             for i, grad in zip(places, grads, strict=True):
                 sums[i] += grad
 
