@@ -22,6 +22,7 @@ from keraunos.kernels.linear_attention import torch as platform  # noqa: E402
 from keraunos.types import MaskInfo  # noqa: E402
 from tests.linear_attention.cases import INTERPRETED, Case, runner  # noqa: E402
 from tests.linear_attention.test_values import GATES, gla  # noqa: E402
+from tests.numerics import assert_within_rule  # noqa: E402
 
 run = runner("torch", "torch", gla)
 
@@ -320,6 +321,18 @@ def test_slices_of_a_fused_projection():
     assert same(call(*transposed), expected)
     assert same(gradients(call(*parts), [fused])[0].unbind(2), want)
     assert same(gradients(call(*transposed), transposed), want)
+
+
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_gates_that_heads_share_need_no_gradient(gate):
+    """Where nobody wants it, the others are right without it."""
+    case = Case(B=1, T=20, HG=1, gate=gate)
+    args = arguments(B=1, T=20, HG=1, gate=gate)
+    args[3].requires_grad_(False)
+    got = torch.autograd.grad(call(*args), args[:3], list(map(torch.from_numpy, case.arrays[1:])))
+    (truth, scale), (rounded, _) = case.reference(), case.reference(np.float32)
+    names = ["dquery", "dkey", "dvalue"]
+    assert_within_rule(names, [x.numpy() for x in got], truth[2:5], rounded[2:5], ["float32"] * 3, scale[2:5])
 
 
 def test_packed_without_tokens():

@@ -432,9 +432,9 @@ def _gamma_gradient(call: Call, dg):
 
 
 def _shared(call: Call, dx, x: Spec | None):
-    """The gradient of an array from those of all heads, summed over the heads that share one of its own."""
+    """The gradient of an array, if there is one, from those of all heads: the sum over those that share one."""
     R = call.ratio(x)
-    if x is None or R == 1:
+    if x is None or dx is None or R == 1:
         return dx
     own = math.prod(x.shape[:3])
     if len(x.shape) == 3:
