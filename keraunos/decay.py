@@ -33,9 +33,10 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array
 
 
-def lightning(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
+def lightning(num_heads: int, layer_idx: int | Array, num_layers: int) -> Array:
     """``-(8 / H) * (1 - layer_idx / num_layers) * h`` for h = 0 to H - 1: stronger for later heads, earlier layers.
 
     What :func:`keraunos.lightning_attention` takes for a layer; so does fla's ``chunk_lightning_attn``.
@@ -61,7 +62,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.concatenate([slopes, extra])[:num_heads].astype(np.float32)
 
 
-def minimax(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
+def minimax(num_heads: int, layer_idx: int | Array, num_layers: int) -> Array:
     """``-(2 ** (-8 (i + 1) / H)) * (1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)`` for head i, for every H.
 
     MiniMax-Text-01 in Hugging Face transformers (``MiniMaxLightningAttention.get_slope_rate``). Where H is no power of
@@ -74,7 +75,7 @@ def minimax(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
     return _scale(-slopes, 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5)
 
 
-def minimax_vllm(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
+def minimax_vllm(num_heads: int, layer_idx: int | Array, num_layers: int) -> Array:
     """``-alibi * (1 - layer_idx / (num_layers - 1) + 1e-5)``, with :func:`alibi_slopes`; of one layer, ``1 + 1e-5``.
 
     MiniMax-Text-01 in vLLM, and in the code published with its weights (which takes two layers or more); Ring linear
@@ -87,7 +88,7 @@ def minimax_vllm(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
     return _scale(-alibi_slopes(num_heads).astype(np.float64), 1 - layer_idx / max(num_layers - 1, 1) + 1e-5)
 
 
-def bailing(num_heads: int, layer_idx: Any, num_layers: int) -> Any:
+def bailing(num_heads: int, layer_idx: int | Array, num_layers: int) -> Array:
     """``-alibi * (1 - (layer_idx - 1) / (num_layers - 1) + 1e-5)``, with :func:`alibi_slopes`; two layers or more.
 
     The code published with the weights of Ring linear and Ling linear (Bailing), in which the first layer is 0, too:
@@ -117,7 +118,7 @@ def retnet(num_heads: int) -> np.ndarray:
     return np.log1p(-(2.0 ** (-5 - np.arange(num_heads)))).astype(np.float32)
 
 
-def _scale(per_head: np.ndarray, factor: Any) -> Any:
+def _scale(per_head: np.ndarray, factor: Any) -> Array:
     if isinstance(factor, float | np.floating):
         return (per_head * factor).astype(np.float32)
     # A traced layer index: its own framework does the product.
@@ -127,7 +128,7 @@ def _scale(per_head: np.ndarray, factor: Any) -> Any:
     return factor * per_head
 
 
-def check(name: str, num_heads: int, layer_idx: Any = 0, num_layers: int = 1, least: int = 1) -> None:
+def check(name: str, num_heads: int, layer_idx: int | Array = 0, num_layers: int = 1, least: int = 1) -> None:
     """Refuse a number out of its range (ValueError) or of a wrong type (TypeError), in the name of a function."""
     if not isinstance(num_heads, int | np.integer) or isinstance(num_heads, bool) or num_heads < 1:
         raise ValueError(f"{name}: num_heads is {num_heads!r}; expected an integer >= 1")

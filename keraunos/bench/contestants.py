@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 import keraunos
 from keraunos import frontends
 from keraunos.bench.workloads import Shape, Workload
+from keraunos.frontends.array_types import Array
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config
 from keraunos.ops.registry import kernel_registry
@@ -50,7 +49,7 @@ class Contestant(Protocol):
     def config(self, workload: Workload) -> Config | None:
         """The launch configuration that it takes for a workload, where that can be told."""
 
-    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
+    def function(self, workload: Workload, log_decay: Array | None, cfg: Config | None = None) -> Callable:
         """``(query, key, value[, g]) -> output``, on the configuration it would take, or on ``cfg``."""
 
 
@@ -89,7 +88,7 @@ class Ours:
         """See :class:`Contestant`."""
         return self._choice(workload).cfg
 
-    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
+    def function(self, workload: Workload, log_decay: Array | None, cfg: Config | None = None) -> Callable:
         """See :class:`Contestant`."""
         operation: Any = getattr(keraunos, workload.operation)
         options: dict[str, Any] = {"platform": self.name, "cfg": cfg}
@@ -136,7 +135,7 @@ class Fla:
         """See :class:`Contestant`."""
         return None
 
-    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
+    def function(self, workload: Workload, log_decay: Array | None, cfg: Config | None = None) -> Callable:
         """See :class:`Contestant`."""
         import torch
 
@@ -175,7 +174,7 @@ class Vendor:
         """See :class:`Contestant`."""
         return None
 
-    def function(self, workload: Workload, log_decay: np.ndarray | None, cfg: Config | None = None) -> Callable:
+    def function(self, workload: Workload, log_decay: Array | None, cfg: Config | None = None) -> Callable:
         """See :class:`Contestant`."""
         causal = bool(workload.rest(self.framework)[1]["causal"])
         if self.framework == "jax":

@@ -7,9 +7,8 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from keraunos import decay, frontends
+from keraunos.frontends.array_types import Array
 from keraunos.ops.invocation import Invocation
 
 # Public operation -> its class.
@@ -139,7 +138,7 @@ class Workload:
         normal, backend = frontends.get(f"{framework}.measure").normal, self.invocation(framework).backend
         return inputs, [normal((s.B, s.T, s.H, s.V), self.dtype, 1000 + seed, backend)]
 
-    def log_decay(self) -> np.ndarray | None:
+    def log_decay(self) -> Array | None:
         """Lightning's constant decays ``[H]``: those of a layer in the middle of a model."""
         return decay.lightning(self.shape.H, 16, 32) if self.operation == "lightning_attention" else None
 

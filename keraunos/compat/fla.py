@@ -12,6 +12,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from keraunos import decay
+from keraunos.frontends.array_types import Array
 from keraunos.modules.gla_attention import gla_attention
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _run(
     old: dict[str, Any],
     *,
     g: Tensor | None = None,
-    g_gamma: Tensor | np.ndarray | None = None,
+    g_gamma: Array | None = None,
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,

@@ -133,12 +133,12 @@ class Attention(Kernel):
 
     def reference(self, args: Sequence[np.ndarray | None], kwargs: dict, dtype: type) -> tuple:
         """The output."""
-        return reference.attention(*args[:-1], **_options(kwargs), dtype=dtype)[:1]
+        return reference.attention(*Args(*args[:-1]), **_options(kwargs), dtype=dtype)[:1]
 
     def reference_vjp(self, args: Sequence[np.ndarray | None], kwargs: dict, cotangents: Sequence[np.ndarray],
                       dtype: type) -> tuple:
         """The gradients of query, key and value."""
-        found = reference.attention(*args[:-1], **_options(kwargs), doutput=cotangents[0], dtype=dtype)
+        found = reference.attention(*Args(*args[:-1]), **_options(kwargs), doutput=cotangents[0], dtype=dtype)
         return (*found[:3], *(None,) * (len(args) - 3))
 
 

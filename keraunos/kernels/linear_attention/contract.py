@@ -226,7 +226,7 @@ def state_spec(args: Args) -> tuple[tuple[int, ...], str]:
     return (N, H, K, V), "float64" if dtype == "float64" else "float32"
 
 
-def flops(args: Any) -> tuple[int, int]:
+def flops(args: Args) -> tuple[int, int]:
     """The floating point operations of a call with arrays of these shapes, forward and backward.
 
     Those of the recurrence, whatever a platform does: two products of K x V values for each token and head, to change

@@ -1,12 +1,16 @@
 """The gated linear recurrence, token by token in NumPy float64: what every platform is tested against."""
 
+from __future__ import annotations
+
 import itertools
 
 import numpy as np
 
 
-def linear_attention(query, key, value, g=None, g_gamma=None, initial_state=None, cu_seqlens=None,
-                     *, softmax_scale=None, reverse=False, dtype=np.float64):
+def linear_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, g: np.ndarray | None = None,
+                     g_gamma: np.ndarray | None = None, initial_state: np.ndarray | None = None,
+                     cu_seqlens: np.ndarray | None = None, *, softmax_scale: float | None = None, reverse: bool = False,
+                     dtype: type[np.floating] = np.float64) -> tuple[np.ndarray, np.ndarray]:
     """Run ``S_t = diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T`` and ``o_t = softmax_scale * S_t^T q_t``.
 
     Args:
@@ -42,7 +46,7 @@ def linear_attention(query, key, value, g=None, g_gamma=None, initial_state=None
     return output, state
 
 
-def of_all_heads(x, H, dtype):
+def of_all_heads(x: np.ndarray, H: int, dtype: type[np.floating]) -> np.ndarray:
     """``[B, T, H, ...]`` of an array with fewer heads."""
     x = np.asarray(x).astype(dtype)
     return np.repeat(x, H // x.shape[2], axis=2)

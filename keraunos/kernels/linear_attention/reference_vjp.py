@@ -1,5 +1,7 @@
 """The gradient of the gated linear recurrence, token by token in NumPy float64."""
 
+from __future__ import annotations
+
 import itertools
 
 import numpy as np
@@ -7,8 +9,10 @@ import numpy as np
 from keraunos.kernels.linear_attention.reference import of_all_heads
 
 
-def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlens, doutput, dfinal_state,
-                         *, softmax_scale=None, reverse=False, dtype=np.float64):
+def linear_attention_vjp(query: np.ndarray, key: np.ndarray, value: np.ndarray, g: np.ndarray | None,
+                         g_gamma: np.ndarray | None, initial_state: np.ndarray | None, cu_seqlens: np.ndarray | None,
+                         doutput: np.ndarray, dfinal_state: np.ndarray | None, *, softmax_scale: float | None = None,
+                         reverse: bool = False, dtype: type[np.floating] = np.float64) -> tuple[np.ndarray | None, ...]:
     """Gradients of :func:`reference.linear_attention` for its six float arguments, None where one is None.
 
     With ``dS_t`` the gradient of ``S_t`` (from ``o_t`` and from everything later): ``dq_t = scale S_t do_t``,
@@ -51,12 +55,12 @@ def linear_attention_vjp(query, key, value, g, g_gamma, initial_state, cu_seqlen
     dgamma = None
     if g_gamma is not None:
         dgamma = dgate.sum((1, 3)) if np.ndim(g_gamma) == 2 else dgate.sum((0, 1, 3))
-    dg = dgate if np.ndim(g) == 4 else dgate.sum(-1)
-    dq, dk, dv, dg = map(_shared, (dq, dk, dv, dg), (query, key, value, g))
-    return dq, dk, dv, dg, dgamma, None if initial_state is None else dstates
+    dg = dgate if g is not None and np.ndim(g) == 4 else dgate.sum(-1)
+    own = map(_shared, (dq, dk, dv, dg), (query, key, value, g))
+    return *own, dgamma, None if initial_state is None else dstates
 
 
-def _shared(dx, x):
+def _shared(dx: np.ndarray, x: np.ndarray | None) -> np.ndarray | None:
     """The gradient of ``x``, summed over the heads that share one of its own."""
     if x is None:
         return None

@@ -14,12 +14,14 @@ the state: memory grows by ``K * V / chunk`` values a token and head, not by ``K
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels
+from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
 
@@ -31,12 +33,12 @@ _GROUP = {"cpu": 1 << 18}
 _GROUP_ELSEWHERE = 1 << 24
 
 
-def heuristic(inv, cfg):
+def heuristic(inv: Invocation, cfg: Config) -> Config:
     """Chunks of 64 tokens: fewer make the products too small, more spend the time on pairs inside the chunk."""
     return replace(cfg, block_q=64)
 
 
-def candidates(inv, cfg):
+def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     """Chunks from 16 to 256 tokens."""
     return [replace(cfg, block_q=c) for c in (16, 32, 64, 128, 256)]
 
@@ -113,7 +115,7 @@ class _Walker:
             groups.append(_Group(n, slice(T - end, T - begin) if self.opts.reverse else slice(begin, end), valid, None))
         return groups
 
-    def mm(self, a, b):
+    def mm(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The matrix product, in the precision of its arguments whatever the user's settings allow for products."""
         if b.shape[-2] == 1:
             return a * b
@@ -121,7 +123,7 @@ class _Walker:
             return (a * b.mT).sum(-1, keepdim=True)
         return (a.double() @ b.double()).to(self.dtype) if self.widen else a @ b
 
-    def read(self, x, group: _Group):
+    def read(self, x: torch.Tensor, group: _Group) -> torch.Tensor:
         """``[B, T, heads(, dim)] -> [n, B, H, C(, dim)]``; zero where there is no token."""
         if self.packed:
             x = x.index_select(1, group.tokens.clamp(max=self.T - 1))
@@ -137,7 +139,7 @@ class _Walker:
             x = torch.where(group.valid[..., None] if x.ndim == 5 else group.valid, x, 0)
         return x if x.shape[2] == self.H else x.repeat_interleave(self.H // x.shape[2], 2)
 
-    def write(self, buffer, x, group: _Group):
+    def write(self, buffer: torch.Tensor, x: torch.Tensor, group: _Group) -> None:
         """Put ``[n, B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over heads that share one."""
         if buffer.shape[2] != self.H:
             x = x.unflatten(2, (buffer.shape[2], -1)).sum(3)
@@ -149,19 +151,19 @@ class _Walker:
         x = x[:, : row.shape[1]]
         row.copy_(x.flip(1) if self.opts.reverse else x)
 
-    def buffer(self, *shape, dtype):
+    def buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for ``[B, T, heads(, dim)]``; for packed sequences with a row for what belongs to no token."""
         return torch.empty(self.B, self.T + self.packed, *shape, dtype=dtype, device=self.device)
 
-    def written(self, buffer):
+    def written(self, buffer: torch.Tensor) -> torch.Tensor:
         # Not a view, which the caller could not change in place. Packed sequences are one row, which ends earlier.
         return buffer.resize_(self.B, self.T, *buffer.shape[2:])
 
-    def qkv(self, group):
+    def qkv(self, group: _Group) -> tuple[torch.Tensor, ...]:
         q, k, v = (self.read(x, group) for x in self.args[:3])
         return q.mul_(self.opts.softmax_scale), k, v
 
-    def decay(self, group: _Group):
+    def decay(self, group: _Group) -> _Scalar | _Vector:
         """The decay inside the chunks; a constant one is computed once, as ``[1, ...]``."""
         g, gamma = self.args.g, self.args.g_gamma
         if g is None and group.valid is None and self.constant is not None:
@@ -179,7 +181,7 @@ class _Walker:
             self.constant = made
         return made
 
-    def states(self, given):
+    def states(self, given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The states to start from, as given or zero, and the one carried: ``[N + 1 or B, H, K, V]``, ``[B, ...]``."""
         N = self.args.cu_seqlens.shape[0] - 1 if self.packed else self.B
         # Of packed sequences each has a state of its own; one more is nobody's.
@@ -188,7 +190,8 @@ class _Walker:
             states[:N] = given
         return states, torch.zeros_like(states[:1]) if self.packed else states
 
-    def walk(self, state, states, added, total, group: _Group, backwards: bool = False):
+    def walk(self, state: torch.Tensor, states: torch.Tensor, added: torch.Tensor, total: torch.Tensor, group: _Group,
+             backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """The state that comes into each chunk ``[n, B, H, K, V]``, and the one carried on; overwrites ``added``.
 
         Packed sequences start from their rows of ``states`` and leave their last state there.
@@ -208,7 +211,7 @@ class _Walker:
             states.index_copy_(0, torch.where(ends, group.chunks.sequence, len(states) - 1), added[:, 0])
         return torch.stack(incoming[::-1] if backwards else incoming), state
 
-    def final(self, state, states):
+    def final(self, state: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         # Not a view, which would keep its whole group in memory.
         return states.resize_(len(states) - 1, *states.shape[1:]) if self.packed else state.clone()
 
@@ -226,7 +229,7 @@ def _products_are_rounded(device: torch.device) -> bool:
     return settings.matmul.fp32_precision not in ("none", "ieee")
 
 
-def _flush(x):
+def _flush(x: torch.Tensor) -> torch.Tensor:
     """Decays too small to matter become 0, in place: CPUs compute many times slower with numbers next to underflow."""
     return torch.threshold_(x, torch.finfo(x.dtype).tiny * 2.0**26, 0)
 
@@ -234,7 +237,7 @@ def _flush(x):
 class _Scalar:
     """Decay inside chunks for one gate per token and head, ``a: [n, B, H, C]``."""
 
-    def __init__(self, walker: _Walker, a):
+    def __init__(self, walker: _Walker, a: torch.Tensor):
         self.mm, self.before, self.onward = walker.mm, walker.before, walker.onward
         between = torch.where(self.before.bool(), a[..., None], 0).cumsum(-2)
         self.pair = _flush(between.exp_().tril_())  # [n, B, H, C, C], from j to i
@@ -242,11 +245,12 @@ class _Scalar:
         self.leave = self.pair[..., -1, :, None]  # [n, B, H, C, 1], from j to the chunk's end
         self.total = self.enter[..., -1:, :]  # [n, B, H, 1, 1]
 
-    def inside(self, q, k, v):
+    def inside(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """What each chunk's own keys give its queries, ``[n, B, H, C, V]``."""
         return self.mm(self.mm(q, k.mT).mul_(self.pair), v)
 
-    def inside_backward(self, q, k, v, do, need_gate):
+    def inside_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
+                        need_gate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C]``."""
         scores, dscores = self.mm(q, k.mT), self.mm(do, v.mT).mul_(self.pair)
         dq, dk = self.mm(dscores, k), self.mm(dscores.mT, q)
@@ -257,7 +261,7 @@ class _Scalar:
             da = self.mm(pairs, self.before.mT).tril_().sum(-2)
         return dq, dk, self.mm(scores.mul_(self.pair).mT, do), da
 
-    def across_backward(self, x, y, z):
+    def across_backward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Gradient of the gates ``[n, B, H, C]`` from what crosses the chunks' borders.
 
         x ``[n, B, H, C, K]`` came in and reached query i; y went out from key j; z ``[n, B, H, K, V]`` passed through.
@@ -274,7 +278,7 @@ class _Vector:
     are products of the factors of smaller blocks, so that each gate is exponentiated once.
     """
 
-    def __init__(self, walker: _Walker, a):
+    def __init__(self, walker: _Walker, a: torch.Tensor):
         self.mm, self.before, self.onward = walker.mm, walker.before, walker.onward
         # The decay within blocks of m tokens: from the block's start through each token; after it to the block's end.
         through, after, m = _flush(a.exp()), torch.ones_like(a), 1
@@ -288,7 +292,7 @@ class _Vector:
         self.enter, self.leave = through, after
         self.total = self.enter[..., -1:, :].mT  # [n, B, H, K, 1]
 
-    def inside(self, q, k, v):
+    def inside(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """What each chunk's own keys give its queries, ``[n, B, H, C, V]``."""
         o = (q * k).sum(-1, keepdim=True) * v
         for m, to_middle, from_middle in self.levels:
@@ -296,7 +300,8 @@ class _Vector:
             _right(o, m).add_(self.mm(scores, _left(v, m)))
         return o
 
-    def inside_backward(self, q, k, v, do, need_gate):
+    def inside_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
+                        need_gate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C, K]``."""
         diagonal = (do * v).sum(-1, keepdim=True)
         dq, dk, dv = diagonal * k, diagonal * q, (q * k).sum(-1, keepdim=True) * do
@@ -309,31 +314,31 @@ class _Vector:
             _right(dq, m).addcmul_(dq_right, from_middle)
             _left(dk, m).addcmul_(dk_left, to_middle)
             _left(dv, m).add_(self.mm(scores.mT, do_right))
-            if need_gate:
+            if da is not None:
                 _right(da, m).add_(self.mm(self.onward[:m, :m], q_right.mul_(dq_right)))
                 _left(da, m).add_(self.mm(self.before[:m, :m], k_left.mul_(dk_left)))
         return dq, dk, dv, da
 
-    def across_backward(self, x, y, z):
+    def across_backward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Gradient of the gates ``[n, B, H, C, K]`` from what crosses the chunks' borders; see :class:`_Scalar`."""
         return self.mm(self.onward, x) + self.mm(self.before, y) + z.sum(-1)[..., None, :]
 
 
-def _left(x, m):
+def _left(x: torch.Tensor, m: int) -> torch.Tensor:
     """A view of the left half of each block of 2m tokens: ``[..., C, dim] -> [..., C / 2m, m, dim]``."""
     return x.unflatten(-2, (-1, 2, m)).select(-3, 0)
 
 
-def _right(x, m):
+def _right(x: torch.Tensor, m: int) -> torch.Tensor:
     return x.unflatten(-2, (-1, 2, m)).select(-3, 1)
 
 
-def _added(w: _Walker, k, v, decay):
+def _added(w: _Walker, k: torch.Tensor, v: torch.Tensor, decay: _Scalar | _Vector) -> torch.Tensor:
     """What each chunk adds to the state, ``[n, B, H, K, V]``."""
     return w.mm((k * decay.leave).mT, v)
 
 
-def forward(args: Args, opts: Options):
+def forward(args: Args, opts: Options) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
     """``((output, final_state), ())``: the backward needs the inputs only."""
     w = _Walker(args, opts)
     states, state = w.states(args.initial_state)
@@ -349,7 +354,7 @@ def forward(args: Args, opts: Options):
     return (w.written(output), w.final(state, states)), ()
 
 
-def _states_before(w: _Walker):
+def _states_before(w: _Walker) -> Iterator[torch.Tensor]:
     """The state before each chunk, group by group."""
     states, state = w.states(w.args.initial_state)
     for group in w.groups:
@@ -359,15 +364,15 @@ def _states_before(w: _Walker):
         yield incoming
 
 
-def backward(args: Args, residuals, grads, opts: Options) -> Args:
+def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     doutput, dfinal = grads
     need_g, need_gamma = (opts.needs(args, name) for name in ("g", "g_gamma"))
     need_gate = need_g or need_gamma
     w = _Walker(args, opts)
     dstates, dstate = w.states(dfinal)
-    inputs = *args[:3], args.g if need_g else None
-    dq_, dk_, dv_, dg_ = (None if x is None else w.buffer(*x.shape[2:], dtype=x.dtype) for x in inputs)
+    dq_, dk_, dv_ = (w.buffer(*x.shape[2:], dtype=x.dtype) for x in args[:3])
+    dg_ = w.buffer(*args.g.shape[2:], dtype=args.g.dtype) if need_g else None
     dgamma = torch.zeros(w.B, w.H, dtype=w.dtype, device=w.device)
     with torch.autocast(w.device.type, enabled=False):
         for group, state in reversed(list(zip(w.groups, _states_before(w), strict=True))):
@@ -381,15 +386,15 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
             dq.addcmul_(decay.enter, dq_enter)
             dk.addcmul_(decay.leave, dk_leave)
             dv.add_(w.mm(k_leave, dincoming))
-            if need_gate:
+            if da is not None:
                 passed = (decay.total * state).mul_(dincoming)
                 da = da + decay.across_backward(q_enter.mul_(dq_enter), k_leave.mul_(dk_leave), passed)
                 dgamma += _gamma_gradient(da, group) if need_gamma else 0
+                if dg_ is not None:
+                    w.write(dg_, da, group)
             w.write(dq_, dq.mul_(opts.softmax_scale), group)
             w.write(dk_, dk, group)
             w.write(dv_, dv, group)
-            if dg_ is not None:
-                w.write(dg_, da, group)
             dstate = ddstate
     dinitial = None if args.initial_state is None else w.final(dstate, dstates).to(args.initial_state.dtype)
     if need_gamma:
@@ -398,7 +403,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     return Args(w.written(dq_), w.written(dk_), w.written(dv_), dg, dgamma if need_gamma else None, dinitial)
 
 
-def _gamma_gradient(da, group: _Group):
+def _gamma_gradient(da: torch.Tensor, group: _Group) -> torch.Tensor:
     """The sum of the gates' gradients over the chunks' own tokens, ``[B, H]``."""
     if group.valid is not None:
         da = torch.where(group.valid if da.ndim == 4 else group.valid[..., None], da, 0)

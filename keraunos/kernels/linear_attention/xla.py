@@ -12,14 +12,17 @@ by ``K * V / 512`` values a token and head, not by ``K * V``.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from keraunos.frontends import jax as frontend
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels, state_spec
+from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
 
@@ -43,7 +46,11 @@ _GROUP = 512
 _CHUNK = {"cpu": 32, "gpu": 64, "tpu": 128}
 
 
-def heuristic(inv, cfg):
+# The decay inside a chunk: for one gate per token, or one per dimension, of which none or some are strong.
+_Decay: TypeAlias = "_Scalar | _MildVector | _Vector"
+
+
+def heuristic(inv: Invocation, cfg: Config) -> Config:
     """What suits the kind of device.
 
     Of a traced call, ``backend`` says whom it is for: where the program is lowered for another, that one's is taken.
@@ -51,7 +58,7 @@ def heuristic(inv, cfg):
     return replace(cfg, block_q=_CHUNK[inv.backend], backend="any" if inv.settled else inv.backend)
 
 
-def candidates(inv, cfg):
+def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     """Every chunk length that has a chance on some device."""
     return [replace(cfg, block_q=c) for c in (16, 32, 64, 128, 256)]
 
@@ -86,12 +93,12 @@ def _chunks(args: Args, opts: Options, C: int) -> _Chunks:
     return _Chunks(begin, end, sequence, live & (local == 0), live & (local == count[s] - 1))
 
 
-def _chunk(T, block_q: int) -> int:
+def _chunk(T: int, block_q: int) -> int:
     """Tokens per chunk: a window of them must fit into T; a power of two, for the halving of vector gates."""
     return block_q if frontend.is_symbol(T) else min(block_q, 1 << (T.bit_length() - 1))
 
 
-def _groups(args: Args, C: int):
+def _groups(args: Args, C: int) -> tuple[int, int]:
     """How many groups of chunks there are, and chunks in each, the last of which may be empty."""
     T, packed = args.query.shape[1], args.cu_seqlens is not None
     N = args.cu_seqlens.shape[0] - 1 if packed else 0
@@ -122,23 +129,24 @@ class _Walker:
         self.whole = args.cu_seqlens is None and not symbolic and self.chunks.begin.size * self.C == self.T
         # A length that is not known may be shorter than a window: the arrays that are read and written are longer.
         self.room = -(-self.T // self.C) * self.C if symbolic else self.T
-        self.args = args._replace(**{name: self.pad(getattr(args, name)) for name in ("query", "key", "value", "g")})
+        tokens = {name: getattr(args, name) for name in ("query", "key", "value", "g")}
+        self.args = args._replace(**{name: self.pad(x) for name, x in tokens.items() if x is not None})
 
-    def mm(self, equation, a, b):
+    def mm(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(equation, a, b, precision=self.precision)
 
-    def zeros(self, shape, dtype=None):
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> jax.Array:
         return frontend.zeros(shape, dtype or self.dtype, self.args.query)
 
-    def pad(self, x):
+    def pad(self, x: jax.Array) -> jax.Array:
         """``[B, T, ...]`` with zeros up to the room that windows need."""
-        return frontend.pad(x, 1, self.room - self.T) if x is not None and frontend.is_symbol(self.T) else x
+        return frontend.pad(x, 1, self.room - self.T) if frontend.is_symbol(self.T) else x
 
-    def buffer(self, x):
+    def buffer(self, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         """Zeros to write into, of the shape and dtype of an array of the tokens."""
         return frontend.zeros((self.B, self.room, *x.shape[2:]), x.dtype, self.args.query)
 
-    def rows(self, chunk: _Chunks):
+    def rows(self, chunk: _Chunks) -> tuple[jax.Array, jax.Array | None]:
         """The window's start, and which of its rows belong to the chunk (None: all), in the order of the recurrence."""
         start = jnp.minimum(chunk.begin, self.room - self.C)
         if self.whole:
@@ -147,7 +155,7 @@ class _Walker:
         valid = (row >= chunk.begin) & (row < chunk.end)
         return start, valid[::-1] if self.opts.reverse else valid
 
-    def read(self, x, chunk):
+    def read(self, x: jax.Array, chunk: _Chunks) -> jax.Array:
         """``[B, T, heads(, dim)] -> [B, H, C(, dim)]``; rows outside the chunk are zero."""
         start, valid = self.rows(chunk)
         x = jax.lax.dynamic_slice_in_dim(x, start, self.C, axis=1)
@@ -157,7 +165,7 @@ class _Walker:
             x = jnp.where(valid[:, None] if x.ndim == 4 else valid, x, 0)
         return jnp.repeat(x, self.H // x.shape[1], axis=1)
 
-    def write(self, buffer, x, chunk):
+    def write(self, buffer: jax.Array, x: jax.Array, chunk: _Chunks) -> jax.Array:
         """Put ``[B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over the heads that share one."""
         start, valid = self.rows(chunk)
         heads = buffer.shape[2]
@@ -171,11 +179,11 @@ class _Walker:
         x = x[:, ::-1] if self.opts.reverse else x
         return jax.lax.dynamic_update_slice_in_dim(buffer, x, start, axis=1)
 
-    def qkv(self, chunk):
+    def qkv(self, chunk: _Chunks) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = (self.read(x, chunk) for x in self.args[:3])
         return q * self.opts.softmax_scale, k, v
 
-    def decay(self):
+    def decay(self) -> Callable:
         """A function ``(chunk, f, *arrays) -> f(decay inside the chunk, *arrays)``, with arrays ``[B, H, ...]``.
 
         A constant decay is computed once, outside the scan.
@@ -188,7 +196,7 @@ class _Walker:
             constant = _Scalar(self, gamma)
             return lambda chunk, f, *arrays: f(constant, *arrays)
 
-        def under(chunk, f, *arrays):
+        def under(chunk: _Chunks, f: Callable, *arrays: jax.Array) -> Any:
             _, valid = self.rows(chunk)
             a = gamma if valid is None else jnp.where(valid, gamma, 0)
             if g is None:
@@ -203,64 +211,64 @@ class _Walker:
 
         return under
 
-    def initial(self):
+    def initial(self) -> jax.Array:
         """The states as given, ``[N, H, K, V]``; zeros where there are none."""
         shape = self.args.query.shape[0] if self.args.cu_seqlens is None else self.args.cu_seqlens.shape[0] - 1
         if self.args.initial_state is None:
             return self.zeros((shape, self.H, self.K, self.V))
         return self.args.initial_state.astype(self.dtype)
 
-    def enter(self, state, states, flag, chunk):
+    def enter(self, state: jax.Array, states: jax.Array, flag: jax.Array, chunk: _Chunks) -> jax.Array:
         """The state that a chunk starts from: its sequence's own where ``flag`` is set, else the one carried."""
         if self.args.cu_seqlens is None:
             return state
         return jnp.where(flag, states.at[chunk.sequence].get(mode="clip")[None], state)
 
-    def leave(self, state, states, chunk):
+    def leave(self, state: jax.Array, states: jax.Array, chunk: _Chunks) -> jax.Array:
         """Record the state after a chunk as its sequence's."""
         if self.args.cu_seqlens is None:
             return state
         return states.at[chunk.sequence].set(state[0], mode="drop")
 
-    def carry(self, states):
+    def carry(self, states: jax.Array) -> jax.Array:
         """What the scan over chunks starts with: batch rows walk together, packed sequences one after another."""
         return states if self.args.cu_seqlens is None else self.zeros((1, self.H, self.K, self.V))
 
 
-def _by_strength(walker: _Walker, f, strong, a, *arrays):
+def _by_strength(walker: _Walker, f: Callable, strong: jax.Array, a: jax.Array, *arrays: jax.Array) -> Any:
     """``f(decay, *arrays)`` for gates ``a: [B, H, C, K]``, whose rows ``[B, H]`` are strong or mild.
 
     Arrays and results are ``[B, H, ...]``. No kind of row is computed that there is none of; what a row gets does not
     depend on which others are strong.
     """
 
-    def mild_rows(strong, a, *arrays):
+    def mild_rows(strong: jax.Array, a: jax.Array, *arrays: jax.Array) -> Any:
         return f(_MildVector(walker, jnp.where(strong[..., None, None], 0, a)), *arrays)
 
-    def strong_rows(a, *arrays):
+    def strong_rows(a: jax.Array, *arrays: jax.Array) -> Any:
         return f(_Vector(walker, a), *arrays)
 
-    def everywhere(strong, *arrays, mild=None):
+    def everywhere(strong: jax.Array, *arrays: jax.Array, mild: Any = None) -> Any:
         mild = mild_rows(strong, *arrays) if mild is None else mild
         return jax.tree.map(lambda x, y: jnp.where(strong[..., None, None], x, y), strong_rows(*arrays), mild)
 
-    def nothing(strong, *arrays):
+    def nothing(strong: jax.Array, *arrays: jax.Array) -> Any:
         shapes = jax.eval_shape(mild_rows, strong, *arrays)
         return jax.tree.map(lambda x: frontend.zeros(x.shape, x.dtype, arrays[0]), shapes)
 
     # Under vmap lax.cond computes both of its sides, unless all calls share what decides. Rows of all calls lie in one
     # array, and so they share it.
     @frontend.rowwise
-    def in_tiles(strong, *arrays):
+    def in_tiles(strong: jax.Array, *arrays: jax.Array) -> Any:
         n = len(strong)
         if n == 0:
             return mild_rows(strong, *arrays)
         tile = min(_TILE, n)
 
-        def with_strong(found, strong, *arrays):
+        def with_strong(found: Any, strong: jax.Array, *arrays: jax.Array) -> Any:
             places = jnp.nonzero(strong[:, 0], size=-(-n // tile) * tile, fill_value=n)[0]
 
-            def step(i, found):
+            def step(i: jax.Array, found: Any) -> Any:
                 own = jax.lax.dynamic_slice_in_dim(places, i * tile, tile)
                 new = strong_rows(*(x.at[own].get(mode="clip") for x in arrays))
                 return jax.tree.map(lambda x, new: x.at[own].set(new, mode="drop"), found, new)
@@ -272,14 +280,14 @@ def _by_strength(walker: _Walker, f, strong, a, *arrays):
 
     # Rows on several devices stay where they are, and each call decides alone: a loop of no turn leaves out what
     # is not needed.
-    def mild_if_any(strong, *arrays):
-        def run(*_):
+    def mild_if_any(strong: jax.Array, *arrays: jax.Array) -> Any:
+        def run(*_: Any) -> Any:
             return mild_rows(strong, *arrays)
 
         return jax.lax.fori_loop(0, (~strong).any().astype(int), run, nothing(strong, *arrays))
 
     @jax.custom_jvp
-    def call(strong, *arrays):
+    def call(strong: jax.Array, *arrays: jax.Array) -> Any:
         if not frontend.is_local() or frontend.is_symbol(strong.shape[0]):
             # Rows that lie on several devices are not gathered.
             some = strong.any().astype(int)
@@ -289,7 +297,7 @@ def _by_strength(walker: _Walker, f, strong, a, *arrays):
         return jax.tree.map(lambda x: x.reshape(*strong.shape, *x.shape[2:]), in_tiles(*rows))
 
     @call.defjvp
-    def second_order(primals, tangents):
+    def second_order(primals: tuple, tangents: tuple) -> tuple:
         return jax.jvp(everywhere, primals, tangents)
 
     return call(strong, a, *arrays)
@@ -298,7 +306,7 @@ def _by_strength(walker: _Walker, f, strong, a, *arrays):
 class _Scalar:
     """Decay inside a chunk for one gate per token and head, ``a: [B, H, C]``."""
 
-    def __init__(self, walker: _Walker, a):
+    def __init__(self, walker: _Walker, a: jax.Array):
         self.mm, i = walker.mm, jnp.arange(walker.C)
         self.below = i[:, None] > i
         between = jnp.cumsum(jnp.where(self.below, a[..., None], 0), axis=-2)
@@ -307,11 +315,14 @@ class _Scalar:
         self.leave = self.pair[..., -1, :, None]  # [B, H, C, 1], from j to the chunk's end
         self.total = self.enter[..., -1:, :]  # [B, H, 1, 1]
 
-    def inside(self, q, k, v):
+    def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
         return self.mm("bhij,bhjv->bhiv", self.mm("bhik,bhjk->bhij", q, k) * self.pair, v)
 
-    def backward(self, q, k, v, do, crossing):
+    def backward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array,
+        crossing: tuple[jax.Array, jax.Array, jax.Array] | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C]`` of it and of ``crossing``.
 
         Crossing are the terms of the loss that span the chunk's border: x ``[B, H, C, K]`` came in and reached query i;
@@ -337,7 +348,7 @@ class _MildVector:
     the middle count negative: two factors, neither too large nor too small, and one matrix product for all pairs.
     """
 
-    def __init__(self, walker: _Walker, a):
+    def __init__(self, walker: _Walker, a: jax.Array):
         self.mm, C, i = walker.mm, walker.C, jnp.arange(walker.C)
         # One copy a head, as a product of all heads with the same triangle transposes them all twice.
         self.since = jnp.broadcast_to((i[:, None] <= i).astype(a.dtype), (*a.shape[:2], C, C))
@@ -348,12 +359,15 @@ class _MildVector:
         self.enter, self.leave = self.to * early, self.back * late
         self.total = jnp.swapaxes(early * late, -1, -2)  # [B, H, K, 1]
 
-    def inside(self, q, k, v):
+    def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
         scores = jnp.tril(self.mm("bhik,bhjk->bhij", q * self.to, k * self.back))
         return self.mm("bhij,bhjv->bhiv", scores, v)
 
-    def backward(self, q, k, v, do, crossing):
+    def backward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array,
+        crossing: tuple[jax.Array, jax.Array, jax.Array] | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C, K]``; see :class:`_Scalar`.
 
         What a pair adds to the gates at its query it takes away at its key: exactly, as both are the same product.
@@ -381,7 +395,7 @@ class _Vector:
     are products of the factors of smaller blocks, so that each gate is exponentiated once.
     """
 
-    def __init__(self, walker: _Walker, a):
+    def __init__(self, walker: _Walker, a: jax.Array):
         self.mm, C = walker.mm, walker.C
         # The decay within blocks of m tokens: from the block's start through each token; after it to the block's end.
         through, after, m = jnp.exp(a), jnp.ones_like(a), 1
@@ -399,7 +413,7 @@ class _Vector:
         self.enter, self.leave = through, after
         self.total = jnp.swapaxes(self.enter[..., -1:, :], -1, -2)  # [B, H, K, 1]
 
-    def inside(self, q, k, v):
+    def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
         o = (q * k).sum(-1, keepdims=True) * v
         for m, decay in self.levels:
@@ -407,7 +421,10 @@ class _Vector:
             o = o + _join(None, self.mm("...ij,...jv->...iv", scores, _left(v, m)))
         return o
 
-    def backward(self, q, k, v, do, crossing):
+    def backward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array,
+        crossing: tuple[jax.Array, jax.Array, jax.Array] | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C, K]``; see :class:`_Scalar`.
 
         Gate t scales the terms from j < t to i >= t. Between the halves of a block these are, for t in the right half,
@@ -438,56 +455,56 @@ class _Vector:
         return dq, dk, dv, None if crossing is None else da + by_query
 
 
-def _exact(equation, a, b):
+def _exact(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _sum(x):
+def _sum(x: jax.Array) -> jax.Array:
     """Sums over the last axis, as a product: a sum that XLA's CPU backend fuses with its neighbours is far slower."""
     return _exact("...v,v->...", x, jnp.ones(x.shape[-1], x.dtype))
 
 
-def _left(x, m):
+def _left(x: jax.Array, m: int) -> jax.Array:
     """The left half of each block of 2m tokens: ``[B, H, C, dim] -> [B, H, C / 2m, m, dim]``."""
     return _halves(x, m)[:, :, :, 0]
 
 
-def _right(x, m):
+def _right(x: jax.Array, m: int) -> jax.Array:
     return _halves(x, m)[:, :, :, 1]
 
 
-def _halves(x, m):
+def _halves(x: jax.Array, m: int) -> jax.Array:
     return x.reshape(*x.shape[:2], x.shape[2] // (2 * m), 2, m, x.shape[-1])
 
 
-def _join(left, right):
+def _join(left: jax.Array | None, right: jax.Array | None) -> jax.Array:
     """The blocks from their halves; None: zeros."""
-    given = right if left is None else left
+    given = next(x for x in (left, right) if x is not None)
     halves = [jnp.zeros_like(given) if x is None else x for x in (left, right)]
     B, H, n, m, dim = given.shape
     return jnp.stack(halves, axis=3).reshape(B, H, n * 2 * m, dim)
 
 
-def _advance(w, decay, state, k, v):
+def _advance(w: _Walker, decay: _Decay, state: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """The state after a chunk."""
     return decay.total * state + w.mm("bhjk,bhjv->bhkv", k * decay.leave, v)
 
 
-def _by_device(fn, opts: Options, *args):
+def _by_device(fn: Callable, opts: Options, *args: Any) -> Any:
     """``fn(opts, *args)``; with the chunks of the device that it is lowered for, where these are nobody's choice."""
     if opts.cfg.backend == "any":
         return fn(opts, *args)
 
-    def on(block_q):
+    def on(block_q: int) -> Callable:
         return functools.partial(fn, opts._replace(cfg=replace(opts.cfg, block_q=block_q, backend="any")))
 
     return frontend.by_device({name: on(block_q) for name, block_q in _CHUNK.items()}, *args)
 
 
-def forward(args: Args, opts: Options):
+def forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """See :func:`_forward`."""
 
-    def run(opts, args):
+    def run(opts: Options, args: Args) -> tuple[tuple[jax.Array, jax.Array], tuple]:
         outputs, residuals = _forward(args, opts)
         # All devices keep equally many states.
         return outputs, tuple(frontend.pad(x, 0, most - x.shape[0]) for x in residuals)
@@ -498,33 +515,34 @@ def forward(args: Args, opts: Options):
     return _by_device(run, opts, args)
 
 
-def backward(args: Args, residuals, grads, opts: Options) -> Args:
+def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """See :func:`_backward`."""
 
-    def run(opts, args, residuals, grads):
+    def run(opts: Options, args: Args, residuals: tuple, grads: tuple) -> Args:
         return _backward(args, residuals, grads, opts)
 
     return _by_device(run, opts, args, residuals, grads)
 
 
-def _forward(args: Args, opts: Options):
+def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """``((output, final_state), (the states before the groups of chunks, [groups, B or 1, H, K, V],))``."""
     if args.query.shape[1] == 0:
         return _no_tokens(args), ()
     w = _Walker(args, opts)
     under = w.decay()
 
-    def pass_chunk(decay, state, q, k, v):
+    def pass_chunk(decay: _Decay, state: jax.Array, q: jax.Array, k: jax.Array,
+                   v: jax.Array) -> tuple[jax.Array, jax.Array]:
         o = decay.inside(q, k, v) + w.mm("bhik,bhkv->bhiv", q * decay.enter, state)
         return o, _advance(w, decay, state, k, v)
 
-    def step(carry, chunk):
+    def step(carry: tuple, chunk: _Chunks) -> tuple[tuple, None]:
         state, states, output = carry
         state = w.enter(state, states, chunk.first, chunk)
         o, state = under(chunk, pass_chunk, state, *w.qkv(chunk))
         return (state, w.leave(state, states, chunk), w.write(output, o, chunk)), None
 
-    def walk(carry, group):
+    def walk(carry: tuple, group: _Chunks) -> tuple[tuple, jax.Array]:
         return jax.lax.scan(step, carry, group)[0], carry[0]
 
     states = w.initial()
@@ -533,7 +551,7 @@ def _forward(args: Args, opts: Options):
     return (output[:, : w.T], states), (before,)
 
 
-def _no_tokens(args: Args):
+def _no_tokens(args: Args) -> tuple[jax.Array, jax.Array]:
     (B, _, _, K), H, V = args.query.shape, args.heads, args.value.shape[-1]
     N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
     dtype = jnp.promote_types(args.query.dtype, jnp.float32)
@@ -541,11 +559,11 @@ def _no_tokens(args: Args):
     return jnp.zeros((B, 0, H, V), args.query.dtype), states
 
 
-def _states_before(w: _Walker, under, group, state):
+def _states_before(w: _Walker, under: Callable, group: _Chunks, state: jax.Array) -> jax.Array:
     """The state before each chunk of a group, ``[group, B, H, K, V]``, from the one before its first."""
     states = w.initial()
 
-    def step(state, chunk):
+    def step(state: jax.Array, chunk: _Chunks) -> tuple[jax.Array, jax.Array]:
         state = w.enter(state, states, chunk.first, chunk)
         k, v = w.read(w.args.key, chunk), w.read(w.args.value, chunk)
         return under(chunk, functools.partial(_advance, w), state, k, v), state
@@ -553,7 +571,7 @@ def _states_before(w: _Walker, under, group, state):
     return jax.lax.scan(step, state, group)[1]
 
 
-def _backward(args: Args, residuals, grads, opts: Options) -> Args:
+def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     doutput, dfinal = grads
     if dfinal is None:
@@ -565,7 +583,8 @@ def _backward(args: Args, residuals, grads, opts: Options) -> Args:
     doutput = w.pad(doutput)
     need_gate = opts.needs(args, "g") or opts.needs(args, "g_gamma")
 
-    def pass_chunk(decay, state, dstate, q, k, v, do):
+    def pass_chunk(decay: _Decay, state: jax.Array, dstate: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
+                   do: jax.Array) -> tuple:
         q_enter, k_leave = q * decay.enter, k * decay.leave
         dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
         crossing = q_enter * dq_enter, k_leave * dk_leave, decay.total * state * dstate
@@ -574,7 +593,7 @@ def _backward(args: Args, residuals, grads, opts: Options) -> Args:
         dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
         return dq, dk, dv, da, decay.total * dstate + w.mm("bhik,bhiv->bhkv", q_enter, do)
 
-    def step(carry, xs):
+    def step(carry: tuple, xs: tuple) -> tuple[tuple, None]:
         dstate, dstates, dgamma, (dq_, dk_, dv_, dg_) = carry
         chunk, state = xs
         dstate = w.enter(dstate, dstates, chunk.last, chunk)
@@ -587,25 +606,25 @@ def _backward(args: Args, residuals, grads, opts: Options) -> Args:
         buffers = dq_, w.write(dk_, dk, chunk), w.write(dv_, dv, chunk), dg_
         return (dstate, w.leave(dstate, dstates, chunk), dgamma, buffers), None
 
-    def walk(carry, xs):
+    def walk(carry: tuple, xs: tuple) -> tuple[tuple, None]:
         group, state = xs
         return jax.lax.scan(step, carry, (group, _states_before(w, under, group, state)), reverse=True)[0], None
 
     dstates = dfinal.astype(w.dtype)
     buffers = tuple(None if x is None else w.buffer(x) for x in args[:4])
     carry = (w.carry(dstates), dstates, w.zeros((w.B, w.H)), buffers)
-    (_, dstates, dgamma, buffers), _ = jax.lax.scan(
+    (_, dstates, total, buffers), _ = jax.lax.scan(
         walk, carry, (w.chunks, residuals[0][: w.chunks.begin.shape[0]]), reverse=True
     )
-    dgamma = None if args.g_gamma is None else (dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0))
-    if not opts.needs(args, "g_gamma"):
-        dgamma = None
+    dgamma = None
+    if opts.needs(args, "g_gamma"):
+        dgamma = total if args.g_gamma.ndim == 2 else total.sum(0)
     dinitial = None if args.initial_state is None else dstates
     grads = (*(None if x is None else x[:, : w.T] for x in buffers), dgamma, dinitial, None)
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, grads, strict=True)))
 
 
-def _gamma_gradient(w: _Walker, da, chunk):
+def _gamma_gradient(w: _Walker, da: jax.Array, chunk: _Chunks) -> jax.Array:
     """The sum of the gates' gradients over the chunk's own tokens, ``[B, H]``."""
     _, valid = w.rows(chunk)
     da = da if da.ndim == 3 else _sum(da)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array, DType
 from keraunos.kernels.softmax_attention.contract import FLOATS, Args
 
 # Segment ids need numbers below 0; PyTorch has no comparisons of its larger unsigned numbers.
@@ -32,7 +34,7 @@ class Arrangement:
         TypeError, ValueError: the dtype, the lengths or the ids are wrong.
     """
 
-    def __init__(self, args: tuple, dtype: Any = None):
+    def __init__(self, args: tuple, dtype: DType | None = None):
         given, self.has_lengths = Args(*args[:-1]), args[-1] is not None
         self.dtype: str | None = None
         self.casts: list[tuple[int, str]] = []
@@ -66,9 +68,9 @@ class Arrangement:
         """The function from a user's arrays to a platform's; where nothing is changed, one that only names them."""
         return _as_given if self.is_trivial else self
 
-    def __call__(self, *args: Any) -> Args:
+    def __call__(self, *args: Array | None) -> Args:
         """The arrays that a platform takes."""
-        given = list(args)
+        given: list[Any] = list(args)
         lengths = given.pop()
         for i, dtype in self.casts:
             given[i] = self.frontend.cast(given[i], dtype)
@@ -81,7 +83,7 @@ class Arrangement:
         return made
 
 
-def _as_given(*args: Any) -> Args:
+def _as_given(*args: Array | None) -> Args:
     return Args(*args[:-1])
 
 
@@ -92,7 +94,7 @@ def _signed(dtype: str, framework: str | None) -> str:
     return (_WIDER_IN_TORCH if framework == "torch" else _WIDER).get(dtype, dtype)
 
 
-def _check_lengths(lengths: Any, framework: str | None, B: int) -> None:
+def _check_lengths(lengths: Array, framework: str | None, B: int) -> None:
     if frontends.framework_of(lengths) != framework:
         kind = type(lengths).__name__
         raise TypeError(f"attention: key_lengths is a {kind}; expected an array of {framework}, like query")
@@ -100,7 +102,7 @@ def _check_lengths(lengths: Any, framework: str | None, B: int) -> None:
         raise ValueError(f"attention: key_lengths has shape {tuple(lengths.shape)}; expected [B] = {(B,)}")
 
 
-def _within(args: Args, lengths: Any, frontend: Any, first: Any = 0) -> Args:
+def _within(args: Args, lengths: Array, frontend: ModuleType, first: int | Array = 0) -> Args:
     """With ids that hide the keys from ``lengths`` on; ``first`` is the place of the first key."""
     own, other = args.query_segments, args.key_segments
     (B, T), S = args.query.shape[:2], args.key.shape[1]
@@ -111,7 +113,7 @@ def _within(args: Args, lengths: Any, frontend: Any, first: Any = 0) -> Args:
     return args._replace(query_segments=own, key_segments=frontend.xp.where(seen, other, -1))
 
 
-def hidden_by_length(args: Args, lengths: Any, first: Any) -> Args:
+def hidden_by_length(args: Args, lengths: Array | None, first: int | Array) -> Args:
     """The arrays of a shard, with ids that hide the keys from ``lengths`` on; ``first`` is its first key's place."""
     if lengths is None:
         return args
@@ -134,6 +136,6 @@ def dtype_name(dtype: Any) -> str | None:
         return str(dtype)
 
 
-def softmax_dtype(dtype: str | None, wanted: Any) -> str:
+def softmax_dtype(dtype: str | None, wanted: DType | None) -> str:
     """The name of the softmax's dtype: what is wanted, or float32, float64 for float64."""
     return dtype_name(wanted) or ("float64" if dtype == "float64" else "float32")

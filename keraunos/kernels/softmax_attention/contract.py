@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array, ArrayT
 from keraunos.ops import checks
 from keraunos.ops.invocation import Config, Invocation, UnsupportedError, is_number
 from keraunos.ops.registry import Implementation, kernel_registry
@@ -81,7 +82,7 @@ NO_WEIGHTS = "never forms the weights; return_weights needs xla or torch"
 FAR = 1 << 30
 
 
-def truth(name: str, x: Any) -> bool:
+def truth(name: str, x: object) -> bool:
     """An option that is True or False, and nothing that only counts as such.
 
     Raises:
@@ -98,7 +99,7 @@ def sides(causal: bool, window: tuple[int, int] | None, shift: int = 0) -> tuple
     if causal:
         right = 0 if right is None else min(right, 0)
 
-    def moved(reach, by):
+    def moved(reach: int | None, by: int) -> int | None:
         if reach is None or reach >= FAR or reach + by >= FAR:
             return None
         return max(reach + by, -FAR)
@@ -113,10 +114,9 @@ _DTYPES = (
 )
 
 
-def describe(
-    args: Args, *, softmax_scale: Any = None, soft_cap: Any = None, causal: Any = False, window: Any = None,
-    shift: int = 0, dropout: Any = 0.0, softmax_dtype: str = "float32", return_weights: bool = False,
-) -> Invocation:
+def describe(args: Args, *, softmax_scale: float | None = None, soft_cap: float | None = None, causal: bool = False,
+             window: tuple[int, int] | None = None, shift: int = 0, dropout: float = 0.0,
+             softmax_dtype: str = "float32", return_weights: bool = False) -> Invocation:
     """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
 
     Raises:
@@ -124,7 +124,7 @@ def describe(
         ValueError: a shape or a number does not fit.
     """
 
-    def fail(error, name, got, wanted, why="") -> NoReturn:
+    def fail(error: type[Exception], name: str, got: str, wanted: str, why: str = "") -> NoReturn:
         raise error(f"attention: {name} {got}; expected {wanted}{', ' + why if why else ''}")
 
     framework, frontend, dtypes = checks.arrays("attention", args, ("query", "key", "value"), _DTYPES)
@@ -226,19 +226,19 @@ def not_for_libraries(inv: Invocation) -> str | None:
     return "the vendor's kernels take plain and causal calls in 16 bits, positive scales and head dims up to 128"
 
 
-def over_groups(x: Any, G: int) -> Any:
+def over_groups(x: ArrayT, G: int) -> ArrayT:
     """``[B, heads, ...] -> [B, G or 1, H // G or 1, ...]``: the heads beside the keys that they read."""
     n = x.shape[1]
     groups, each = (n, 1) if n in (1, G) else (G, n // G)
     return x.reshape(x.shape[0], groups, each, *x.shape[2:])
 
 
-def sinks_of(sinks: Any, G: int) -> Any:
+def sinks_of(sinks: ArrayT, G: int) -> ArrayT:
     """``[1, G or 1, H // G or 1, n]``."""
     return over_groups(sinks.reshape(1, *((1,) * (2 - sinks.ndim)), *sinks.shape), G)
 
 
-def keeps(seed: Any, head: Any, t: Any, s: Any, dropout: float) -> Any:
+def keeps(seed: ArrayT, head: ArrayT, t: ArrayT, s: ArrayT, dropout: float) -> ArrayT:
     """Which weights the dropout keeps: a hash of their place, so that nothing is stored and all platforms agree.
 
     Args:
@@ -250,7 +250,7 @@ def keeps(seed: Any, head: Any, t: Any, s: Any, dropout: float) -> Any:
     return _mixed(row ^ _mixed(s + 0x1E3779B9)) >> 1 >= min(round(dropout * 2**31), 2**31 - 1)
 
 
-def _mixed(x: Any) -> Any:
+def _mixed(x: ArrayT) -> ArrayT:
     """A permutation of the numbers of 32 bits, every bit of which depends on all."""
     x = _low(x)
     x = _low((x ^ (x >> 16)) * 0x21F0AAAD)
@@ -258,7 +258,7 @@ def _mixed(x: Any) -> Any:
     return x ^ (x >> 15)
 
 
-def _low(x: Any) -> Any:
+def _low(x: ArrayT) -> ArrayT:
     return x & 0xFFFFFFFF if x.dtype.itemsize > 4 else x
 
 
@@ -270,10 +270,10 @@ def axes(args: Args, opts: Options) -> tuple[Args, str]:
     b, h = ".." if opts.dropout else "bh"
     B, H, G = args.query.shape[0], args.query.shape[2], args.key.shape[2]
 
-    def heads(n):
+    def heads(n: int) -> str:
         return h if n in (H, G) else "."
 
-    def plane(x):
+    def plane(x: Array | None) -> str | None:
         return None if x is None else (b if x.shape[0] == B else ".") + heads(x.shape[1]) + ".."
 
     sinks = None if args.sinks is None else "." if args.sinks.ndim == 1 else heads(args.sinks.shape[0]) + "."
@@ -300,7 +300,7 @@ def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str] | No
     return ((*args.query.shape[:3], args.value.shape[3]), dtype), None
 
 
-def flops(args: Any) -> tuple[int, int]:
+def flops(args: Args) -> tuple[int, int]:
     """The floating point operations of a call with arrays of these shapes, forward and backward.
 
     As PyTorch counts ``scaled_dot_product_attention``: all pairs of a query and a key, hidden ones too; two products
@@ -330,7 +330,7 @@ def fold(args: Args, size: int) -> Args | None:
     B = args.query.shape[1]
     xp = frontends.of(args.query).xp
 
-    def joined(x):
+    def joined(x: Array | None) -> Array | None:
         if x is None:
             return None
         x = xp.broadcast_to(x, (size, B, *x.shape[2:])) if x.shape[1] < B else x
@@ -339,7 +339,7 @@ def fold(args: Args, size: int) -> Args | None:
     return Args(*map(joined, args))
 
 
-def unfold(x: Any, size: int, shape: tuple[int, ...]) -> Any:
+def unfold(x: Array, size: int, shape: tuple[int, ...]) -> Array:
     """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
     if math.prod(x.shape) == size * math.prod(shape):
         return x.reshape(size, *shape)
@@ -385,8 +385,9 @@ def kernel(
         made = frontends.differentiable(forward, backward, OPERATOR, platform, (fold, unfold), letters)
         passes = forward, backward
 
-    def prepare(args, *, cfg, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
-                softmax_dtype="float32", return_weights=False):
+    def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None, soft_cap: float | None = None,
+                causal: bool = False, window: tuple[int, int] | None = None, shift: int = 0, dropout: float = 0.0,
+                softmax_dtype: str = "float32", return_weights: bool = False) -> Callable:
         if return_weights and not forms_weights:
             raise UnsupportedError(f"attention: {NO_WEIGHTS}")
         scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
@@ -397,7 +398,7 @@ def kernel(
             return lambda args: run(args, opts)
         return made(frontends.framework_of(args.query), opts, args)
 
-    def refused(inv):
+    def refused(inv: Invocation) -> str | None:
         return NO_WEIGHTS if inv.options["return_weights"] and not forms_weights else unsupported(inv)
 
     return Implementation("attention", prepare, fields, refused, heuristic, candidates, source=source,

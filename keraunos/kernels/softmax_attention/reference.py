@@ -1,13 +1,19 @@
 """Softmax attention in NumPy float64: what every platform is tested against."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from keraunos.kernels.softmax_attention.contract import keeps, over_groups, sinks_of
 
 
-def attention(query, key, value, bias=None, sinks=None, mask=None, query_segments=None, key_segments=None, seed=None,
-              query_offset=None, *, softmax_scale=None, soft_cap=None, causal=False, window=None, shift=0, dropout=0.0,
-              doutput=None, dtype=np.float64):
+def attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, bias: np.ndarray | None = None,
+              sinks: np.ndarray | None = None, mask: np.ndarray | None = None, query_segments: np.ndarray | None = None,
+              key_segments: np.ndarray | None = None, seed: np.ndarray | None = None,
+              query_offset: np.ndarray | None = None, *, softmax_scale: float | None = None,
+              soft_cap: float | None = None, causal: bool = False, window: tuple[int, int] | None = None,
+              shift: int = 0, dropout: float = 0.0, doutput: np.ndarray | None = None,
+              dtype: type[np.floating] = np.float64) -> tuple[np.ndarray, ...]:
     """``(output, weights)`` as ``contract.py`` defines them; with ``doutput``, gradients of the first five arrays.
 
     Those of bias and sinks are for every sequence, head and query: ``[B, H, T, S]`` and ``[B, H, T, n]``.
@@ -29,7 +35,7 @@ def attention(query, key, value, bias=None, sinks=None, mask=None, query_segment
         x = x + over_groups(np.asarray(bias).astype(dtype), G)
     if mask is not None:
         seen = seen & over_groups(np.asarray(mask), G)
-    if query_segments is not None:
+    if query_segments is not None and key_segments is not None:
         own = query_segments[:, None, None, :, None]
         seen = seen & (own == key_segments[:, None, None, None, :]) & (own >= 0)
     x = np.where(seen, x, -np.inf)

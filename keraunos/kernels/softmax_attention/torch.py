@@ -27,6 +27,7 @@ from keraunos.kernels.softmax_attention.contract import (
     over_groups,
     sinks_of,
 )
+from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
 
@@ -34,7 +35,7 @@ FIELDS = ("block_q",)
 _WEIGHTS = 1 << 23
 
 
-def heuristic(inv, cfg):
+def heuristic(inv: Invocation, cfg: Config) -> Config:
     """As many queries as the weights of a block may be, 16 at least."""
     size = 1024
     while size > 16 and inv.dims["B"] * inv.dims["H"] * inv.dims["S"] * size > _WEIGHTS:
@@ -42,7 +43,7 @@ def heuristic(inv, cfg):
     return replace(cfg, block_q=size)
 
 
-def candidates(inv, cfg):
+def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     """Blocks of 16 to 1,024 queries."""
     return [replace(cfg, block_q=size) for size in (16, 64, 256, 1024)]
 
@@ -51,7 +52,7 @@ def _as_called(fn: Callable) -> Callable:
     """The precision is the caller's choice by dtypes: autocast does not reach into ``fn(args, ...)``."""
 
     @functools.wraps(fn)
-    def run(args, *rest, **named):
+    def run(args: Args, *rest: Any, **named: Any) -> Any:
         device = args.query.device.type
         if not torch.amp.is_autocast_available(device):
             return fn(args, *rest, **named)
@@ -142,7 +143,7 @@ def _both(a: torch.Tensor | None, b: torch.Tensor) -> torch.Tensor:
 def _part(args: Args, t: slice, s: slice) -> Args:
     """The call of some queries and keys."""
 
-    def cut(x, *where):
+    def cut(x: torch.Tensor | None, *where: slice) -> torch.Tensor | None:
         return None if x is None else x[where]
 
     both, every = (slice(None), slice(None), t, s), slice(None)
@@ -167,7 +168,7 @@ def _output(args: Args, weights: torch.Tensor) -> torch.Tensor:
 
 
 @_as_called
-def forward(args: Args, opts: Options):
+def forward(args: Args, opts: Options) -> tuple[tuple[torch.Tensor, None], tuple]:
     """``((output, None), nothing)``."""
     output = args.query.new_empty(*args.query.shape[:3], args.value.shape[3])
     for part, t, s in _parts(args, opts):
@@ -176,15 +177,16 @@ def forward(args: Args, opts: Options):
 
 
 @_as_called
-def backward(args: Args, residuals, grads, opts: Options, sums: tuple = (), means: Any = None) -> Args:
+def backward(args: Args, residuals: tuple, grads: tuple, opts: Options, sums: tuple = (),
+             means: torch.Tensor | None = None) -> Args:
     """The gradients of ``args`` from that of the output.
 
     ``sums`` and ``means``, ``[B, G, R, T, 1]``, are of all keys where these are a part of them.
     """
     work, G, H = _working(args.query, opts), args.key.shape[2], args.query.shape[2]
 
-    def zeros(x, dtype=None):
-        return None if x is None else torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    def zeros(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
     dq, dk, dv = zeros(args.query), zeros(args.key, work), zeros(args.value, work)
     dbias = zeros(args.bias) if opts.needs(args, "bias") else None
@@ -227,7 +229,7 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     return output, torch.where(total > 0, top, torch.inf), torch.where(total > 0, total, 1)
 
 
-def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
+def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: torch.Tensor, opts: Options) -> Args:
     """See ``contract.py``."""
     (B, T, H, _), G = args.query.shape, args.key.shape[2]
     output, *sums = whole

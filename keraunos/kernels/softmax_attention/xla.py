@@ -33,6 +33,7 @@ from keraunos.kernels.softmax_attention.contract import (
     sinks_of,
     traits,
 )
+from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q", "block_k")
 
@@ -40,7 +41,7 @@ FIELDS = ("block_q", "block_k")
 _WEIGHTS = 1 << 23
 
 
-def heuristic(inv, cfg):
+def heuristic(inv: Invocation, cfg: Config) -> Config:
     """As large as the weights of one pair of blocks may be: fewer steps; 128 at least, for the matrix units."""
     size = 512 if inv.backend == "cpu" else 1024
     while size > 128 and inv.dims["B"] * inv.dims["H"] * size * size > _WEIGHTS:
@@ -48,7 +49,7 @@ def heuristic(inv, cfg):
     return replace(cfg, block_q=size, block_k=size)
 
 
-def candidates(inv, cfg):
+def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     """Blocks of 128 to 1,024 tokens on either side."""
     sizes = (128, 256, 512, 1024)
     return [replace(cfg, block_q=q, block_k=k) for q in sizes for k in sizes]
@@ -67,7 +68,7 @@ class _Tile(NamedTuple):
     query_offset: Any  # [B, 1, 1, 1, 1]
 
 
-def _logits(q: Any, k: Any, tile: _Tile, opts: Options, S: int) -> tuple[Any, Any]:
+def _logits(q: jax.Array, k: jax.Array, tile: _Tile, opts: Options, S: int) -> tuple[Any, Any]:
     """``(logits, the capped ones before the bias)``, ``[B, G, R, Tq, Sk]``; -inf where not visible."""
     x = opts.softmax_scale * _product("bgrtk,bgsk->bgrts", q, k, _working(q, opts))
     if opts.soft_cap is not None:
@@ -90,17 +91,17 @@ def _logits(q: Any, k: Any, tile: _Tile, opts: Options, S: int) -> tuple[Any, An
     return jnp.where(seen, x, -jnp.inf), capped
 
 
-def _working(q: Any, opts: Options) -> Any:
+def _working(q: jax.Array, opts: Options) -> np.dtype:
     return jnp.promote_types(jnp.promote_types(q.dtype, opts.softmax_dtype), jnp.float32)
 
 
-def _product(equation: str, a: Any, b: Any, work: Any) -> Any:
+def _product(equation: str, a: jax.Array, b: jax.Array, work: np.dtype) -> jax.Array:
     """In ``work``'s precision; of 16-bit operands the matrix units' products are exact as they are."""
     precision = jax.lax.Precision.HIGHEST if a.dtype.itemsize > 2 else None
     return jnp.einsum(equation, a, b, preferred_element_type=work, precision=precision)
 
 
-def _kept(x: Any, tile: _Tile, opts: Options) -> Any:
+def _kept(x: jax.Array, tile: _Tile, opts: Options) -> jax.Array:
     """What the dropout leaves of weights or of their gradients."""
     if not opts.dropout:
         return x
@@ -168,32 +169,32 @@ class _Blocks:
         pairs = [(i, j, n == 0) for i, row in enumerate(seen) for n, j in enumerate(row)]
         self.pairs = tuple(np.array(x, np.int32) for x in zip(*pairs, strict=True)) if pairs else ()
 
-    def pad(self, x: Any, axis: int, side: int) -> Any:
+    def pad(self, x: jax.Array, axis: int, side: int) -> jax.Array:
         """With zeros up to whole blocks of queries (side 0) or keys (1)."""
         return frontend.pad(x, axis % x.ndim, -x.shape[axis] % self.sizes[side])
 
-    def cut(self, x: Any, axis: int, side: int) -> Any:
+    def cut(self, x: jax.Array, axis: int, side: int) -> jax.Array:
         """``[n, ...]``: the blocks of an axis."""
         x = self.pad(x, axis, side)
         size = self.sizes[side]
         shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 
-    def joined(self, x: Any, axis: int, length: int) -> Any:
+    def joined(self, x: jax.Array, axis: int, length: int) -> jax.Array:
         """What :meth:`cut` was given."""
         x = jnp.moveaxis(x, 0, axis)
         x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
         return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
-    def rows(self, x: Any) -> Any:
+    def rows(self, x: jax.Array) -> jax.Array:
         """Blocks of queries' results ``[n, B, G, R, block, dim]`` as ``[B, T, H, dim]``."""
         return self.joined(x, 3, self.T).transpose(0, 3, 1, 2, 4).reshape(self.B, self.T, self.H, x.shape[-1])
 
-    def tile(self, i: Any, j: Any) -> _Tile:
+    def tile(self, i: jax.Array, j: jax.Array) -> _Tile:
         """The tile of one pair of blocks: queries of block ``i``, keys of block ``j``."""
         at, sizes = (i * self.sizes[0], j * self.sizes[1]), self.sizes
 
-        def part(x, axis, side):
+        def part(x: jax.Array | None, axis: int, side: int) -> Any:
             return None if x is None else jax.lax.dynamic_slice_in_dim(x, at[side], sizes[side], axis % x.ndim)
 
         t, s = (jnp.arange(n, dtype=jnp.int32) + first for n, first in zip(sizes, at, strict=True))
@@ -201,13 +202,13 @@ class _Blocks:
         own, other = part(self.whole.query_segments, 1, 0), part(self.whole.key_segments, 1, 1)
         return _Tile(t, s, bias, mask, own, other, self.args.seed, self.whole.query_offset)
 
-    def sinks(self) -> Any:
+    def sinks(self) -> jax.Array:
         """``[1, G or 1, R or 1, 1, n]``; none: n is 0."""
         if self.args.sinks is None:
             return jnp.zeros((1, 1, 1, 1, 0), self.work)
         return sinks_of(self.args.sinks.astype(self.work), self.G)[..., None, :]
 
-    def zeros(self, shape: Any) -> Any:
+    def zeros(self, shape: tuple[int, ...]) -> jax.Array:
         return frontend.zeros(shape, self.work, self.args.query)
 
     def start(self) -> tuple[Any, Any, Any]:
@@ -218,17 +219,17 @@ class _Blocks:
         return top, total, self.zeros((*self.q.shape[1:-1], self.V))
 
 
-def _sums(top: Any, total: Any) -> tuple[Any, Any]:
+def _sums(top: jax.Array, total: jax.Array) -> tuple[Any, Any]:
     """The sums as ``contract.py`` has them: inf where nothing is visible, so that weights computed from it are 0."""
     return jnp.where(total > 0, jnp.where(jnp.isfinite(top), top, 0), jnp.inf), jnp.where(total > 0, total, 1)
 
 
-def _forward(args: Args, opts: Options):
+def _forward(args: Args, opts: Options) -> tuple[jax.Array, tuple]:
     """``(output, what the backward needs: the output and, for each query, its maximum and the sum relative to it)``."""
     w = _Blocks(args, opts)
     start = w.start()
 
-    def step(carry, pair):
+    def step(carry: tuple, pair: tuple) -> tuple:
         (top, total, acc), outputs, sums = carry
         i, j, is_first = pair
         top, total, acc = (jnp.where(is_first, new, old) for new, old in zip(start, (top, total, acc), strict=True))
@@ -255,7 +256,7 @@ def _forward(args: Args, opts: Options):
     return output, (output, *sums)
 
 
-def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
+def _backward(args: Args, residuals: tuple, doutput: jax.Array, opts: Options) -> Args:
     """The gradients of ``args``."""
     output, tops, totals = residuals
     w = _Blocks(args, opts)
@@ -263,7 +264,7 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
     do = by_block[0]
     mean = (do.astype(w.work) * by_block[1].astype(w.work)).sum(-1)  # [n, B, G, R, block]
 
-    def step(carry, pair):
+    def step(carry: tuple, pair: tuple) -> tuple:
         dq, (dqs, dks, dvs, dbias) = carry
         i, j, is_first = pair
         tile, q, k = w.tile(i, j), w.q[i], w.k[j]
@@ -306,7 +307,7 @@ def _backward(args: Args, residuals: Any, doutput: Any, opts: Options) -> Args:
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, found, strict=True)))
 
 
-def _summed(x: Any, shape: tuple[int, ...]) -> Any:
+def _summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Over the first axes that are 1 in ``shape``."""
     return x.sum([i for i, n in enumerate(shape) if n == 1], keepdims=True)
 
@@ -326,7 +327,7 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     return output, top, total
 
 
-def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
+def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: jax.Array, opts: Options) -> Args:
     """See ``contract.py``."""
     (B, T, H, _), G, opts = args.query.shape, args.key.shape[2], _small(args, opts)
     output, *sums = whole
@@ -340,7 +341,7 @@ _by_block = frontend.differentiable(_forward, _backward, lambda args, opts: (*ax
 _jitted = jax.jit(frontend.as_written(_at_once), static_argnums=1)
 
 
-def _not_for_cudnn(inv) -> str | None:
+def _not_for_cudnn(inv: Invocation) -> str | None:
     """Why a call is none for cuDNN, or None."""
     if (inv.dims["T"] | inv.dims["S"]) % 2:
         return f"JAX gives cuDNN no odd lengths; the call has T = {inv.dims['T']}, S = {inv.dims['S']}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -86,7 +86,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         ValueError: a shape does not fit.
     """
 
-    def fail(error, name, got, wanted, why="") -> NoReturn:
+    def fail(error: type[Exception], name: str, got: str, wanted: object, why: str = "") -> NoReturn:
         raise error(f"{op_id}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
 
     first = ("key", "value", "query") if op_id != "commit" else ("key", "value")
@@ -104,7 +104,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
     _, H, _, V = args.states.shape
     N = sizes.setdefault("N", args.slots.shape[0] if args.slots.ndim == 1 else 0)
 
-    def shape(name, wanted, letters, why=""):
+    def shape(name: str, wanted: Sequence[tuple], letters: Sequence[Sequence[str]], why: str = "") -> None:
         x = getattr(args, name)
         if x is not None and tuple(x.shape) not in wanted:
             sought = " or ".join(f"[{', '.join(label)}] = {w}" for label, w in zip(letters, wanted, strict=True))
@@ -173,7 +173,7 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
 def checker(op_id: str, args: Args) -> Callable[[Args], None] | None:
     """What checks values of calls like this one; see :mod:`keraunos.ops.checks`. Those of padding are any."""
 
-    def tokens(slots, cu_seqlens):
+    def tokens(slots: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
         found = np.repeat(slots >= 0, np.diff(cu_seqlens).clip(0))[:rows]
         return np.pad(found, (0, rows - len(found)))
 
@@ -211,7 +211,7 @@ def check_room(op_id: str, out: Any) -> None:
             raise ValueError(f"{op_id}: out has strides {out.stride()}; expected {wanted}")
 
 
-def flops(op_id: str, args: Any) -> tuple[int, int]:
+def flops(op_id: str, args: Args) -> tuple[int, int]:
     """The floating point operations of a call with arrays of these shapes, as the recurrence has them; no backward.
 
     A product of K x V values for each token and head changes the state, another one reads it.
@@ -221,7 +221,7 @@ def flops(op_id: str, args: Any) -> tuple[int, int]:
 
 
 def _operator(op_id: str, required: tuple[str, ...], optional: tuple[str, ...]) -> frontends.Operator:
-    def check(args, opts):
+    def check(args: Args, opts: Options) -> None:
         inv = describe(op_id, args, opts.softmax_scale)
         kernel_registry.require(inv, opts.cfg)
         check_room(op_id, args.out)
@@ -269,7 +269,7 @@ def kernels(
     def implementation(op_id: str, compute: Callable, fields: tuple[str, ...]) -> Implementation:
         made = frontends.in_place(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
 
-        def prepare(args, softmax_scale=None, cfg=None):
+        def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None) -> Callable:
             scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
             return made(frontends.framework_of(args.key), Options(op_id, scale, cfg), args)
 

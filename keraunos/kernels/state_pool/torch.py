@@ -37,21 +37,20 @@ def _rows(live: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _steps(args: Args, opts: Options):
+def _steps(args: Args, opts: Options) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``(output, pool)`` of decode, verify or commit: token after token."""
     states, H = args.states, args.states.shape[1]
     live = args.slots >= 0
     state = _read(args).float()
 
-    def token(x):
+    def token(x: torch.Tensor) -> torch.Tensor:
         """The rows of each token ``[N, H, ...]`` in float32."""
-        if x is None:
-            return None
         x = x[:, None] if opts.op_id == "decode" else x
         x = x.float()
         return x.repeat_interleave(H // x.shape[2], 2) if x.shape[2] != H else x
 
-    q, k, v = token(args.query), token(args.key), token(args.value)
+    k, v = token(args.key), token(args.value)
+    q = token(args.query) if opts.reads else None
     gate = state.new_zeros(1, 1, 1, 1)
     if args.g is not None:
         gate = token(args.g)
@@ -64,7 +63,7 @@ def _steps(args: Args, opts: Options):
     for t in range(k.shape[1]):
         moved = decay[:, t, ..., None] * state + k[:, t, ..., None] * v[:, t, :, None]
         state = moved if args.counts is None else torch.where((t < args.counts).view(-1, 1, 1, 1), moved, state)
-        if opts.reads:
+        if q is not None:
             outputs.append((state * q[:, t, ..., None]).sum(-2) * opts.softmax_scale)
     if opts.writes:
         _write(states, args.slots if args.counts is None else torch.where(args.counts > 0, args.slots, -1), state)
@@ -79,7 +78,7 @@ def _finish(output: torch.Tensor, args: Args) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _prefill(args: Args, opts: Options):
+def _prefill(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """``(output, pool)``: the packed tokens of all requests."""
     cu, T = args.cu_seqlens.long(), args.key.shape[0]
     live = args.slots >= 0
@@ -103,7 +102,7 @@ def _prefill(args: Args, opts: Options):
     return _finish(_rows(alive, output[0]), args), args.states
 
 
-def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, args: Args):
+def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, args: Args) -> tuple:
     """``(output, final states, (slots, states) to export)`` of requests cut where states are wanted."""
     cu, state = args.cu_seqlens.long(), call.initial_state
     N, M = len(cu) - 1, len(args.tokens)

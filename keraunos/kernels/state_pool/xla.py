@@ -30,11 +30,11 @@ def _rows(live: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
 
 
-def _steps(args: Args, opts: Options):
+def _steps(args: Args, opts: Options) -> tuple[jax.Array | None, jax.Array | None]:
     """``(output, pool)`` of decode, verify or commit: token after token."""
     H, one = args.states.shape[1], opts.op_id == "decode"
 
-    def tokens(x):
+    def tokens(x: jax.Array) -> jax.Array:
         """``[T, N, H, ...]`` in float32."""
         x = x[:, None] if one else x
         x = jnp.moveaxis(x, 1, 0).astype(jnp.float32)
@@ -49,7 +49,7 @@ def _steps(args: Args, opts: Options):
         gate = gate + args.g_gamma.astype(jnp.float32)[..., None]
     counts = jnp.full(args.slots.shape, k.shape[0]) if args.counts is None else args.counts
 
-    def step(state, token):
+    def step(state: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array | None]:
         t, q, k, v, decay = token
         moved = decay[..., None] * state + k[..., None] * v[..., None, :]
         state = jnp.where((t < counts)[:, None, None, None], moved, state)
@@ -60,13 +60,13 @@ def _steps(args: Args, opts: Options):
     output = pool = None
     if opts.writes:
         pool = _write(args.states, jnp.where(counts > 0, args.slots, -1), state)
-    if opts.reads:
+    if outputs is not None:
         output = _rows(args.slots >= 0, jnp.moveaxis(outputs, 0, 1)).astype(args.query.dtype)
         output = output[:, 0] if one else output
     return output, pool
 
 
-def _prefill(args: Args, opts: Options):
+def _prefill(args: Args, opts: Options) -> tuple[jax.Array, jax.Array]:
     """``(output, pool)``: the packed tokens of all requests."""
     cu, T = args.cu_seqlens, args.key.shape[0]
     live = args.slots >= 0
@@ -89,7 +89,7 @@ def _prefill(args: Args, opts: Options):
     return _rows(alive, output[0]), _write(pool, args.slots, final)
 
 
-def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, args: Args):
+def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, args: Args) -> tuple:
     """``(output, final states, (slots, states) to export)`` of requests cut where states are wanted."""
     cu, state = args.cu_seqlens, call.initial_state
     N, M = len(cu) - 1, len(args.tokens)
@@ -102,7 +102,7 @@ def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, arg
     cut = call._replace(initial_state=None, cu_seqlens=cuts)
     (_, local), _ = linear.forward(cut, options)
 
-    def enter(carried, piece):
+    def enter(carried: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
         own, begin, total, local = piece
         carried = jnp.where(own, begin, carried)
         return total * carried + local, carried

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from keraunos.frontends import SHARED_MEMORY, launch
+from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.contract import Args, Options
 
 # With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
@@ -56,7 +57,7 @@ class Spec(NamedTuple):
     dtype: str
 
 
-def spec_of(x: Any) -> Spec | None:
+def spec_of(x: Array | None) -> Spec | None:
     """What is known of an array; None of an absent one."""
     if x is None:
         return None
@@ -69,7 +70,7 @@ def spec_of(x: Any) -> Spec | None:
 
 
 @functools.cache
-def _name(dtype: Any) -> str:
+def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -94,7 +95,7 @@ class Plan(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def launch(self, **arrays):
+    def launch(self, **arrays: Array | None) -> tuple:
         """Run it on arrays, given in the order of the kernel's parameters."""
         return launch(self.kernel, self.grid, {**arrays, **self.numbers}, self.outputs, self.constants,
                       num_warps=self.num_warps, num_stages=self.num_stages)

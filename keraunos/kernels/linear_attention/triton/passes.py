@@ -24,6 +24,7 @@ from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
 from keraunos.frontends import shared_memory
+from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.triton import chunks, scan
@@ -47,6 +48,7 @@ from keraunos.kernels.linear_attention.triton.call import (
     tile,
     unit_of,
 )
+from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 
@@ -63,8 +65,9 @@ _HEADS = 8
 
 
 @remember
-def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, output, into, save, part, state_t, width,
-               pool, overlap) -> Plan:
+def _scan_plan(call: Call, q: Spec | None, k: Spec, v: Spec, *, reverse: bool, adjoint: bool, init: _Init,
+               final: _Final, state: str, output: str | None, into: bool, save: _Save, part: Part | None, state_t: bool,
+               width: int, pool: Pool | None, overlap: _Overlap) -> Plan:
     H, cfg = call.H, call.cfg
     K, V = k.shape[-1], v.shape[-1]
     BV, num_warps, num_stages = min(cfg.block_d, tile(V)), cfg.num_warps, cfg.num_stages
@@ -94,7 +97,7 @@ def _scan_plan(call: Call, q, k, v, *, reverse, adjoint, init, final, state, out
         whole = slots + slots % 2 if call.in_pairs else slots
         saved = call.chunk_slots(part) if save == _Save.CHUNKS else whole * (-(-call.walk // call.M))
     save = save if saved else _Save.NOTHING
-    outputs = dict(
+    outputs: dict[str, Any] = dict(
         o=None if q is None else "into" if into else ((call.B, call.T, H, V), output),
         ht="h0" if final == _Final.WALK else ((*ends, V, K) if state_t else (*ends, K, V), state) if final else None,
         hs=((saved, H, K, V), call.dtype) if saved else None,
@@ -151,9 +154,11 @@ class _Overlap(IntFlag):
 _IN_TURN = int(_Overlap.WITH_NEXT | _Overlap.AFTER_LAST)
 
 
-def _scan(call: Call, args: Args, q, k, v, *, reverse, adjoint=False, h0=None, init=_Init.ZERO, decayed=None,
-          final=_Final.NONE, state="float32", output=None, into=None, save=_Save.NOTHING, part=None,
-          state_t=False, pool=None, overlap=_Overlap.NONE):
+def _scan(call: Call, args: Args, q: Array | None, k: Array, v: Array, *, reverse: bool, adjoint: bool = False,
+          h0: Array | None = None, init: _Init = _Init.ZERO, decayed: _Decayed | None = None,
+          final: _Final = _Final.NONE, state: str = "float32", output: str | None = None, into: Array | None = None,
+          save: _Save = _Save.NOTHING, part: Part | None = None, state_t: bool = False, pool: Pool | None = None,
+          overlap: _Overlap = _Overlap.NONE) -> tuple:
     """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
 
     Args:
@@ -197,7 +202,8 @@ def _combine_plan(call: Call, K: int, V: int, reverse: bool, init: bool, pool: P
     return Plan(scan.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
 
-def _starts(call: Call, args: Args, k, v, h0, *, reverse, adjoint=False, decayed=None, pool=None) -> dict[str, Any]:
+def _starts(call: Call, args: Args, k: Array, v: Array, h0: Array | None, *, reverse: bool, adjoint: bool = False,
+            decayed: _Decayed | None = None, pool: Pool | None = None) -> dict[str, Any]:
     """What each walk starts from: where sequences are cut, the states of their segments ``[slots, H, K, V]``."""
     if not call.L and pool:
         return dict(h0=None, init=_Init.SEQUENCE)
@@ -259,7 +265,7 @@ def _decay(call: Call, args: Args, width: int) -> _Decayed | None:
     return _Decayed(*made, *halving.launch(**arrays, halved=made[-1], cu_seqlens=args.cu_seqlens))
 
 
-def forward(args: Args, opts: Options, pool: Pool | None = None):
+def forward(args: Args, opts: Options, pool: Pool | None = None) -> tuple[tuple[Array, Array | None], tuple]:
     """``((output, final_state), residuals)``: the states that parts or segments start from, where there are any.
 
     With a pool, which is the final state then, the arrays of tokens have no axis for the batch.
@@ -281,14 +287,14 @@ def forward(args: Args, opts: Options, pool: Pool | None = None):
 forward.residuals = dict(starts=room)  # type: ignore[attr-defined]
 
 
-def backward(args: Args, residuals, grads, opts: Options) -> Args:
+def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
     call = call_of(Args(*map(spec_of, args)), opts, shared_memory(args.query)).of_gradients
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
     do, dfinal = grads
     decayed = _decay(call, args, call.K if call.shares_pairs else call.BT)
     qd = decayed.q if decayed else q
-    run = dict(reverse=not call.reverse, adjoint=True)
+    run: dict[str, Any] = dict(reverse=not call.reverse, adjoint=True)
     begin = dict(h0=residuals[0], init=_Init.PART if call.M else _Init.WALK)
     if not (call.M or call.L):
         begin = _starts(call, args, k, v, h0, reverse=call.reverse)
@@ -340,7 +346,8 @@ _GRADIENTS = ("dq", "dk", "dg")
 _GIVEN = tuple(f"{name}_given" for name in _GRADIENTS)
 
 
-def _gradients(call: Call, args: Args, decayed: _Decayed | None, do, begin, ends, wanted) -> tuple:
+def _gradients(call: Call, args: Args, decayed: _Decayed | None, do: Array, begin: dict[str, Any], ends: dict[str, Any],
+               wanted: dict[str, Any]) -> tuple:
     """``(dq, dk, dv, dg, dgamma, dh0)`` where gates have gradients, part by part, from the last one that is walked.
 
     Args:
@@ -385,7 +392,8 @@ def _gradients(call: Call, args: Args, decayed: _Decayed | None, do, begin, ends
     return dq, dk, dv, dg, dgamma, dh0 if wanted else None
 
 
-def _part_gradients(call: Call, args: Args, decayed: _Decayed | None, do, hs, dhs, grads, part):
+def _part_gradients(call: Call, args: Args, decayed: _Decayed | None, do: Array, hs: Array, dhs: Array, grads: tuple,
+                    part: Part | None) -> tuple[_Decayed | None, tuple]:
     """``(dq, dk, dg)`` with those of a part's chunks, from the states before and the gradients after each of them.
 
     Each program overwrites what no other reads: with mild vector gates its own part of the decayed q and k, and dg's
@@ -395,7 +403,7 @@ def _part_gradients(call: Call, args: Args, decayed: _Decayed | None, do, hs, dh
     kinds = (((*whole, call.K), call.dtype_of_each(query)), ((*whole, call.K), call.dtype_of_each(key)),
              ((*whole, call.K) if call.gate == 2 else (-(-call.K // _GRADIENT[0]), *whole), call.dg))
 
-    def launch(q, k, mild, halved, outputs, grads):
+    def launch(q: Array, k: Array, mild: bool, halved: bool, outputs: tuple, grads: tuple) -> tuple:
         # Where k is decayed so is q.
         specs = (spec_of(q), spec_of(k)) if mild else (query, key)
         plan = _gradient_plan(call, *specs, spec_of(do), mild, halved, outputs, part)
@@ -421,7 +429,7 @@ def _part_gradients(call: Call, args: Args, decayed: _Decayed | None, do, hs, dh
     return decayed, grads
 
 
-def _gamma_gradient(call: Call, dg):
+def _gamma_gradient(call: Call, dg: Array) -> Array:
     """The sum of the gates' gradients over tokens (and dimensions, and the batch if it shares the decay)."""
     gamma, D = call.specs.g_gamma, call.K if call.gate == 2 else 1
     x = _sum(dg, call.B, call.T, call.H * D, (call.B, call.H, D), "float32")
@@ -431,7 +439,7 @@ def _gamma_gradient(call: Call, dg):
     return _sum(x, M, R, call.H, gamma.shape, gamma.dtype)
 
 
-def _shared(call: Call, dx, x: Spec | None):
+def _shared(call: Call, dx: Array | None, x: Spec | None) -> Array | None:
     """The gradient of an array, if there is one, from those of all heads: the sum over those that share one."""
     R = call.ratio(x)
     if x is None or dx is None or R == 1:
@@ -451,7 +459,7 @@ def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: 
                 dict(UNIT=unit, BR=BR, BD=BD, LAST=last, OVERLAP=_IN_TURN), 4, 2)
 
 
-def _sum(x, M: int, R: int, D: int, shape, dtype: str, last: bool = False):
+def _sum(x: Array, M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: bool = False) -> Array:
     """``x`` as ``[M, R, D]``, or ``[M, D, R]`` with ``last``, summed over R, in the given shape and dtype."""
     return _sum_plan(M, R, D, shape, dtype, last).launch(x=x)[0]
 
@@ -462,7 +470,7 @@ def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
     return (call.L, False) if call.L and not call.packed else None
 
 
-def unsupported(inv) -> str | None:
+def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
     if inv.backend != "gpu" and not (INTERPRETED and inv.framework == "torch"):
         return f"needs a GPU; the call's arrays are on {inv.backend}"
@@ -475,7 +483,7 @@ def unsupported(inv) -> str | None:
     return None
 
 
-def heuristic(inv, cfg):
+def heuristic(inv: Invocation, cfg: Config) -> Config:
     """Chunks of 64 tokens; tiles of V and pipeline depth as registers and shared memory allow."""
     exact, K, V = inv.arrays["query"][0] == "float32", inv.dims["K"], inv.dims["V"]
     wide = max(K, V) > 128
@@ -498,7 +506,7 @@ def heuristic(inv, cfg):
     return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)
 
 
-def _for_two_programs(inv, cfg, exact: bool, wide: bool):
+def _for_two_programs(inv: Invocation, cfg: Config, exact: bool, wide: bool) -> Config:
     """What is chosen for GPUs with less shared memory than Hopper: by occupancy, as nothing was measured there.
 
     Two programs of four warps fit a multiprocessor, by registers and by shared memory. Products there take operands
@@ -516,7 +524,7 @@ def _exact_chunk(wide: bool) -> int:
     return 16 if wide else 32
 
 
-def candidates(inv, cfg):
+def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     """Tiles of 64 and 128 dimensions, and of 32 only where the heuristic takes them; see the note on _GRADIENT."""
     # A tile wider than the heads is cut to them: another name for the same program.
     widest = tile(max(inv.dims["K"], inv.dims["V"]))

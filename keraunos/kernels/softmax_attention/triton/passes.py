@@ -12,12 +12,15 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array
 from keraunos.kernels.softmax_attention.contract import FAR, Args, Options, axes, kernel
 from keraunos.kernels.softmax_attention.triton import gradients, kernels
+from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
@@ -41,11 +44,11 @@ def _tile(n: int) -> int:
     return max(_pow2(n), 16)
 
 
-def _name(x: Any) -> str:
+def _name(x: Array) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _strides(x: Any) -> tuple[int, ...]:
+def _strides(x: Array) -> tuple[int, ...]:
     if hasattr(x, "stride"):
         return x.stride()
     strides = [1]  # a JAX array is contiguous
@@ -101,7 +104,7 @@ class _Call:
         device = frontends.of(self.args.query).device_of(self.args.query).kind
         return 2 if _INTERPRETED or "AMD" in device else 3
 
-    def rows(self, **arrays: Any) -> tuple[dict[str, int], dict[str, int]]:
+    def rows(self, **arrays: Array) -> tuple[dict[str, int], dict[str, int]]:
         """Strides of arrays ``[B, T, H, dim]``: numbers in units, and constants with the unit."""
         strides = {name: _strides(x) for name, x in arrays.items()}
         unit = math.gcd(16, *(n for of in strides.values() for n in of[:3]))
@@ -110,7 +113,7 @@ class _Call:
         }
         return numbers, {**{f"stride_{name}t": of[1] for name, of in strides.items()}, "UNIT": unit}
 
-    def plane(self, name: str, x: Any) -> dict[str, int]:
+    def plane(self, name: str, x: Array | None) -> dict[str, int]:
         """Strides of a bias or a mask ``[1 or B, heads, T, S]``."""
         if x is None:
             return {f"stride_{name}{axis}": 0 for axis in "bht"}
@@ -123,7 +126,7 @@ class _Call:
         shared = mask is None or mask.shape[0] == 1
         return {**self.plane("mask", mask), "stride_flagsb": 0 if shared else mask.shape[1]}
 
-    def shared(self, x: Any) -> int:
+    def shared(self, x: Array | None) -> int:
         """Query heads that share a head of the array."""
         return 1 if x is None else self.H // x.shape[1]
 
@@ -142,7 +145,7 @@ class _Call:
         ids = dict(query=self.args.query_segments, key=self.args.key_segments)
         return {f"stride_{name}b": 0 if x is None else _strides(x)[0] for name, x in ids.items()}
 
-    def together(self, do: Any, block: int) -> dict[str, int]:
+    def together(self, do: Array, block: int) -> dict[str, int]:
         """How the kernel of keys takes the heads that share them: its N, and strides between the N heads of a tile.
 
         With a soft cap as many as a tile of ``block`` rows can have, 8 queries each, which needs the fewest registers;
@@ -157,7 +160,7 @@ class _Call:
             return dict(N=1, stride_qn=0, stride_don=0)
         return dict(N=min(R & -R, block // 8), stride_qn=strides[0][2], stride_don=strides[1][2])
 
-    def spreads(self, ids: Any, block: int) -> Any:
+    def spreads(self, ids: Array | None, block: int) -> Array | None:
         """What segments are in blocks of queries or keys; None without any."""
         if ids is None:
             return None
@@ -169,7 +172,7 @@ class _Call:
             dict(spreads=((B, 3, NB), dtype)), dict(BLOCK=block), num_warps=1, num_stages=1,
         )[0]
 
-    def mask_flags(self, mask: Any, BT: int, BS: int) -> Any:
+    def mask_flags(self, mask: Array | None, BT: int, BS: int) -> Array | None:
         """What of each block of the mask is visible; None without one."""
         if mask is None:
             return None
@@ -182,7 +185,7 @@ class _Call:
         )[0]
 
 
-def forward(args: Args, opts: Options):
+def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
     """``((output, None), (output, the log of each query's sum, or its top and its sum))``."""
     w = _Call(args, opts)
     strides, fixed = w.rows(q=args.query, k=args.key, v=args.value)
@@ -220,7 +223,7 @@ def _lse(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
 forward.residuals = dict(output=frontends.OUTPUT, lse=_lse)  # type: ignore[attr-defined]
 
 
-def backward(args: Args, residuals, grads, opts: Options) -> Args:
+def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args`` from that of the output."""
     w, (output, lse), do = _Call(args, opts), residuals, grads[0]
     mean, dsinks = _means(w, output, do, lse)
@@ -231,7 +234,8 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
                      **w.masks, NEGATIVE=w.negative)
     rows, columns = w.cfg.block_q, w.cfg.block_k
 
-    def launch(kernel, grid, flags, spreads, outputs, constants):
+    def launch(kernel: Callable, grid: tuple[int, ...], flags: Array | None, spreads: Array | None,
+               outputs: dict[str, Any], constants: dict[str, Any]) -> tuple:
         inputs = dict(
             q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, flags=flags,
             query_ids=args.query_segments, key_ids=args.key_segments, spreads=spreads, seed=args.seed, do=do, lse=lse,
@@ -259,7 +263,7 @@ def backward(args: Args, residuals, grads, opts: Options) -> Args:
     return Args(dq, dk, dv, dbias, dsinks)
 
 
-def _bias(w: _Call, do: Any, lse: Any, mean: Any) -> Any:
+def _bias(w: _Call, do: Array, lse: Array, mean: Array) -> Array:
     """The gradient of the bias."""
     args = w.args
     strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
@@ -280,7 +284,7 @@ def _bias(w: _Call, do: Any, lse: Any, mean: Any) -> Any:
     )[0]
 
 
-def _means(w: _Call, output: Any, do: Any, lse: Any) -> tuple[Any, Any]:
+def _means(w: _Call, output: Array, do: Array, lse: Array) -> tuple[Any, Any]:
     """Each query's mean, and the gradient of the sinks."""
     args = w.args
     strides, fixed = w.rows(do=do)
@@ -307,7 +311,7 @@ def _means(w: _Call, output: Any, do: Any, lse: Any) -> tuple[Any, Any]:
     return mean, dsinks
 
 
-def unsupported(inv) -> str | None:
+def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
     if inv.backend != "gpu" and not (_INTERPRETED and inv.framework == "torch"):
         return f"needs a GPU; the call's arrays are on {inv.backend}"
@@ -328,7 +332,7 @@ def unsupported(inv) -> str | None:
     return None
 
 
-def heuristic(inv, cfg):
+def heuristic(inv: Invocation, cfg: Config) -> Config:
     """Tiles of 64 rows by blocks of 64, of which two programs fit a multiprocessor: one's exponentials, the other's
     products. Smaller blocks, or one program of two warpgroups, where registers ask for it.
     """
@@ -347,7 +351,7 @@ def heuristic(inv, cfg):
     return replace(cfg, block_q=rows, block_k=columns, num_warps=num_warps, num_stages=num_stages)
 
 
-def candidates(inv, cfg):
+def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     """Tiles of 64 and 128 rows; of float32 and of wide heads only what their registers hold."""
     wide = max(inv.dims["K"], inv.dims["V"]) > 128
     if inv.arrays["query"][0] == "float32":
@@ -378,7 +382,7 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     return output, lse / _LOG2E, frontend.zeros(tuple(lse.shape), "float32", lse) + 1
 
 
-def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Any, opts: Options) -> Args:
+def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: Array, opts: Options) -> Args:
     """See ``contract.py``."""
     output, top, total = whole
     frontend = frontends.of(top)

@@ -12,11 +12,14 @@ import math
 from dataclasses import replace
 from typing import Any, cast
 
+from keraunos.frontends.array_types import Array
+from keraunos.kernels.linear_attention import contract as linear_contract
 from keraunos.kernels.linear_attention.triton import passes as linear
 from keraunos.kernels.linear_attention.triton.call import INTERPRETED, Plan, Pool, Spec, pow2, spec_of, tile
 from keraunos.kernels.state_pool import contract
 from keraunos.kernels.state_pool.contract import Args, Options
 from keraunos.kernels.state_pool.triton import steps
+from keraunos.ops.invocation import Config, Invocation
 
 STEP_FIELDS = ("block_d", "num_warps")
 PREFILL_FIELDS = linear.FIELDS
@@ -79,7 +82,7 @@ def _step_plan(specs: Args, opts: Options) -> Plan:
     return Plan(steps.step_kernel, grid, numbers, outputs, constants, cast(int, opts.cfg.num_warps), 1)
 
 
-def _steps(args: Args, opts: Options):
+def _steps(args: Args, opts: Options) -> tuple:
     """``(output, pool)`` of decode, verify or commit."""
     return _step_plan(Args(*map(spec_of, args)), opts).launch(
         q=args.key if args.query is None else args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma,
@@ -93,14 +96,14 @@ def _bucket(n: int) -> int:
     return -(-n // step) * step
 
 
-def _call(specs: Args) -> linear.Args:
+def _call(specs: Args) -> linear_contract.Args:
     """The packed row as a row of linear attention with room for some more tokens."""
 
-    def row(x):
+    def row(x: Spec | None) -> Spec | None:
         return x and Spec((1, _bucket(x.shape[0]), *x.shape[1:]), (0, *x.strides), x.dtype)
 
     q, k, v, g = map(row, (specs.query, specs.key, specs.value, specs.g))
-    return linear.Args(q, k, v, g, specs.g_gamma, None, specs.cu_seqlens)
+    return linear_contract.Args(q, k, v, g, specs.g_gamma, None, specs.cu_seqlens)
 
 
 @_remember
@@ -128,17 +131,17 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     )
 
 
-def _prefill(args: Args, opts: Options):
+def _prefill(args: Args, opts: Options) -> tuple[Array, Array | None]:
     """``(output, pool)``: the packed tokens of all requests."""
     specs = Args(*map(spec_of, args))
-    row = linear.Args(args.query, args.key, args.value, args.g, args.g_gamma, None, args.cu_seqlens)
+    row = linear_contract.Args(args.query, args.key, args.value, args.g, args.g_gamma, None, args.cu_seqlens)
     pool = Pool(args.states, args.slots, args.has_initial, None, args.key.shape[0], _call(specs), args.out)
     if args.tokens is not None:
         wanted = dict(tokens=args.tokens, targets=args.targets)
         plan, export = _export_plans(specs, opts)
         (exports,) = plan.launch(cu_seqlens=args.cu_seqlens, **wanted)
         pool = pool._replace(exports=exports)
-    options = linear.Options(opts.softmax_scale, False, opts.cfg, ("g_gamma",), kept=False)
+    options = linear_contract.Options(opts.softmax_scale, False, opts.cfg, ("g_gamma",), kept=False)
     (output, states), _ = linear.forward(row, options, pool)
     if args.tokens is not None:
         (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, cu_seqlens=args.cu_seqlens,
@@ -146,12 +149,12 @@ def _prefill(args: Args, opts: Options):
     return output, states
 
 
-def unsupported(inv) -> str | None:
+def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
     return linear.unsupported(replace(inv, arrays={"query": inv.arrays["key"]}))
 
 
-def heuristic(inv, cfg):
+def heuristic(inv: Invocation, cfg: Config) -> Config:
     """Steps: the same for all batches, so that a request's bits do not depend on it. Prefill: as for the attention."""
     if inv.op_id != "prefill":
         return replace(cfg, block_d=64 if inv.dims["K"] <= 128 else 32, num_warps=4)
