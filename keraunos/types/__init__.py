@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends
+from keraunos.frontends.array_types import Array
 from keraunos.frontends.graph_nodes import GraphOption
 
 # A window that reaches further reaches everything; places and this can be added in 32 bits.
@@ -33,7 +34,8 @@ def as_window(sliding_window: int | tuple[int, int] | None, name: str = "attenti
     return min(int(pair[0]), _WIDEST), min(int(pair[1]), _WIDEST)
 
 
-def as_offset(query_offset: Any, op: str = "attention") -> Any:
+def as_offset(query_offset: int | Array | list[int] | tuple[int, ...] | None,
+              op: str = "attention") -> int | Array | None:
     """An int, or an array of integers, ``[]`` or ``[B]``; a list becomes a NumPy array. None stays None.
 
     Raises:
@@ -46,7 +48,7 @@ def as_offset(query_offset: Any, op: str = "attention") -> Any:
         query_offset = np.asarray(query_offset)
     if isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool):
         return int(query_offset)
-    if not _dtype(query_offset).startswith(("int", "uint")):
+    if isinstance(query_offset, int) or not _dtype(query_offset).startswith(("int", "uint")):
         raise TypeError(f"{op}: query_offset is {_kind(query_offset)}; expected an int or an array of integers")
     if query_offset.ndim > 1:
         raise ValueError(f"{op}: query_offset has shape {tuple(query_offset.shape)}; expected an int or [B]")
@@ -89,7 +91,7 @@ class MaskInfo(GraphOption):
             _register()
 
     @classmethod
-    def from_attention_mask(cls, attention_mask: Any) -> MaskInfo:
+    def from_attention_mask(cls, attention_mask: Array) -> MaskInfo:
         """From a boolean mask, true where a query may see a key.
 
         Args:
@@ -110,7 +112,7 @@ class MaskInfo(GraphOption):
         return cls(attention_mask=attention_mask.reshape(given))
 
     @classmethod
-    def from_segments(cls, query_segments: Any, key_segments: Any = None) -> MaskInfo:
+    def from_segments(cls, query_segments: Array, key_segments: Array | None = None) -> MaskInfo:
         """From segment ids: a query sees the keys that have its id; ids below 0 see nothing and are not seen.
 
         Args:
@@ -129,7 +131,7 @@ class MaskInfo(GraphOption):
                 raise ValueError(f"from_segments: {name} has shape {tuple(x.shape)}; expected [B, T] and [B, S]")
         return cls(query_segments=query_segments, key_segments=key_segments)
 
-    def apply_causal(self, query_offset: Any = None) -> MaskInfo:
+    def apply_causal(self, query_offset: int | Array | None = None) -> MaskInfo:
         """This mask, with no key after the query.
 
         Args:
@@ -154,7 +156,7 @@ class MaskInfo(GraphOption):
         """
         return replace(self, sliding_window=narrower(self.sliding_window, as_window(sliding_window, "MaskInfo")))
 
-    def apply_kv_lengths(self, key_lengths: Any) -> MaskInfo:
+    def apply_kv_lengths(self, key_lengths: Array) -> MaskInfo:
         """This mask, with no key from position ``key_lengths[b]`` on.
 
         Args:
@@ -215,7 +217,7 @@ class MaskInfo(GraphOption):
             mask = mask & (s >= place - left) & (s <= place + right)
         return mask
 
-    def placed(self, like: Any) -> MaskInfo:
+    def placed(self, like: Array) -> MaskInfo:
         """This mask, with NumPy arrays as arrays of the framework of ``like``, on its device."""
         own = {name: getattr(self, name) for name in (*_ARRAYS, "query_offset")}
         host = {name: x for name, x in own.items() if isinstance(x, np.ndarray)}
@@ -262,22 +264,22 @@ def narrower(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int,
     return min(a[0], b[0]), min(a[1], b[1])
 
 
-def _dtype(x: Any) -> str:
+def _dtype(x: object) -> str:
     return str(getattr(x, "dtype", "")).removeprefix("torch.")
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return f"a {type(x).__name__}" + (f" of {_dtype(x)}" if _dtype(x) else "")
 
 
-def _namespace(x: Any) -> Any:
+def _namespace(x: object) -> Any:
     framework = frontends.framework_of(x)
     if framework == "jax":
         return sys.modules["jax"].numpy
     return sys.modules["torch"] if framework == "torch" else np
 
 
-def _concrete(x: Any) -> bool:
+def _concrete(x: object) -> bool:
     if frontends.compiling():
         return False
     if frontends.framework_of(x) == "torch":
