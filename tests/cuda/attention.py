@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
+
 
 @gluon.jit
 def decays(log_decay, n):
@@ -38,10 +40,10 @@ def copy(q_s, k_s, v_s, full, empty, q_desc, k_desc, v_desc, row, col, blocks, C
             mbarrier.expect(arrived, nbytes - v_desc.block_type.nbytes)
         else:
             mbarrier.expect(arrived, nbytes)
-        tma.async_copy_global_to_shared(q_desc, [row + i * C, col], arrived, q_s.index(stage))
-        tma.async_copy_global_to_shared(k_desc, [row + i * C, col], arrived, k_s.index(stage))
-        tma.async_copy_global_to_shared(v_desc, [row + i * C, 2 * col], arrived, v_s.index(2 * stage))
-        tma.async_copy_global_to_shared(v_desc, [row + i * C, 2 * col + N], arrived, v_s.index(2 * stage + 1))
+        copy_in(q_desc, [row + i * C, col], arrived, q_s.index(stage))
+        copy_in(k_desc, [row + i * C, col], arrived, k_s.index(stage))
+        copy_in(v_desc, [row + i * C, 2 * col], arrived, v_s.index(2 * stage))
+        copy_in(v_desc, [row + i * C, 2 * col + N], arrived, v_s.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -71,7 +73,7 @@ def multiply(q_s, k_s, v_s, late_s, state_s, o_s, full, empty, o_desc, log_decay
         if FAULT != "no fence before products":
             fence_async_shared()
         if FAULT != "no thread barrier before products":
-            gl.thread_barrier()
+            thread_barrier()
         o = warpgroup_mma(q, state_s, nothing, use_acc=False, is_async=True)
         state *= decays(log_decay, gl.to_tensor(C))
         state = warpgroup_mma(k.permute((1, 0)), late_s, state, is_async=True)
@@ -87,7 +89,7 @@ def multiply(q_s, k_s, v_s, late_s, state_s, o_s, full, empty, o_desc, log_decay
         weights = gl.convert_layout((scores * mask).to(gl.bfloat16), LEFT)
         o = warpgroup_mma(weights, v, o * since_start[:, None], is_async=True)
         if FAULT == "stage given back early":
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(empty.index(stage))
         if FAULT != "no store_wait":
             tma.store_wait(1)
@@ -99,10 +101,10 @@ def multiply(q_s, k_s, v_s, late_s, state_s, o_s, full, empty, o_desc, log_decay
         if FAULT == "arrive before the thread barrier":
             mbarrier.arrive(empty.index(stage))
         if FAULT != "no thread barrier before the copy":
-            gl.thread_barrier()
+            thread_barrier()
         if FAULT != "no arrive" and FAULT != "stage given back early" and FAULT != "arrive before the thread barrier":
             mbarrier.arrive(empty.index(stage))
-        tma.async_copy_shared_to_global(o_desc, [row + i * C, 2 * col + HALF * N], out)
+        copy_out(o_desc, [row + i * C, 2 * col + HALF * N], out)
     if FAULT != "no last store_wait":
         tma.store_wait(0)
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
 from tests.cuda import attention
 from tests.cuda.compile import descriptor as signature
 from tests.cuda.compile import resources
@@ -223,9 +224,9 @@ def through_shared(x_desc, o_desc, row, col, K: gl.constexpr):
     mbarrier.init(arrived, count=1)
     fence_async_shared()
     mbarrier.expect(arrived, x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [row, col], arrived, x_s)
+    copy_in(x_desc, [row, col], arrived, x_s)
     mbarrier.wait(arrived, 0)
-    tma.async_copy_shared_to_global(o_desc, [row, col + K], x_s)
+    copy_out(o_desc, [row, col + K], x_s)
     tma.store_wait(0)
 
 
@@ -270,10 +271,10 @@ def late_or_early(x_desc, o_desc, x_ptr, o_ptr, seen_ptr):
     mbarrier.init(arrived, count=1)
     fence_async_shared()
     mbarrier.expect(arrived, x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [0, 0], arrived, x_s)
+    copy_in(x_desc, [0, 0], arrived, x_s)
     gl.store(x_ptr, 5.0)
     mbarrier.wait(arrived, 0)
-    tma.async_copy_shared_to_global(o_desc, [0, 0], x_s)
+    copy_out(o_desc, [0, 0], x_s)
     gl.store(seen_ptr, gl.load(o_ptr))
     tma.store_wait(0)
 
@@ -352,7 +353,7 @@ def product(x_desc, o_ptr, M: gl.constexpr, N: gl.constexpr, FAULT: gl.constexpr
     )
     x_s.store(gl.full([64, 64], 0.1, gl.bfloat16, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     zero = gl.zeros([M, N], gl.float32, W)
     left = x_s
     if FAULT == "shape":
@@ -437,11 +438,11 @@ def gives(x_s, full, empty, FAULT: gl.constexpr):
         mbarrier.wait(empty, (i & 1) ^ 1)
         x_s.store(gl.full([64, 64], 1.0 + i, gl.bfloat16, L))
         if FAULT == "barrier, then fence":
-            gl.thread_barrier()
+            thread_barrier()
         if FAULT != "no fence" and FAULT != "fence of the reader":
             fence_async_shared()
         if FAULT != "no barrier of the writer" and FAULT != "barrier, then fence":
-            gl.thread_barrier()
+            thread_barrier()
         mbarrier.arrive(full, count=1)
 
 
@@ -457,7 +458,7 @@ def takes(x_s, full, empty, o_desc, FAULT: gl.constexpr):
             mbarrier.arrive(empty)
         o = warpgroup_mma(x_s, x_s.permute((1, 0)), o)
         if FAULT != "no barrier of the reader":
-            gl.thread_barrier()
+            thread_barrier()
         if FAULT != "early arrival":
             mbarrier.arrive(empty)
     mbarrier.wait(empty, 1)
@@ -465,8 +466,8 @@ def takes(x_s, full, empty, o_desc, FAULT: gl.constexpr):
         o = warpgroup_mma(x_s, x_s, o)
     x_s.store(o.to(gl.bfloat16))
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(o_desc, [0, 0], x_s)
+    thread_barrier()
+    copy_out(o_desc, [0, 0], x_s)
     tma.store_wait(0)
 
 

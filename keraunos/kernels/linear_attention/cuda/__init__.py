@@ -7,3 +7,6 @@ one the gradients of gates. ``walk.py`` has what the walks share, ``joins.py`` t
 results, ``gluon_names.py`` the versions of Triton that are known. A program makes the descriptors of its own tokens, so
 that lengths, strides and packed sequences are numbers of run time.
 """
+
+# Before the kernels, which import what versions that are not known may lack.
+from keraunos.kernels.linear_attention.cuda import gluon_names as gluon_names
