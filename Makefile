@@ -5,8 +5,9 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 JOBS ?= 2
 GPU_JOBS ?= $(shell nproc)
+TRITONS ?= 3.6 3.7 3.8 3.9
 
-.PHONY: run test lint pytest bench test-gpu bench-gpu clean
+.PHONY: run test lint pytest bench test-triton test-gpu bench-gpu clean
 
 run: $(VENV)/run.stamp
 	$(PY) examples/language_model
@@ -32,6 +33,23 @@ lint: $(VENV)/test.stamp
 # Speed and memory on this machine's CPU; writes benchmarks/results/cpu.json.
 bench: $(VENV)/run.stamp
 	JAX_PLATFORMS=cpu $(PY) benchmarks/cpu.py
+
+# The platform cuda with each version of Triton that it knows, in folders of up to 1 GB beside each other: the
+# emulator on that version's Gluon, and a table of all builds for Hopper. No GPU runs them. All versions are seen through
+# before the end says whether one failed. Triton 3.9 warns of a default that is to change, unless it is set.
+test-triton: $(TRITONS:%=build/triton-%)
+	failed=; for version in $(TRITONS); do \
+		export PYTHONPATH=build/triton-$$version JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 TRITON_DEFAULT_FP_FUSION=1; \
+		$(PY) -m pytest tests/cuda/test_emulator.py tests/cuda/test_linear_attention.py --deselect \
+			tests/cuda/test_linear_attention.py::test_kernels_stay_within_their_budgets || failed="$$failed $$version"; \
+		$(PY) -m tests.cuda.builds || failed="$$failed $$version"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+.PRECIOUS: build/triton-%
+build/triton-%: | $(VENV)/test.stamp
+	rm -rf $@.part
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part 'triton==$*.*'
+	mv $@.part $@
 
 # On a machine with a GPU, with its own python3: speed and memory there, against fla-core if it is installed; writes
 # benchmarks/results/<gpu>.json.

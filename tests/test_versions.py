@@ -51,3 +51,10 @@ def test_extras_allow_what_was_run_and_nothing_newer(name):
 def test_torch_for_cuda_comes_with_the_triton_that_was_run():
     extra = [Requirement(text) for text in PROJECT["optional-dependencies"]["torch"]]
     assert {requirement.name for requirement in extra} == {"torch", "triton"}
+
+
+def test_the_tritons_that_are_compiled_with_are_those_that_are_known():
+    names = pytest.importorskip("keraunos.kernels.linear_attention.cuda.gluon_names")
+    (listed,) = re.findall(r"^TRITONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tuple(listed.split()) == names.KNOWN
+    assert set(re.findall(r"\b(\d+\.\d+)\.\d+: \d+, \d+", PAGE)) == set(names.KNOWN)
