@@ -17,7 +17,6 @@ these are two Triton kernels, elsewhere a matrix product.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any, NamedTuple
 
 from keraunos import frontends
@@ -110,7 +109,7 @@ def is_for_gpu(x: Array) -> bool:
     if framework == "torch" and INTERPRETED:
         return True
     backend = frontend.device_of(x).backend
-    return backend == "gpu" and (framework == "torch" or importlib.util.find_spec("jax_triton") is not None)
+    return backend == "gpu" and frontends.cannot_launch(framework) is None
 
 
 def _leave(x: Stretch, start: Array | None, plan: Array, way: Way) -> Array:

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -24,6 +25,8 @@ FRAMEWORKS = ("jax", "torch")
 OUTPUT = object()
 # Bytes of shared memory that a program may have on Hopper: what is assumed where there is no GPU to ask.
 SHARED_MEMORY = 232448
+# What launches kernels of Triton in JAX, and of Gluon the second one too: versions whose interfaces are known.
+_LAUNCHERS = {"jax-triton": ("0.3",), "jaxlib": ("0.8", "0.9", "0.10", "0.11")}
 
 
 class UnnamedError(TypeError):
@@ -288,6 +291,25 @@ def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outp
     """Launch a Triton kernel through the framework whose arrays ``inputs`` holds; see the front ends."""
     framework = next(name for name in map(framework_of, inputs.values()) if name)
     return get(f"{framework}.launch").launch(kernel, grid, inputs, outputs, constants, **options)
+
+
+def cannot_launch(framework: str | None, gluon: bool = False) -> str | None:
+    """Why kernels of Triton, or of Gluon, cannot be launched on a framework's arrays, or None.
+
+    What launches them in JAX is no public interface: a version that is not known may take something else.
+    """
+    if framework != "jax":
+        return None
+    if find_spec("jax_triton") is None:
+        return "needs the package jax-triton for JAX arrays"
+    for package, known in _LAUNCHERS.items() if gluon else [("jax-triton", _LAUNCHERS["jax-triton"])]:
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            version = "of no version"
+        if ".".join(version.split(".")[:2]) not in known:
+            return f"knows {package} {', '.join(known)} for JAX arrays; this is {version}"
+    return None
 
 
 def in_shared_memory(build: Callable[[int], Any], kernel: str, num_stages: int) -> Any:

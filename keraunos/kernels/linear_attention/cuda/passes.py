@@ -11,7 +11,6 @@ with the length.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from dataclasses import replace
@@ -305,8 +304,8 @@ def unsupported(inv) -> str | None:
     name, pattern = HOPPER
     if inv.backend != "gpu" or not re.search(pattern, inv.device):
         return f"needs {name}; the call's arrays are on {inv.device}"
-    if inv.framework == "jax" and importlib.util.find_spec("jax_triton") is None:
-        return "needs the package jax-triton for JAX arrays"
+    if reason := frontends.cannot_launch(inv.framework, gluon=True):
+        return reason
     if dtype not in _DTYPES:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
     if inv.arrays.get("g", (None, 0))[1] == 4:

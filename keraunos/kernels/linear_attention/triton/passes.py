@@ -17,12 +17,12 @@ read each other run side by side where the front end can have them so: one of fe
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
 from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
+from keraunos import frontends
 from keraunos.frontends import shared_memory
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.contract import Args, Options
@@ -474,8 +474,8 @@ def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
     if inv.backend != "gpu" and not (INTERPRETED and inv.framework == "torch"):
         return f"needs a GPU; the call's arrays are on {inv.backend}"
-    if inv.framework == "jax" and importlib.util.find_spec("jax_triton") is None:
-        return "needs the package jax-triton for JAX arrays"
+    if reason := frontends.cannot_launch(inv.framework):
+        return reason
     if inv.arrays["query"][0] == "float64":
         return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
     if max(inv.dims["K"], inv.dims["V"]) > 256:

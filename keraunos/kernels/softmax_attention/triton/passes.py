@@ -9,7 +9,6 @@ the kernel of keys and values, keys and queries.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -315,8 +314,8 @@ def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
     if inv.backend != "gpu" and not (_INTERPRETED and inv.framework == "torch"):
         return f"needs a GPU; the call's arrays are on {inv.backend}"
-    if inv.framework == "jax" and importlib.util.find_spec("jax_triton") is None:
-        return "needs the package jax-triton for JAX arrays"
+    if reason := frontends.cannot_launch(inv.framework):
+        return reason
     if "float64" in (inv.arrays["query"][0], inv.options["softmax_dtype"]):
         return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
     if max(inv.dims["K"], inv.dims["V"]) > 256:
