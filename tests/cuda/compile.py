@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.triton.usage import usage
@@ -37,7 +37,7 @@ def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int
 
 
 def _waits(ptx: str) -> int:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    tool = get_ptxas(90).path
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()

@@ -10,6 +10,9 @@ if ".".join(triton.__version__.split(".")[:2]) not in (KNOWN := ("3.6", "3.7", "
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+# The versions that a GPU has run.
+RUN = ("3.6",)
+
 # The newer name first: the older one may be left, and fail.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

@@ -17,10 +17,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import triton
 
 from keraunos import frontends
 from keraunos.kernels.linear_attention.contract import Args, Options, head_counts, state_spec
 from keraunos.kernels.linear_attention.contract import kernels as implementations
+from keraunos.kernels.linear_attention.cuda.gluon_names import RUN
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
 from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
@@ -323,6 +325,8 @@ def loses(inv) -> str | None:
     programs = inv.dims["N"] * inv.dims["H"]
     if inv.framework != "torch":
         return "was measured to be no faster in JAX than Pallas"
+    if not triton.__version__.startswith(RUN):
+        return f"was measured with Triton {', '.join(RUN)}"
     if (
         "cu_seqlens" in inv.arrays
         or len(set(head_counts(inv.dims).values())) > 1
