@@ -94,6 +94,8 @@ def test_few_heads_are_cut_into_segments():
     assert passes.segmentation(65536, 64, True) == (32768, 32)
     assert passes.segmentation(32768, 16, True) == (4096, 8)
     assert passes.segmentation(8192, 128, True) == (0, 1)
+    assert passes.segmentation(16384, 192, True) == (8192, 16)
+    assert passes.segmentation(16384, 192, False) == (0, 1)
     assert passes.segmentation(1000, 4, True) == (0, 1)
 
 
@@ -166,7 +168,7 @@ def test_kernels_stay_within_their_budgets(call):
 
 def test_no_kernel_is_compiled_for_a_length():
     case = Case(B=1, H=2, gamma=1, gate="scalar", state=True)
-    for lengths in ((1, 16, 64, 1000), (1024, 3333, 20000)):  # The latter are cut into segments.
+    for lengths in ((1, 16, 64, 1000), (2000, 3333, 20000)):  # The latter are cut into segments.
         assert len({frozenset(builds.launches(small(dataclasses.replace(case, T=T)))) for T in lengths}) == 1
 
 
@@ -218,7 +220,8 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster():
         return row.platform
 
     assert chosen(2, 16384, 64) == chosen(8, 4096, 32) == chosen(2, 4096, 64, gate="scalar") == "cuda"
-    for call in ((1, 16384, 16), (2, 1024, 64), (3, 16384, 64)):
+    assert chosen(1, 8192, 64) == chosen(1, 65536, 4) == chosen(1, 4096, 32, gate="scalar") == "cuda"
+    for call in ((1, 2048, 32), (1, 512, 64), (2, 128, 64)):
         assert chosen(*call) != "cuda"
     assert chosen(2, 16384, 64, gate="vector") != "cuda"
     assert chosen(2, 16384, 64, G=32) != "cuda"

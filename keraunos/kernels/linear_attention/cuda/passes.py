@@ -40,26 +40,46 @@ _STAGES, _STAGES_GATES, _STAGES_GRADIENTS, _STAGES_STATES = 3, 2, 2, 3
 _GROUP = 16
 
 
-# Programs that fill the GPU; tokens that make a segment, and a piece of one, worth their while; pieces of a segment at
-# most, and with gates, which leave something of every token. Values of a state that a program joins, and of how many
-# pieces at once.
-_PROGRAMS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS, _AT_ONCE = 132, 512, 512, 32, 256, 16
-# What part of the GPU programs must fill in the last wave, and tokens of a sequence, that "auto" takes it.
-_FULL, _LONG = 0.9, 4096
+# Programs that run at once; segments of a sequence at most, where its heads alone come near that many; tokens that make
+# a segment, and a piece of one, worth their while; pieces of a segment at most, and with gates, which leave something of
+# every token. Values of a state that a program joins, and of how many pieces at once.
+_PROGRAMS, _FEW_SEGMENTS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS, _AT_ONCE = 132, 4, 512, 512, 32, 256, 16
+# In tokens of a walk, by time: what a program begins with; what the launches for segments come to. What a pass over
+# pieces takes of a walk over as many tokens: with gates, and with a constant decay, of which most heads need few.
+_BEGIN, _JOIN, _STATES, _FEW_STATES = 96, 256, 0.5, 0.2
+# How many times longer than if all its tokens were spread over the whole GPU a call may take for "auto" to take it: with
+# gates, for which Triton needs more than that, and with a constant decay.
+_MOST, _FEW_MOST = 3, 1.5
 
 
 def _most_segments(heads: int) -> int:
     """How many segments a sequence is cut into at most, whatever its length, for so many heads of all sequences."""
-    return _PROGRAMS // max(heads, 1)
+    return max(_PROGRAMS // max(heads, 1), _FEW_SEGMENTS if heads < 2 * _PROGRAMS else 1)
+
+
+def _cost(T: int, heads: int, forgets: bool, count: int) -> float:
+    """The time of a call whose sequences are cut into so many segments, in tokens of a walk."""
+    size, programs = T / count, heads * count
+    walks = -(-programs // _PROGRAMS) * (size + _BEGIN)
+    if count == 1:
+        return walks
+    share = _FEW_STATES if forgets else _STATES
+    return walks + -(-(programs - heads) // _PROGRAMS) * size * share + _JOIN
+
+
+def _segments(T: int, heads: int, forgets: bool) -> int:
+    """The number of segments that takes the least time."""
+    most = min(_most_segments(heads), T // _MIN_SEGMENT)
+    return min(range(1, max(most, 1) + 1), key=lambda count: _cost(T, heads, forgets, count))
 
 
 def segmentation(T: int, heads: int, forgets: bool) -> tuple[int, int]:
-    """``(tokens per segment, pieces per segment)``; no tokens where the heads of all sequences fill the GPU.
+    """``(tokens per segment, pieces per segment)``; no tokens where sequences stay whole.
 
     A pass over pieces makes the states that segments start from. forgets: the decay is constant, so that most heads
     need few of them.
     """
-    count = min(_most_segments(heads), T // _MIN_SEGMENT)
+    count = _segments(T, heads, forgets)
     if count < 2:
         return 0, 1
     most = _PIECES if forgets else _PROGRAMS // ((count - 1) * heads)
@@ -322,7 +342,6 @@ def unsupported(inv) -> str | None:
 
 def loses(inv) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what it cannot run, and what was not measured to be faster."""
-    programs = inv.dims["N"] * inv.dims["H"]
     if inv.framework != "torch":
         return "was measured to be no faster in JAX than Pallas"
     if not triton.__version__.startswith(RUN):
@@ -333,8 +352,10 @@ def loses(inv) -> str | None:
         or inv.arrays["query"][0] != "bfloat16"
     ):
         return "was measured without packed sequences and shared heads, in bfloat16"
-    if programs < -(-programs // _PROGRAMS) * _PROGRAMS * _FULL or inv.dims["T"] < _LONG:
-        return "was measured where the heads of all sequences fill the GPU, and sequences are long"
+    T, heads, forgets = max(inv.dims["T"], 1), inv.dims["N"] * inv.dims["H"], "g" not in inv.arrays
+    most = (_FEW_MOST if forgets else _MOST) * T * heads / _PROGRAMS
+    if _cost(T, heads, forgets, _segments(T, heads, forgets)) > most:
+        return "was measured where the heads of all sequences, or segments of them, fill the GPU"
     return unsupported(inv)
 
 
