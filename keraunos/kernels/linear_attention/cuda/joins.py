@@ -25,9 +25,10 @@ def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, D
 
 
 @gluon.jit
-def enter(i, count, state, left, across, o, p_starts, T, L, P, H: gl.constexpr, D: gl.constexpr,
+def enter(i, count, state, found, o, p_starts, T, L, P, H: gl.constexpr, D: gl.constexpr,
           BACKWARDS: gl.constexpr):
-    """The state after a piece; the one before it goes to where a segment starts."""
+    """The state after a piece, of which ``piece`` found this; the one before it goes to where a segment starts."""
+    left, across = found
     pieces = gl.cdiv(T, L)
     i_p = (pieces - 1 - i) if BACKWARDS else i
     starts = ((i == 0) | (i_p % P == P - 1)) if BACKWARDS else (i_p % P == 0)
@@ -64,10 +65,10 @@ def starts_kernel(
     for i in range(0, count, AT_ONCE):
         found = ()
         for j in gl.static_range(AT_ONCE):
-            found += (piece(i + j, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS),)
+            x = piece(i + j, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
+            found += (x,)  # type: ignore[assignment]
         for j in gl.static_range(AT_ONCE):
-            left, across = found[j]
-            state = enter(i + j, count, state, left, across, o, p_starts, T, L, P, H, D, BACKWARDS)
+            state = enter(i + j, count, state, found[j], o, p_starts, T, L, P, H, D, BACKWARDS)
     gl.store(p_starts + (segments * 0 if BACKWARDS else segments - 1).to(gl.int64) * (H * D * D), state)
 
 

@@ -41,14 +41,14 @@ _GROUP = 16
 
 
 # Programs that run at once; segments of a sequence at most, where its heads alone come near that many; tokens that make
-# a segment, and a piece of one, worth their while; pieces of a segment at most, and with gates, which leave something of
-# every token. Values of a state that a program joins, and of how many pieces at once.
+# a segment, and a piece of one, worth their while; pieces of a segment at most, with a constant decay. Values of a state
+# that a program joins, and of how many pieces at once.
 _PROGRAMS, _FEW_SEGMENTS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS, _AT_ONCE = 132, 4, 512, 512, 32, 256, 16
 # In tokens of a walk, by time: what a program begins with; what the launches for segments come to. What a pass over
 # pieces takes of a walk over as many tokens: with gates, and with a constant decay, of which most heads need few.
 _BEGIN, _JOIN, _STATES, _FEW_STATES = 96, 256, 0.5, 0.2
-# How many times longer than if all its tokens were spread over the whole GPU a call may take for "auto" to take it: with
-# gates, for which Triton needs more than that, and with a constant decay.
+# How many times longer than if its tokens were spread over the whole GPU a call may take for "auto" to take it: with
+# gates, for which Triton takes longer still, and with a constant decay.
 _MOST, _FEW_MOST = 3, 1.5
 
 
