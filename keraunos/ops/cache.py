@@ -42,6 +42,7 @@ _compilers: dict[str, str] = {
     Platform.XLA: "jaxlib",
     Platform.PALLAS: "jaxlib",
     Platform.TRITON: "triton",
+    Platform.CUDA: "triton",
     Platform.TORCH: "torch",
 }
 _frameworks = {"jax": "jaxlib", "torch": "torch"}

@@ -293,7 +293,10 @@ class KernelRegistry:
         rows, name = self.find(inv.op_id, platform, backend), public_name(inv.op_id)
         if backend not in (Backend.ANY, inv.backend):
             raise UnsupportedError(f"{name}: asked for backend {backend!r}; the arrays are on {inv.backend}")
+        served = {row.platform for row in rows if inv.framework in row.frameworks}
         for row in rows:
+            if inv.framework not in row.frameworks and row.platform in served:
+                continue
             reason = row.unsupported(inv)
             if reason is None:
                 # A platform may have several rows, and one of those that could not run the call is no platform less.
@@ -357,13 +360,18 @@ for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
         f"keraunos.kernels.softmax_attention.{_platform}:preferred_attention"
     )
 HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
-# Where each is the fastest, and everything that it can run.
-for _platform, _priority, _least in ((Platform.CUDA, 45, 15), (Platform.PALLAS, 40, 20)):
+# Where each is the fastest, and everything that it can run. In JAX Pallas is as fast, and takes few heads better.
+for _platform, _frameworks, _priority, _least in (
+    (Platform.CUDA, ("torch",), 45, 15),
+    (Platform.PALLAS, ("jax", "torch"), 40, 20),
+    (Platform.CUDA, ("jax",), 35, 15),
+):
     for _algorithm in ("gla", "lightning_attn"):
         for _name, _rank in ((f"preferred_{_algorithm}", _priority), (_algorithm, _least)):
-            kernel_registry.register(_algorithm, _platform, Backend.GPU, _rank, devices=HOPPER)(
-                f"keraunos.kernels.linear_attention.{_platform}.passes:{_name}"
-            )
+            _target = f"keraunos.kernels.linear_attention.{_platform}.passes:{_name}"
+            kernel_registry.register(
+                _algorithm, _platform, Backend.GPU, _rank, frameworks=_frameworks, devices=HOPPER
+            )(_target)
 
 
 # What describes the calls of each algorithm.

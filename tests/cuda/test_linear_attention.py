@@ -221,7 +221,9 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster():
 
     assert chosen(2, 16384, 64) == chosen(8, 4096, 32) == chosen(2, 4096, 64, gate="scalar") == "cuda"
     assert chosen(1, 8192, 64) == chosen(1, 65536, 4) == chosen(1, 4096, 32, gate="scalar") == "cuda"
-    for call in ((1, 2048, 32), (1, 512, 64), (2, 128, 64)):
-        assert chosen(*call) != "cuda"
+    assert chosen(2, 16384, 64, G=8) == chosen(1, 66000, 64, N=32) == chosen(4, 512, 32) == "cuda"
+    for call in ((1, 2048, 32), (1, 512, 64), (8, 256, 64)):
+        assert chosen(*call) == "triton"
+        assert chosen(*call, gate="scalar") == "cuda"
+    assert chosen(1, 66000, 64, N=1000) == "triton"
     assert chosen(2, 16384, 64, gate="vector") != "cuda"
-    assert chosen(2, 16384, 64, G=32) != "cuda"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,13 +21,14 @@ import numpy as np
 import triton
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.contract import Args, Options, head_counts, state_spec
+from keraunos.kernels.linear_attention.contract import Args, Options, state_spec
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.cuda.gluon_names import RUN
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
 from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
 from keraunos.kernels.linear_attention.triton.call import Spec, remember, spec_of
+from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.registry import HOPPER
 
 FIELDS = ("num_stages",)
@@ -40,13 +42,13 @@ _STAGES, _STAGES_GATES, _STAGES_GRADIENTS, _STAGES_STATES = 3, 2, 2, 3
 _GROUP = 16
 
 
-# Programs that run at once; segments of a sequence at most, where its heads alone come near that many; tokens that make
-# a segment, and a piece of one, worth their while; pieces of a segment at most, with a constant decay. Values of a state
+# Programs that run at once; segments of a sequence at most, where its heads alone are about as many; tokens that make a
+# segment, and a piece of one, worth their while; pieces of a segment at most, with a constant decay. Values of a state
 # that a program joins, and of how many pieces at once.
 _PROGRAMS, _FEW_SEGMENTS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS, _AT_ONCE = 132, 4, 512, 512, 32, 256, 16
 # In tokens of a walk, by time: what a program begins with; what the launches for segments come to. What a pass over
 # pieces takes of a walk over as many tokens: with gates, and with a constant decay, of which most heads need few.
-_BEGIN, _JOIN, _STATES, _FEW_STATES = 96, 256, 0.5, 0.2
+_BEGIN, _JOIN, _STATES, _FEW_STATES = 128, 256, 0.5, 0.2
 # How many times longer than if its tokens were spread over the whole GPU a call may take for "auto" to take it: with
 # gates, for which Triton takes longer still, and with a constant decay.
 _MOST, _FEW_MOST = 3, 1.5
@@ -169,7 +171,8 @@ def _outputs_plan(call: _Call, q: Spec, k: Spec, v: Spec, f: Spec | None, *, out
 
 
 def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, h0: Any = None, products: Any = None,
-             dh: Any = None, output: str | None = None, final: bool = False, transposed: bool = False):
+             dh: Any = None, output: str | None = None, final: bool = False,
+             transposed: bool = False) -> tuple[Any, ...]:
     """``(output, final state, dg, dgamma)``: see ``outputs_kernel``. h0: what each walk starts from."""
     plan = _outputs_plan(call, *map(spec_of, (q, k, v, f)), output=output or call.dtype, final=final,
                          transposed=transposed)
@@ -230,7 +233,7 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
     return _Plan(gradients_kernel, (call.walks * H,), {**numbers, **call.numbers}, outputs, constants)
 
 
-def forward(args: Args, opts: Options):
+def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """``((output, final_state), residuals)``."""
     if not args.query.shape[1]:
         return _no_tokens(args), (None,)
@@ -251,7 +254,7 @@ def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
 forward.residuals = dict(starts=_room)  # type: ignore[attr-defined]
 
 
-def backward(args: Args, residuals, grads, opts: Options) -> Args:
+def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
     if not args.query.shape[1]:
         return _no_gradients(args, grads[1])
@@ -286,7 +289,7 @@ def _no_gradients(args: Args, dfinal: Any) -> Args:
     """The gradients where there is no token: the initial states have those of the final ones."""
     arrays = frontends.of(args.query)
 
-    def like(x):
+    def like(x: Any) -> Any:
         return None if x is None or isinstance(x, np.ndarray) else arrays.zeros(x.shape, arrays.dtype_name(x), x)
 
     dh0 = like(args.initial_state)
@@ -320,7 +323,7 @@ def _aligned(x: Any) -> Any:
     return frontends.of(x).aligned(x)
 
 
-def unsupported(inv) -> str | None:
+def unsupported(inv: Invocation) -> str | None:
     """Why these kernels cannot run the call, or None."""
     K, V, dtype = inv.dims["K"], inv.dims["V"], inv.arrays["query"][0]
     name, pattern = HOPPER
@@ -340,22 +343,15 @@ def unsupported(inv) -> str | None:
     return None
 
 
-def loses(inv) -> str | None:
+def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what it cannot run, and what was not measured to be faster."""
-    if inv.framework != "torch":
-        return "was measured to be no faster in JAX than Pallas"
     if not triton.__version__.startswith(RUN):
         return f"was measured with Triton {', '.join(RUN)}"
-    if (
-        "cu_seqlens" in inv.arrays
-        or len(set(head_counts(inv.dims).values())) > 1
-        or inv.arrays["query"][0] != "bfloat16"
-    ):
-        return "was measured without packed sequences and shared heads, in bfloat16"
-    T, heads, forgets = max(inv.dims["T"], 1), inv.dims["N"] * inv.dims["H"], "g" not in inv.arrays
-    most = (_FEW_MOST if forgets else _MOST) * T * heads / _PROGRAMS
-    if _cost(T, heads, forgets, _segments(T, heads, forgets)) > most:
-        return "was measured where the heads of all sequences, or segments of them, fill the GPU"
+    N, packed, forgets = inv.dims["N"], "cu_seqlens" in inv.arrays, "g" not in inv.arrays
+    T, heads = max(inv.dims["T"] // (N if packed else 1), 1), N * inv.dims["H"]
+    cost = _cost(T, heads, forgets, 1 if packed else _segments(T, heads, forgets))
+    if cost > (_FEW_MOST if forgets else _MOST) * T * heads / _PROGRAMS:
+        return "was measured to be slower than Triton where heads, or segments, do not fill the GPU for long"
     return unsupported(inv)
 
 
@@ -365,12 +361,12 @@ def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
     return (call.L, False) if call.L else None
 
 
-def heuristic(inv, cfg):
+def heuristic(inv: Invocation, cfg: Config) -> Config:
     """Three stages, as many as fit."""
     return replace(cfg, num_stages=_STAGES)
 
 
-def candidates(inv, cfg):
+def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     """Two and three stages."""
     return [replace(cfg, num_stages=n) for n in (2, 3)]
 
