@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 import keraunos
 from keraunos.ops.registry import HOPPER
 from tests.linear_attention.cases import GPU, Case, run_jax, run_torch
+from tests.sanitizer import CHECKS, watched
 
 pytestmark = pytest.mark.skipif(not GPU, reason="needs a GPU: run with --gpu")
 
@@ -154,3 +157,12 @@ def test_jax_has_the_same_bits_under_its_transformations():
     call(*own).float().sum().backward()
     for x, y in zip(grads, own, strict=True):
         assert torch.equal(torch.from_dlpack(x), y.grad)
+
+
+def test_compute_sanitizer_finds_nothing():
+    """``tests/triton`` sees that it finds planted faults."""
+    subprocess.run([sys.executable, "-m", "tests.cuda.sanitize"], check=True)
+    for check in CHECKS:
+        # Blocks from PyTorch's own cache hide accesses past the end of an array.
+        run = watched(check, "tests.cuda.sanitize", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
