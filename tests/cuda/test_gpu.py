@@ -107,6 +107,21 @@ def test_tensors_with_strides():
             assert torch.equal(run(args), run([x.contiguous() for x in args]))
 
 
+def test_offsets_that_32_bits_do_not_hold():
+    """Slices of one projection, 4.8 GB of it; in segments, in packed sequences, and with gradients."""
+    fused = torch.empty(1, 2000, 2, 600_000, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (fused[..., i : i + 128].normal_().requires_grad_() for i in (0, 128, 256))
+    g = -torch.rand(1, 2000, 2, device="cuda")
+    offsets = torch.tensor([0, 900, 2000], device="cuda", dtype=torch.int32)
+    for cu_seqlens in (None, offsets):
+        own = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
+        found = []
+        for args in ((q, k, v), own):
+            output = keraunos.gla_attention(*args, g, cu_seqlens=cu_seqlens, platform="cuda")
+            found.append((output, *torch.autograd.grad(output.float().square().sum(), args)))
+        assert all(map(torch.equal, *found))
+
+
 def test_nothing_is_compiled_for_a_length():
     from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
 
