@@ -399,6 +399,16 @@ def test_chunks_are_those_of_the_device_that_a_program_is_lowered_for(gradient):
 
 
 @of_batching
+@pytest.mark.parametrize(("tokens", "kinds"), [(40, 1), (70, 2), (130, 3)])
+def test_devices_whose_chunks_are_as_long_share_a_program(tokens, kinds):
+    def scans(**options):
+        traced = jax.make_jaxpr(lambda x: keraunos.gla_attention(x, x, x, platform="xla", **options))
+        return str(traced(jnp.ones((1, tokens, 1, 8)))).count("= scan[")
+
+    assert scans() == kinds * scans(cfg=keraunos.Config(block_q=16)) > 0
+
+
+@of_batching
 @pytest.mark.parametrize("case", [
     Case(gate="vector", gamma=1, state=True, decay="infinite"), Case(gamma=2, G=1, reverse=True),
     Case(gate="scalar", B=1, lengths=(1, 0, 1), state=True),

@@ -149,8 +149,9 @@ def is_symbol(n: Any) -> bool:
 
 def by_device(functions: dict[str, Callable], *args: Any) -> Any:
     """The results of the function for the kind of device, "cpu", "gpu" or "tpu", that the program is lowered for."""
-    others = {name: fn for name, fn in functions.items() if name != "gpu"}
-    return jax.lax.platform_dependent(*args, default=functions["gpu"], **others)
+    usual = functions["gpu"]
+    others = {name: fn for name, fn in functions.items() if fn is not usual}
+    return jax.lax.platform_dependent(*args, default=usual, **others) if others else usual(*args)
 
 
 def seed(rng: jax.Array, like: jax.Array) -> jax.Array:

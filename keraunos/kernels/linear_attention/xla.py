@@ -490,15 +490,20 @@ def _advance(w: _Walker, decay: _Decay, state: jax.Array, k: jax.Array, v: jax.A
     return decay.total * state + w.mm("bhjk,bhjv->bhkv", k * decay.leave, v)
 
 
-def _by_device(fn: Callable, opts: Options, *args: Any) -> Any:
-    """``fn(opts, *args)``; with the chunks of the device that it is lowered for, where these are nobody's choice."""
-    if opts.cfg.backend == "any":
-        return fn(opts, *args)
+def _by_device(fn: Callable, opts: Options, args: Args, *others: Any) -> Any:
+    """``fn(opts, args, ...)``; with the chunks of the device that it is lowered for, where these are nobody's choice.
 
+    Devices whose chunks are as long, as few tokens have no longer ones, share what is traced.
+    """
+    T = args.query.shape[1]
+    if opts.cfg.backend == "any" or T == 0:
+        return fn(opts, args, *others)
+
+    @functools.cache
     def on(block_q: int) -> Callable:
         return functools.partial(fn, opts._replace(cfg=replace(opts.cfg, block_q=block_q, backend="any")))
 
-    return frontend.by_device({name: on(block_q) for name, block_q in _CHUNK.items()}, *args)
+    return frontend.by_device({name: on(_chunk(T, n)) for name, n in _CHUNK.items()}, args, *others)
 
 
 def forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
