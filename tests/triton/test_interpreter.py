@@ -33,26 +33,28 @@ ADDRESSES = "tests/triton/test_addresses.py"
 CHIPS = "tests/triton/test_chips.py"
 
 
-@pytest.mark.parametrize(("files", "segment", "tests"), [
+# A process takes seconds to begin: one for all that is cut alike and takes no longer than half a minute.
+@pytest.mark.parametrize(("segment", "parts", "runs"), [
     # There is but one order of sums in the interpreter: it gives the same bits on every run. Chunks have groups on
     # another platform.
-    (VALUES, "", "not any and not rerun and not group and vector"),
-    (VALUES, "", "not any and not rerun and not group and not vector"),
-    (VALUES, "64", "every_gate or packed or lightning_options"),
-    (VALUES, "parts", "every_gate and reverse and not none or every_array and own"),
-    (VALUES, "pairs", "group and (scalar or strong)"),
-    # Others of its tests are about the torch platform.
-    (TORCH, "64", "not gradcheck and not groups and not rounded and not nothing_inside"),
-    (f"{SOFTMAX} {BLOCKS} {PARTS} {STRETCHES}", "", "test"),
-    (SERVING, "", "not errors and not gradients and not recurrence and not on_the_host"),
-    (f"{SERVING} {SHARDS}", "64", "every_gate and exported or parts and 65 or alike"), (PEERS, "", "comes"),
-    (f"{ADDRESSES} {CHIPS}", "", "test"),
-], ids=["vector", "others", "segments", "parts", "pairs", "torch", "softmax and stretches", "serving",
-        "segments of prompts and shards", "peers", "addresses and chips"])
-def test_in_the_interpreter(files, segment, tests):
-    parts, segment = ("1", {"pairs": "64"}.get(segment, "")) if segment in ("parts", "pairs") else ("", segment)
+    ("", "", {VALUES: "not any and not rerun and not group"}),
+    ("", "", {f"{SOFTMAX} {BLOCKS} {PARTS} {STRETCHES}": "test", PEERS: "comes"}),
+    ("", "", {
+        SERVING: "not errors and not gradients and not recurrence and not on_the_host", f"{ADDRESSES} {CHIPS}": "test",
+    }),
+    ("64", "", {
+        VALUES: "every_gate or packed or lightning_options",
+        # Others of its tests are about the torch platform.
+        TORCH: "not gradcheck and not groups and not rounded and not nothing_inside",
+        f"{SERVING} {SHARDS}": "every_gate and exported or parts and 65 or alike",
+    }),
+    ("", "1", {VALUES: "every_gate and reverse and not none or every_array and own"}),
+    ("64", "1", {VALUES: "group and (scalar or strong)"}),
+], ids=["linear", "softmax, stretches, peers", "serving, addresses, chips", "segments", "parts", "pairs"])
+def test_in_the_interpreter(segment, parts, runs):
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)
+    tests = {file: f"({tests})" for files, tests in runs.items() for file in files.split()}
+    chosen = " or ".join(" and ".join([*file.split("/")[1:], tests]) for file, tests in tests.items())
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton.interpreter", "-p", "no:cacheprovider", "-x"]
-    command += ["-W", IGNORED, "-k", tests, *files.split()]
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    run = subprocess.run([*command, "-W", IGNORED, "-k", chosen, *tests], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
