@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from keraunos.frontends import Operator, UnnamedError, alone
 from keraunos.frontends.torch import operators
 from keraunos.frontends.torch.arrays import constant
-from keraunos.frontends.torch.launch import kinds
+from keraunos.frontends.torch.launch import kinds, launcher, launchers
 from keraunos.frontends.torch.strides import fitting
 
 
@@ -35,7 +35,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
         operator: the operation. platform: the name under which it finds these functions.
     """
     kind, n = operator.args, len(operator.args._fields)
-    fits, launchers = fitting(kind._fields), functools.partial(operators.launchers, kind, forward, backward)
+    fits, of_options = fitting(kind._fields), functools.partial(launchers, kind, forward, backward)
     places = [kind._fields.index(name) for name in operator.fields]
 
     class Direct(torch.autograd.Function):
@@ -54,7 +54,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
             saved = ctx.saved_tensors
             grads = operators.gradients_of(ctx.shape, saved[0], doutput, dstate)
             if not torch.is_grad_enabled() and not is_watched(flat := [*saved, *grads]):
-                return (None, None, *launchers(ctx.opts)[1](flat))
+                return (None, None, *of_options(ctx.opts)[1](flat))
             node = operators.differentiable(operator)
             given, values = [saved[i] for i in places], node.plain.of(ctx.opts, platform)
             found = dict(zip(places, node.backward(given, list(saved[n:]), grads, values), strict=True))
@@ -83,12 +83,12 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
         if is_watched(args):
             return watched(opts)
         changes, absent = to_change(args, fits), [x is None for x in args]
-        launch_alone = launchers(alone(opts))[0].alike()
+        launch_alone = of_options(alone(opts))[0].alike()
         known: dict[tuple[bool, ...], tuple[Any, Callable]] = {}
 
         def settled(needed: tuple[bool, ...]) -> tuple[Any, Callable]:
             own = needing(opts, [x or y for x, y in zip(needed, absent, strict=True)])
-            known[needed] = own, launchers(own)[0].alike()
+            known[needed] = own, of_options(own)[0].alike()
             return known[needed]
 
         def run(args: Any) -> tuple[Any, ...]:
@@ -112,11 +112,10 @@ def in_place(compute: Callable, operator: Operator, platform: str, pool: str, wr
     """
     kind = operator.args
     place, fits = kind._fields.index("out"), fitting(kind._fields, operator.strided)
-    launcher = functools.partial(operators.launcher, kind, compute)
 
     def prepare(opts: Any, args: Any) -> Callable[[Any], tuple[Any, Any]]:
         if not is_watched(args):
-            changes, launch = to_change(args, fits), launcher(opts).alike()
+            changes, launch = to_change(args, fits), launcher(kind, compute, opts).alike()
             return lambda args: launch(fitted(args, changes))
         node = operators.in_place(operator)
 

@@ -361,3 +361,24 @@ class remembered:  # noqa: N801, to those who use it a function
 
 _local = threading.local()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.lru_cache(maxsize=_MOST_KNOWN)
+def launchers(kind: Any, forward: Callable, backward: Callable, opts: Any) -> tuple[remembered, remembered]:
+    """A platform's ``forward`` and ``backward``, of flat lists of tensors."""
+    n = len(kind._fields)
+
+    def launch_forward(flat: list[Any]) -> tuple:
+        outputs, kept = forward(kind(*flat), opts)
+        return (*outputs, *kept)
+
+    def launch_backward(flat: list[Any]) -> tuple:
+        return tuple(backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
+
+    return remembered(launch_forward), remembered(launch_backward)
+
+
+@functools.lru_cache(maxsize=_MOST_KNOWN)
+def launcher(kind: Any, compute: Callable, opts: Any) -> remembered:
+    """``compute`` of a platform that changes arrays in place, of a flat list of tensors."""
+    return remembered(lambda flat: compute(kind(*flat), opts))

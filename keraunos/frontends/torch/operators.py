@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from keraunos.frontends import OUTPUT, Operator, alone
 from keraunos.frontends.torch.arrays import DTYPES, dtype_name
-from keraunos.frontends.torch.launch import remembered
+from keraunos.frontends.torch.launch import launcher, launchers
 from keraunos.frontends.torch.strides import fitting, rows
 
 # How each kind of option is written in a schema. Texts stand for several names.
@@ -100,27 +100,6 @@ class _Plain:
 
     def _fail(self, name: str, got: str, wanted: str) -> typing.NoReturn:
         raise ValueError(f"keraunos::{self.operator.name}: {name} is {got!r}; expected {wanted}")
-
-
-@functools.lru_cache(maxsize=_MOST_KNOWN)
-def launchers(kind: Any, forward: Callable, backward: Callable, opts: Any) -> tuple[remembered, remembered]:
-    """A platform's ``forward`` and ``backward``, of flat lists of tensors."""
-    n = len(kind._fields)
-
-    def launch_forward(flat: list[Any]) -> tuple:
-        outputs, kept = forward(kind(*flat), opts)
-        return (*outputs, *kept)
-
-    def launch_backward(flat: list[Any]) -> tuple:
-        return tuple(backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
-
-    return remembered(launch_forward), remembered(launch_backward)
-
-
-@functools.lru_cache(maxsize=_MOST_KNOWN)
-def launcher(kind: Any, compute: Callable, opts: Any) -> remembered:
-    """``compute`` of a platform that changes arrays in place, of a flat list of tensors."""
-    return remembered(lambda flat: compute(kind(*flat), opts))
 
 
 class Residuals(NamedTuple):
