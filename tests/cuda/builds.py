@@ -14,15 +14,19 @@ from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops.invocation import Config
 from tests.cuda.compile import resources
 from tests.cuda.platform import small
-from tests.linear_attention.cases import Case
 
 CALLS = {
-    "constant": (Case(B=1, T=100, H=4, gamma=1), ("g_gamma",)),
-    "learned": (Case(B=1, T=100, H=4, gamma=1, state=True), ()),
-    "segments": (Case(B=1, T=2048, H=4, gamma=1), ("g_gamma",)),
-    "segments with gates": (Case(B=1, T=2048, H=4, gate="scalar", gate_dtype="bfloat16"), ("g",)),
-    "everything": (Case(H=4, lengths=(60, 40), gamma=1, gate="scalar", state=True, reverse=True), ()),
-    "shared": (Case(B=1, T=100, H=4, G=2, HQ=1, gate="scalar", gate_dtype="bfloat16"), ()),
+    "constant": (small(B=1, T=100, H=4, gamma=1), ("g_gamma",)),
+    "learned": (small(B=1, T=100, H=4, gamma=1, state=True), ()),
+    "segments": (small(B=1, T=2048, H=4, gamma=1), ("g_gamma",)),
+    "segments with gates": (small(B=1, T=2048, H=4, gate="scalar", gate_dtype="bfloat16"), ("g",)),
+    "everything": (small(H=4, lengths=(60, 40), gamma=1, gate="scalar", state=True, reverse=True), ()),
+    "shared": (small(B=1, T=100, H=4, G=2, HQ=1, gate="scalar", gate_dtype="bfloat16"), ()),
+    "64": (small(K=64, V=64, B=1, T=2048, H=4, gamma=1, gate="scalar", gate_dtype="bfloat16", state=True), ()),
+    "128 and 64": (small(K=128, V=64, B=1, T=2048, H=4, gate="scalar", gate_dtype="bfloat16"), ()),
+    "constant 128 and 64": (small(K=128, V=64, B=1, T=100, H=4, gamma=1, state=True), ("g_gamma",)),
+    "64 and 128": (small(K=64, V=128, B=1, T=100, H=4, gamma=1, state=True), ()),
+    "96 and 40": (small(K=96, V=40, H=4, G=2, lengths=(60, 40), gamma=1, gate="scalar", state=True), ()),
 }
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 
@@ -69,7 +73,7 @@ def launches(case, constant=()):
 def of(call):
     """``(name, resources)`` of each kernel that a call launches, as often as it launches another build of it."""
     case, constant = CALLS[call]
-    for kernel, types, constants in dict.fromkeys(launches(small(case), constant)):
+    for kernel, types, constants in dict.fromkeys(launches(case, constant)):
         yield kernel.fn.__name__, resources(kernel, dict(types), dict(constants))
 
 

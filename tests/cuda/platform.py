@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from unittest import mock
 
 import torch
@@ -13,7 +12,7 @@ from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops.invocation import Config
 from tests.cuda import emulator
-from tests.linear_attention.cases import LEFT_OUT, tensor_array, torch_tensor
+from tests.linear_attention.cases import LEFT_OUT, Case, tensor_array, torch_tensor
 
 
 def launcher(mode="late", seed=0, replaced=None):
@@ -57,6 +56,6 @@ def run(case, gradients=True, *, mode="late", seed=0, constant=(), replaced=None
     return got
 
 
-def small(case, **fields):
-    """A case with the head dims and the dtype that the platform takes."""
-    return dataclasses.replace(case, K=128, V=128, dtype=fields.pop("dtype", "bfloat16"), **fields)
+def small(**fields):
+    """A case of bfloat16 with head dims of 128, unless others are given."""
+    return Case(**{"K": 128, "V": 128, "dtype": "bfloat16", **fields})

@@ -14,15 +14,17 @@ from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops import Config
 from tests.cuda.platform import small
-from tests.linear_attention.cases import Case, torch_tensor
+from tests.linear_attention.cases import torch_tensor
 from tests.sanitizer import limit_time
 
 # The last is cut into segments of two pieces.
 CALLS = [
-    (Case(B=2, T=150, H=2, gamma=1, state=True), ("g_gamma",)),
-    (Case(H=2, lengths=(70, 0, 1, 129), gate="scalar", gamma=1, state=True, reverse=True), ()),
-    (Case(B=1, T=150, H=4, G=2, HQ=1, HV=4, HG=2, gate="scalar", gamma=1, gate_dtype="bfloat16"), ()),
-    (Case(B=1, T=600, H=2, gate="scalar", gamma=1, state=True), ()),
+    (small(B=2, T=150, H=2, gamma=1, state=True), ("g_gamma",)),
+    (small(H=2, lengths=(70, 0, 1, 129), gate="scalar", gamma=1, state=True, reverse=True), ()),
+    (small(B=1, T=150, H=4, G=2, HQ=1, HV=4, HG=2, gate="scalar", gamma=1, gate_dtype="bfloat16"), ()),
+    (small(K=128, V=64, B=1, T=150, H=4, G=2, HQ=1, HV=4, HG=2, gate="scalar", gamma=1, state=True), ()),
+    (small(K=96, V=40, H=2, lengths=(70, 0, 1, 129), gate="scalar", gamma=1, state=True, reverse=True), ()),
+    (small(B=1, T=600, H=2, gate="scalar", gamma=1, state=True), ()),
 ]
 KERNELS = {"outputs_kernel", "gradients_kernel", "starts_kernel", "sum_kernel"}
 
@@ -37,7 +39,7 @@ def main() -> None:
     real = frontends.launch
     with mock.patch.object(frontends, "launch", launch):
         for case, constant in CALLS:
-            args, *grads = small(case).arrays
+            args, *grads = case.arrays
             args, grads = ([x if x is None else torch_tensor(x).cuda() for x in group] for group in (args, grads))
             opts = Options(case.K**-0.5, case.reverse, Config(num_stages=3), constant)
             pieces = (256, 2) if case.T == 600 else (0, 1)

@@ -20,30 +20,42 @@ from keraunos.ops.registry import kernel_registry
 from tests.cuda import builds, mutants
 from tests.cuda.emulator import EmulatorError
 from tests.cuda.platform import run, small
-from tests.linear_attention.cases import GPU, Case
+from tests.linear_attention.cases import GPU
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 
 CHUNK = 64
 # What may run when, and in which order; see the emulator.
 SCHEDULES = [("late", 0), ("early", 0), ("random", 1), ("late", 2), ("early", 3), ("random", 4)]
-LENGTHS = [Case(B=1, T=T, H=1, state=True, **kind)
+LENGTHS = [small(B=1, T=T, H=1, state=True, **kind)
            for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK + 5)
            for kind in (dict(gamma=1), dict(gate="scalar", reverse=True))]
 OPTIONS = [
-    Case(B=2, T=70, H=2),
-    Case(B=2, T=70, H=2, gamma=2, reverse=True),
-    Case(B=1, T=70, H=2, gamma=1, gate="scalar", gate_dtype="bfloat16", state=True, dstate=False),
-    Case(B=1, T=100, H=4, G=2, HQ=1, HV=4, HG=2, gamma=1, gate="scalar"),
-    Case(B=1, T=100, H=2, G=1, scale=-0.3, state=True),
-    Case(B=1, T=200, H=2, HQ=1, G=1, HV=2, gamma=1),
-    Case(H=1, lengths=(70, 0, 1, 64, 63), gamma=1, gate="scalar", state=True),
-    Case(H=1, lengths=(65, 0, 130), gamma=1, reverse=True, state=True),
-    Case(H=1, lengths=(0, 3, 0), gate="scalar"),
-    *(Case(B=1, T=200, H=1, gamma=1, gate=gate, decay=decay, state=True)
+    small(B=2, T=70, H=2),
+    small(B=2, T=70, H=2, gamma=2, reverse=True),
+    small(B=1, T=70, H=2, gamma=1, gate="scalar", gate_dtype="bfloat16", state=True, dstate=False),
+    small(B=1, T=100, H=4, G=2, HQ=1, HV=4, HG=2, gamma=1, gate="scalar"),
+    small(B=1, T=100, H=2, G=1, scale=-0.3, state=True),
+    small(B=1, T=200, H=2, HQ=1, G=1, HV=2, gamma=1),
+    small(H=1, lengths=(70, 0, 1, 64, 63), gamma=1, gate="scalar", state=True),
+    small(H=1, lengths=(65, 0, 130), gamma=1, reverse=True, state=True),
+    small(H=1, lengths=(0, 3, 0), gate="scalar"),
+    *(small(B=1, T=200, H=1, gamma=1, gate=gate, decay=decay, state=True)
       for decay in ("zero", "strong", "infinite") for gate in ("none", "scalar")),
 ]
-CASES = [*LENGTHS, *OPTIONS]
+# Head dims that fill tiles of both sizes, and that fill none.
+HALVES, KEYS, VALUES, PADDED = dict(K=64, V=64), dict(K=128, V=64), dict(K=64, V=128), dict(K=96, V=40)
+DIMS = [
+    small(**HALVES, B=1, T=70, H=4, G=2, HQ=1, HV=4, HG=2, gamma=1, gate="scalar", state=True),
+    small(**HALVES, B=1, T=130, H=1, gamma=1, reverse=True, state=True),
+    small(**KEYS, H=1, lengths=(70, 0, 65), gamma=1, gate="scalar", reverse=True, state=True),
+    small(**VALUES, B=2, T=70, H=1, gate="scalar", gate_dtype="bfloat16", state=True),
+    small(**VALUES, H=2, G=1, lengths=(3, 65), gamma=1, state=True),
+    small(**PADDED, B=1, T=70, H=2, HQ=1, G=1, HV=2, gamma=1, gate="scalar", state=True),
+    small(**PADDED, H=2, lengths=(65, 0, 9), gamma=1, reverse=True, state=True),
+    small(K=40, V=72, B=1, T=70, H=2, HV=1, gate="scalar", decay="strong", state=True),
+]
+CASES = [*LENGTHS, *OPTIONS, *DIMS]
 
 
 @pytest.fixture
@@ -57,14 +69,19 @@ def short_groups(monkeypatch):
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_values_and_gradients(number):
     case, (mode, seed) = CASES[number], SCHEDULES[number % len(SCHEDULES)]
-    small(case).check(lambda case, gradients: run(case, gradients, mode=mode, seed=seed))
+    case.check(lambda case, gradients: run(case, gradients, mode=mode, seed=seed))
 
 
 @pytest.mark.parametrize(("mode", "seed"), SCHEDULES[:3])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_gradients_of_gates_that_begin_anew(mode, seed, reverse, short_groups):
-    case = small(Case(B=1, T=5 * CHUNK + 7, H=1, gamma=1, gate="scalar", decay="strong", state=True, reverse=reverse))
+    case = small(B=1, T=5 * CHUNK + 7, H=1, gamma=1, gate="scalar", decay="strong", state=True, reverse=reverse)
     case.check(lambda case, gradients: run(case, gradients, mode=mode, seed=seed))
+
+
+@pytest.mark.parametrize("dims", [KEYS, PADDED], ids=str)
+def test_gradients_of_gates_that_begin_anew_with_other_dims(dims, short_groups):
+    small(**dims, B=1, T=3 * CHUNK + 7, H=2, gamma=1, gate="scalar", state=True).check(run)
 
 
 @pytest.fixture(params=[(2, 1), (1, 2)], ids="{0[0]} pieces of {0[1]} chunks".format)
@@ -76,18 +93,20 @@ def segments(request, monkeypatch):
 
 
 CUT = [
-    Case(B=1, T=5 * CHUNK + 7, H=2, gamma=1, state=True),
-    Case(B=1, T=5 * CHUNK + 7, H=1, gamma=1, gate="scalar", state=True, reverse=True),
-    Case(B=2, T=3 * CHUNK, H=1, gamma=2, decay="strong", reverse=True),
-    Case(B=1, T=6 * CHUNK, H=1, gate="scalar", decay="infinite"),
-    Case(B=1, T=CHUNK, H=1, gamma=1, state=True),
+    small(B=1, T=5 * CHUNK + 7, H=2, gamma=1, state=True),
+    small(B=1, T=5 * CHUNK + 7, H=1, gamma=1, gate="scalar", state=True, reverse=True),
+    small(B=2, T=3 * CHUNK, H=1, gamma=2, decay="strong", reverse=True),
+    small(B=1, T=6 * CHUNK, H=1, gate="scalar", decay="infinite"),
+    small(B=1, T=CHUNK, H=1, gamma=1, state=True),
+    small(**KEYS, B=1, T=3 * CHUNK + 7, H=1, gamma=1, gate="scalar", state=True),
+    small(**PADDED, B=1, T=3 * CHUNK + 7, H=2, gamma=1, state=True, reverse=True),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(CUT)))
 def test_segments(number, segments):
-    mode, seed = SCHEDULES[number]
-    small(CUT[number]).check(lambda case, gradients: run(case, gradients, mode=mode, seed=seed))
+    mode, seed = SCHEDULES[number % len(SCHEDULES)]
+    CUT[number].check(lambda case, gradients: run(case, gradients, mode=mode, seed=seed))
 
 
 def test_few_heads_are_cut_into_segments():
@@ -100,12 +119,12 @@ def test_few_heads_are_cut_into_segments():
 
 
 def test_float16_with_a_constant_decay():
-    case = small(Case(B=1, T=100, H=2, gamma=1, state=True), dtype="float16")
+    case = small(B=1, T=100, H=2, gamma=1, state=True, dtype="float16")
     case.check(lambda case, gradients: run(case, gradients, constant=("g_gamma",)))
 
 
 def test_no_tokens():
-    case = small(Case(B=1, T=0, H=1, gamma=1, state=True))
+    case = small(B=1, T=0, H=1, gamma=1, state=True)
     case.check(lambda case, gradients: run(case, gradients, constant=("g_gamma",)))
 
 
@@ -122,8 +141,8 @@ def test_tensors_that_copies_cannot_take_are_copied():
 
 # Faults in the kernels themselves
 
-GATES = small(Case(B=1, T=3 * CHUNK + 3, H=1, gate="scalar", gamma=1, state=True))
-SHARED = small(Case(B=1, T=5 * CHUNK + 3, H=2, HQ=1, G=1, HV=2, gamma=1, dstate=False))
+GATES = small(B=1, T=3 * CHUNK + 3, H=1, gate="scalar", gamma=1, state=True)
+SHARED = small(B=1, T=5 * CHUNK + 3, H=2, HQ=1, G=1, HV=2, gamma=1, dstate=False)
 
 
 @pytest.mark.parametrize("step", mutants.steps(), ids=mutants.label)
@@ -167,9 +186,9 @@ def test_kernels_stay_within_their_budgets(call):
 
 
 def test_no_kernel_is_compiled_for_a_length():
-    case = Case(B=1, H=2, gamma=1, gate="scalar", state=True)
+    call = functools.partial(small, B=1, H=2, gamma=1, gate="scalar", state=True)
     for lengths in ((1, 16, 64, 1000), (2000, 3333, 20000)):  # The latter are cut into segments.
-        assert len({frozenset(builds.launches(small(dataclasses.replace(case, T=T)))) for T in lengths}) == 1
+        assert len({frozenset(builds.launches(call(T=T))) for T in lengths}) == 1
 
 
 # What is refused
@@ -189,8 +208,12 @@ def test_what_it_cannot_do_it_refuses_with_the_reason():
     assert refused(dtype=torch.float16) is None
     assert "Hopper" in refused("NVIDIA A100")
     assert "float32" in refused(dtype=torch.float32)
-    assert "K = 64" in refused(K=64)
-    assert "V = 256" in refused(V=256)
+    for K, V in ((64, 64), (128, 64), (64, 128), (96, 40), (40, 120)):
+        assert refused(K=K, V=V) is None
+    assert "128 registers" in refused(V=256)
+    assert "V = 136" in refused(V=136)
+    assert "K = 32" in refused(K=32)
+    assert "16 bytes" in refused(V=100)
     assert "per token and dimension" in refused(gate=torch.zeros(1, 70, 2, 128))
     assert "float16" in refused(dtype=torch.float16, gate=torch.zeros(1, 70, 2))
     assert "float16" in refused(dtype=torch.float16, g_gamma=torch.zeros(2))
@@ -227,3 +250,5 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster():
         assert chosen(*call, gate="scalar") == "cuda"
     assert chosen(1, 66000, 64, N=1000) == "triton"
     assert chosen(2, 16384, 64, gate="vector") != "cuda"
+    assert chosen(2, 16384, 64, K=64) != "cuda"
+    assert chosen(2, 16384, 64, V=64) != "cuda"

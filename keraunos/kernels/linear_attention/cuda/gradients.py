@@ -22,10 +22,13 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     describe,
     gated_pairs,
     group_slot,
+    load_state,
     locate,
     mild_pairs,
     natural_decay,
     settled,
+    store_state,
+    within,
     without_own,
 )
 
@@ -42,7 +45,7 @@ def copy(stages, barriers, descriptors, size, C: gl.constexpr, STAGES: gl.conste
         row = (i if REVERSE else (count - 1 - i)) * C
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         arrived = full.index(slot)
-        mbarrier.expect(arrived, 4 * q_desc.block_type.nbytes)
+        mbarrier.expect(arrived, 2 * q_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
         copy_in(q_desc, [row, 0], arrived, q_s.index(slot))
         copy_in(k_desc, [row, 0], arrived, k_s.index(slot))
         copy_in(v_desc, [row, 0], arrived, v_s.index(slot))
@@ -50,10 +53,10 @@ def copy(stages, barriers, descriptors, size, C: gl.constexpr, STAGES: gl.conste
 
 
 @gluon.jit
-def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.constexpr, C: gl.constexpr, D: gl.constexpr,
-             HALF: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, WIDE: gl.constexpr,
-             DOTS: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SAVE: gl.constexpr,
-             GROUP: gl.constexpr):
+def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr,
+             V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
+             GATED: gl.constexpr, WIDE: gl.constexpr, DOTS: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
+             SAVE: gl.constexpr, GROUP: gl.constexpr):
     """A partition of one warpgroup: the first makes dv, the second dk.
 
     Each has the gradient of half of the state in registers, and writes its half of the copy that both read. Of the
@@ -67,8 +70,12 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
     o_s, o_desc, o = goal
     dots, states_desc, dht, dh0 = ends
     gamma, size, last, scale = numbers
+    HALF: gl.constexpr = BV // 2
+    # What this partition makes has so many dimensions, in a tile.
+    D: gl.constexpr = V if WG == 0 else K
+    BD: gl.constexpr = BV if WG == 0 else BK
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    W2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    W2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, W2, 2)
     dtype: gl.constexpr = q_s.dtype
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))
@@ -77,12 +84,14 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
     # Rows are keys here and columns queries: the pairs of the recurrence that runs the other way.
     if not GATED:
         pairs = constant_pairs(gamma, rows, columns, not REVERSE) * scale
-    o_k = gl.arange(0, D, layout=gl.SliceLayout(1, W))
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(1, W))
     o_v = WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, W))
-    o_state = (o_k * D)[:, None] + o_v[None, :]
-    state = gl.load(dht + o_state).to(gl.float32) if INIT else gl.zeros([D, HALF], gl.float32, W)
+    o_state = (o_k * V)[:, None] + o_v[None, :]
+    state = gl.zeros([BK, HALF], gl.float32, W)
+    if INIT:
+        state = load_state(dht + o_state, o_k, o_v, K, V, BK, BV)
     none = gl.zeros([C, C], gl.float32, W)
-    nothing = gl.zeros([C, D], gl.float32, W2)
+    nothing = gl.zeros([C, BD], gl.float32, W2)
     mine = state_s.slice(WG * HALF, HALF, 1)
     mine.store(state.to(dtype))
     fence_async_shared()
@@ -119,7 +128,7 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
             total = gamma * left.to(gl.float32)
             to_row = gl.exp2(constant_sums(gamma, left, rows, REVERSE)) * scale
             rest = gl.exp2(total - constant_sums(gamma, left, rows2, REVERSE))
-            across = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, W)) * gl.exp2(total)
+            across = gl.full([BK], 1.0, gl.float32, gl.SliceLayout(1, W)) * gl.exp2(total)
         half = do.slice(WG * HALF, HALF, 1).load(W).to(gl.float32) * to_row[:, None]
         early_s.store(half.to(dtype))
         fence_async_shared()
@@ -151,7 +160,7 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
         if SAVE and WG == 0:
             place = count - 1 - i
             if place % GROUP == 0:
-                copy_out(states_desc, [place // GROUP * H * D, 0], state_s)
+                copy_out(states_desc, [place // GROUP * H * BK, 0], state_s)
                 tma.store_wait(0)
         thread_barrier()
         mbarrier.arrive(met.index(1), count=1)
@@ -171,9 +180,9 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
             if strong:
                 b_o += gl.convert_layout(own_pairs, gl.SliceLayout(1, W2))[:, None] * into.load(W2).to(gl.float32)
         if WIDE:
-            o_d = gl.arange(0, D, layout=gl.SliceLayout(0, W2))
+            o_d = gl.arange(0, BD, layout=gl.SliceLayout(0, W2))
             o_o = ((at * C + rows2).to(gl.int64) * (H * D))[:, None] + o_d[None, :]
-            gl.store(o + o_o, b_o, mask=(rows2 < left)[:, None])
+            gl.store(o + o_o, b_o, mask=within((rows2 < left)[:, None], o_d[None, :], D, BD))
             thread_barrier()
             mbarrier.arrive(empty.index(slot), count=1)
         else:
@@ -185,7 +194,7 @@ def multiply(shared, goal, ends, numbers, early_s, WG: gl.constexpr, H: gl.const
     if not WIDE:
         tma.store_wait(0)
     if FINAL:
-        gl.store(dh0 + o_state, state, mask=o_state * 0 < last.to(gl.int32))
+        store_state(dh0 + o_state, state, last, o_k, o_v, K, V, BK, BV)
 
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
@@ -200,36 +209,37 @@ def gradients_kernel(
     stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, L,
     dk, dv, dh0, dots, states,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr,
-    D: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+    REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
 ):
     """dk and dv of one head of one sequence, or of one segment of it; what is left is the initial state's gradient.
 
     dht: the gradients of the states at the walks' ends. For the gradients of gates, where those are wanted: dots, the
     products of k with dk ``[B, T, H]``, without each token's pair with itself; states, the gradient of the state after
-    each GROUP-th chunk, from the recurrence's first on. REVERSE: of the recurrence, which is walked the other way.
+    each GROUP-th chunk, from the recurrence's first on, in whole tiles. REVERSE: of the recurrence, which is walked the
+    other way. K, V: the dimensions of q and k, and of v and do, in tiles of BK and BV.
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
     i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, L, PACKED, SPLIT, not REVERSE)
-    HALF: gl.constexpr = D // 2
+    HALF: gl.constexpr = BV // 2
     dtype: gl.constexpr = k.dtype.element_ty
-    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], dtype)
-    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([D, D], dtype)
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
+    # Of all that has the dimensions of values, and can be cut into halves.
     PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, HALF], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, D, D)
-    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, D, D)
-    v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, D, D)
-    do_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, D, D)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
+    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
+    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, BLOCK)
+    v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, V, BV, PART)
+    do_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, BV, PART)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], PART)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], PART)
     early_s = gl.allocate_shared_memory(dtype, [2, C, HALF], PART)
-    state_s = gl.allocate_shared_memory(dtype, [D, D], STATE)
+    state_s = gl.allocate_shared_memory(dtype, [BK, BV], PART)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     met = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -240,33 +250,34 @@ def gradients_kernel(
     WIDE_K: gl.constexpr = dk.dtype.element_ty != dtype
     WIDE_V: gl.constexpr = dv.dtype.element_ty != dtype
     of_token = (i_b.to(gl.int64) * T + token) * H + i_h
-    stride_b = T.to(gl.int64) * (H * D)
+    rows_of_batch = T.to(gl.int64) * H
     # What is absent is something else, which nobody reads.
     dk_s = early_s.index(1)
     dv_s = early_s.index(0)
     dk_desc = k_desc
     dv_desc = k_desc
-    p_dk = dk + of_token * D
-    p_dv = dv + of_token * D
+    p_dk = dk + of_token * K
+    p_dv = dv + of_token * V
     p_dht = k
     p_dh0 = k
     p_dots = k
     states_desc = k_desc
     if not WIDE_K:
-        dk_desc = describe(dk, i_b, token, i_h, size, stride_b, H * D, D, C, D, D)
-        dk_s = gl.allocate_shared_memory(dtype, [C, D], BLOCK)
+        dk_desc = describe(dk, i_b, token, i_h, size, rows_of_batch * K, H * K, K, C, K, BK, BLOCK)
+        dk_s = gl.allocate_shared_memory(dtype, [C, BK], BLOCK)
     if not WIDE_V:
-        dv_desc = describe(dv, i_b, token, i_h, size, stride_b, H * D, D, C, D, D)
-        dv_s = gl.allocate_shared_memory(dtype, [C, D], BLOCK)
+        dv_desc = describe(dv, i_b, token, i_h, size, rows_of_batch * V, H * V, V, C, V, BV, PART)
+        dv_s = gl.allocate_shared_memory(dtype, [C, BV], PART)
     if INIT:
-        p_dht = dht + (i_o.to(gl.int64) * H + i_h) * D * D
+        p_dht = dht + (i_o.to(gl.int64) * H + i_h) * K * V
     if FINAL:
-        p_dh0 = dh0 + (i_n.to(gl.int64) * H + i_h) * D * D
+        p_dh0 = dh0 + (i_n.to(gl.int64) * H + i_h) * K * V
     if LEARNED:
         p_dots = dots + of_token
         first = group_slot(i_o, token, T, L, GROUP * C, PACKED, SPLIT)
-        rows = (gl.maximum(gl.cdiv(size, GROUP * C) - 1, 0) * H + 1) * D
-        states_desc = tma.make_tensor_descriptor(states + (first * H + i_h) * D * D, [rows, D], [D, 1], [D, D], STATE)
+        rows = (gl.maximum(gl.cdiv(size, GROUP * C) - 1, 0) * H + 1) * BK
+        p_states = states + (first * H + i_h) * BK * BV
+        states_desc = tma.make_tensor_descriptor(p_states, [rows, BV], [BV, 1], [BK, BV], PART)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2 if GATED else 1)
         mbarrier.init(empty.index(i), count=2)
@@ -279,7 +290,7 @@ def gradients_kernel(
     gates_s = (early_s, early_s, early_s)
     if GATED:
         vectors_s = gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], VECTOR)
-        decays_s = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
+        decays_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
         gates_s = (vectors_s, decays_s, gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR))
         p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
     stages = (q_s, k_s, v_s, do_s)
@@ -291,12 +302,12 @@ def gradients_kernel(
     if GATED:
         gl.warp_specialize(
             [
-                (multiply, (shared, (dv_s, dv_desc, p_dv), ends, numbers, early_s.index(0), 0, H, C, D, HALF, STAGES,
-                            REVERSE, GATED, WIDE_V, False, INIT, FINAL, LEARNED, GROUP)),
-                (multiply, (shared, (dk_s, dk_desc, p_dk), ends, numbers, early_s.index(1), 1, H, C, D, HALF, STAGES,
-                            REVERSE, GATED, WIDE_K, LEARNED, INIT, FINAL, LEARNED, GROUP)),
+                (multiply, (shared, (dv_s, dv_desc, p_dv), ends, numbers, early_s.index(0), 0, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, GATED, WIDE_V, False, INIT, FINAL, LEARNED, GROUP)),
+                (multiply, (shared, (dk_s, dk_desc, p_dk), ends, numbers, early_s.index(1), 1, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, GATED, WIDE_K, LEARNED, INIT, FINAL, LEARNED, GROUP)),
                 (copy, (stages, barriers, descriptors, size, C, STAGES, REVERSE)),
-                (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, k, C, D, STAGES, REVERSE,
+                (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, k, C, BK, STAGES, REVERSE,
                              not REVERSE, True, False)),
             ],
             [4, 1, 1],
@@ -305,10 +316,10 @@ def gradients_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (shared, (dv_s, dv_desc, p_dv), ends, numbers, early_s.index(0), 0, H, C, D, HALF, STAGES,
-                            REVERSE, GATED, WIDE_V, False, INIT, FINAL, LEARNED, GROUP)),
-                (multiply, (shared, (dk_s, dk_desc, p_dk), ends, numbers, early_s.index(1), 1, H, C, D, HALF, STAGES,
-                            REVERSE, GATED, WIDE_K, LEARNED, INIT, FINAL, LEARNED, GROUP)),
+                (multiply, (shared, (dv_s, dv_desc, p_dv), ends, numbers, early_s.index(0), 0, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, GATED, WIDE_V, False, INIT, FINAL, LEARNED, GROUP)),
+                (multiply, (shared, (dk_s, dk_desc, p_dk), ends, numbers, early_s.index(1), 1, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, GATED, WIDE_K, LEARNED, INIT, FINAL, LEARNED, GROUP)),
                 (copy, (stages, barriers, descriptors, size, C, STAGES, REVERSE)),
             ],
             [4, 1],

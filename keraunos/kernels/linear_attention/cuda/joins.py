@@ -9,7 +9,7 @@ from keraunos.kernels.linear_attention.cuda.walk import CLOSED, LOG2E, natural_d
 
 
 @gluon.jit
-def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, D: gl.constexpr,
+def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, KV: gl.constexpr,
           BACKWARDS: gl.constexpr):
     """What the i-th piece leaves, and its decay, base 2; beyond the last of ``count``, nothing and none."""
     pieces = gl.cdiv(T, L)
@@ -21,18 +21,18 @@ def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, D
         there = there & (reach(decay, (i_p % P if BACKWARDS else P - 1 - i_p % P) * L) >= 0)
     else:
         across = gl.load(sums + slot, mask=there, other=0.0)
-    return gl.load(local + slot * D * D + o, mask=(o >= 0) & there, other=0.0), across
+    return gl.load(local + slot * KV + o, mask=(o >= 0) & there, other=0.0), across
 
 
 @gluon.jit
-def enter(i, count, state, found, o, p_starts, T, L, P, H: gl.constexpr, D: gl.constexpr,
+def enter(i, count, state, found, o, p_starts, T, L, P, H: gl.constexpr, KV: gl.constexpr,
           BACKWARDS: gl.constexpr):
     """The state after a piece, of which ``piece`` found this; the one before it goes to where a segment starts."""
     left, across = found
     pieces = gl.cdiv(T, L)
     i_p = (pieces - 1 - i) if BACKWARDS else i
     starts = ((i == 0) | (i_p % P == P - 1)) if BACKWARDS else (i_p % P == 0)
-    gl.store(p_starts + (i_p // P).to(gl.int64) * (H * D * D), state, mask=(o >= 0) & starts & (i < count))
+    gl.store(p_starts + (i_p // P).to(gl.int64) * (H * KV), state, mask=(o >= 0) & starts & (i < count))
     return state * gl.exp2(across) + left
 
 
@@ -40,36 +40,36 @@ def enter(i, count, state, found, o, p_starts, T, L, P, H: gl.constexpr, D: gl.c
 def starts_kernel(
     local, sums, gamma, h0, stride_gamma_b, T, L, P,
     starts,
-    H: gl.constexpr, D: gl.constexpr, BD: gl.constexpr, AT_ONCE: gl.constexpr, BACKWARDS: gl.constexpr,
+    H: gl.constexpr, KV: gl.constexpr, BD: gl.constexpr, AT_ONCE: gl.constexpr, BACKWARDS: gl.constexpr,
 ):
-    """The state that each segment starts from ``[segments, H, D, D]``, of what pieces of L tokens leave from none.
+    """The state that each segment starts from ``[segments, H, K, V]``, of what pieces of L tokens leave from none.
 
     P: pieces of a segment. sums: what the gates of each piece come to; gamma: constant decays. h0: the state that the
-    first segment starts from, in the order of the walk.
+    first segment starts from, in the order of the walk. A program joins BD of the KV values of a state.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    i_x = gl.program_id(0) % (D * D // BD)
-    i_h = gl.program_id(0) // (D * D // BD) % H
-    i_n = gl.program_id(0) // (D * D // BD * H)
+    i_x = gl.program_id(0) % (KV // BD)
+    i_h = gl.program_id(0) // (KV // BD) % H
+    i_n = gl.program_id(0) // (KV // BD * H)
     o = i_x * BD + gl.arange(0, BD, layout=LAYOUT)
     decay = gl.maximum(natural_decay(gamma, i_n, i_h, stride_gamma_b), CLOSED) * LOG2E
     if h0 is None:
         state = gl.zeros([BD], gl.float32, LAYOUT)
     else:
-        state = gl.load(h0 + (i_n.to(gl.int64) * H + i_h) * D * D + o).to(gl.float32)
+        state = gl.load(h0 + (i_n.to(gl.int64) * H + i_h) * KV + o).to(gl.float32)
     pieces = gl.cdiv(T, L)
     segments = gl.cdiv(pieces, P)
     count = (pieces - P) if BACKWARDS else (segments - 1) * P
-    p_starts = starts + (i_n.to(gl.int64) * segments * H + i_h) * D * D + o
+    p_starts = starts + (i_n.to(gl.int64) * segments * H + i_h) * KV + o
     # A step is short: what it waits for costs more than what it does. So many wait at once.
     for i in range(0, count, AT_ONCE):
         found = ()
         for j in gl.static_range(AT_ONCE):
-            x = piece(i + j, count, local, sums, decay, i_n, i_h, o, T, L, P, H, D, BACKWARDS)
+            x = piece(i + j, count, local, sums, decay, i_n, i_h, o, T, L, P, H, KV, BACKWARDS)
             found += (x,)  # type: ignore[assignment]
         for j in gl.static_range(AT_ONCE):
-            state = enter(i + j, count, state, found[j], o, p_starts, T, L, P, H, D, BACKWARDS)
-    gl.store(p_starts + (segments * 0 if BACKWARDS else segments - 1).to(gl.int64) * (H * D * D), state)
+            state = enter(i + j, count, state, found[j], o, p_starts, T, L, P, H, KV, BACKWARDS)
+    gl.store(p_starts + (segments * 0 if BACKWARDS else segments - 1).to(gl.int64) * (H * KV), state)
 
 
 @gluon.jit(do_not_specialize=["M", "R"])

@@ -23,11 +23,14 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     describe,
     gated_pairs,
     group_slot,
+    load_state,
     locate,
     mild_pairs,
     natural_decay,
     reach,
     settled,
+    store_state,
+    within,
     without_own,
 )
 
@@ -39,14 +42,14 @@ def copy(stages, barriers, descriptors, size, C: gl.constexpr, HALF: gl.constexp
     q_s, k_s, v_s, f_s = stages
     full, empty = barriers
     q_desc, k_desc, v_desc, f_desc = descriptors
-    BLOCKS: gl.constexpr = 2 + OUTPUT + DOTS
+    BYTES: gl.constexpr = (1 + OUTPUT) * k_desc.block_type.nbytes + 2 * (1 + DOTS) * v_desc.block_type.nbytes
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
         row = ((count - 1 - i) if REVERSE else i) * C
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         arrived = full.index(slot)
-        mbarrier.expect(arrived, BLOCKS * k_desc.block_type.nbytes)
+        mbarrier.expect(arrived, BYTES)
         if OUTPUT:
             copy_in(q_desc, [row, 0], arrived, q_s.index(slot))
         copy_in(k_desc, [row, 0], arrived, k_s.index(slot))
@@ -58,9 +61,9 @@ def copy(stages, barriers, descriptors, size, C: gl.constexpr, HALF: gl.constexp
 
 @gluon.jit
 def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H: gl.constexpr, C: gl.constexpr,
-             D: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
-             TRANSPOSED: gl.constexpr, GATED: gl.constexpr, OUTPUT: gl.constexpr, WIDE: gl.constexpr,
-             DOTS: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, GROUP: gl.constexpr,
+             K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+             REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr, GATED: gl.constexpr, OUTPUT: gl.constexpr,
+             WIDE: gl.constexpr, DOTS: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, GROUP: gl.constexpr,
              BACKWARDS: gl.constexpr):
     """A partition of one warpgroup: half of the values' dimensions, for which it has the state in registers."""
     stages, barriers, gates_s, dots_s, dotted = shared
@@ -71,6 +74,7 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
     o_s, o_desc, o = goal
     h0, ht, dh = states
     gamma, size, last, scale = numbers
+    HALF: gl.constexpr = BV // 2
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
     dtype: gl.constexpr = k_s.dtype
@@ -78,11 +82,15 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
     columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))
     if OUTPUT and not GATED:
         pairs = constant_pairs(gamma, rows, columns, REVERSE) * scale
-    o_k = gl.arange(0, D, layout=gl.SliceLayout(1, W))
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(1, W))
     o_v = WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, W))
-    o_state = (o_v * D)[None, :] + o_k[:, None] if TRANSPOSED else (o_k * D)[:, None] + o_v[None, :]
+    o_state = (o_v * K)[None, :] + o_k[:, None] if TRANSPOSED else (o_k * V)[:, None] + o_v[None, :]
+    o_dh = (o_v * BK)[None, :] + o_k[:, None] if TRANSPOSED else (o_k * BV)[:, None] + o_v[None, :]
+    none = gl.zeros([C, C], gl.float32, W)
     nothing = gl.zeros([C, HALF], gl.float32, W)
-    state = gl.load(h0 + o_state).to(gl.float32) if INIT else gl.zeros([D, HALF], gl.float32, W)
+    state = gl.zeros([BK, HALF], gl.float32, W)
+    if INIT:
+        state = load_state(h0 + o_state, o_k, o_v, K, V, BK, BV)
     if OUTPUT:
         state_s.store(state.to(dtype))
         fence_async_shared()
@@ -101,17 +109,17 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
             # Where there is no choice, registers suffice.
             strong = True
             total = gamma * left.to(gl.float32)
-            across = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, W)) * gl.exp2(total)
+            across = gl.full([BK], 1.0, gl.float32, gl.SliceLayout(1, W)) * gl.exp2(total)
         if DOTS:
             # What the gates of this chunk have in common, where the sums of their gradients begin anew.
             begin = scale * 0.0
             if i % GROUP == 0:
-                b_dh = gl.load(dh + (i // GROUP).to(gl.int64) * (H * D * D) + o_state).to(gl.float32)
+                b_dh = gl.load(dh + (i // GROUP).to(gl.int64) * (H * BK * BV) + o_dh).to(gl.float32)
                 begin = gl.sum(gl.sum(state * b_dh, 1) * across, 0)
         state = settled(state)
         if OUTPUT:
             q = q_s.index(slot)
-            a = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            a = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
             b_o = warpgroup_mma(q, state_s, nothing, use_acc=False, is_async=True)
         if GATED:
             to_row = vectors_s.index(3 * slot + 1).load(gl.SliceLayout(1, W))
@@ -173,8 +181,8 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
                 if strong:
                     b_o += own[:, None] * v.load(W).to(gl.float32)
             if WIDE:
-                o_o = ((at * C + rows).to(gl.int64) * (H * D))[:, None] + o_v[None, :]
-                gl.store(o + o_o, b_o, mask=(rows < left)[:, None])
+                o_o = ((at * C + rows).to(gl.int64) * (H * V))[:, None] + o_v[None, :]
+                gl.store(o + o_o, b_o, mask=within((rows < left)[:, None], o_v[None, :], V, BV))
                 fence_async_shared()
                 thread_barrier()
                 mbarrier.arrive(empty.index(slot), count=1)
@@ -190,7 +198,7 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
     if OUTPUT and not WIDE:
         tma.store_wait(0)
     if FINAL:
-        gl.store(ht + o_state, state, mask=o_state * 0 < last.to(gl.int32))
+        store_state(ht + o_state, state, last, o_k, o_v, K, V, BK, BV)
 
 
 @gluon.jit
@@ -239,9 +247,9 @@ def outputs_kernel(
     stride_fb, stride_ft, stride_fh, stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, L, P,
     o, ht, dg, dgamma, sums,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RF: gl.constexpr, RG: gl.constexpr,
-    D: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
-    SPLIT: gl.constexpr, INIT_WALK: gl.constexpr, TRANSPOSED: gl.constexpr,
-    GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+    REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, INIT_WALK: gl.constexpr,
+    TRANSPOSED: gl.constexpr, GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
 ):
     """``o_i = scale * sum_{j <= i} decay_ij (q_i . k_j) v_j`` for one head of one sequence, or of one segment of it.
 
@@ -256,8 +264,10 @@ def outputs_kernel(
     (INIT_WALK) or of sequences; ht: final states.
 
     f: what the output is the gradient of, where that of gates is wanted too: dg ``[B, T, H]``, dgamma ``[walks, H]``.
-    Then products ``[B, T, H]`` and dh, the gradients of states, are what ``gradients_kernel`` left. TRANSPOSED: states
-    are ``[v, k]`` in memory. RQ, RK, RV, RF, RG: how many heads share each head of an array.
+    Then products ``[B, T, H]`` and dh, the gradients of states in whole tiles, are what ``gradients_kernel`` left.
+
+    K, V: the dimensions of q and k, and of v, f and o, in tiles of BK and BV. TRANSPOSED: states are ``[v, k]`` in
+    memory. RQ, RK, RV, RF, RG: how many heads share each head of an array.
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
@@ -281,9 +291,9 @@ def outputs_kernel(
             size = size - unseen
             if not BACKWARDS:
                 token += unseen
-    HALF: gl.constexpr = D // 2
+    HALF: gl.constexpr = BV // 2
     dtype: gl.constexpr = k.dtype.element_ty
-    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], dtype)
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
     PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, HALF], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -296,9 +306,9 @@ def outputs_kernel(
     GAMMA: gl.constexpr = dgamma is not None
     GATED: gl.constexpr = g is not None
 
-    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, D, D)
-    v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, D, HALF)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
+    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, BLOCK)
+    v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, V, HALF, PART)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
     v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, C, HALF], PART)
     late_s = gl.allocate_shared_memory(dtype, [2, C, HALF], PART)
     # What is absent is something else, which nobody reads.
@@ -317,26 +327,26 @@ def outputs_kernel(
     p_dh = k
     of_token = (i_b.to(gl.int64) * T + token) * H + i_h
     if OUTPUT:
-        q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, D, D)
-        q_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
-        state_s = gl.allocate_shared_memory(dtype, [2, D, HALF], PART)
+        q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
+        q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+        state_s = gl.allocate_shared_memory(dtype, [2, BK, HALF], PART)
         if WIDE:
-            p_o = o + of_token * D
+            p_o = o + of_token * V
         else:
-            o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * D), H * D, D, C, D, HALF)
+            o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, HALF, PART)
             o_s = gl.allocate_shared_memory(dtype, [4, C, HALF], PART)
     if DOTS:
-        f_desc = describe(f, i_b, token, i_h // RF, size, stride_fb, stride_ft, stride_fh, C, D, D)
-        f_s = gl.allocate_shared_memory(dtype, [STAGES, C, D], BLOCK)
+        f_desc = describe(f, i_b, token, i_h // RF, size, stride_fb, stride_ft, stride_fh, C, V, BV, PART)
+        f_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], PART)
         dots_s = gl.allocate_shared_memory(gl.float32, [4, C], VECTOR)
         dotted = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
         mbarrier.init(dotted.index(0), count=2)
         mbarrier.init(dotted.index(1), count=1)
-        p_dh = dh + (group_slot(i_o, token, T, L, GROUP * C, PACKED, SPLIT) * H + i_h) * D * D
+        p_dh = dh + (group_slot(i_o, token, T, L, GROUP * C, PACKED, SPLIT) * H + i_h) * BK * BV
     if INIT:
-        p_h0 = h0 + ((i_o if INIT_WALK else i_n).to(gl.int64) * H + i_h) * D * D
+        p_h0 = h0 + ((i_o if INIT_WALK else i_n).to(gl.int64) * H + i_h) * K * V
     if FINAL:
-        p_ht = ht + ((i_n if OUTPUT else i_o).to(gl.int64) * H + i_h) * D * D
+        p_ht = ht + ((i_n if OUTPUT else i_o).to(gl.int64) * H + i_h) * K * V
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
@@ -347,7 +357,7 @@ def outputs_kernel(
     gates_s = (late_s, late_s, late_s)
     if GATED:
         vectors_s = gl.allocate_shared_memory(gl.float32, [3 * STAGES, C], VECTOR)
-        decays_s = gl.allocate_shared_memory(gl.float32, [STAGES, D], VECTOR)
+        decays_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
         gates_s = (vectors_s, decays_s, gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR))
     stages = (q_s, k_s, v_s, f_s)
     barriers = (full, empty)
@@ -372,13 +382,13 @@ def outputs_kernel(
     if GATED and DOTS:
         gl.warp_specialize(
             [
-                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, D, HALF, STAGES,
-                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
-                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, D, HALF, STAGES,
-                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
-                (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, D, STAGES, REVERSE,
-                             BACKWARDS, DOTS, SUM)),
+                (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, BK, STAGES,
+                             REVERSE, BACKWARDS, DOTS, SUM)),
                 (add_gradients, (dots_s, dotted, products + of_token, p_dg, p_dgamma, size, H, C, REVERSE, GATES,
                                  GAMMA, GROUP)),
             ],
@@ -388,13 +398,13 @@ def outputs_kernel(
     elif GATED:
         gl.warp_specialize(
             [
-                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, D, HALF, STAGES,
-                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
-                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, D, HALF, STAGES,
-                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
-                (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, D, STAGES, REVERSE,
-                             BACKWARDS, DOTS, SUM)),
+                (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, BK, STAGES,
+                             REVERSE, BACKWARDS, DOTS, SUM)),
             ],
             [4, 1, 1],
             [232, 40, 40],
@@ -402,10 +412,10 @@ def outputs_kernel(
     elif DOTS:
         gl.warp_specialize(
             [
-                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, D, HALF, STAGES,
-                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
-                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, D, HALF, STAGES,
-                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
                 (add_gradients, (dots_s, dotted, products + of_token, p_dg, p_dgamma, size, H, C, REVERSE, GATES,
                                  GAMMA, GROUP)),
@@ -416,10 +426,10 @@ def outputs_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, D, HALF, STAGES,
-                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
-                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, D, HALF, STAGES,
-                            REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, K, V, BK, BV,
+                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
             ],
             [4, 1],

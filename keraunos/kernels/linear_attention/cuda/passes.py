@@ -33,7 +33,8 @@ from keraunos.ops.registry import HOPPER
 
 FIELDS = ("num_stages",)
 
-_HEAD_DIM, _CHUNK = 128, 64
+# Dimensions of a tile are as few or as many as these; rows of a multiple of so many begin at multiples of 16 bytes.
+_LEAST_TILE, _MOST_DIMS, _ROW, _CHUNK = 64, 128, 8, 64
 _DTYPES = ("bfloat16", "float16")
 # Stages that the shared memory holds: of a walk that makes outputs, of one with gates or their gradients, and of the
 # one that makes the gradients of keys and values; and of one that only makes states.
@@ -44,7 +45,7 @@ _GROUP = 16
 
 # Programs that run at once; segments of a sequence at most, where its heads alone are about as many; tokens that make a
 # segment, and a piece of one, worth their while; pieces of a segment at most, with a constant decay. Values of a state
-# that a program joins, and of how many pieces at once.
+# that a program joins at most, and of how many pieces at once.
 _PROGRAMS, _FEW_SEGMENTS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS, _AT_ONCE = 132, 4, 512, 512, 32, 256, 16
 # In tokens of a walk, by time: what a program begins with; what the launches for segments come to. What a pass over
 # pieces takes of a walk over as many tokens: with gates, and with a constant decay, of which most heads need few.
@@ -96,6 +97,7 @@ class _Call:
         self.specs, self.opts, self.reverse = specs, opts, opts.reverse
         self.B, self.T = specs.query.shape[:2]
         self.H, self.dtype = specs.heads, specs.query.dtype
+        self.K, self.V = specs.query.shape[-1], specs.value.shape[-1]
         # Complete by the contract, whatever its declared type allows.
         self.stages: Any = opts.cfg.num_stages
         self.packed = specs.cu_seqlens is not None
@@ -113,6 +115,11 @@ class _Call:
         """How many heads share each of an array's; 1 for an absent one."""
         return self.H // x.shape[2] if x else 1
 
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """The shape of the heads' states."""
+        return self.H, self.K, self.V
+
     def dtype_of_each(self, x: Spec) -> str:
         """The dtype of a head's gradient of an array: wide where it is still to be summed over those that share."""
         return "float32" if self.ratio(x) > 1 else x.dtype
@@ -129,7 +136,13 @@ _call_of = remember(_Call)
 def _strides(x: Spec | None, name: str) -> dict[str, int]:
     """``stride_<name><axis>`` of an array [B, T, heads, ...]; of a single token none, which may be anything."""
     batch, token, head = (x.strides[i] if x and x.shape[i] > 1 else 0 for i in range(3))
-    return {f"stride_{name}b": batch, f"stride_{name}t": token or _HEAD_DIM, f"stride_{name}h": head}
+    return {f"stride_{name}b": batch, f"stride_{name}t": token or _MOST_DIMS, f"stride_{name}h": head}
+
+
+def _tiles(K: int, V: int) -> dict[str, int]:
+    """The dimensions of keys and of values, and of their tiles."""
+    BK, BV = (_LEAST_TILE if size <= _LEAST_TILE else _MOST_DIMS for size in (K, V))
+    return dict(K=K, V=V, BK=BK, BV=BV)
 
 
 class _Plan(NamedTuple):
@@ -152,20 +165,20 @@ class _Plan(NamedTuple):
 def _outputs_plan(call: _Call, q: Spec, k: Spec, v: Spec, f: Spec | None, *, output: str, final: bool,
                   transposed: bool) -> _Plan:
     B, T, H, (specs, opts) = call.B, call.T, call.H, (call.specs, call.opts)
-    g = specs.g
+    g, V = specs.g, v.shape[-1]
     numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(f, "f"), **_strides(g, "g")}
     outputs = dict(
-        o=((B, T, H, _HEAD_DIM), output),
-        ht=((call.N, H, _HEAD_DIM, _HEAD_DIM), "float32") if final else None,
+        o=((B, T, H, V), output),
+        ht=((call.N, *call.state), "float32") if final else None,
         dg=((B, T, H), call.dtype_of_each(g)) if f and opts.needs(specs, "g") else None,
         dgamma=((call.walks, H), "float32") if f and opts.needs(specs, "g_gamma") else None,
         sums=None,
     )
     most = _STAGES_GATES if f or g else _STAGES
     constants = dict(
-        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RF=call.ratio(f), RG=call.ratio(g), D=_HEAD_DIM,
-        C=_CHUNK, STAGES=min(most, call.stages), REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
-        INIT_WALK=call.L > 0, TRANSPOSED=transposed, GROUP=_GROUP, BACKWARDS=call.reverse,
+        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RF=call.ratio(f), RG=call.ratio(g),
+        **_tiles(k.shape[-1], V), C=_CHUNK, STAGES=min(most, call.stages), REVERSE=call.reverse, PACKED=call.packed,
+        SPLIT=call.L > 0, INIT_WALK=call.L > 0, TRANSPOSED=transposed, GROUP=_GROUP, BACKWARDS=call.reverse,
     )
     return _Plan(outputs_kernel, (call.walks * H,), {**numbers, **call.numbers, "P": 1}, outputs, constants)
 
@@ -184,23 +197,24 @@ def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, 
 def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[_Plan, _Plan]:
     H, g = call.H, call.specs.g
     L, P = call.L // call.P, call.P
-    pieces, state = -(-call.T // L), (H, _HEAD_DIM, _HEAD_DIM)
+    pieces, KV = -(-call.T // L), call.K * call.V
     numbers = {**_strides(None, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(None, "f"), **_strides(g, "g")}
-    outputs = dict(o=None, ht=((call.N * pieces, *state), "float32"), dg=None, dgamma=None,
+    outputs = dict(o=None, ht=((call.N * pieces, *call.state), "float32"), dg=None, dgamma=None,
                    sums=((call.N * pieces, H), "float32") if g else None)
     constants = dict(
-        H=H, RQ=1, RK=call.ratio(k), RV=call.ratio(v), RF=1, RG=call.ratio(g), D=_HEAD_DIM, C=_CHUNK,
-        STAGES=_STAGES_STATES, REVERSE=call.reverse, PACKED=False, SPLIT=True, INIT_WALK=False, TRANSPOSED=False,
-        GROUP=_GROUP, BACKWARDS=backwards,
+        H=H, RQ=1, RK=call.ratio(k), RV=call.ratio(v), RF=1, RG=call.ratio(g), **_tiles(call.K, call.V),
+        C=_CHUNK, STAGES=_STAGES_STATES, REVERSE=call.reverse, PACKED=False, SPLIT=True, INIT_WALK=False,
+        TRANSPOSED=False, GROUP=_GROUP, BACKWARDS=backwards,
     )
     # None of the segment that is walked last.
     wanted = pieces - P if backwards else (-(-pieces // P) - 1) * P
     grid = (call.N * wanted * H,)
     local = _Plan(outputs_kernel, grid, {**numbers, **call.numbers, "L": L, "P": P}, outputs, constants)
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, L=L, P=P)
-    constants = dict(H=H, D=_HEAD_DIM, BD=_STARTS, AT_ONCE=_AT_ONCE, BACKWARDS=backwards)
-    grid = (call.N * H * _HEAD_DIM**2 // _STARTS,)
-    return local, _Plan(starts_kernel, grid, numbers, dict(starts=((call.walks, *state), "float32")), constants)
+    BD = math.gcd(KV, _STARTS)
+    constants = dict(H=H, KV=KV, BD=BD, AT_ONCE=_AT_ONCE, BACKWARDS=backwards)
+    grid, outputs = (call.N * H * KV // BD,), dict(starts=((call.walks, *call.state), "float32"))
+    return local, _Plan(starts_kernel, grid, numbers, outputs, constants)
 
 
 def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -> Any:
@@ -218,16 +232,16 @@ def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -
 def _gradients_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
     B, T, H, specs, g = call.B, call.T, call.H, call.specs, call.specs.g
     numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(do, "o"), **_strides(g, "g")}
-    state = H, _HEAD_DIM, _HEAD_DIM
+    tiles = _tiles(call.K, call.V)
     outputs = dict(
-        dk=((B, T, H, _HEAD_DIM), call.dtype_of_each(specs.key)),
-        dv=((B, T, H, _HEAD_DIM), call.dtype_of_each(specs.value)),
-        dh0=((call.N, *state), specs.initial_state.dtype) if specs.initial_state else None,
+        dk=((B, T, H, call.K), call.dtype_of_each(specs.key)),
+        dv=((B, T, H, call.V), call.dtype_of_each(specs.value)),
+        dh0=((call.N, *call.state), specs.initial_state.dtype) if specs.initial_state else None,
         dots=((B, T, H), "float32") if call.learned else None,
-        states=((call.groups, *state), call.dtype) if call.learned else None,
+        states=((call.groups, H, tiles["BK"], tiles["BV"]), call.dtype) if call.learned else None,
     )
     constants = dict(
-        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), D=_HEAD_DIM, C=_CHUNK,
+        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **tiles, C=_CHUNK,
         STAGES=_STAGES_GRADIENTS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0, GROUP=_GROUP,
     )
     return _Plan(gradients_kernel, (call.walks * H,), {**numbers, **call.numbers}, outputs, constants)
@@ -246,9 +260,9 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple[Any, ...]
 
 def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     """Room for the states that segments start from, enough for all lengths; None: no length is cut."""
-    N = args.query.shape[0]
+    N, K, V = args.query.shape[0], args.query.shape[-1], args.value.shape[-1]
     most = _most_segments(N * args.heads)
-    return ((N * most, args.heads, _HEAD_DIM, _HEAD_DIM), "float32") if most > 1 and args.cu_seqlens is None else None
+    return ((N * most, args.heads, K, V), "float32") if most > 1 and args.cu_seqlens is None else None
 
 
 forward.residuals = dict(starts=_room)  # type: ignore[attr-defined]
@@ -281,7 +295,8 @@ def _no_tokens(args: Args) -> tuple[Any, Any]:
     """The outputs where there is no token: the final states are the initial ones."""
     arrays = frontends.of(args.query)
     (shape, dtype), h0 = state_spec(args), args.initial_state
-    output = arrays.zeros((*args.query.shape[:2], args.heads, _HEAD_DIM), arrays.dtype_name(args.query), args.query)
+    output = (*args.query.shape[:2], args.heads, args.value.shape[-1])
+    output = arrays.zeros(output, arrays.dtype_name(args.query), args.query)
     return output, arrays.zeros(shape, dtype, args.query) if h0 is None else arrays.cast(h0, dtype)
 
 
@@ -338,8 +353,13 @@ def unsupported(inv: Invocation) -> str | None:
     learned = "g_gamma" in inv.arrays and "g_gamma" not in inv.constants
     if dtype == "float16" and ("g" in inv.arrays or learned):
         return "takes gates and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
-    if K != _HEAD_DIM or V != _HEAD_DIM:
-        return f"takes head dims of 128; the call has K = {K}, V = {V}"
+    dims = f"the call has K = {K}, V = {V}"
+    if max(K, V) > _MOST_DIMS:
+        return f"takes head dims up to 128: the next larger tile of a state takes 128 registers a thread; {dims}"
+    if min(K, V) <= _LEAST_TILE // 2:
+        return f"takes head dims over 32: most of a tile of 64 would stay empty; {dims}"
+    if K % _ROW or V % _ROW:
+        return f"takes head dims that are multiples of 8: rows must begin at multiples of 16 bytes; {dims}"
     return None
 
 
@@ -347,6 +367,8 @@ def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what it cannot run, and what was not measured to be faster."""
     if not triton.__version__.startswith(RUN):
         return f"was measured with Triton {', '.join(RUN)}"
+    if {inv.dims["K"], inv.dims["V"]} != {128}:
+        return "was measured with head dims of 128"
     N, packed, forgets = inv.dims["N"], "cu_seqlens" in inv.arrays, "g" not in inv.arrays
     T, heads = max(inv.dims["T"] // (N if packed else 1), 1), N * inv.dims["H"]
     cost = _cost(T, heads, forgets, 1 if packed else _segments(T, heads, forgets))

@@ -72,13 +72,38 @@ def group_slot(i_o, token, T, L, tokens, PACKED: gl.constexpr, SPLIT: gl.constex
 
 @gluon.jit
 def describe(x, i_b, token, i_h, size, stride_b, stride_t, stride_h, C: gl.constexpr, D: gl.constexpr,
-             BD: gl.constexpr):
+             BD: gl.constexpr, LAYOUT: gl.constexpr):
     """A descriptor of the tokens of a walk ``[size, D]``, in blocks of C tokens and BD dimensions."""
     # A walk over no token may stand where the array has ended: what is described then is never copied.
     token = token * (size > 0).to(gl.int64)
     base = x + i_b.to(gl.int64) * stride_b + token * stride_t + i_h.to(gl.int64) * stride_h
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BD], x.dtype.element_ty)
     return tma.make_tensor_descriptor(base, [gl.maximum(size, 1), D], [stride_t, 1], [C, BD], LAYOUT)
+
+
+@gluon.jit
+def within(mask, o, D: gl.constexpr, BD: gl.constexpr):
+    """A mask of a tile of BD dimensions without those after the array's own D; ``o`` are the tile's, broadcast."""
+    if D < BD:
+        mask = mask & (o < D)
+    return mask
+
+
+@gluon.jit
+def load_state(p_state, o_k, o_v, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr):
+    """The values of a state at pointers ``[BK, columns]``, 0 after its own dimensions."""
+    if K == BK and V == BV:
+        state = gl.load(p_state)
+    else:
+        mask = within((o_k >= 0)[:, None], o_k[:, None], K, BK) & within((o_v >= 0)[None, :], o_v[None, :], V, BV)
+        state = gl.load(p_state, mask=mask, other=0.0)
+    return state.to(gl.float32)
+
+
+@gluon.jit
+def store_state(p_state, state, last, o_k, o_v, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr):
+    """Stores a state at pointers, if its walk is the last of a sequence."""
+    mask = within((o_k * 0 < last.to(gl.int32))[:, None], o_k[:, None], K, BK)
+    gl.store(p_state, state, mask=within(mask, o_v[None, :], V, BV))
 
 
 @gluon.jit
@@ -143,7 +168,7 @@ def without_own(a, rows, columns):
 
 
 @gluon.jit
-def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl.constexpr, D: gl.constexpr,
+def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl.constexpr, BK: gl.constexpr,
               STAGES: gl.constexpr, REVERSE: gl.constexpr, BACKWARDS: gl.constexpr, FACTORS: gl.constexpr,
               SUM: gl.constexpr):
     """A partition of one warp: what the gates of each chunk do, in the order in which chunks are walked.
@@ -154,7 +179,7 @@ def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl
     REVERSE: the recurrence runs backwards; BACKWARDS: the walk does. SUM: ``sums`` gets what the walk's gates come to.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
-    ROWS: gl.constexpr = gl.BlockedLayout([D // 32], [32], [1], [0])
+    ROWS: gl.constexpr = gl.BlockedLayout([BK // 32], [32], [1], [0])
     vectors_s, decays_s, strong_s = gates_s
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     t = gl.arange(0, C, layout=LAYOUT)
@@ -175,7 +200,7 @@ def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl
         vectors_s.index(3 * slot + 1).store(gl.exp2(G) * scale)
         vectors_s.index(3 * slot + 2).store(gl.exp2(gl.minimum(total - G, 0.0)))
         strong_s.index(slot).store(gl.full([1], 1, gl.int32, FLAG) * strong.to(gl.int32))
-        decays_s.index(slot).store(gl.full([D], 1.0, gl.float32, ROWS) * gl.exp2(total))
+        decays_s.index(slot).store(gl.full([BK], 1.0, gl.float32, ROWS) * gl.exp2(total))
         thread_barrier()
         mbarrier.arrive(full.index(slot), count=1)
     if SUM:
