@@ -42,6 +42,22 @@ CASES = {
     "packed and reverse": case(lengths=(70, 0, 1, 64, 63, 1300), gamma=1, reverse=True),
     "shared heads": case(H=4, G=2, HQ=1, HV=4, HG=2, T=150, gate="scalar", gamma=1),
     "no tokens": case(T=0, gamma=1),
+    "64": case(K=64, V=64, B=2, T=321, gate="scalar", gamma=2, reverse=True),
+    "64, segments": case(K=64, V=64, T=3333, gamma=1),
+    "64, shared heads": case(K=64, V=64, H=4, G=2, HQ=1, HV=4, HG=2, T=150, gate="scalar", gamma=1),
+    "128 and 64": case(K=128, V=64, T=321, gate="scalar", gate_dtype="bfloat16"),
+    "128 and 64, shared heads": case(K=128, V=64, H=4, G=1, HQ=1, HV=4, T=300, gate="scalar", gamma=1),
+    "128 and 64, segments": case(K=128, V=64, T=3000, gate="scalar", gamma=1, reverse=True),
+    "128 and 64, packed": case(K=128, V=64, lengths=(70, 0, 1, 64, 63, 300, 0), gate="scalar", gamma=1),
+    "64 and 128": case(K=64, V=128, T=321, gate="scalar", gamma=1),
+    "64 and 128, segments": case(K=64, V=128, T=3333, gamma=1, reverse=True),
+    "64 and 128, strong": case(K=64, V=128, T=500, gate="scalar", decay="strong"),
+    "96 and 40": case(K=96, V=40, T=1321, gate="scalar", gamma=1),
+    "96 and 40, segments": case(K=96, V=40, T=3333, gamma=1),
+    "96 and 40, packed and reverse": case(K=96, V=40, lengths=(70, 0, 1, 64, 63, 1300), gamma=1, reverse=True),
+    "96 and 40, shared heads": case(K=96, V=40, H=4, G=2, HQ=1, HV=4, HG=2, T=150, gate="scalar", gamma=1),
+    "40 and 120": case(K=40, V=120, B=2, T=200, gate="scalar"),
+    "64, no tokens": case(K=64, V=64, T=0, gamma=1),
 }
 
 
