@@ -190,9 +190,9 @@ def test_jax_has_the_same_bits_under_its_transformations():
         assert torch.equal(torch.from_dlpack(x), y.grad)
 
 
-# racecheck reports what the warp that adds up gates writes against what the multiplying ones read of it (H100, in the
-# walk for dk and dv). Barriers in memory order both ways, and the emulator finds each that is left out; whether the tool
-# does not follow them from one warp to four is not known yet.
+# racecheck reports what the warp that adds up gates writes against what the multiplying ones read of it (seen on an
+# H100, in the walk for dk and dv). Barriers in memory order both ways, and the emulator finds each that is left out;
+# whether the tool does not follow them from one warp to four is not known yet.
 RACES = pytest.param("racecheck", marks=pytest.mark.xfail(reason="reports gates' vectors, which barriers order"))
 
 
