@@ -14,12 +14,13 @@ import triton
 
 import keraunos
 from keraunos import frontends
-from keraunos.kernels.linear_attention.contract import Args, describe
+from keraunos.kernels.linear_attention.contract import Args, Options, describe
 from keraunos.kernels.linear_attention.cuda import passes
+from keraunos.ops.invocation import Config
 from keraunos.ops.registry import kernel_registry
 from tests.cuda import builds, mutants
 from tests.cuda.emulator import EmulatorError
-from tests.cuda.platform import run, small
+from tests.cuda.platform import emulated, run, small
 from tests.linear_attention.cases import GPU
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
@@ -137,6 +138,17 @@ def test_tensors_that_copies_cannot_take_are_copied():
         assert made.is_contiguous()
         assert made.data_ptr() % 16 == 0
         assert torch.equal(made, odd)
+
+
+def test_gates_may_be_expanded():
+    """Gates that tokens, heads or rows share, as a view."""
+    q, k, v = (torch.randn(2, 70, 2, 128).bfloat16() for _ in range(3))
+    opts = Options(1.0, False, Config(num_stages=3), ("g",))
+    for shape in ((1, 70, 2), (2, 1, 2), (2, 70, 1), (1, 1, 1)):
+        g = torch.rand(shape).neg().expand(2, 70, 2)
+        with emulated():
+            (got, _), (wanted, _) = (passes.forward(Args(q, k, v, x), opts)[0] for x in (g, g.contiguous()))
+        assert torch.equal(got, wanted), shape
 
 
 # Faults in the kernels themselves

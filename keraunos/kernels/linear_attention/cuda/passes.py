@@ -135,8 +135,8 @@ _call_of = remember(_Call)
 
 def _strides(x: Spec | None, name: str) -> dict[str, int]:
     """``stride_<name><axis>`` of an array [B, T, heads, ...]; of a single token none, which may be anything."""
-    batch, token, head = (x.strides[i] if x and x.shape[i] > 1 else 0 for i in range(3))
-    return {f"stride_{name}b": batch, f"stride_{name}t": token or _MOST_DIMS, f"stride_{name}h": head}
+    batch, token, head = (x.strides[i] if x and x.shape[i] > 1 else none for i, none in enumerate((0, _MOST_DIMS, 0)))
+    return {f"stride_{name}b": batch, f"stride_{name}t": token, f"stride_{name}h": head}
 
 
 def _tiles(K: int, V: int) -> dict[str, int]:
