@@ -13,17 +13,18 @@ from jax._src.lib import gpu_triton
 # The generation of NVIDIA GPUs that Gluon kernels are written for: Hopper.
 _CAPABILITY = 90
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int8": "i8", "uint8": "u8",
-          "int32": "i32", "int64": "i64"}
+          "int32": "i32", "int64": "i64", "bool": "i1"}
 
 
 def call(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct | None],
-         constants: dict[str, Any], num_warps: int) -> list[jax.Array]:
+         constants: dict[str, Any], num_warps: int, overwritten: dict[str, str]) -> list[jax.Array]:
     """The outputs that are there, in order.
 
     Args:
         kernel: a ``@gluon.jit`` function; its parameters are the inputs, the outputs, the constants, in this order.
         inputs: name -> array, number or None, which the kernel gets as a constant.
         outputs: name -> shape and dtype, or None likewise.
+        overwritten: output -> the input in whose place it is.
     """
     made = [o for o in outputs.values() if o is not None]
     if not all(grid):
@@ -43,9 +44,13 @@ def call(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: di
         program, *(*grid, 1, 1)[:3], [*parameters, gpu_triton.create_array_parameter(0, 16)]
     )
     message: Any = zlib.compress(launch.to_proto(kernel.__name__, b""))
-    run = jax.ffi.ffi_call("triton_kernel_call", (*made, scratch), custom_call_api_version=2,
-                           legacy_backend_config=message)
-    return list(run(*(x for x in inputs.values() if isinstance(x, jax.Array))))[:-1]
+    arrays = {name: x for name, x in inputs.items() if isinstance(x, jax.Array)}
+    places, results = list(arrays), [name for name, o in outputs.items() if o is not None]
+    run = jax.ffi.ffi_call(
+        "triton_kernel_call", (*made, scratch), custom_call_api_version=2, legacy_backend_config=message,
+        input_output_aliases={places.index(x): results.index(name) for name, x in overwritten.items()},
+    )
+    return list(run(*arrays.values()))[:-1]
 
 
 def _type(x: Any) -> str:

@@ -40,7 +40,8 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     arrays = {name: jnp.asarray(x) for name, x in inputs.items() if isinstance(x, jax.Array | np.ndarray)}
     if kernel.is_gluon():
         wanted = {name: made.get(name) for name in outputs}
-        found = gluon.call(kernel, grid, {**inputs, **arrays}, wanted, constants, num_warps)
+        overwritten = {name: o for name, o in outputs.items() if isinstance(o, str)}
+        found = gluon.call(kernel, grid, {**inputs, **arrays}, wanted, constants, num_warps, overwritten)
         done = [vary(x, frozenset().union(*map(varying, arrays.values()))) for x in found]
     elif not all(grid):
         done = [jnp.zeros(o.shape, o.dtype) for o in made.values()]
