@@ -5,8 +5,9 @@ A platform module (``xla.py``, ``torch.py``, ``triton/passes.py``) defines two f
     steps(args: Args, opts: Options)   -> (output or None, pool or None)      decode, verify, commit
     prefill(args: Args, opts: Options) -> (output, pool)
 
-and hands them to :func:`kernels`. In PyTorch the pool that is returned is the one given, changed in place; in JAX it is
-a new one, for which the front end gives the old one's memory up.
+and hands them to :func:`kernels`; one that has the latter only, to :func:`implementation`. In PyTorch the pool that is
+returned is the one given, changed in place; in JAX it is a new one, for which the front end gives the old one's memory
+up.
 """
 
 from __future__ import annotations
@@ -245,6 +246,19 @@ OPERATORS = {
 }
 
 
+def implementation(op_id: str, compute: Callable, fields: tuple[str, ...], *, platform: str, source: str,
+                   unsupported: Callable, heuristic: Callable) -> Implementation:
+    """The implementation of one function; the arguments are those of :func:`kernels`."""
+    made = frontends.in_place(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
+
+    def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None) -> Callable:
+        scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+        return made(frontends.framework_of(args.key), Options(op_id, scale, cfg), args)
+
+    return Implementation(op_id, prepare, fields, unsupported, heuristic, source=source,
+                          passes=lambda framework: (compute,))
+
+
 def kernels(
     platform: str,
     source: str,
@@ -265,16 +279,7 @@ def kernels(
         unsupported, heuristic: see :class:`Implementation`.
         step_fields, prefill_fields: the configuration fields that they read.
     """
-
-    def implementation(op_id: str, compute: Callable, fields: tuple[str, ...]) -> Implementation:
-        made = frontends.in_place(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
-
-        def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None) -> Callable:
-            scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-            return made(frontends.framework_of(args.key), Options(op_id, scale, cfg), args)
-
-        return Implementation(op_id, prepare, fields, unsupported, heuristic, source=source,
-                              passes=lambda framework: (compute,))
-
-    return (*(implementation(op_id, steps, step_fields) for op_id in ("decode", "verify", "commit")),
-            implementation("prefill", prefill, prefill_fields))
+    made = functools.partial(implementation, platform=platform, source=source, unsupported=unsupported,
+                             heuristic=heuristic)
+    return (*(made(op_id, steps, step_fields) for op_id in ("decode", "verify", "commit")),
+            made("prefill", prefill, prefill_fields))
