@@ -11,9 +11,12 @@ import triton
 from keraunos import frontends
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
+from keraunos.kernels.state_pool import contract as pool_contract
+from keraunos.kernels.state_pool.cuda import passes as pool_passes
 from keraunos.ops.invocation import Config
 from tests.cuda.compile import resources
-from tests.cuda.platform import small
+from tests.cuda.platform import small, small_prefill
+from tests.serving.cases import tensor
 
 CALLS = {
     "constant": (small(B=1, T=100, H=4, gamma=1), ("g_gamma",)),
@@ -28,7 +31,19 @@ CALLS = {
     "64 and 128": (small(K=64, V=128, B=1, T=100, H=4, gamma=1, state=True), ()),
     "96 and 40": (small(K=96, V=40, H=4, G=2, lengths=(60, 40), gamma=1, gate="scalar", state=True), ()),
 }
-_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+# Whether the pool is stored as [slots, H, V, K], and whether the output goes where copies of blocks cannot take it.
+PREFILLS = {
+    "prefill": (small_prefill(), False, False),
+    "prefill, some fresh": (small_prefill(fresh=(0,)), False, False),
+    "prefill, transposed": (small_prefill(fresh=(0,)), True, False),
+    "prefill, bfloat16 pool": (small_prefill(fresh=(0,), pool="bfloat16"), False, False),
+    "prefill, stored": (small_prefill(fresh=(0,)), False, True),
+    "prefill with gates": (small_prefill(gate="scalar", gamma=False, fresh=(0,)), False, False),
+    "prefill with gates, transposed": (small_prefill(gate="scalar", fresh=(0,), pool="bfloat16"), True, False),
+    "prefill, 96 and 40": (small_prefill(K=96, V=40, fresh=(0,)), False, False),
+}
+NAMES = (*CALLS, *PREFILLS)
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
 
 
 def most(call):
@@ -41,14 +56,15 @@ def most(call):
     return dict(registers=168, stack=176 if call == "shared" else stack, shared=frontends.SHARED_MEMORY, waits=0)
 
 
-def launches(case, constant=()):
-    """The kernels that a call forward and backward launches, with the types of their arguments, and constants."""
+def launched(run):
+    """The kernels that ``run`` launches, with the types of their arguments, and constants."""
     found = []
 
     def launch(kernel, grid, inputs, outputs, constants, *, num_warps, num_stages):
         types = {}
         fixed = dict(constants)
-        made = {name: x and torch.empty(x[0], dtype=getattr(torch, x[1]), device="meta") for name, x in outputs.items()}
+        made = {name: inputs[x] if isinstance(x, str) else
+                x and torch.empty(x[0], dtype=getattr(torch, x[1]), device="meta") for name, x in outputs.items()}
         for name, x in {**inputs, **made}.items():
             if x is None:
                 fixed[name] = None
@@ -59,21 +75,42 @@ def launches(case, constant=()):
         found.append((kernel, tuple(sorted(types.items())), tuple(sorted(fixed.items()))))
         return tuple(made.values())
 
+    with mock.patch.object(frontends, "launch", launch):
+        run()
+    return found
+
+
+def launches(case, constant=()):
+    """What a call of linear attention launches, forward and backward."""
     args, doutput, dstate = (
         [None if x is None else torch.empty(x.shape, dtype=getattr(torch, x.dtype.name)) for x in group]
         for group in (case.arrays[0], [case.arrays[1]], [case.arrays[2]])
     )
     opts = Options(case.K**-0.5, case.reverse, Config(num_stages=3), constant)
-    with mock.patch.object(frontends, "launch", launch):
+
+    def run():
         _, residuals = passes.forward(Args(*args), opts)
         passes.backward(Args(*args), residuals, (*doutput, *dstate), opts)
-    return found
+
+    return launched(run)
+
+
+def prefills(case, transposed=False, stored=False):
+    """What a prefill launches."""
+    given = {name: tensor(x) for name, x in case.arrays.items()}
+    if transposed:
+        given["states"] = given["states"].mT.contiguous().mT
+    if stored:
+        like = given["query"].new_empty(*case.rows, case.H, case.V)
+        given["out"] = like.new_empty(like.numel() + 1)[1:].view_as(like)
+    opts = pool_contract.Options("prefill", case.K**-0.5, Config(num_stages=3))
+    return launched(lambda: pool_passes._prefill(pool_contract.Args(**given), opts))
 
 
 def of(call):
     """``(name, resources)`` of each kernel that a call launches, as often as it launches another build of it."""
-    case, constant = CALLS[call]
-    for kernel, types, constants in dict.fromkeys(launches(case, constant)):
+    found = launches(*CALLS[call]) if call in CALLS else prefills(*PREFILLS[call])
+    for kernel, types, constants in dict.fromkeys(found):
         yield kernel.fn.__name__, resources(kernel, dict(types), dict(constants))
 
 
@@ -81,7 +118,7 @@ def _table():
     """Print a line for each build, with what is over its budget; the exit status says whether anything is."""
     columns, failed = ("registers", "stack", "shared", "waits"), False
     print("| triton | call | kernel | registers | stack | shared memory | waits | over |\n|" + " --- |" * 8)
-    for call in CALLS:
+    for call in sys.argv[1:] or NAMES:
         budget = most(call)
         for name, used in of(call):
             over = [f"{key} {budget[key]}" for key in columns if used[key] > budget[key]]

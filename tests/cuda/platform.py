@@ -1,4 +1,4 @@
-"""Runs the platform ``cuda`` of linear attention without a GPU: its own host code, its kernels in the emulator."""
+"""Runs the platform ``cuda`` without a GPU: its own host code, its kernels in the emulator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 from keraunos import frontends
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
+from keraunos.kernels.state_pool import contract as pool_contract
+from keraunos.kernels.state_pool.cuda import passes as pool_passes
 from keraunos.ops.invocation import Config
 from tests.cuda import emulator
 from tests.linear_attention.cases import LEFT_OUT, Case, tensor_array, torch_tensor
+from tests.serving import cases as serving_cases
 
 
 def launcher(mode="late", seed=0, replaced=None):
@@ -21,7 +24,7 @@ def launcher(mode="late", seed=0, replaced=None):
     def launch(kernel, grid, inputs, outputs, constants, *, num_warps, num_stages):
         kernel = (replaced or {}).get(kernel.fn.__name__, kernel)
         assert [*inputs, *outputs, *constants] == kernel.arg_names
-        made = tuple(None if x is None else torch.full(x[0], torch.nan, dtype=getattr(torch, x[1]))
+        made = tuple(inputs[x] if isinstance(x, str) else x and torch.full(x[0], torch.nan, dtype=getattr(torch, x[1]))
                      for x in outputs.values())
         if 0 not in grid:
             given = (*inputs.values(), *made, *constants.values())
@@ -59,3 +62,19 @@ def run(case, gradients=True, *, mode="late", seed=0, constant=(), replaced=None
 def small(**fields):
     """A case of bfloat16 with head dims of 128, unless others are given."""
     return Case(**{"K": 128, "V": 128, "dtype": "bfloat16", **fields})
+
+
+def prefill(case, view=lambda given: given, *, mode="late", seed=0, **options):
+    """``(output, pool)`` of a prefill, which is a case of ``tests/serving``; ``view``: of its tensors by name."""
+    given = view({name: serving_cases.tensor(x) for name, x in case.arrays.items()})
+    opts = pool_contract.Options("prefill", case.scale or case.K**-0.5, Config(num_stages=3))
+    with emulated(mode, seed):
+        output, pool = pool_passes._prefill(pool_contract.Args(**given, **options), opts)
+    assert pool is given["states"]
+    return serving_cases.array(output), serving_cases.array(pool)
+
+
+def small_prefill(**fields):
+    """A case of prefill with bfloat16 tokens and head dims of 128, unless others are given."""
+    default = dict(op="prefill", lengths=(70, 5, 130, 0), H=2, K=128, V=128, dtype="bfloat16")
+    return serving_cases.Case(**{**default, **fields})

@@ -1,6 +1,6 @@
 """Run the kernels of the platform ``cuda`` on small shapes, for compute-sanitizer to watch.
 
-``python -m tests.cuda.sanitize`` runs them forward and backward.
+``python -m tests.cuda.sanitize`` runs them forward and backward, and prefills.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from unittest import mock
 
 import torch
 
-from keraunos import frontends
+from keraunos import frontends, serving
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops import Config
-from tests.cuda.platform import small
+from tests.cuda.platform import small, small_prefill
 from tests.linear_attention.cases import torch_tensor
 from tests.sanitizer import limit_time
+from tests.serving.cases import arguments
 
 # The last is cut into segments of two pieces.
 CALLS = [
@@ -25,6 +26,10 @@ CALLS = [
     (small(K=128, V=64, B=1, T=150, H=4, G=2, HQ=1, HV=4, HG=2, gate="scalar", gamma=1, state=True), ()),
     (small(K=96, V=40, H=2, lengths=(70, 0, 1, 129), gate="scalar", gamma=1, state=True, reverse=True), ()),
     (small(B=1, T=600, H=2, gate="scalar", gamma=1, state=True), ()),
+]
+PREFILLS = [
+    small_prefill(lengths=(70, 0, 129, 1), fresh=(1,), tail=70, gate="scalar"),
+    small_prefill(K=96, V=40, slots=(-1, 3), lengths=(65, 3), pool="bfloat16"),
 ]
 KERNELS = {"outputs_kernel", "gradients_kernel", "starts_kernel", "sum_kernel"}
 
@@ -46,6 +51,9 @@ def main() -> None:
             with mock.patch.object(passes, "segmentation", lambda *_, pieces=pieces: pieces):
                 _, residuals = passes.forward(Args(*args), opts)
                 passes.backward(Args(*args), residuals, grads, opts)
+        for case in PREFILLS:
+            given, options = arguments("prefill", {name: torch_tensor(x, "cuda") for name, x in case.arrays.items()})
+            serving.prefill(*given, **options, platform="cuda")
     torch.cuda.synchronize()
     if launched != KERNELS:
         raise SystemExit(f"launched {sorted(launched)}; there are {sorted(KERNELS)}")

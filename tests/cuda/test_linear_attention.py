@@ -190,7 +190,7 @@ def unharmed(name, case):
 # Launches
 
 
-@pytest.mark.parametrize("call", builds.CALLS)
+@pytest.mark.parametrize("call", builds.NAMES)
 def test_kernels_stay_within_their_budgets(call):
     most = builds.most(call)
     for name, used in builds.of(call):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from keraunos.kernels.state_pool.contract import Args
 from keraunos.ops.invocation import Config
 from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU
@@ -56,3 +57,18 @@ def test_inside_shard_map(gla):
     part = P(None, None, "x")
     fn = jax.shard_map(lambda *args: gla(*args)[0], mesh=mesh, in_specs=part, out_specs=part)
     assert launches(fn, TOKENS, TOKENS, TOKENS) == 1
+
+
+@pytest.mark.parametrize("has_initial", [False, True])
+def test_prefill_is_one_launch_that_overwrites_its_pool(has_initial):
+    pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
+    prefill = functools.partial(kernel_registry.get("prefill", "cuda"), cfg=Config(num_stages=3))
+    tokens, slots = jax.ShapeDtypeStruct((200, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((3,), jnp.int32)
+    states, offsets = jax.ShapeDtypeStruct((8, 4, 128, 128), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    given = Args(tokens, tokens, tokens, slots=slots, cu_seqlens=offsets,
+                 has_initial=jax.ShapeDtypeStruct((3,), jnp.bool_) if has_initial else None)
+    step = jax.jit(lambda states, rest: prefill(*rest._replace(states=states)), donate_argnums=0)
+    text = step.trace(states, given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton_kernel_call") == 1
+    # The second result is where the fourth array of the kernel is.
+    assert "output_operand_alias<output_tuple_indices = [1], operand_index = 3," in text

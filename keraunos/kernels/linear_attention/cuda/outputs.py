@@ -62,9 +62,9 @@ def copy(stages, barriers, descriptors, size, C: gl.constexpr, HALF: gl.constexp
 @gluon.jit
 def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H: gl.constexpr, C: gl.constexpr,
              K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-             REVERSE: gl.constexpr, TRANSPOSED: gl.constexpr, GATED: gl.constexpr, OUTPUT: gl.constexpr,
-             WIDE: gl.constexpr, DOTS: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, GROUP: gl.constexpr,
-             BACKWARDS: gl.constexpr):
+             REVERSE: gl.constexpr, stride_sk: gl.constexpr, stride_sv: gl.constexpr, GATED: gl.constexpr,
+             OUTPUT: gl.constexpr, STORED: gl.constexpr, DOTS: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr,
+             GROUP: gl.constexpr, BACKWARDS: gl.constexpr):
     """A partition of one warpgroup: half of the values' dimensions, for which it has the state in registers."""
     stages, barriers, gates_s, dots_s, dotted = shared
     q_s, k_s, v_s, f_s = stages
@@ -73,7 +73,7 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_s, o_desc, o = goal
     h0, ht, dh = states
-    gamma, size, last, scale = numbers
+    gamma, size, last, scale, begins = numbers
     HALF: gl.constexpr = BV // 2
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
@@ -84,13 +84,18 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
         pairs = constant_pairs(gamma, rows, columns, REVERSE) * scale
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(1, W))
     o_v = WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, W))
-    o_state = (o_v * K)[None, :] + o_k[:, None] if TRANSPOSED else (o_k * V)[:, None] + o_v[None, :]
-    o_dh = (o_v * BK)[None, :] + o_k[:, None] if TRANSPOSED else (o_k * BV)[:, None] + o_v[None, :]
+    across_k = (o_k * stride_sk)[:, None]
+    across_v = (o_v * stride_sv)[None, :]
+    o_state = across_v + across_k if stride_sk == 1 else across_k + across_v
+    o_dh = (o_v * BK)[None, :] + o_k[:, None]
     none = gl.zeros([C, C], gl.float32, W)
     nothing = gl.zeros([C, HALF], gl.float32, W)
     state = gl.zeros([BK, HALF], gl.float32, W)
-    if INIT:
+    if INIT == 1:
         state = load_state(h0 + o_state, o_k, o_v, K, V, BK, BV)
+    if INIT == 2:  # noqa: SIM102
+        if begins:
+            state = load_state(h0 + o_state, o_k, o_v, K, V, BK, BV)
     if OUTPUT:
         state_s.store(state.to(dtype))
         fence_async_shared()
@@ -166,7 +171,7 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
             b_o = warpgroup_mma(p, v, b_o, is_async=True)
             if DOTS:
                 factor = factor_s.load(W)
-            if WIDE:
+            if STORED:
                 thread_barrier()
             else:
                 tma.store_wait(1)
@@ -180,7 +185,7 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
                     dots_s.index(2 + WG).store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, W)) * begin)
                 if strong:
                     b_o += own[:, None] * v.load(W).to(gl.float32)
-            if WIDE:
+            if STORED:
                 o_o = ((at * C + rows).to(gl.int64) * (H * V))[:, None] + o_v[None, :]
                 gl.store(o + o_o, b_o, mask=within((rows < left)[:, None], o_v[None, :], V, BV))
                 fence_async_shared()
@@ -195,10 +200,22 @@ def multiply(shared, goal, states, numbers, late_s, state_s, WG: gl.constexpr, H
                 copy_out(o_desc, [at * C, WG * HALF], out)
             if DOTS:
                 mbarrier.arrive(dotted.index(0), count=1)
-    if OUTPUT and not WIDE:
+    if OUTPUT and not STORED:
         tma.store_wait(0)
     if FINAL:
         store_state(ht + o_state, state, last, o_k, o_v, K, V, BK, BV)
+
+
+@gluon.jit
+def clear(o, first, end, step, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+    """Zeros for C of a head's outputs from each ``step``-th token on, up to the ``end``."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, BV // 32], [1, 32], [4, 1], [1, 0])
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+    nothing = gl.zeros([C, BV], o.dtype.element_ty, LAYOUT)
+    for i in range(first, end, step):
+        o_o = ((i + t).to(gl.int64) * (H * V))[:, None] + o_v[None, :]
+        gl.store(o + o_o, nothing, mask=within((i + t < end)[:, None], o_v[None, :], V, BV))
 
 
 @gluon.jit
@@ -242,14 +259,15 @@ _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "st
 
 @gluon.jit(do_not_specialize=_LENGTHS)
 def outputs_kernel(
-    q, k, v, f, g, gamma, h0, products, dh, cu_seqlens,
+    q, k, v, f, g, gamma, h0, products, dh, cu_seqlens, slots, has_initial, into,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_fb, stride_ft, stride_fh, stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, L, P,
     o, ht, dg, dgamma, sums,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RF: gl.constexpr, RG: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, INIT_WALK: gl.constexpr,
-    TRANSPOSED: gl.constexpr, GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
+    stride_ss: gl.constexpr, stride_sh: gl.constexpr, stride_sk: gl.constexpr, stride_sv: gl.constexpr,
+    STORED: gl.constexpr, GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
 ):
     """``o_i = scale * sum_{j <= i} decay_ij (q_i . k_j) v_j`` for one head of one sequence, or of one segment of it.
 
@@ -260,14 +278,17 @@ def outputs_kernel(
     ``[walks, H]`` are what these come to. BACKWARDS, where that is not REVERSE: the gradients of states, to which k
     and v are queries and the output's gradients.
 
-    g: gates per token; gamma: constant decays. h0: initial states, of walks
-    (INIT_WALK) or of sequences; ht: final states.
+    g: gates per token; gamma: constant decays. h0: initial states, of walks (INIT_WALK) or of sequences; ht: final
+    states.
+
+    slots: h0 and ht are a pool, in which they say where the states of packed sequences are; -1: the sequence is
+    padding, whose outputs are zeros, as those after the last sequence are. has_initial: which sequences have a state.
 
     f: what the output is the gradient of, where that of gates is wanted too: dg ``[B, T, H]``, dgamma ``[walks, H]``.
     Then products ``[B, T, H]`` and dh, the gradients of states in whole tiles, are what ``gradients_kernel`` left.
 
-    K, V: the dimensions of q and k, and of v, f and o, in tiles of BK and BV. TRANSPOSED: states are ``[v, k]`` in
-    memory. RQ, RK, RV, RF, RG: how many heads share each head of an array.
+    K, V: the dimensions of q and k, and of v, f and o, in tiles of BK and BV. stride_s: strides of states. STORED: o,
+    which may overwrite ``into``, is stored, not copied. RQ, RK, RV, RF, RG: how many heads share each of an array's.
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
@@ -279,6 +300,20 @@ def outputs_kernel(
         i_p = i_o % wanted + (P if BACKWARDS else 0)
         i_o = i_o // wanted * pieces + i_p
     i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, L, PACKED, SPLIT, BACKWARDS)
+    POOL: gl.constexpr = slots is not None
+    begins = last
+    if POOL:
+        slot = gl.load(slots + i_n).to(gl.int64)
+        if has_initial is not None:
+            begins = gl.load(has_initial + i_n) != 0
+        count = gl.num_programs(0) // H
+        end = gl.load(cu_seqlens + count).to(gl.int64)
+        clear(o + (end * H + i_h) * V, i_n * C, (T - end).to(gl.int32), count * C, H, C, V, BV)
+        if slot < 0:
+            clear(o + (token * H + i_h) * V, 0, size, C, H, C, V, BV)
+            return
+        if (size <= 0) & begins:
+            return
     natural = natural_decay(gamma, i_b, i_h, stride_gamma_b)
     decay = gl.maximum(natural, CLOSED) * LOG2E
     if not OUTPUT:
@@ -298,9 +333,8 @@ def outputs_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    WIDE: gl.constexpr = OUTPUT and o.dtype.element_ty != dtype
     DOTS: gl.constexpr = f is not None
-    INIT: gl.constexpr = h0 is not None
+    INIT: gl.constexpr = (h0 is not None) + (has_initial is not None)
     FINAL: gl.constexpr = ht is not None
     GATES: gl.constexpr = dg is not None
     GAMMA: gl.constexpr = dgamma is not None
@@ -330,7 +364,7 @@ def outputs_kernel(
         q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
         q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
         state_s = gl.allocate_shared_memory(dtype, [2, BK, HALF], PART)
-        if WIDE:
+        if STORED:
             p_o = o + of_token * V
         else:
             o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, HALF, PART)
@@ -347,6 +381,10 @@ def outputs_kernel(
         p_h0 = h0 + ((i_o if INIT_WALK else i_n).to(gl.int64) * H + i_h) * K * V
     if FINAL:
         p_ht = ht + ((i_n if OUTPUT else i_o).to(gl.int64) * H + i_h) * K * V
+    if POOL:
+        own = slot * stride_ss + i_h.to(gl.int64) * stride_sh
+        p_h0 = h0 + own
+        p_ht = ht + own
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
@@ -378,14 +416,16 @@ def outputs_kernel(
             p_dgamma = dgamma + gl.program_id(0)
     shared = (stages, barriers, gates_s, dots_s, dotted)
     goal = (o_s, o_desc, p_o)
-    numbers = (decay, size, last, scale)
+    numbers = (decay, size, last, scale, begins)
     if GATED and DOTS:
         gl.warp_specialize(
             [
                 (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, K, V, BK, BV,
-                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                            STAGES, REVERSE, stride_sk, stride_sv, GATED, OUTPUT, STORED, DOTS, INIT, FINAL, GROUP,
+                            BACKWARDS)),
                 (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, K, V, BK, BV,
-                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                            STAGES, REVERSE, stride_sk, stride_sv, GATED, OUTPUT, STORED, DOTS, INIT, FINAL, GROUP,
+                            BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
                 (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, BK, STAGES,
                              REVERSE, BACKWARDS, DOTS, SUM)),
@@ -399,9 +439,11 @@ def outputs_kernel(
         gl.warp_specialize(
             [
                 (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, K, V, BK, BV,
-                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                            STAGES, REVERSE, stride_sk, stride_sv, GATED, OUTPUT, STORED, DOTS, INIT, FINAL, GROUP,
+                            BACKWARDS)),
                 (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, K, V, BK, BV,
-                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                            STAGES, REVERSE, stride_sk, stride_sv, GATED, OUTPUT, STORED, DOTS, INIT, FINAL, GROUP,
+                            BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
                 (add_gates, (p_g, natural, size, stride_gt, scale, gates_s, full, empty, p_sums, C, BK, STAGES,
                              REVERSE, BACKWARDS, DOTS, SUM)),
@@ -413,9 +455,11 @@ def outputs_kernel(
         gl.warp_specialize(
             [
                 (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, K, V, BK, BV,
-                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                            STAGES, REVERSE, stride_sk, stride_sv, GATED, OUTPUT, STORED, DOTS, INIT, FINAL, GROUP,
+                            BACKWARDS)),
                 (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, K, V, BK, BV,
-                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                            STAGES, REVERSE, stride_sk, stride_sv, GATED, OUTPUT, STORED, DOTS, INIT, FINAL, GROUP,
+                            BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
                 (add_gradients, (dots_s, dotted, products + of_token, p_dg, p_dgamma, size, H, C, REVERSE, GATES,
                                  GAMMA, GROUP)),
@@ -427,9 +471,11 @@ def outputs_kernel(
         gl.warp_specialize(
             [
                 (multiply, (shared, goal, states, numbers, late_s.index(0), state_s.index(0), 0, H, C, K, V, BK, BV,
-                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                            STAGES, REVERSE, stride_sk, stride_sv, GATED, OUTPUT, STORED, DOTS, INIT, FINAL, GROUP,
+                            BACKWARDS)),
                 (multiply, (shared, goal, states, numbers, late_s.index(1), state_s.index(1), 1, H, C, K, V, BK, BV,
-                            STAGES, REVERSE, TRANSPOSED, GATED, OUTPUT, WIDE, DOTS, INIT, FINAL, GROUP, BACKWARDS)),
+                            STAGES, REVERSE, stride_sk, stride_sv, GATED, OUTPUT, STORED, DOTS, INIT, FINAL, GROUP,
+                            BACKWARDS)),
                 (copy, (stages, barriers, descriptors, size, C, HALF, STAGES, BACKWARDS, OUTPUT, DOTS)),
             ],
             [4, 1],

@@ -27,7 +27,7 @@ from keraunos.kernels.linear_attention.cuda.gluon_names import RUN
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
 from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
-from keraunos.kernels.linear_attention.triton.call import Spec, remember, spec_of
+from keraunos.kernels.linear_attention.triton.call import NO_STATES, Pool, Spec, remember, spec_of
 from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.registry import HOPPER
 
@@ -139,6 +139,12 @@ def _strides(x: Spec | None, name: str) -> dict[str, int]:
     return {f"stride_{name}b": batch, f"stride_{name}t": token, f"stride_{name}h": head}
 
 
+def _state_strides(H: int, K: int, V: int, transposed: bool) -> dict[str, int]:
+    """``stride_s<axis>`` of states ``[N, H, K, V]`` that are contiguous; transposed: ``[N, H, V, K]`` are."""
+    k, v = (1, K) if transposed else (V, 1)
+    return dict(stride_ss=H * K * V, stride_sh=K * V, stride_sk=k, stride_sv=v)
+
+
 def _tiles(K: int, V: int) -> dict[str, int]:
     """The dimensions of keys and of values, and of their tiles."""
     BK, BV = (_LEAST_TILE if size <= _LEAST_TILE else _MOST_DIMS for size in (K, V))
@@ -163,11 +169,11 @@ class _Plan(NamedTuple):
 
 @remember
 def _outputs_plan(call: _Call, q: Spec, k: Spec, v: Spec, f: Spec | None, *, output: str, final: bool,
-                  transposed: bool) -> _Plan:
+                  transposed: bool, pool: Pool | None, into: bool, aligned: bool) -> _Plan:
     B, T, H, (specs, opts) = call.B, call.T, call.H, (call.specs, call.opts)
-    g, V = specs.g, v.shape[-1]
+    g, K, V = specs.g, k.shape[-1], v.shape[-1]
     numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(f, "f"), **_strides(g, "g")}
-    outputs = dict(
+    outputs: dict[str, Any] = dict(
         o=((B, T, H, V), output),
         ht=((call.N, *call.state), "float32") if final else None,
         dg=((B, T, H), call.dtype_of_each(g)) if f and opts.needs(specs, "g") else None,
@@ -177,20 +183,29 @@ def _outputs_plan(call: _Call, q: Spec, k: Spec, v: Spec, f: Spec | None, *, out
     most = _STAGES_GATES if f or g else _STAGES
     constants = dict(
         H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RF=call.ratio(f), RG=call.ratio(g),
-        **_tiles(k.shape[-1], V), C=_CHUNK, STAGES=min(most, call.stages), REVERSE=call.reverse, PACKED=call.packed,
-        SPLIT=call.L > 0, INIT_WALK=call.L > 0, TRANSPOSED=transposed, GROUP=_GROUP, BACKWARDS=call.reverse,
+        **_tiles(K, V), C=_CHUNK, STAGES=min(most, call.stages), REVERSE=call.reverse, PACKED=call.packed,
+        SPLIT=call.L > 0, INIT_WALK=call.L > 0, **_state_strides(H, K, V, transposed),
+        STORED=not aligned or output != call.dtype, GROUP=_GROUP, BACKWARDS=call.reverse,
     )
+    if pool:
+        # The states are not made, but put where they came from.
+        outputs |= dict(o="into" if into else ((T, H, V), output), ht="h0")
+        constants |= {f"stride_s{axis}": n for axis, n in zip("shkv", pool.states.strides, strict=True)}
     return _Plan(outputs_kernel, (call.walks * H,), {**numbers, **call.numbers, "P": 1}, outputs, constants)
 
 
 def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, h0: Any = None, products: Any = None,
              dh: Any = None, output: str | None = None, final: bool = False,
-             transposed: bool = False) -> tuple[Any, ...]:
+             transposed: bool = False, pool: Pool | None = None) -> tuple[Any, ...]:
     """``(output, final state, dg, dgamma)``: see ``outputs_kernel``. h0: what each walk starts from."""
-    plan = _outputs_plan(call, *map(spec_of, (q, k, v, f)), output=output or call.dtype, final=final,
-                         transposed=transposed)
+    specs, given = (call.specs[:3] if pool else map(spec_of, (q, k, v))), pool or NO_STATES
+    plan = _outputs_plan(
+        call, *specs, spec_of(f), output=output or call.dtype, final=final, transposed=transposed,
+        pool=pool and pool.specs(), into=given.into is not None, aligned=given.into is _aligned(given.into),
+    )
     return plan.launch(q=q, k=k, v=v, f=f, g=args.g, gamma=args.g_gamma, h0=h0, products=products, dh=dh,
-                       cu_seqlens=args.cu_seqlens)[:4]
+                       cu_seqlens=args.cu_seqlens, slots=given.slots, has_initial=given.has_initial,
+                       into=given.into)[:4]
 
 
 @remember
@@ -204,7 +219,7 @@ def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[_Plan
     constants = dict(
         H=H, RQ=1, RK=call.ratio(k), RV=call.ratio(v), RF=1, RG=call.ratio(g), **_tiles(call.K, call.V),
         C=_CHUNK, STAGES=_STAGES_STATES, REVERSE=call.reverse, PACKED=False, SPLIT=True, INIT_WALK=False,
-        TRANSPOSED=False, GROUP=_GROUP, BACKWARDS=backwards,
+        **_state_strides(H, call.K, call.V, False), STORED=False, GROUP=_GROUP, BACKWARDS=backwards,
     )
     # None of the segment that is walked last.
     wanted = pieces - P if backwards else (-(-pieces // P) - 1) * P
@@ -224,7 +239,7 @@ def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -
     local_plan, plan = _starts_plans(call, spec_of(k), spec_of(v), backwards)
     gamma = args.g_gamma
     _, local, _, _, sums = local_plan.launch(q=None, k=k, v=v, f=None, g=args.g, gamma=gamma, h0=None, products=None,
-                                             dh=None, cu_seqlens=None)
+                                             dh=None, cu_seqlens=None, slots=None, has_initial=None, into=None)
     return plan.launch(local=local, sums=sums, gamma=gamma, h0=h0)[0]
 
 
@@ -256,6 +271,18 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple[Any, ...]
     starts = _starts(call, args, args.key, args.value, args.initial_state, call.reverse)
     output, final, _, _ = _outputs(call, args, *args[:3], h0=starts, final=opts.state)
     return (output, final), (starts if call.L else None,)
+
+
+def prefill(args: Args, opts: Options, pool: Pool) -> tuple[Any, Any]:
+    """``(output, pool)`` of packed sequences whose states are in a pool; tokens' arrays have no axis for the batch."""
+    args = args._replace(**{name: _aligned(getattr(args, name)) for name in ("query", "key", "value")})
+
+    def row(x: Any) -> Spec | None:
+        spec = spec_of(x)
+        return spec and Spec((1, *spec.shape), (0, *spec.strides), spec.dtype)
+
+    call = _call_of(Args(*map(row, args[:4]), *map(spec_of, args[4:])), opts)
+    return _outputs(call, args, *args[:3], h0=pool.states, pool=pool)[:2]
 
 
 def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
@@ -335,11 +362,21 @@ def _sum(x: Any, M: int, D: int, like: Spec) -> Any:
 
 def _aligned(x: Any) -> Any:
     """The array, or a copy where copies of blocks cannot take it: rows must begin at multiples of 16 bytes."""
-    return frontends.of(x).aligned(x)
+    return x if x is None else frontends.of(x).aligned(x)
 
 
 def unsupported(inv: Invocation) -> str | None:
     """Why these kernels cannot run the call, or None."""
+    learned = "g_gamma" in inv.arrays and "g_gamma" not in inv.constants
+    if reason := cannot_walk(inv):
+        return reason
+    if inv.arrays["query"][0] == "float16" and ("g" in inv.arrays or learned):
+        return "takes gates and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
+    return None
+
+
+def cannot_walk(inv: Invocation) -> str | None:
+    """Why these kernels cannot run the call even without gradients, or None."""
     K, V, dtype = inv.dims["K"], inv.dims["V"], inv.arrays["query"][0]
     name, pattern = HOPPER
     if inv.backend != "gpu" or not re.search(pattern, inv.device):
@@ -350,9 +387,6 @@ def unsupported(inv: Invocation) -> str | None:
         return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
     if inv.arrays.get("g", (None, 0))[1] == 4:
         return "takes gates per token [B, T, H]; the call has gates per token and dimension"
-    learned = "g_gamma" in inv.arrays and "g_gamma" not in inv.constants
-    if dtype == "float16" and ("g" in inv.arrays or learned):
-        return "takes gates and decays that are arrays in bfloat16: float16 is too narrow for their gradients"
     dims = f"the call has K = {K}, V = {V}"
     if max(K, V) > _MOST_DIMS:
         return f"takes head dims up to 128: the next larger tile of a state takes 128 registers a thread; {dims}"
@@ -364,7 +398,7 @@ def unsupported(inv: Invocation) -> str | None:
 
 
 def loses(inv: Invocation) -> str | None:
-    """Why ``"auto"`` should prefer others, or None: what it cannot run, and what was not measured to be faster."""
+    """Why ``"auto"`` should prefer others, or None: what was not measured to be faster."""
     if not triton.__version__.startswith(RUN):
         return f"was measured with Triton {', '.join(RUN)}"
     if {inv.dims["K"], inv.dims["V"]} != {128}:
@@ -374,7 +408,7 @@ def loses(inv: Invocation) -> str | None:
     cost = _cost(T, heads, forgets, 1 if packed else _segments(T, heads, forgets))
     if cost > (_FEW_MOST if forgets else _MOST) * T * heads / _PROGRAMS:
         return "was measured to be slower than Triton where heads, or segments, do not fill the GPU for long"
-    return unsupported(inv)
+    return None
 
 
 def segment(args: Args, opts: Options) -> tuple[int, bool] | None:

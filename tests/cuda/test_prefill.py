@@ -1,0 +1,136 @@
+"""Prefill on the platform ``cuda`` without a GPU: values, what is refused, what ``"auto"`` takes."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from keraunos.kernels.state_pool.contract import Args, describe
+from keraunos.kernels.state_pool.cuda import passes
+from keraunos.ops.registry import kernel_registry
+from tests.cuda import builds
+from tests.cuda.platform import prefill, small_prefill
+from tests.linear_attention.cases import GPU
+from tests.serving.cases import array
+
+pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
+
+SCHEDULES = [("late", 0), ("early", 1), ("random", 2)]
+CASES = {
+    "resumed": small_prefill(),
+    "gates": small_prefill(gate="scalar", gamma=False, scale=0.7),
+    "gates and decays": small_prefill(gate="scalar", pool="bfloat16"),
+    "neither": small_prefill(gamma=False, pool="bfloat16"),
+    "fresh and empty": small_prefill(lengths=(64, 5, 0, 65), fresh=(0, 2), tail=7),
+    "empty and fresh": small_prefill(lengths=(0, 0, 129, 1), fresh=(0, 3), tail=64, gate="scalar", decay=8.0),
+    "all padding": small_prefill(lengths=(10, 3), slots=(-1, -1), tail=130),
+    "mostly padding": small_prefill(lengths=(0, 65, 0, 3), slots=(-1, -1, -1, 2), fresh=(3,), tail=300, gate="scalar"),
+    "float16": small_prefill(dtype="float16", gate="scalar"),
+    "shared heads": small_prefill(H=4, HQ=1, G=2, HV=4, HG=2, gate="scalar", lengths=(70, 5, 3, 0)),
+    "64": small_prefill(K=64, V=64),
+    "64 and 128": small_prefill(K=64, gate="scalar", fresh=(0,)),
+    "96 and 40": small_prefill(K=96, V=40, H=1, fresh=(2,), tail=3, pool="bfloat16"),
+    "40 and 120": small_prefill(K=40, V=120, H=1, lengths=(3, 5, 70, 0), slots=(3, -1, -1, 0), gate="scalar"),
+}
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=list(CASES).__getitem__)
+def test_values(number):
+    mode, seed = SCHEDULES[number % len(SCHEDULES)]
+    list(CASES.values())[number].check(lambda case: prefill(case, mode=mode, seed=seed))
+
+
+def transposed(given):
+    """A pool stored as ``[slots, H, V, K]``, of which the layer before this one shares the memory."""
+    layers = torch.stack([given["states"], given["states"]], 1).mT.contiguous()
+    return given | {"states": layers[:, 1].mT}
+
+
+@pytest.mark.parametrize("pool", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gate", ["none", "scalar"])
+def test_pools_with_strides(pool, gate):
+    case = small_prefill(K=96, pool=pool, gate=gate, fresh=(1,), tail=3)
+    case.check(lambda case: prefill(case, transposed))
+
+
+@pytest.mark.parametrize("skip", [0, 1], ids=["copied", "stored"])
+@pytest.mark.parametrize("V", [128, 40])
+def test_outputs_go_where_they_are_wanted(V, skip):
+    """An output may begin where copies of blocks cannot: at no multiple of 16 bytes."""
+    case = small_prefill(V=V, slots=(3, -1, 6, 0), gate="scalar", tail=70)
+    size = case.rows[0] * case.H * V
+    room = torch.full((size + 8,), torch.nan, dtype=torch.bfloat16)
+    out = room[skip : skip + size].view(*case.rows, case.H, V)
+    case.check(lambda case: prefill(case, out=out))
+    case.check(lambda case: (array(out), prefill(case)[1]))
+    assert room[:skip].isnan().all()
+    assert room[skip + size :].isnan().all()
+
+
+def test_tokens_with_strides():
+    """Slices of one projection, which copies of blocks can take, and which they cannot."""
+    case = small_prefill(gate="scalar", lengths=(70, 5, 3, 0))
+    for begin in (0, 8, 1):
+
+        def view(given, begin=begin):
+            names = ("query", "key", "value")
+            fused = torch.cat([given[name] for name in names], -1)
+            wide = torch.cat([fused[..., :begin], fused, fused[..., : 8 - begin]], -1)
+            return given | {name: wide[..., begin + 128 * i :][..., :128] for i, name in enumerate(names)}
+
+        case.check(lambda case, view=view: prefill(case, view))
+
+
+def test_no_tokens():
+    small_prefill(lengths=(0, 0), slots=(-1, 3)).check(prefill)
+
+
+def test_no_kernel_is_compiled_for_lengths_or_requests():
+    calls = dict(lengths=(70, 5, 130, 0)), dict(lengths=(1,), slots=(3,)), dict(lengths=(16, 16), slots=(0, 1), size=9)
+    for options in ({}, dict(gate="scalar", fresh=(0,))):
+        assert len({tuple(builds.prefills(small_prefill(**call, **options))) for call in calls}) == 1
+
+
+# What is refused
+
+
+def described(T=70, N=2, H=64, device="NVIDIA H200", **changes):
+    """A prefill on a GPU; the arrays are never read."""
+    sizes = dict(dtype=torch.bfloat16, K=128, V=128, gate=None, gamma=None, boundaries=None) | changes
+    q, v = (torch.empty(T, H, sizes[n], dtype=sizes["dtype"]) for n in "KV")
+    slots = torch.zeros(N, dtype=torch.int32)
+    args = Args(q, v, q, sizes["gate"], sizes["gamma"], torch.empty(1, H, sizes["K"], sizes["V"]), slots,
+                cu_seqlens=torch.zeros(N + 1, dtype=torch.int32), tokens=sizes["boundaries"],
+                targets=sizes["boundaries"])
+    return dataclasses.replace(describe("prefill", args), backend="gpu", device=device)
+
+
+def test_what_it_cannot_do_it_refuses_with_the_reason():
+    def refused(**changes):
+        return passes.unsupported(described(**changes))
+
+    assert refused() is None
+    for dtype in (torch.bfloat16, torch.float16):
+        assert refused(dtype=dtype, gate=torch.zeros(70, 64), gamma=torch.zeros(64)) is None
+    assert refused(K=96, V=40) is None
+    assert "Hopper" in refused(device="NVIDIA A100")
+    assert "float32" in refused(dtype=torch.float32)
+    assert "V = 256" in refused(V=256)
+    assert "per token and dimension" in refused(gate=torch.zeros(70, 64, 128))
+    assert "boundaries" in refused(boundaries=torch.zeros(3, dtype=torch.int32))
+
+
+def test_auto_takes_it_where_walks_fill_the_gpu():
+    def chosen(*call, **changes):
+        inv = described(*call, **changes)
+        row, _ = kernel_registry.choose(inv)
+        return row.platform
+
+    gates = dict(gate=torch.empty(65536, 64))
+    assert chosen(65536, 32) == chosen(65536, 32, **gates) == chosen(65536, 1, **gates) == "cuda"
+    assert chosen(65536, 1) == chosen(4096, 256) == "triton"
+    assert chosen(65536, 32, boundaries=torch.zeros(3, dtype=torch.int32)) == chosen(65536, 32, K=64) == "triton"
+    assert chosen(65536, 32, device="NVIDIA A100") == "triton"
