@@ -1,10 +1,12 @@
 """Training steps of examples/language_model at a size that fills a GPU: tokens per second, by the attention's platform.
 
-    PYTHONPATH=. python3 benchmarks/training.py [--platforms pallas,triton,xla] [--width 2048] [--layers 8] ...
+    PYTHONPATH=. python3 benchmarks/training.py [--platforms cuda,pallas,triton,xla] [--width 2048] [--layers 8] ...
+    PYTHONPATH=. python3 benchmarks/training.py --framework torch       the same model in PyTorch
 
 Everything but the attention is the same: lightning attention in every block, parameters in float32, the model computed
-in bfloat16, Adam. A step is one jitted function. The result goes to benchmarks/results/training/<gpu>.json; a platform
-that failed is there with its reason.
+in bfloat16, Adam. In JAX a step is one jitted function, in PyTorch the model is compiled. The result goes to
+benchmarks/results/training/<gpu>.json, that of PyTorch to <gpu>-torch.json; a platform that failed is there with its
+reason.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import harness
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from language_model.model import VOCABULARY, ModelConfig, forward, init_params, init_states
 
@@ -45,6 +48,84 @@ def program(config: ModelConfig, batch: int, platform: str) -> tuple[Any, Any]:
     return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer.init(params))
 
 
+def torch_program(config: ModelConfig, batch: int, platform: str) -> Any:
+    """``step(windows) -> loss`` in PyTorch: the model of the example, from the same parameters."""
+    import torch
+    from torch.nn import functional
+
+    import keraunos
+
+    def tensors(tree):
+        return jax.tree.map(lambda x: torch.tensor(np.asarray(x), device="cuda").requires_grad_(), tree)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        params = tensors(init_params(config, jax.random.key(0)))
+    optimizer = torch.optim.Adam(jax.tree.leaves(params), lr=1e-4, fused=True)
+
+    def norm(x):
+        return functional.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+    def attention(block, x, index):
+        query, key, value = functional.silu(x @ block["query_key_value"]).view(
+            *x.shape[:2], 3, config.heads, config.head_dim).unbind(2)
+        o = keraunos.lightning_attention(query, key, value, layer_idx=index, num_layers=len(config.blocks),
+                                         platform=platform)
+        return (norm(o).flatten(2) * functional.silu(x @ block["output_gate"])) @ block["output"]
+
+    @torch.compile
+    def loss(windows):
+        half = {name: x.bfloat16() for name, x in params.items() if name != "blocks"}
+        x = half["embed"][windows[:, :-1]]
+        for index, block in enumerate(params["blocks"]):
+            block = {name: x.bfloat16() for name, x in block.items()}
+            x = x + attention(block, norm(x) * block["attention_norm"], index)
+            up = functional.gelu((norm(x) * block["mlp_norm"]) @ block["up"], approximate="tanh")
+            x = x + up @ block["down"]
+        logits = (norm(x) * half["norm"]) @ half["head"]
+        return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+    def step(windows):
+        value = loss(windows)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        return value
+
+    return step
+
+
+def measure_torch(config: ModelConfig, batch: int, platform: str, steps: int) -> dict[str, Any]:
+    """What :func:`measure` says of JAX, of PyTorch."""
+    import torch
+
+    step = torch_program(config, batch, platform)
+    shape = batch, config.context + 1
+    windows = [torch.tensor(np.asarray(jax.random.randint(jax.random.key(i), shape, 0, VOCABULARY)), device="cuda",
+                            dtype=torch.int64) for i in range(2)]
+    start = time.perf_counter()
+    losses, seconds = [step(windows[0]).item()], []
+    compiling = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    for i in range(1, steps + 2):
+        start = time.perf_counter()
+        losses.append(step(windows[i % 2]).item())
+        seconds.append(time.perf_counter() - start)
+    return told(batch * config.context, seconds[1:], compiling, torch.cuda.max_memory_allocated(), losses)
+
+
+def told(tokens: int, seconds: list[float], compiling: float, memory: int | None, losses: list[float]) -> dict:
+    """The results of one platform."""
+    return {
+        "tokens per second": round(tokens / statistics.median(seconds)),
+        "milliseconds per step": {
+            "median": 1e3 * statistics.median(seconds), "least": 1e3 * min(seconds), "most": 1e3 * max(seconds)
+        },
+        "seconds to compile": compiling,
+        "temporary bytes": memory,
+        "losses": losses,
+    }
+
+
 def measure(config: ModelConfig, batch: int, platform: str, steps: int) -> dict[str, Any]:
     """Times of steps, each on its own: the median, and what compiling took."""
     step, carry = program(config, batch, platform)
@@ -59,34 +140,29 @@ def measure(config: ModelConfig, batch: int, platform: str, steps: int) -> dict[
         *carry, value = compiled(*carry, windows[i % 2])
         losses.append(float(value))
         seconds.append(time.perf_counter() - start)
-    seconds = seconds[2:]
-    memory = compiled.memory_analysis()
-    return {
-        "tokens per second": round(batch * config.context / statistics.median(seconds)),
-        "milliseconds per step": {
-            "median": 1e3 * statistics.median(seconds), "least": 1e3 * min(seconds), "most": 1e3 * max(seconds)
-        },
-        "seconds to compile": compiling,
-        "temporary bytes": getattr(memory, "temp_size_in_bytes", None),
-        "losses": losses,
-    }
+    memory = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+    return told(batch * config.context, seconds[2:], compiling, memory, losses)
 
 
 def main() -> None:
     """Measure each platform, write after each."""
     sizes = dict(width=2048, heads=16, layers=8, context=8192, batch=4, steps=10)
     parser = harness.parser(__doc__, "training")
-    parser.add_argument("--platforms", default="pallas,triton,xla")
+    parser.add_argument("--platforms", default="cuda,pallas,triton,xla")
+    parser.add_argument("--framework", choices=("jax", "torch"), default="jax")
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     config = ModelConfig(options.width, options.heads, ("lightning",) * options.layers, options.context)
+    torch = options.framework == "torch"
     run = harness.Run(options, "jax")
+    if torch:
+        run.path = run.path.with_stem(f"{run.path.stem}-torch")
     run.about["compilation cache"] = bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
     run.results = {"about": run.about, "model": {name: getattr(options, name) for name in sizes}, "platforms": {}}
     for platform in options.platforms.split(","):
         try:
-            found = measure(config, options.batch, platform, options.steps)
+            found = (measure_torch if torch else measure)(config, options.batch, platform, options.steps)
         # The others are still worth knowing.
         except Exception as error:
             found = {"failed": harness.failure(error)}
