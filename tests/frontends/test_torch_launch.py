@@ -3,6 +3,7 @@
 import contextvars
 import functools
 import gc
+import threading
 import weakref
 
 import pytest
@@ -319,3 +320,54 @@ def test_tokens_that_are_too_far_apart_are_copied():
     assert fits(far[:1].contiguous())
     assert fits(far[:, :1])
     assert fits(torch.empty(64, 4096, 8192, 128, device="meta").transpose(1, 2))
+
+
+class BuiltKernel(AddKernel):
+    """A kernel that is built in its first call, for which it waits until another one is, too."""
+
+    def __init__(self, together):
+        super().__init__()
+        self.together, self.built = together, []
+
+    def warmup(self, *args, grid, **options):
+        assert all(x.device.type == "meta" for x in args if isinstance(x, torch.Tensor))
+        self.together.wait(timeout=10)
+        self.built.append(options)
+        return self
+
+    @property
+    def run(self):
+        return None
+
+
+def test_a_first_call_builds_side_by_side(monkeypatch):
+    together = threading.Barrier(2)
+    first, second = BuiltKernel(together), BuiltKernel(together)
+
+    def fn(tensors):
+        return (add(second, add(first, *tensors), tensors[1]),)
+
+    run = torch_launch.remembered(fn)
+    monkeypatch.setattr(torch_launch, "_build", lambda kernel, grid, args, options, device: (
+        kernel[grid](*args, **options), None))
+    for _ in range(2):
+        x, z = torch.randn(4), torch.randn(4)
+        # What finds whether a call is known looks for GPUs, of which there is none.
+        result = run._record([x, z])[0]
+        torch.testing.assert_close(result, x + 4 * z)
+        assert first.built == second.built == [dict(FACTOR=2, num_warps=4, num_stages=2)]
+    assert len(first.seen) == len(second.seen) == 2
+
+
+def test_what_cannot_be_rehearsed_is_built_when_it_is_launched(monkeypatch):
+    kernel = AddKernel()  # which has no warmup
+
+    def fn(tensors):
+        assert tensors[0].sum().item() != 0  # which tensors without memory do not know
+        return (add(kernel, *tensors),)
+
+    monkeypatch.setattr(torch_launch, "_build", lambda kernel, grid, args, options, device: (
+        kernel[grid](*args, **options), None))
+    x, z = torch.ones(4), torch.randn(4)
+    torch.testing.assert_close(torch_launch.remembered(fn)._record([x, z])[0], x + 2 * z)
+    assert len(kernel.seen) == 1

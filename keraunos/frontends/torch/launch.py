@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +58,8 @@ def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tupl
     """
     device, recording = inputs[0].device, getattr(_local, "recording", None)
     made = tuple(inputs[x] if isinstance(x, int) else torch.empty(x[0], dtype=x[1], device=device) for x in outputs)
+    if getattr(_local, "rehearsal", None):
+        return made
     with current_device(device):
         run(*inputs, *made)
     if recording is not None:
@@ -76,6 +80,8 @@ def _launch(
 ) -> tuple[tuple, Callable, list, list]:
     """The outputs; what does the same launch with other arguments, and the last of these; the outputs' kinds."""
     like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
+    rehearsal: _Rehearsal | None = getattr(_local, "rehearsal", None)
+    device = rehearsal.device if rehearsal else like.device
     kinds = [(o[0], _DTYPES[o[1]]) if isinstance(o, tuple) else o for o in outputs.values()]
     made = tuple(
         torch.empty(o[0], dtype=o[1], device=like.device) if isinstance(o, tuple) else o and inputs[o] for o in kinds
@@ -85,11 +91,15 @@ def _launch(
     options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages)
     if "OVERLAP" in constants:
         # PyTorch's deterministic mode has launches of its own between these (see kinds).
-        able = _overlaps(like.device) and not torch.are_deterministic_algorithms_enabled()
+        able = _overlaps(device) and not torch.are_deterministic_algorithms_enabled()
         constants = {**constants, "OVERLAP": constants["OVERLAP"] if able else 0}
         if constants["OVERLAP"] & 6:
             options["launch_pdl"] = True  # which other makers' GPUs do not know
-    run, built = _build(kernel, grid, [*inputs.values(), *made], {**constants, **options}, like.device)
+    args, options = [*inputs.values(), *made], {**constants, **options}
+    if rehearsal:
+        rehearsal.build(kernel, grid, args, options)
+        return made, _nothing, [], kinds
+    run, built = _build(kernel, grid, args, options, device)
     if built is None:
         # The interpreter builds nothing.
         return made, run, [], kinds
@@ -106,6 +116,31 @@ def _build(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[st
             return run, _allocating(_scratch, run, *args)
 
     return in_shared_memory(build, kernel.__name__, options["num_stages"])
+
+
+class _Rehearsal:
+    """Builds what a function launches, side by side, when it is run on tensors without memory."""
+
+    def __init__(self, fn: Callable[[list], tuple], tensors: list[Any]):
+        self.device = tensors[0].device
+        without = [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+                   for x in tensors]
+        with ThreadPoolExecutor() as self.threads:
+            _local.rehearsal = self
+            # What is wrong shows when it is run on the tensors.
+            with contextlib.suppress(Exception):
+                fn(without)
+            _local.rehearsal = None
+
+    def build(self, kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[str, Any]) -> None:
+        """Begin to build for a launch; what fails is built once more when it is launched."""
+
+        def build() -> None:
+            with current_device(self.device):
+                # What launches it is compiled, too, when it is asked for.
+                _ = kernel.warmup(*args, grid=grid, **options).run
+
+        self.threads.submit(build)
 
 
 @functools.cache
@@ -349,6 +384,10 @@ class remembered:  # noqa: N801, to those who use it a function
     def _record(self, tensors: list[Any]) -> tuple:
         # One tensor given twice is two arguments, which other calls may tell apart.
         own = [x if x is None else x.detach() for x in tensors]
+        capturing = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if not (self.known or INTERPRETED or capturing):
+            # Builds are most of a first call.
+            _Rehearsal(self.fn, own)
         with _Recording(own) as recording:
             results = self.fn(own)
         if len(self.known) >= _MOST_KNOWN:
