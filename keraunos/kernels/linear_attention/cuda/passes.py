@@ -45,8 +45,10 @@ _GROUP = 16
 
 # Programs that run at once; segments of a sequence at most, where its heads alone are about as many; tokens that make a
 # segment, and a piece of one, worth their while; pieces of a segment at most, with a constant decay. Values of a state
-# that a program joins at most, and of how many pieces at once.
-_PROGRAMS, _FEW_SEGMENTS, _MIN_SEGMENT, _MIN_PIECE, _PIECES, _STARTS, _AT_ONCE = 132, 4, 512, 512, 32, 256, 16
+# that a program joins at most, and of how many pieces at once, at most; from how many heads on, with a constant decay,
+# of half as many.
+_PROGRAMS, _FEW_SEGMENTS, _MIN_SEGMENT, _MIN_PIECE, _PIECES = 132, 4, 512, 512, 32
+_STARTS, _AT_ONCE, _MANY_HEADS = 256, 16, 32
 # In tokens of a walk, by time: what a program begins with; what the launches for segments come to. What a pass over
 # pieces takes of a walk over as many tokens: with gates, and with a constant decay, of which most heads need few.
 _BEGIN, _JOIN, _STATES, _FEW_STATES = 128, 256, 0.5, 0.2
@@ -88,6 +90,13 @@ def segmentation(T: int, heads: int, forgets: bool) -> tuple[int, int]:
     most = _PIECES if forgets else _PROGRAMS // ((count - 1) * heads)
     pieces = max(min(T // count // _MIN_PIECE, most), 1)
     return -(-T // (count * pieces * _CHUNK)) * pieces * _CHUNK, pieces
+
+
+def _at_once(heads: int, forgets: bool) -> int:
+    """How many pieces of a sequence are joined at once: with many heads there are few, and each costs instructions."""
+    if forgets:
+        return _AT_ONCE if heads < _MANY_HEADS else _AT_ONCE // 2
+    return next(n for n in (2, 4, 8, _AT_ONCE) if n == _AT_ONCE or n * heads >= _PROGRAMS - heads)
 
 
 class _Call:
@@ -227,7 +236,7 @@ def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[_Plan
     local = _Plan(outputs_kernel, grid, {**numbers, **call.numbers, "L": L, "P": P}, outputs, constants)
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, L=L, P=P)
     BD = math.gcd(KV, _STARTS)
-    constants = dict(H=H, KV=KV, BD=BD, AT_ONCE=_AT_ONCE, BACKWARDS=backwards)
+    constants = dict(H=H, KV=KV, BD=BD, AT_ONCE=_at_once(call.N * H, g is None), BACKWARDS=backwards)
     grid, outputs = (call.N * H * KV // BD,), dict(starts=((call.walks, *call.state), "float32"))
     return local, _Plan(starts_kernel, grid, numbers, outputs, constants)
 
