@@ -1,11 +1,11 @@
-"""Other projects' functions, by their names and arguments, computed by keraunos."""
+"""Other projects' functions, by their names and arguments, and layers of their models, computed by keraunos."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-__all__ = ["fla", "vllm"]
+__all__ = ["fla", "transformers", "vllm"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,303 @@
+"""Hugging Face's MiniMax, patched and not: logits, gradients, caches and generated tokens, on tiny random models."""
+
+import copy
+import inspect
+import itertools
+import pickle
+import re
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+from types import MethodType
+
+import pytest
+
+torch = pytest.importorskip("torch")
+# The extra `dev` has it; machines with GPUs need not.
+pytest.importorskip("transformers")
+
+from transformers import MiniMaxConfig, MiniMaxForCausalLM  # noqa: E402
+from transformers.models.minimax.modeling_minimax import MiniMaxCache, MiniMaxLightningAttention  # noqa: E402
+
+from keraunos.compat import transformers  # noqa: E402
+from keraunos.compat.transformers import KNOWN, LightningAttention, patch, unpatch  # noqa: E402
+from tests.linear_attention.cases import GPU  # noqa: E402
+from tests.numerics import assert_within_rule  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Its name has changed in transformers 5.24.
+CACHE = next(x for x in ("cache", "past_key_values") if x in inspect.signature(MiniMaxForCausalLM.forward).parameters)
+LINEAR = 1, 2
+
+
+def minimax(dtype="float32", **changes):
+    """A layer of softmax attention and two lightning layers; blocks are shorter than prompts, all experts are taken."""
+    config = MiniMaxConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_local_experts=2, block_size=16, initializer_range=0.2, pad_token_id=0,
+        layer_types=["full_attention", "linear_attention", "linear_attention"], **changes,
+    )
+    config._experts_implementation = "eager"  # runs in float64, too
+    torch.manual_seed(0)
+    return MiniMaxForCausalLM(config).eval().to(DEVICE, DTYPES[dtype])
+
+
+def exact(model):
+    """The model in float64, with all factors made of its slopes, which its own dtype has rounded."""
+    model = copy.deepcopy(model).double()
+    for layer in LINEAR:
+        layer = model.model.layers[layer].self_attn
+        factors = layer.decay_factors(layer.slope_rate)
+        for name, factor in zip(("query_decay", "key_decay", "diagonal_decay"), factors, strict=True):
+            getattr(layer, name).copy_(factor)
+    return model
+
+
+def prompts(*shape, padded=False):
+    """Tokens and their mask: padded left, right, and not at all."""
+    tokens = torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    if padded:
+        mask[0, :7], mask[1, -5:] = 0, 0
+    return (tokens * mask).to(DEVICE), mask.to(DEVICE)
+
+
+def array(x):
+    return x.detach().double().cpu().numpy()
+
+
+def states(output):
+    cache = output[CACHE]
+    return [cache.linear_cache[i] for i in LINEAR]
+
+
+def run(model, tokens, mask=None, cache=None, **options):
+    """Logits of what is no padding, and the cache."""
+    with torch.no_grad():
+        output = model(tokens, attention_mask=mask, use_cache=True, **{CACHE: cache}, **options)
+    logits = output.logits
+    return (logits if mask is None else logits[mask[:, -logits.shape[1] :].bool()]), output[CACHE]
+
+
+def assert_as_near(names, got, theirs, truth, dtype):
+    """Each result is as near to the float64 model as the rule asks, where the model itself is the reference."""
+    got, theirs, truth = ([array(x) for x in results] for results in (got, theirs, truth))
+    assert_within_rule(names, got, truth, theirs, [dtype] * len(got))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_gradients_and_states(dtype, padded):
+    theirs = minimax(dtype)
+    tokens, mask = prompts(3, 40, padded=padded)
+    results = []
+    for model in (patch(copy.deepcopy(theirs)), theirs, exact(theirs)):
+        output = model(tokens, attention_mask=mask, labels=tokens.where(mask.bool(), -100), use_cache=True)
+        output.loss.backward()
+        results.append([output.logits[mask.bool()], *states(output), *(x.grad for x in model.parameters())])
+        for state in states(output):
+            assert state.shape == (3, 4, 8, 8)
+            assert state.dtype == model.dtype
+            assert state.is_contiguous()
+    names = ["logits", "first state", "second state", *dict(theirs.named_parameters())]
+    assert_as_near(names, *results, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_is_continued_by_either(dtype):
+    """In chunks of several tokens, with padding at the beginning and in the last chunk, and in single tokens."""
+    theirs = minimax(dtype)
+    ours, truth = patch(copy.deepcopy(theirs)), exact(theirs)
+    tokens, mask = prompts(3, 40, padded=True)
+    mask[1] = 1
+    mask[2, 30:32] = 0
+    pieces = [slice(0, 19), slice(19, 35), *(slice(i, i + 1) for i in range(35, 40))]
+
+    def through(*models):
+        logits, cache = [], None
+        for model, piece in zip(models, pieces, strict=True):
+            some, cache = run(model, tokens[:, piece], mask[:, : piece.stop], cache)
+            logits.append(some)
+        return [torch.cat(logits), *(cache.linear_cache[i] for i in LINEAR)]
+
+    n = len(pieces)
+    wanted, want = through(*[truth] * n), through(*[theirs] * n)
+    for models in ([ours] * n, [theirs, *[ours] * (n - 1)], [ours, *[theirs] * (n - 1)], ([ours, theirs] * n)[:n]):
+        assert_as_near(("logits", "first state", "second state"), through(*models), want, wanted, dtype)
+    _, cache = run(truth, tokens, mask)
+    assert_as_near(["second state"], [wanted[2]], [wanted[2]], [cache.linear_cache[2]], "float32")
+
+
+@pytest.mark.parametrize("options", [
+    dict(do_sample=False), dict(do_sample=True, top_k=20, temperature=2.0), dict(do_sample=False, num_beams=3),
+    dict(do_sample=True, num_return_sequences=2),
+], ids=["greedy", "sampled", "beams", "two_sequences"])
+def test_generate(options):
+    model = minimax()
+    tokens, mask = prompts(3, 20, padded=True)
+    mask[1] = 1
+
+    def generate():
+        torch.manual_seed(2)
+        return model.generate(tokens, attention_mask=mask, max_new_tokens=12, eos_token_id=None, **options)
+
+    want = generate()
+    assert want.shape[1] == 32
+    patch(model)
+    assert torch.equal(generate(), want)
+
+
+def test_packed_sequences_are_apart():
+    model = patch(minimax())
+    tokens, _ = prompts(1, 30)
+    ends = torch.tensor([0, 11, 12, 30], dtype=torch.int32, device=DEVICE)
+    pieces = [slice(a, b) for a, b in itertools.pairwise(ends.tolist())]
+    positions = torch.cat([torch.arange(x.stop - x.start) for x in pieces])[None].to(DEVICE)
+    options = dict(position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=18, max_length_k=18)
+    with torch.no_grad():
+        packed = model(tokens, use_cache=False, **options).logits
+        alone = torch.cat([model(tokens[:, x], use_cache=False).logits for x in pieces], 1)
+    torch.testing.assert_close(packed, alone)
+    layer, hidden = model.model.layers[1].self_attn, torch.randn(1, 30, 32, device=DEVICE)
+    with torch.no_grad():
+        state = layer(hidden, None, None, cu_seq_lens_q=ends)[1]
+        torch.testing.assert_close(state, torch.cat([layer(hidden[:, x], None, None)[1] for x in pieces]))
+
+
+def test_gradient_checkpointing():
+    model = patch(minimax()).train()
+    tokens, mask = prompts(3, 24, padded=True)
+
+    def gradients():
+        model.zero_grad()
+        model(tokens, attention_mask=mask, labels=tokens, use_cache=False).loss.backward()
+        return [x.grad.clone() for x in model.parameters()]
+
+    want = gradients()
+    # Its name, too, has changed in 5.24.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    for got, expected in zip(gradients(), want, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_autocast():
+    theirs = minimax()
+    ours, (tokens, mask) = patch(copy.deepcopy(theirs)), prompts(3, 40, padded=True)
+    results = []
+    for model in (ours, theirs):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            logits, cache = run(model, tokens, mask)
+        results.append([logits, *(cache.linear_cache[i] for i in LINEAR)])
+    truth, cache = run(exact(theirs), tokens, mask)
+    assert [x.dtype for x in results[0]] == [x.dtype for x in results[1]]
+    assert_as_near(
+        ("logits", "first state", "second state"), *results, [truth, *(cache.linear_cache[i] for i in LINEAR)],
+        "bfloat16",
+    )
+
+
+def test_one_graph_for_all_lengths():
+    torch._dynamo.reset()
+    layer, graphs = patch(minimax()).model.layers[1].self_attn, []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for T in (20, 33, 70):
+        hidden = torch.randn(3, T, 32, device=DEVICE)
+        mask = prompts(3, T, padded=True)[1]
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(hidden, None, mask), layer(hidden, None, mask))
+    assert len(graphs) == 1
+
+
+def test_compiled_model():
+    torch._dynamo.reset()
+    model, (tokens, mask) = minimax(), prompts(3, 24, padded=True)
+    model.config._experts_implementation = "batched_mm"  # no loop over experts, in which graphs would break
+    options = dict(attention_mask=mask, use_cache=False)
+    with torch.no_grad():
+        want = model(tokens, **options).logits
+        got = torch.compile(patch(model), backend="aot_eager", dynamic=True)(tokens, **options).logits
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()])
+
+
+def test_only_the_given_model_changes():
+    model, other = minimax(), minimax()
+    before = [(name, type(x), {**vars(x)}) for name, x in model.named_modules()]
+    names = [*model.state_dict()]
+    for _ in range(2):
+        assert patch(model) is model
+        kinds = [type(x.self_attn) for x in model.model.layers]
+        assert [x is LightningAttention for x in kinds] == [False, True, True]
+        assert [*model.state_dict()] == names
+    assert not any(isinstance(x, LightningAttention) for x in other.modules())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied.model.layers[1].self_attn) is LightningAttention
+    for _ in range(2):
+        assert unpatch(model) is model
+        assert [(name, type(x), {**vars(x)}) for name, x in model.named_modules()] == before
+
+
+@pytest.mark.parametrize("part", [lambda x: x.model, lambda x: x.model.layers[2].self_attn])
+def test_parts_of_a_model(part):
+    model = minimax()
+    assert patch(part(model)) is part(model)
+    assert type(model.model.layers[2].self_attn) is LightningAttention
+    unpatch(part(model))
+    assert type(model.model.layers[2].self_attn) is MiniMaxLightningAttention
+
+
+def test_forwards_that_hooks_keep():
+    """As libraries do that move weights between devices: they call what was the forward when they came."""
+    layer = minimax().model.layers[1].self_attn
+    hidden, calls = torch.randn(1, 5, 32, device=DEVICE), []
+    layer.kept = layer.forward
+
+    def hooked(self, *args, **kwargs):
+        calls.append(type(self))
+        return self.kept(*args, **kwargs)
+
+    layer.forward = MethodType(hooked, layer)
+    for change, kind in ((patch, LightningAttention), (unpatch, MiniMaxLightningAttention)):
+        change(layer)
+        layer(hidden, None, None)
+        assert layer.kept.__func__ is kind.forward
+    assert calls == [LightningAttention, MiniMaxLightningAttention]
+
+
+@pytest.mark.parametrize("change", [patch, unpatch])
+def test_what_has_no_lightning_layers(change):
+    name = f"keraunos.compat.transformers.{change.__name__}: "
+    with pytest.raises(ValueError, match=re.escape(name) + "Linear has no lightning layers"):
+        change(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=re.escape(name) + "model is of type dict"):
+        change({})
+
+
+@pytest.mark.parametrize("version", ["4.57.6", f"5.{KNOWN[1][1] + 1}.0", "6.0.0.dev0"])
+def test_versions_that_are_not_known(version, monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(ImportError, match=rf"^keraunos\.compat\.transformers\.patch: knows .* this is {version}$"):
+        runpy.run_path(transformers.__file__)
+
+
+def test_the_extra_ends_with_the_versions_that_are_known():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (first, _), (_, last) = KNOWN
+    assert first == KNOWN[1][0]
+    assert f"transformers>={first}.{KNOWN[0][1]},<{first}.{last + 1}" in project["optional-dependencies"]["dev"]
+
+
+def test_the_layer_alone_with_its_cache():
+    layer = patch(minimax().model.layers[2].self_attn)
+    hidden, cache = torch.randn(2, 9, 32, device=DEVICE), MiniMaxCache()
+    with torch.no_grad():
+        want, state = layer(hidden, None, None)
+        parts = [layer(x, None, None, cache)[0] for x in hidden.split(4, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), want)
+    torch.testing.assert_close(cache.get_linear_cache(2), state)
