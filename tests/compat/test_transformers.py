@@ -32,12 +32,12 @@ CACHE = next(x for x in ("cache", "past_key_values") if x in inspect.signature(M
 LINEAR = 1, 2
 
 
-def minimax(dtype="float32", **changes):
-    """A layer of softmax attention and two lightning layers; blocks are shorter than prompts, all experts are taken."""
+def minimax(dtype="float32", kinds="SLL"):
+    """Layers of softmax (S) and lightning attention (L); blocks are shorter than prompts, all experts are taken."""
     config = MiniMaxConfig(
         vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, head_dim=8,
         num_key_value_heads=2, num_local_experts=2, block_size=16, initializer_range=0.2, pad_token_id=0,
-        layer_types=["full_attention", "linear_attention", "linear_attention"], **changes,
+        layer_types=[{"S": "full_attention", "L": "linear_attention"}[kind] for kind in kinds],
     )
     config._experts_implementation = "eager"  # runs in float64, too
     torch.manual_seed(0)
@@ -130,12 +130,13 @@ def test_a_cache_is_continued_by_either(dtype):
     assert_as_near(["second state"], [wanted[2]], [wanted[2]], [cache.linear_cache[2]], "float32")
 
 
+@pytest.mark.parametrize("kinds", ["SLL", "LSL"])
 @pytest.mark.parametrize("options", [
     dict(do_sample=False), dict(do_sample=True, top_k=20, temperature=2.0), dict(do_sample=False, num_beams=3),
     dict(do_sample=True, num_return_sequences=2),
 ], ids=["greedy", "sampled", "beams", "two_sequences"])
-def test_generate(options):
-    model = minimax()
+def test_generate(options, kinds):
+    model = minimax(kinds=kinds)
     tokens, mask = prompts(3, 20, padded=True)
     mask[1] = 1
 
