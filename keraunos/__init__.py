@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from keraunos import decay as decay
     from keraunos import distributed as distributed
     from keraunos import kernels as kernels
+    from keraunos import layers as layers
     from keraunos import ops as ops
     from keraunos import serving as serving
     from keraunos import types as types
@@ -63,7 +64,7 @@ _HOME = {
     "overlay_cache": "ops.selection",
     "policy_override": "ops.selection",
 }
-_MODULES = ("compat", "decay", "distributed", "kernels", "ops", "serving", "types")
+_MODULES = ("compat", "decay", "distributed", "kernels", "layers", "ops", "serving", "types")
 
 __all__ = ["__version__", *_MODULES, *_HOME]
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("kernels",),
     ("modules", "torch_ops"),
     ("serving", "distributed"),
-    ("compat",),
+    ("compat", "layers"),
     ("__init__",),  # the public names
     ("bench",),
     ("cli",),

@@ -1,0 +1,91 @@
+"""The layers as ``torch.nn.Module``s."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+try:
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+except ModuleNotFoundError as error:
+    message = "keraunos.layers.torch: torch is not installed: pip install 'keraunos[torch]'"
+    raise ImportError(message, name=error.name) from error
+
+from keraunos.layers import mixers
+from keraunos.layers.mixers import Cache, Names
+
+__all__ = ["Cache", "GatedLinearAttention", "LightningAttention", "Names", "SimpleGatedLinearAttention"]
+
+
+class _GroupNorm(nn.RMSNorm):
+    """RMSNorm over the last dimension, with a weight for each value of the last two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight.view(x.shape[-2:])
+
+
+class _Conv(nn.Conv1d):
+    """A convolution of each channel by itself, of ``[B, T, channels]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
+class _Maker:
+    def __init__(self, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        self.options: Any = dict(device=device, dtype=dtype)
+
+    def linear(self, features: int, outputs: int, bias: bool = False, inward: bool = False) -> nn.Module:
+        return nn.Linear(features, outputs, bias, **self.options)
+
+    def low_rank(self, features: int, rank: int, outputs: int) -> nn.Module:
+        return nn.Sequential(self.linear(features, rank), self.linear(rank, outputs, bias=True))
+
+    def conv(self, channels: int, size: int, bias: bool) -> nn.Module:
+        return _Conv(channels, channels, size, groups=channels, bias=bias, **self.options)
+
+    def norm(self, features: int, eps: float, groups: int = 1, affine: bool = True) -> nn.Module:
+        if groups > 1:
+            return _GroupNorm(features, eps=eps, **self.options)
+        return nn.RMSNorm(features, eps, affine, **self.options)
+
+
+class _Layer(nn.Module):
+    """What PyTorch adds to :class:`keraunos.layers.mixers.Layer`."""
+
+    xp: Any = torch
+    arrays: Any = Tensor
+    make: Any = _Maker
+    take = staticmethod(torch.take_along_dim)
+    cast = staticmethod(Tensor.to)
+    activations: ClassVar[Any] = {
+        "silu": functional.silu, "swish": functional.silu, "relu": functional.relu, "sigmoid": torch.sigmoid,
+        "log_sigmoid": functional.logsigmoid, "gelu": functools.partial(functional.gelu, approximate="tanh"),
+    }
+
+    @property
+    def _parameter(self) -> Tensor:
+        return next(self.parameters())
+
+    def arange(self, n: int, like: Tensor) -> Tensor:
+        return torch.arange(n, device=like.device)
+
+    def zeros(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return like.new_zeros(shape, dtype=dtype)
+
+    def asarray(self, values: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype, device=like.device)
+
+
+class GatedLinearAttention(mixers.GatedLinearAttention, _Layer):
+    __doc__ = mixers.GatedLinearAttention.__doc__
+
+
+class SimpleGatedLinearAttention(mixers.SimpleGatedLinearAttention, _Layer):
+    __doc__ = mixers.SimpleGatedLinearAttention.__doc__
+
+
+class LightningAttention(mixers.LightningAttention, _Layer):
+    __doc__ = mixers.LightningAttention.__doc__

@@ -1,0 +1,106 @@
+"""The layers as their papers and published code describe them: token by token, in NumPy, with no framework.
+
+``stored`` is what becomes of the result of a step: in layers of bfloat16 it is rounded.
+"""
+
+import numpy as np
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def rms_norm(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + x.dtype.type(eps)) * weight
+
+
+def convolution(x, weight, bias, stored):
+    """Each channel of ``[T, D]`` with its ``[D, 1, taps]``, the last tap at the token itself; then silu."""
+    taps = weight.shape[2]
+    padded = np.concatenate([np.zeros((taps - 1, x.shape[1]), x.dtype), x])
+    rows = [(padded[t : t + taps].T * weight[:, 0]).sum(1) for t in range(len(x))]
+    return silu(stored(np.stack(rows) + (0 if bias is None else bias)))
+
+
+def recurrence(q, k, v, decays, scale):
+    """Outputs ``[T, H, V]`` and the state ``[H, K, V]``; decays ``[T, H, K]``, factors of the state."""
+    T, H, K = q.shape
+    state, outputs = np.zeros((H, K, v.shape[2]), q.dtype), []
+    for t in range(T):
+        state = decays[t][..., None] * state + k[t][..., None] * v[t][:, None]
+        outputs.append(q.dtype.type(scale) * np.einsum("hkv,hk->hv", state, q[t]))
+    return np.stack(outputs), state
+
+
+def shared(x, heads):
+    """Heads that groups of heads have in common, once for each."""
+    return np.repeat(x, heads // x.shape[1], axis=1)
+
+
+def gated(w, x, *, heads, kv_heads, normalizer=16, relu=False, clamp=None, gated_output=True,
+          stored=lambda x: x):
+    """flash-linear-attention's GLA layer, and its simple one, from weights ``w``; ``[T, hidden]``."""
+    q, k, v = (stored(x @ w[f"{name}_proj.weight"].T) for name in "qkv")
+    if "q_conv1d.weight" in w:
+        q, k, v = (
+            stored(convolution(part, w[f"{name}_conv1d.weight"], w.get(f"{name}_conv1d.bias"), stored))
+            for name, part in zip("qkv", (q, k, v), strict=True)
+        )
+    if relu:
+        q, k = np.maximum(q, 0), np.maximum(k, 0)
+    T = len(x)
+    q, k, v = q.reshape(T, heads, -1), k.reshape(T, kv_heads, -1), v.reshape(T, kv_heads, -1)
+    if "gk_proj.weight" in w:
+        logits = stored(x @ w["gk_proj.weight"].T + w["gk_proj.bias"]).reshape(T, heads, 1)
+    else:
+        logits = stored(x @ w["gk_proj.0.weight"].T) @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]
+        logits = stored(logits).reshape(T, kv_heads, -1)
+    gates = stored(np.log(sigmoid(logits))) / x.dtype.type(normalizer)
+    gates = gates if clamp is None else np.maximum(gates, x.dtype.type(clamp))
+    decays = np.broadcast_to(shared(np.exp(gates), heads), q.shape)
+    o, state = recurrence(q, shared(k, heads), shared(v, heads), decays, q.shape[2] ** -0.5)
+    norm = w["g_norm_swish_gate.weight" if "g_norm_swish_gate.weight" in w else "g_norm.weight"]
+    o = stored(rms_norm(stored(o), norm, 1e-5)).reshape(T, -1)
+    if gated_output:
+        o = stored(o * stored(silu(stored(x @ w["g_proj.weight"].T))))
+    return stored(o @ w["o_proj.weight"].T), state
+
+
+def rotary(x, places, dim, theta):
+    """The first ``dim`` of ``[T, H, D]``, as pairs of one from each half, turned by their place; angles in float32."""
+    n = dim // 2
+    speeds = (theta ** (-np.arange(n) / n)).astype(np.float32)
+    angles = (places.astype(np.float32)[:, None] * speeds)[:, None]
+    cos, sin = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
+    a, b = x[..., :n], x[..., n:dim]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., dim:]], -1)
+
+
+def lightning(w, x, *, heads, decay, model, rotary_dim=0, theta=1e4, groups=1,
+              stored=lambda x: x):
+    """The lightning layer of a model, from its weights."""
+    T, constant = len(x), np.exp(np.asarray(decay, x.dtype))
+    if model == "minimax":
+        qkv = stored(silu(stored(x @ w["qkv_proj.weight"].T))).reshape(T, heads, -1)
+        q, k, v = np.split(qkv, 3, axis=2)
+        norm, gate, out, scale = "norm", "output_gate", "out_proj", 1.0
+    elif model == "bailing":
+        qkv = stored(x @ w["query_key_value.weight"].T).reshape(T, 3 * heads, -1)
+        q, k, v = np.split(qkv, 3, axis=1)
+        q = stored(rms_norm(q, w["query_layernorm.weight"], 1e-6))
+        k = stored(rms_norm(k, w["key_layernorm.weight"], 1e-6))
+        norm, gate, out, scale = "g_norm", "g_proj", "dense", q.shape[2] ** -0.5
+    else:
+        q, k, v = (stored(x @ w[f"{name}_proj.weight"].T).reshape(T, heads, -1) for name in "qkv")
+        q, k = (stored(rms_norm(part, w[f"{name}_norm.weight"], 1e-6)) for name, part in zip("qk", (q, k), strict=True))
+        norm, gate, out, scale = "o_norm", "z_proj", "o_proj", q.shape[2] ** -0.5
+    if rotary_dim:
+        q, k = (stored(rotary(part, np.arange(T), rotary_dim, theta)) for part in (q, k))
+    o, state = recurrence(q, k, v, np.broadcast_to(constant[:, None], q.shape), scale)
+    o = rms_norm(stored(o).reshape(T, groups, -1), w[f"{norm}.weight"].reshape(groups, -1), 1e-6).reshape(T, -1)
+    o = stored(stored(o) * stored(sigmoid(stored(x @ w[f"{gate}.weight"].T))))
+    return stored(o @ w[f"{out}.weight"].T), state

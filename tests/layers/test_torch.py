@@ -1,0 +1,135 @@
+"""PyTorch's layers: their parameters' names, published modules beside them, compilation, dtypes, checkpoints."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.layers.cases import CASES, HIDDEN, assert_published_in_bfloat16, tokens, torch_layer, weights
+from tests.numerics import assert_within_rule
+
+torch = pytest.importorskip("torch")
+layers = pytest.importorskip("keraunos.layers.torch")
+
+# What flash-linear-attention's layers have with these arguments (layers/gla.py, layers/simple_gla.py).
+GLA = {
+    "q_proj.weight": (12, 24), "k_proj.weight": (6, 24), "v_proj.weight": (12, 24), "g_proj.weight": (24, 24),
+    "q_conv1d.weight": (12, 1, 4), "q_conv1d.bias": (12,), "k_conv1d.weight": (6, 1, 4), "k_conv1d.bias": (6,),
+    "v_conv1d.weight": (12, 1, 4), "v_conv1d.bias": (12,), "gk_proj.0.weight": (5, 24), "gk_proj.1.weight": (6, 5),
+    "gk_proj.1.bias": (6,), "g_norm_swish_gate.weight": (6,), "o_proj.weight": (24, 24),
+}
+SIMPLE_GLA = {
+    "q_proj.weight": (24, 24), "k_proj.weight": (12, 24), "v_proj.weight": (12, 24), "g_proj.weight": (24, 24),
+    "q_conv1d.weight": (24, 1, 3), "k_conv1d.weight": (12, 1, 3), "v_conv1d.weight": (12, 1, 3),
+    "gk_proj.weight": (2, 24), "gk_proj.bias": (2,), "g_norm_swish_gate.weight": (12,), "o_proj.weight": (24, 24),
+}
+BAILING = {
+    "query_key_value.weight": (96, 24), "query_layernorm.weight": (8,), "key_layernorm.weight": (8,),
+    "g_norm.weight": (32,), "g_proj.weight": (32, 24), "dense.weight": (24, 32),
+}
+MINICPM_SALA = {
+    "q_proj.weight": (24, 24), "k_proj.weight": (24, 24), "v_proj.weight": (24, 24), "q_norm.weight": (6,),
+    "k_norm.weight": (6,), "o_norm.weight": (24,), "z_proj.weight": (24, 24), "o_proj.weight": (24, 24),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("gla", GLA), ("simple gla", SIMPLE_GLA), ("bailing", BAILING), ("minicpm_sala", MINICPM_SALA)],
+)
+def test_parameters_have_the_published_names_and_shapes(name, expected):
+    assert {key: tuple(x.shape) for key, x in torch_layer(name).state_dict().items()} == expected
+
+
+def test_the_norm_of_gla_is_called_as_the_arguments_say():
+    def norms(**options):
+        layer = layers.GatedLinearAttention(HIDDEN, num_heads=2, **options)
+        return [key for key in layer.state_dict() if "norm" in key]
+
+    assert norms() == ["g_norm_swish_gate.weight"]
+    assert norms(fuse_norm=False) == norms(gate_fn="sigmoid") == norms(use_output_gate=False) == ["g_norm.weight"]
+    assert norms(elementwise_affine=False) == []
+
+
+def hugging_face(dtype):
+    """MiniMax's layer with our layer's weights."""
+    modeling = pytest.importorskip("transformers.models.minimax.modeling_minimax")
+    from transformers import MiniMaxConfig
+
+    config = MiniMaxConfig(hidden_size=HIDDEN, num_attention_heads=3, head_dim=8, num_hidden_layers=4, block_size=8)
+    theirs = modeling.MiniMaxLightningAttention(config, 1)
+    missing, unexpected = theirs.load_state_dict(torch_layer("minimax").state_dict(), strict=False)
+    assert {*missing} == {"slope_rate", "query_decay", "key_decay", "diagonal_decay"}
+    assert not unexpected
+    return theirs.to(dtype)
+
+
+def test_minimax_is_that_of_hugging_face_with_its_gradients():
+    def run(layer, dtype, **options):
+        x = torch.from_numpy(tokens(2, 21)).to(dtype).requires_grad_()
+        y = layer(x, **options)
+        y = y[0] if isinstance(y, tuple) else y
+        named = {key: p for key, p in layer.named_parameters() if key in weights("minimax", np.float32)}
+        gradients = torch.autograd.grad(y.square().sum(), [x, *named.values()])
+        return ["y", "x", *named], [y.detach().numpy(), *(g.numpy() for g in gradients)]
+
+    theirs = dict(position_embeddings=None, attention_mask=None)
+    names, truth = run(hugging_face(torch.float64), torch.float64, **theirs)
+    again, in_dtype = run(hugging_face(torch.float32), torch.float32, **theirs)
+    mine, got = run(torch_layer("minimax"), torch.float32)
+    assert sorted(names) == sorted(again) == sorted(mine)
+    order = [mine.index(name) for name in names]
+    assert_within_rule(names, [got[i] for i in order], truth, in_dtype, ["float32"] * len(names))
+
+
+@pytest.mark.parametrize("name", ["gla", "bailing"])
+def test_compiled_as_one_graph(name):
+    layer = torch_layer(name)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.from_numpy(tokens(2, 9))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 0]])
+    offsets = torch.tensor([0, 4, 9])
+    for given, options in [(x, {}), (x, dict(attention_mask=mask)), (x[:1], dict(cu_seqlens=offsets))]:
+        cache = layer.init_cache(2)
+        expected, got = (run(given, cache, **options) for run in (layer, compiled))
+        torch.testing.assert_close(got, expected)
+    gradients = [torch.autograd.grad(run(x).sum(), [*layer.parameters()]) for run in (layer, compiled)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16(name):
+    layer = CASES[name].make(layers, dtype=torch.bfloat16)
+    layer.load_state_dict(torch_layer(name).state_dict())
+    x = tokens(64)
+    y, cache = layer(torch.from_numpy(x).bfloat16()[None], layer.init_cache(1))
+    assert y.dtype == torch.bfloat16
+    assert cache.state.dtype == torch.float32
+    assert_published_in_bfloat16(name, y[0].detach().float().numpy(), x)
+
+
+def test_gradients_through_checkpoints():
+    layer, x = torch_layer("gla"), torch.from_numpy(tokens(2, 9))
+    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    gradients = [torch.autograd.grad(y.sum(), [*layer.parameters()]) for y in (layer(x), again)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_named_platform_and_configuration_are_those_of_the_calls():
+    import keraunos
+
+    x = torch.from_numpy(tokens(1, 9))
+    with pytest.raises(keraunos.UnsupportedError, match="xla"):
+        layers.GatedLinearAttention(HIDDEN, num_heads=2, platform="xla")(x)
+    cfg = keraunos.LightningAttentionConfig(block_q=16, platform="torch")
+    layer = layers.LightningAttention.minimax(HIDDEN, 4, 0, 2, cfg=cfg, platform="torch")
+    torch.testing.assert_close(layer(x, attention_mask=torch.ones(1, 9)), layer(x))
+
+
+@pytest.mark.parametrize("absent", ["torch", "flax"])
+def test_without_a_framework(absent):
+    code = f"import sys; sys.modules['{absent}'] = None; import keraunos.layers; keraunos.layers.Cache; "
+    done = subprocess.run([sys.executable, "-c", f"{code}keraunos.layers.{absent}"], capture_output=True, text=True)
+    assert f"{absent} is not installed: pip install 'keraunos[{absent}]'" in done.stderr

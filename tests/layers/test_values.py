@@ -1,0 +1,110 @@
+"""What layers compute, in both frameworks, against what the published descriptions say."""
+
+import numpy as np
+import pytest
+
+from tests.layers.cases import CASES, FRAMEWORKS, HIDDEN, assert_published, state_of, tokens
+
+pytest.importorskip("torch")
+T = 21
+
+# The code is one: JAX, which compiles each call, sees through all of it with two layers.
+BOTH = [("torch", name) for name in CASES] + [("flax", "gla"), ("flax", "bailing")]
+
+
+def layer(framework, name):
+    pytest.importorskip(framework)
+    return FRAMEWORKS[framework](name)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_whole_sequences(framework, name):
+    x = tokens(2, T)
+    assert_published(name, list(layer(framework, name)(x)), list(x))
+
+
+@pytest.mark.parametrize(("framework", "name"), BOTH)
+def test_a_prompt_in_parts_then_token_by_token(framework, name):
+    run, x = layer(framework, name), tokens(2, T)
+    cache, outputs = run.layer.init_cache(2), []
+    for start, end in [(0, 2), (2, 18), *((t, t + 1) for t in range(18, T))]:
+        y, cache = run(x[:, start:end], cache)
+        outputs.append(y)
+    assert_published(name, list(np.concatenate(outputs, 1)), list(x), state_of(cache))
+    assert np.asarray(cache.length).tolist() == [T, T]
+
+
+@pytest.mark.parametrize(("framework", "name"), BOTH)
+def test_padding_leaves_no_trace(framework, name):
+    run, x = layer(framework, name), tokens(4, T)
+    # On the left, on the right, in between, and nothing else but one token.
+    mask = np.ones((4, T), bool)
+    mask[0, :7], mask[1, 15:], mask[2, 4:9], mask[3, :-1] = False, False, False, False
+    first = np.where(mask[..., None], x, np.nan).astype(np.float32)
+    # A second part of the prompts, of which one row has none: its cache stays.
+    more, more_mask = tokens(4, T, seed=1), np.ones((4, T), bool)
+    more_mask[0, 3:], more_mask[1, :20], more_mask[2], more_mask[3, ::2] = False, False, False, False
+    y, cache = run(first, run.layer.init_cache(4), attention_mask=mask)
+    z, after = run(more, cache, attention_mask=more_mask)
+    assert not y[~mask].any()
+    assert not z[~more_mask].any()
+    got = [np.concatenate([y[i][mask[i]], z[i][more_mask[i]]]) for i in range(4)]
+    sequences = [np.concatenate([x[i][mask[i]], more[i][more_mask[i]]]) for i in range(4)]
+    assert_published(name, got, sequences, state_of(after))
+    assert np.asarray(after.length).tolist() == [len(s) for s in sequences]
+
+
+@pytest.mark.parametrize(("framework", "name"), BOTH)
+def test_packed_sequences_are_apart(framework, name):
+    run, x, more = layer(framework, name), tokens(1, T), tokens(1, T, seed=1)
+    # One of them has no tokens, one has fewer than a convolution's taps; then they go on.
+    offsets, further = np.array([0, 9, 9, 11, T]), np.array([0, 1, 5, 5, T])
+    y, cache = run(x, run.layer.init_cache(4), cu_seqlens=offsets)
+    z, after = run(more, cache, cu_seqlens=further)
+
+    def joined(a, b):
+        pairs = zip(np.split(a[0], offsets[1:-1]), np.split(b[0], further[1:-1]), strict=True)
+        return [np.concatenate(pair) for pair in pairs]
+
+    assert_published(name, joined(y, z), joined(x, more), state_of(after))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_errors_come_first_and_carry_the_layers_name(framework):
+    run = layer(framework, "gla")
+    x, ones = tokens(2, 5), np.ones((2, 5))
+    cache = run.layer.init_cache(2)
+    for wrong, options, message in [
+        ((x[0],), {}, r"GatedLinearAttention: x has shape \(5, 24\); expected \[B, T, 24\]"),
+        ((x[..., 1:],), {}, r"x has shape \(2, 5, 23\)"),
+        ((x,), dict(attention_mask=ones[:, 1:]), r"attention_mask has shape \(2, 4\); expected \(2, 5\)"),
+        ((x,), dict(cu_seqlens=np.array([0, 5])), r"cu_seqlens has shape \(2,\), x \(2, 5, 24\)"),
+        ((x,), dict(cu_seqlens=np.array([0, 5]), attention_mask=ones), "expected one of both"),
+        ((x[:1], cache), {}, r"cache.state has shape \(2, 4, 3, 6\); expected \(1, 4, 3, 6\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(*wrong, **options)
+    with pytest.raises(TypeError, match="GatedLinearAttention: x is of type list"):
+        run.layer([1.0])
+    with pytest.raises(TypeError, match="cache is of type tuple; expected init_cache's"):
+        run(x, tuple(cache))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: m.GatedLinearAttention(30, num_heads=4), "key width is 15; expected a multiple of 4"),
+        (lambda m: m.GatedLinearAttention(HIDDEN, num_heads=4, num_kv_heads=3), "num_heads is 4"),
+        (lambda m: m.GatedLinearAttention(HIDDEN, feature_map="elu"), "got 'elu'; expected a function or one of"),
+        (lambda m: m.LightningAttention(HIDDEN, 4, [-0.1] * 3), "log_decay has 3 numbers; expected num_heads = 4"),
+        (lambda m: m.LightningAttention(HIDDEN, 2, [-0.1] * 2, rotary_dim=3), "rotary_dim is 3"),
+        (lambda m: m.LightningAttention(HIDDEN, 2, [-0.1] * 2, norm_groups=3), "norm_groups is 3"),
+        (lambda m: m.LightningAttention(HIDDEN, 2, [-0.1] * 2, fused="no"), "fused is 'no'"),
+    ],
+)
+def test_sizes_that_do_not_fit(make, message):
+    from keraunos.layers import torch as layers
+
+    with pytest.raises(ValueError, match=message):
+        make(layers)
