@@ -125,8 +125,8 @@ class Layer:
         name = type(self).__name__
         if not isinstance(x, self.arrays):
             raise TypeError(f"{name}: x is of type {type(x).__qualname__}; expected an array of the layer's framework")
-        if x.ndim != 3 or x.shape[2] != self.hidden_size:
-            raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected [B, T, {self.hidden_size}]")
+        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.hidden_size:
+            raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected [B, T, {self.hidden_size}], T >= 1")
         if mask is not None and offsets is not None:
             raise ValueError(f"{name}: got attention_mask and cu_seqlens; expected one of both")
         if mask is not None and mask.shape != x.shape[:2]:

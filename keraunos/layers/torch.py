@@ -19,11 +19,19 @@ from keraunos.layers.mixers import Cache, Names
 __all__ = ["Cache", "GatedLinearAttention", "LightningAttention", "Names", "SimpleGatedLinearAttention"]
 
 
-class _GroupNorm(nn.RMSNorm):
-    """RMSNorm over the last dimension, with a weight for each value of the last two."""
+class _Norm(nn.RMSNorm):
+    """RMSNorm over the last dimension; with groups, the weight is for each value of the last two."""
+
+    def __init__(self, features: int, groups: int, **options: Any) -> None:
+        super().__init__(features, **options)
+        self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight.view(x.shape[-2:])
+        # Autocast would leave it in another dtype than x, for which PyTorch warns.
+        weight = self.weight.to(x.dtype) if self.elementwise_affine else None
+        if weight is None or self.groups == 1:
+            return functional.rms_norm(x, x.shape[-1:], weight, self.eps)
+        return functional.rms_norm(x, x.shape[-1:], eps=self.eps) * weight.view(x.shape[-2:])
 
 
 class _Conv(nn.Conv1d):
@@ -47,9 +55,7 @@ class _Maker:
         return _Conv(channels, channels, size, groups=channels, bias=bias, **self.options)
 
     def norm(self, features: int, eps: float, groups: int = 1, affine: bool = True) -> nn.Module:
-        if groups > 1:
-            return _GroupNorm(features, eps=eps, **self.options)
-        return nn.RMSNorm(features, eps, affine, **self.options)
+        return _Norm(features, groups, eps=eps, elementwise_affine=affine, **self.options)
 
 
 class _Layer(nn.Module):

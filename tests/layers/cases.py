@@ -25,8 +25,9 @@ def _gla(m, **parameters):
 
 CASES = {
     "gla": Case(_gla, functools.partial(published.gated, heads=4, kv_heads=2, normalizer=2, clamp=-0.3)),
-    "plain gla": Case(
-        lambda m, **p: m.GatedLinearAttention(HIDDEN, num_heads=2, use_output_gate=False, feature_map="relu", **p),
+    "ungated gla": Case(
+        lambda m, **p: m.GatedLinearAttention(HIDDEN, num_heads=2, use_short_conv=True, use_output_gate=False,
+                                              feature_map="relu", **p),
         functools.partial(published.gated, heads=2, kv_heads=2, relu=True, gated_output=False),
     ),
     "simple gla": Case(

@@ -110,6 +110,16 @@ def test_bfloat16(name):
     assert_published_in_bfloat16(name, y[0].detach().float().numpy(), x)
 
 
+@pytest.mark.parametrize("name", ["simple gla", "bailing"])
+def test_autocast(name):
+    layer, x = torch_layer(name), tokens(64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, cache = layer(torch.from_numpy(x)[None], layer.init_cache(1))
+        layer(torch.from_numpy(x)[None], cache, attention_mask=torch.ones(1, 64))
+    assert (y.dtype, cache.state.dtype) == (torch.bfloat16, torch.float32)
+    assert_published_in_bfloat16(name, y[0].detach().float().numpy(), x)
+
+
 def test_gradients_through_checkpoints():
     layer, x = torch_layer("gla"), torch.from_numpy(tokens(2, 9))
     again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)

@@ -76,7 +76,8 @@ def test_errors_come_first_and_carry_the_layers_name(framework):
     x, ones = tokens(2, 5), np.ones((2, 5))
     cache = run.layer.init_cache(2)
     for wrong, options, message in [
-        ((x[0],), {}, r"GatedLinearAttention: x has shape \(5, 24\); expected \[B, T, 24\]"),
+        ((x[0],), {}, r"GatedLinearAttention: x has shape \(5, 24\); expected \[B, T, 24\], T >= 1"),
+        ((x[:, :0],), {}, r"x has shape \(2, 0, 24\)"),
         ((x[..., 1:],), {}, r"x has shape \(2, 5, 23\)"),
         ((x,), dict(attention_mask=ones[:, 1:]), r"attention_mask has shape \(2, 4\); expected \(2, 5\)"),
         ((x,), dict(cu_seqlens=np.array([0, 5])), r"cu_seqlens has shape \(2,\), x \(2, 5, 24\)"),
