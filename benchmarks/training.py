@@ -48,40 +48,22 @@ def program(config: ModelConfig, batch: int, platform: str) -> tuple[Any, Any]:
     return jax.jit(step, donate_argnums=(0, 1)), (params, optimizer.init(params))
 
 
-def torch_program(config: ModelConfig, batch: int, platform: str) -> Any:
+def torch_program(config: ModelConfig, batch: int, platform: str, device: str = "cuda") -> Any:
     """``step(windows) -> loss`` in PyTorch: the model of the example, from the same parameters."""
     import torch
+    from language_model.torch_model import LanguageModel
     from torch.nn import functional
 
-    import keraunos
-
-    def tensors(tree):
-        return jax.tree.map(lambda x: torch.tensor(np.asarray(x), device="cuda").requires_grad_(), tree)
-
+    model = LanguageModel(config, platform)
     with jax.default_device(jax.devices("cpu")[0]):
-        params = tensors(init_params(config, jax.random.key(0)))
-    optimizer = torch.optim.Adam(jax.tree.leaves(params), lr=1e-4, fused=True)
-
-    def norm(x):
-        return functional.rms_norm(x, x.shape[-1:], eps=1e-6)
-
-    def attention(block, x, index):
-        query, key, value = functional.silu(x @ block["query_key_value"]).view(
-            *x.shape[:2], 3, config.heads, config.head_dim).unbind(2)
-        o = keraunos.lightning_attention(query, key, value, layer_idx=index, num_layers=len(config.blocks),
-                                         platform=platform)
-        return (norm(o).flatten(2) * functional.silu(x @ block["output_gate"])) @ block["output"]
+        model.load_params(init_params(config, jax.random.key(0)))
+    model.to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
 
     @torch.compile
     def loss(windows):
-        half = {name: x.bfloat16() for name, x in params.items() if name != "blocks"}
-        x = half["embed"][windows[:, :-1]]
-        for index, block in enumerate(params["blocks"]):
-            block = {name: x.bfloat16() for name, x in block.items()}
-            x = x + attention(block, norm(x) * block["attention_norm"], index)
-            up = functional.gelu((norm(x) * block["mlp_norm"]) @ block["up"], approximate="tanh")
-            x = x + up @ block["down"]
-        logits = (norm(x) * half["norm"]) @ half["head"]
+        half = {name: x.bfloat16() for name, x in model.named_parameters()}
+        logits, _ = torch.func.functional_call(model, half, (windows[:, :-1],))
         return functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
     def step(windows):

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from keraunos.text import printable
-from language_model.training import NATS_PER_BIT, Budget, Run, Settings
+from language_model.schedule import NATS_PER_BIT
+from language_model.training import Budget, Run, Settings
 
 _LINE_SECONDS = 10.0
 _MEAN_STEPS = 50

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from language_model.model import ModelConfig, Params, States, forward, init_states
-
-TEMPERATURE = 0.7
+from language_model.config import TEMPERATURE, ModelConfig
+from language_model.model import Params, States, forward, init_states
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,6 @@ def parallel_logits(params: Params, model: ModelConfig, sample: Sample, platform
 
     # The logits at a byte are those of the byte after it.
     return np.asarray(read(tokens)[0, len(sample.prompt) - 1 : -1])
-
-
-def cache_bytes_per_token(model: ModelConfig) -> int:
-    """What softmax attention with the same layers would have to keep of each byte: a key and a value, in float32."""
-    return len(model.blocks) * 2 * model.width * 4
 
 
 def _tokens(text: bytes) -> jax.Array:

@@ -1,43 +1,16 @@
 """A byte-level language model of linear attention: one function trains it, reads a prompt and writes a byte."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import keraunos
 import keraunos.distributed
-
-VOCABULARY = 256
-# A learned gate keeps sigmoid(x) ** (1 / 16) of the state per token, as in the GLA paper: without the root a fresh
-# model would forget half of everything at every byte.
-GATE_TEMPERATURE = 16.0
+from language_model.config import GATE_TEMPERATURE, VOCABULARY, ModelConfig
 
 Params = dict[str, Any]
 States = tuple[jax.Array, ...]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the model; the default is what learns fastest per second on two CPU cores.
-
-    Args:
-        width: Channels of the residual stream.
-        heads: Attention heads; each has `width // heads` channels for keys and as many for values.
-        blocks: The kind of attention in each block, from the first to the last.
-        context: Bytes per training window.
-    """
-
-    width: int = 96
-    heads: int = 3
-    blocks: tuple[Literal["lightning", "gla"], ...] = ("lightning", "gla", "lightning")
-    context: int = 256
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one head."""
-        return self.width // self.heads
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:

@@ -78,7 +78,7 @@ class Session:
             parallel = generation.parallel_logits(run.params, model, sample, self._options.platform)
         checks = [
             same_logits(sample.logits, parallel),
-            constant_state(sample.state_bytes, len(sample.prompt), generation.cache_bytes_per_token(model)),
+            constant_state(sample.state_bytes, len(sample.prompt), model.cache_bytes_per_token),
             beats_bigram(bits, bigram, self._windows[:, 1:].size),
         ]
         self._show(checks)

@@ -16,14 +16,14 @@ import optax
 import optax.contrib
 
 from language_model import DemoError, checkpoint
+from language_model.config import ModelConfig
 from language_model.data import EVALUATION_BATCH, Corpus, training_batch
-from language_model.model import ModelConfig, Params, forward, init_params, init_states
+from language_model.model import Params, forward, init_params, init_states
+from language_model.schedule import NATS_PER_BIT, learning_rate
 
-NATS_PER_BIT = math.log(2)
 # How often the held-out text is looked at, as a share of the training, and the file written, in seconds.
 _HELD_OUT_EVERY = 1 / 16
 _SAVE_SECONDS = 10.0
-_WARM_UP = 0.03
 _FORMAT = 1
 # The fields of a run, other than its arrays, that a checkpoint holds.
 _COUNTERS = ("step", "elapsed", "train_bits", "held_out_bits")
@@ -232,11 +232,6 @@ def train(
             save(run)
             saved = now
     save(run)
-
-
-def learning_rate(progress: float, highest: float) -> float:
-    """A short warm-up, then half a cosine down to zero at the end of the budget, which may be a time."""
-    return highest * min(1.0, 0.01 + progress / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def _optimizer() -> optax.GradientTransformation:

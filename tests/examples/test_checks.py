@@ -27,7 +27,7 @@ def test_generation_passes(params, sample, settings):
     assert check.passed, check.figures
     assert len(sample.state_bytes) == 40
     blocks, head = len(settings.model.blocks), settings.model.head_dim
-    check = constant_state(sample.state_bytes, 9, generation.cache_bytes_per_token(settings.model))
+    check = constant_state(sample.state_bytes, 9, settings.model.cache_bytes_per_token)
     assert check.passed
     assert f"{blocks * settings.model.heads * head * head * 4:,} after 48 (" in check.figures
 
