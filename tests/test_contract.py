@@ -22,9 +22,9 @@ def python(code, *args):
 
 def test_importing_loads_no_framework():
     loaded = python(
-        "import json, sys, keraunos, keraunos.kernels, keraunos.ops, keraunos.decay\n"
+        "import json, sys, keraunos, keraunos.kernels, keraunos.layers, keraunos.ops, keraunos.decay\n"
         "keraunos.lightning_attention, keraunos.kernel_registry.rows()\n"
-        "print(json.dumps([m for m in ('jax', 'torch', 'triton', 'jax_triton') if m in sys.modules]))"
+        "print(json.dumps([m for m in ('flax', 'jax', 'torch', 'triton', 'jax_triton') if m in sys.modules]))"
     )
     assert json.loads(loaded) == []
 

@@ -379,12 +379,12 @@ class LightningAttention(Layer):
                  cfg: LightningAttentionConfig | None = None, **parameters: Any) -> None:
         super().__init__()
         make, name = self.make(**parameters), type(self).__name__
-        D = hidden_size // num_heads if head_dim is None else head_dim
-        width = num_heads * D
         # Plain numbers: no cast of a module's parameters to another dtype reaches them.
         self.log_decay = tuple(float(x) for x in np.asarray(log_decay).reshape(-1))
-        if len(self.log_decay) != num_heads:
-            raise ValueError(f"{name}: log_decay has {len(self.log_decay)} numbers; expected num_heads = {num_heads}")
+        if num_heads < 1 or len(self.log_decay) != num_heads or max(self.log_decay) > 0:
+            raise ValueError(f"{name}: log_decay is {log_decay}; expected num_heads = {num_heads} numbers <= 0")
+        D = hidden_size // num_heads if head_dim is None else head_dim
+        width = num_heads * D
         if fused not in (None, "whole", "by_head"):
             raise ValueError(f"{name}: fused is {fused!r}; expected None, 'whole' or 'by_head'")
         if rotary_dim % 2 or not 0 <= rotary_dim <= D:

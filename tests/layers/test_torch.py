@@ -83,6 +83,18 @@ def test_minimax_is_that_of_hugging_face_with_its_gradients():
     assert_within_rule(names, [got[i] for i in order], truth, in_dtype, ["float32"] * len(names))
 
 
+def test_minimax_is_that_of_hugging_face_where_rows_are_padded_on_the_left():
+    x = torch.from_numpy(tokens(2, 21))
+    mask = torch.ones(2, 21)
+    mask[1, :9] = 0
+    truth, in_dtype = (
+        hugging_face(dtype)(x.to(dtype), position_embeddings=None, attention_mask=mask)[0][mask > 0]
+        for dtype in (torch.float64, torch.float32)
+    )
+    got = torch_layer("minimax")(x, attention_mask=mask)[mask > 0]
+    assert_within_rule(["y"], *([y.detach().numpy()] for y in (got, truth, in_dtype)), ["float32"])
+
+
 @pytest.mark.parametrize("name", ["gla", "bailing"])
 def test_compiled_as_one_graph(name):
     layer = torch_layer(name)
@@ -118,6 +130,19 @@ def test_autocast(name):
         layer(torch.from_numpy(x)[None], cache, attention_mask=torch.ones(1, 64))
     assert (y.dtype, cache.state.dtype) == (torch.bfloat16, torch.float32)
     assert_published_in_bfloat16(name, y[0].detach().float().numpy(), x)
+
+
+def test_layers_of_one_kind_are_compiled_once_where_they_are_compiled_one_by_one():
+    made, x = [], torch.from_numpy(tokens(1, 9))
+    torch.compiler.reset()
+
+    def counted(graph, inputs):
+        made.append(graph)
+        return graph
+
+    for _ in range(10):
+        torch.compile(CASES["gla"].make(layers), fullgraph=True, backend=counted)(x)
+    assert len(made) == 1
 
 
 def test_gradients_through_checkpoints():
