@@ -95,19 +95,21 @@ def test_minimax_is_that_of_hugging_face_where_rows_are_padded_on_the_left():
     assert_within_rule(["y"], *([y.detach().numpy()] for y in (got, truth, in_dtype)), ["float32"])
 
 
-@pytest.mark.parametrize("name", ["gla", "bailing"])
-def test_compiled_as_one_graph(name):
-    layer = torch_layer(name)
+MASK = [[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "options"),
+    [("gla", 2, {}), ("gla", 2, {"attention_mask": MASK}), ("bailing", 1, {"cu_seqlens": [0, 4, 9]})],
+)
+def test_compiled_as_one_graph(name, rows, options):
+    layer, x = torch_layer(name), torch.from_numpy(tokens(rows, 9))
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.from_numpy(tokens(2, 9))
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 0]])
-    offsets = torch.tensor([0, 4, 9])
-    for given, options in [(x, {}), (x, dict(attention_mask=mask)), (x[:1], dict(cu_seqlens=offsets))]:
-        cache = layer.init_cache(2)
-        expected, got = (run(given, cache, **options) for run in (layer, compiled))
-        torch.testing.assert_close(got, expected)
-    gradients = [torch.autograd.grad(run(x).sum(), [*layer.parameters()]) for run in (layer, compiled)]
+    options = {key: torch.tensor(value) for key, value in options.items()}
+    expected, got = (run(x, layer.init_cache(2), **options) for run in (layer, compiled))
+    torch.testing.assert_close(got, expected)
+    gradients = [torch.autograd.grad(y.sum(), [*layer.parameters()]) for y, _ in (expected, got)]
     torch.testing.assert_close(*gradients)
 
 
