@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from keraunos import decay
 from tests.layers.cases import (
     CASES,
+    HIDDEN,
     assert_published,
     assert_published_in_bfloat16,
     flax_layer,
@@ -79,6 +81,22 @@ def test_a_loop_decodes():
 
     _, y = jax.lax.scan(step, layer.init_cache(2), x.swapaxes(0, 1))
     np.testing.assert_allclose(y.swapaxes(0, 1), jax.jit(layer)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_stacked_lightning_layers_with_decays_of_their_own():
+    def make(rngs, index):
+        return layers.LightningAttention.minimax(HIDDEN, 2, index, 2, rngs=rngs)
+
+    stack = nnx.vmap(lambda rngs: make(rngs, 0))(nnx.Rngs(0).split(2))
+    stack.log_decay = nnx.data(jnp.stack([jnp.asarray(decay.minimax(2, i, 2)) for i in range(2)]))
+    x = jnp.asarray(tokens(1, 9))
+    step = nnx.scan(lambda x, layer: x + layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    expected = x
+    for i in range(2):
+        layer = make(nnx.Rngs(0), i)
+        nnx.update(layer, jax.tree.map(lambda x, i=i: x[i], nnx.state(stack, nnx.Param)))
+        expected = expected + layer(expected)
+    np.testing.assert_allclose(step(x, stack), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_with_parameters_in_float32():
