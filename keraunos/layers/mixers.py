@@ -262,26 +262,18 @@ class GatedLinearAttention(Layer):
             self.q_conv1d, self.k_conv1d, self.v_conv1d = (
                 make.conv(dim, conv_size, conv_bias) for _, dim in self.conv_shapes
             )
-        if gate_low_rank_dim is None:
-            self.gk_proj = make.linear(hidden_size, num_heads, bias=True)
-        else:
-            self.gk_proj = make.low_rank(hidden_size, gate_low_rank_dim, kv_heads * K)
-        norm = make.norm(V, norm_eps, affine=elementwise_affine)
-        # Both names are of one norm.
-        self.fused = fuse_norm and use_output_gate and gate_fn == "swish"
-        if self.fused:
-            self.g_norm_swish_gate = norm
-        else:
-            self.g_norm = norm
+        rank = gate_low_rank_dim
+        self.gk_proj = (make.linear(hidden_size, num_heads, bias=True) if rank is None else
+                        make.low_rank(hidden_size, rank, kv_heads * K))
+        self.norm = "g_norm_swish_gate" if fuse_norm and use_output_gate and gate_fn == "swish" else "g_norm"
+        setattr(self, self.norm, make.norm(V, norm_eps, affine=elementwise_affine))
         self.o_proj = make.linear(value_dim, hidden_size, inward=True)
 
     def _activation(self, name: str | Callable) -> Callable:
-        if callable(name):
-            return name
-        if name not in self.activations:
-            known = [*self.activations]
-            raise ValueError(f"{type(self).__name__}: got {name!r}; expected a function or one of {known}")
-        return self.activations[name]
+        known = self.activations
+        if not callable(name) and name not in known:
+            raise ValueError(f"{type(self).__name__}: got {name!r}; expected a function or one of {[*known]}")
+        return name if callable(name) else known[name]
 
     def _log_gates(self, x: Array) -> Array:
         """``[B, T, kv_heads, K]``, before log_sigmoid."""
@@ -305,7 +297,7 @@ class GatedLinearAttention(Layer):
         _, K, V = self.state_shape
         q, k, v = (part.reshape(*x.shape[:2], -1, dim) for part, dim in zip(parts, (K, K, V), strict=True))
         o, state = self._gla(self.cfg, cache, tokens, q, k, v, g)
-        o = (self.g_norm_swish_gate if self.fused else self.g_norm)(o).reshape(*x.shape[:2], -1)
+        o = getattr(self, self.norm)(o).reshape(*x.shape[:2], -1)
         if self.g_proj is not None:
             o = o * self.gate_fn(self.g_proj(x))
         return self._result(self.o_proj(o), cache, state, convs, tokens)
