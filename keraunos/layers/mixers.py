@@ -467,7 +467,8 @@ class LightningAttention(Layer):
         if self.rotary_dim:
             angles = self._angles(x, cache, tokens)
             q, k = self._rotated(q, angles), self._rotated(k, angles)
-        if tokens.valid is None:
+        if tokens.valid is None or cache is None:
+            # Padding comes last: it changes the last state only.
             o, state = self._run(lightning_attention, self.cfg, cache, tokens, q, k, v, log_decay=self.log_decay,
                                  softmax_scale=self.softmax_scale)
         else:
