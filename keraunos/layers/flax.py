@@ -129,8 +129,8 @@ def load_state_dict(module: nnx.Module, state_dict: Mapping[str, Any]) -> None:
                          f"not known {sorted(state_dict.keys() - parameters.keys())}")
     for name, old in parameters.items():
         given = state_dict[name]
-        # NumPy has no bfloat16, which double holds.
-        value = np.asarray(given.double() if hasattr(given, "double") else given).T
+        # NumPy has no bfloat16, which double holds, and takes no tensor of a GPU.
+        value = np.asarray(given.double().cpu() if hasattr(given, "double") else given).T
         if value.shape != old.shape:
             raise ValueError(f"load_state_dict: {name} has shape {value.T.shape}; expected {old.shape[::-1]}")
         old[...] = jax.device_put(value.astype(old.dtype), old[...].sharding)
