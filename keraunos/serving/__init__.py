@@ -167,6 +167,7 @@ def verify(
     log_decay: Decay | None = None,
     g: Array | None = None,
     g_gamma: Decay | None = None,
+    exports: tuple[Array, Array] | None = None,
     softmax_scale: float | None = None,
     out: Array | None = None,
     platform: str | None = None,
@@ -182,6 +183,10 @@ def verify(
         states, slots: as for :func:`decode`.
         g: ``[N, T, heads, K]`` or ``[N, T, heads]``.
         log_decay, g_gamma, softmax_scale, platform, cfg: as for :func:`decode`.
+        exports: ``(pool, targets)``, PyTorch only: the state after draft t of request n goes to slot ``targets[n, t]``
+            of that pool too, for engines that keep one for each draft and go on from that of the last accepted one.
+            ``pool``: ``[slots, H, K, V]``, possibly ``states``; ``targets``: ``[N, T]``, contiguous, int32 or int64;
+            -1: nowhere. A request's own slot may be among its targets, another request's slots may not.
         out: ``[N, T, H, V]``.
 
     Returns:
@@ -190,8 +195,11 @@ def verify(
     Raises:
         ValueError, TypeError: as :func:`decode`.
     """
+    pair = (None, None) if exports is None else exports
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or (pair[0] is None) != (pair[1] is None):
+        raise TypeError(f"verify: exports is of type {type(exports).__qualname__}; expected a pair (pool, targets)")
     gamma = _decay(VERIFY, key, log_decay, g_gamma)
-    args = Args(key, value, query, g, gamma, states, slots, out=out)
+    args = Args(key, value, query, g, gamma, states, slots, targets=pair[1], out=out, exports=pair[0])
     return _call(VERIFY, args, softmax_scale, platform, cfg)[0]
 
 

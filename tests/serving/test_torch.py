@@ -111,6 +111,58 @@ def test_drafts_are_decoded_one_by_one(platform, gate):
     assert pool.tobytes() == array(decoded).tobytes()
 
 
+@pytest.mark.parametrize("where", ["in the pool", "in another pool"])
+def test_the_states_after_drafts_may_be_kept(platform, where):
+    """Bit for bit what commit leaves, also where a request's own slot is among its targets; no other slot changes."""
+    case = Case(op="verify", slots=(3, -1, 6, 0), size=12, T=3, gate="scalar", V=40, dtype="bfloat16")
+    targets = np.array([[4, 3, -1], [11, 11, 11], [7, 8, 6], [0, -1, 9]], np.int32)
+    given = whole(case)
+    args, gates = arguments("verify", given)
+    start = given["states"].clone()
+    want = serving.verify(*args, **gates, platform=platform)
+    pool = given["states"]
+    if where == "in another pool":
+        pool = torch.full((12, 2, case.H, 40, 16), 7.0, dtype=torch.bfloat16, device=DEVICE)[:, 1].mT
+    before = pool.clone()
+    exports = pool, tensor(targets)
+    assert same([array(want)], [array(serving.verify(*args, **gates, exports=exports, platform=platform))])
+    for t in range(case.T):
+        states = start.clone()
+        counts = torch.full_like(given["slots"], t + 1)
+        serving.commit(*args[1:3], states, given["slots"], counts, **gates, platform=platform)
+        for n, target in enumerate(targets[:, t]):
+            if target >= 0 and case.slots[n] >= 0:
+                assert torch.equal(pool[target], states[case.slots[n]].to(pool.dtype))
+                before[target] = pool[target]
+    assert torch.equal(pool.nan_to_num(7.0), before.nan_to_num(7.0))
+    if where == "in another pool":
+        assert torch.equal(given["states"].nan_to_num(7.0), start.nan_to_num(7.0))
+        # As an operator, too.
+        pool.zero_()
+        torch._dynamo.reset()
+        compiled = torch.compile(serving.verify, fullgraph=True, backend="aot_eager")
+        assert same([array(want)], [array(compiled(*args, **gates, exports=exports, platform=platform))])
+        assert torch.equal(pool[6], before[6])
+
+
+def test_bad_exports(platform):
+    given = whole(CASES["verify"])
+    args, gates = arguments("verify", given)
+    pool, targets = given["states"], torch.full((4, 3), -1, device=DEVICE)
+    for exports, error, message in (
+        (pool, TypeError, r"verify: exports is of type Tensor; expected a pair \(pool, targets\)"),
+        ((pool, None), TypeError, "expected a pair"),
+        ((pool[:, :2], targets), ValueError, r"exports has a pool of shape \(8, 2, 16, 16\); expected \[slots, 4, 16"),
+        ((pool, targets[:, :2]), ValueError, r"targets has shape \(4, 2\); expected \[N, T\] = \(4, 3\)"),
+        ((pool.double(), targets), TypeError, "exports has dtype float64"),
+    ):
+        with pytest.raises(error, match=message):
+            serving.verify(*args, **gates, exports=exports, platform=platform)
+    if not GPU:
+        with pytest.raises(ValueError, match="exports' targets has a value 8"):
+            serving.verify(*args, **gates, exports=(pool, targets.fill_(8)), platform=platform)
+
+
 @pytest.mark.parametrize("split", [1, 16, 17, 63, 64, 65, 127, 128, 129])
 def test_a_prompt_may_come_in_parts(platform, split):
     """Prefix and rest in two calls, the first with another request beside it, as good as the whole."""

@@ -51,8 +51,9 @@ class Args(NamedTuple):
     cu_seqlens: Any = None  # [N + 1], int: prefill
     has_initial: Any = None  # [N], bool: prefill; None: all have a state
     tokens: Any = None  # [M], int: packed tokens after which states are exported
-    targets: Any = None  # [M], int: the slots they go to; -1: nowhere
+    targets: Any = None  # [M], or of drafts [N, T], int: the slots they go to; -1: nowhere
     out: Any = None  # [rows, H, V]: where the output goes, PyTorch only
+    exports: Any = None  # [slots, H, K, V]: where the states after drafts go, PyTorch only; may be states itself
 
 
 class Options(NamedTuple):
@@ -74,7 +75,8 @@ class Options(NamedTuple):
 
 
 _DTYPES = (
-    dict.fromkeys(Args._fields, FLOATS) | dict.fromkeys(INDICES, INTEGERS) | {"states": POOLS, "has_initial": ("bool",)}
+    dict.fromkeys(Args._fields, FLOATS) | dict.fromkeys(INDICES, INTEGERS)
+    | dict.fromkeys(("states", "exports"), POOLS) | {"has_initial": ("bool",)}
 )
 _ROWS = {"decode": "N", "verify": "NT", "commit": "NT", "prefill": "T"}
 
@@ -147,12 +149,22 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         if args.tokens.ndim != 1:
             fail(ValueError, "boundaries", f"has tokens of shape {tuple(args.tokens.shape)}", "[M]")
         shape("targets", [tuple(args.tokens.shape)], ["M"], "one slot for each token")
+    if args.exports is not None:
+        pool, found = tuple(args.states.shape[1:]), tuple(args.exports.shape)
+        if found[1:] != pool or not found[0]:
+            room = f"[slots, {', '.join(map(str, pool))}] with slots >= 1"
+            fail(ValueError, "exports", f"has a pool of shape {found}", room, "like states")
+        if args.targets is None:
+            fail(TypeError, "exports", "has None as targets", "a pair (pool, targets)")
+        shape("targets", [tuple(leading)], [rows], "one slot for each draft")
     if softmax_scale is not None and not is_number(softmax_scale):
         fail(TypeError, "softmax_scale", f"is {reprlib.repr(softmax_scale)}", "a finite number")
     if args.out is not None and framework == "jax":
         fail(TypeError, "out", "is given", "None", "JAX returns new arrays; donate the old ones to reuse their memory")
     if args.out is not None and dtypes["out"] != dtypes["query"]:
         fail(TypeError, "out", f"has dtype {dtypes['out']}", dtypes["query"], "like query")
+    if args.exports is not None and framework == "jax":
+        fail(TypeError, "exports", "is given", "None", "it changes an array that is given, which JAX has none of")
     device = frontend.device_of(args.key)
     sizes = {"N": N, "T": sizes.get("T", 1), "H": H, "G": heads["key"], "K": K, "V": V}
     sizes |= head_sizes(heads, H)
@@ -179,10 +191,11 @@ def checker(op_id: str, args: Args) -> Callable[[Args], None] | None:
         return np.pad(found, (0, rows - len(found)))
 
     rows, size, packed = args.key.shape[0], args.states.shape[0], op_id == "prefill"
+    others = size if args.exports is None else args.exports.shape[0]
     live, beside = (tokens, ("slots", "cu_seqlens")) if packed else (lambda slots: slots >= 0, ("slots",))
     rules = {
         "slots": checks.slots("slots", size),
-        "targets": checks.slots("boundaries' targets", size),
+        "targets": checks.slots(f"{'exports' if op_id == 'verify' else 'boundaries'}' targets", others),
         "cu_seqlens": checks.offsets(rows, whole=False),
         "g": checks.decay("g", live, beside),
         "g_gamma": checks.decay("g_gamma (or log_decay)"),
@@ -228,11 +241,12 @@ def _operator(op_id: str, required: tuple[str, ...], optional: tuple[str, ...]) 
         check_room(op_id, args.out)
 
     opts = {"op_id": op_id}
+    changed = ("states", "out") if op_id != "verify" else ("out", "exports")
     return frontends.Operator(
         op_id, Args, (*required, *optional), frozenset(required), Options, ("softmax_scale", "cfg"), settled=opts,
         passes=functools.partial(kernel_registry.passes, op_id), check=check, flops=functools.partial(flops, op_id),
-        changed=tuple(x for x in ("states", "out") if x in required and (op_id, x) != ("verify", "states")),
-        strided=("states", "out"),
+        changed=tuple(x for x in changed if x in (*required, *optional)),
+        strided=("states", "out", "exports"),
     )
 
 
@@ -240,7 +254,7 @@ _STEP, _PACKED = ("query", "key", "value", "states", "slots"), ("cu_seqlens",)
 _GATES, _PROMPT = ("g", "g_gamma"), ("has_initial", "tokens", "targets")
 OPERATORS = {
     "decode": _operator("decode", (*_STEP, "out"), _GATES),
-    "verify": _operator("verify", (*_STEP, "out"), _GATES),
+    "verify": _operator("verify", (*_STEP, "out"), (*_GATES, "targets", "exports")),
     "commit": _operator("commit", (*_STEP[1:], "counts"), _GATES),
     "prefill": _operator("prefill", (*_STEP, *_PACKED, "out"), (*_GATES, *_PROMPT)),
 }

@@ -63,6 +63,8 @@ def _steps(args: Args, opts: Options) -> tuple[torch.Tensor | None, torch.Tensor
     for t in range(k.shape[1]):
         moved = decay[:, t, ..., None] * state + k[:, t, ..., None] * v[:, t, :, None]
         state = moved if args.counts is None else torch.where((t < args.counts).view(-1, 1, 1, 1), moved, state)
+        if args.exports is not None:
+            _write(args.exports, torch.where(live, args.targets[:, t], -1), state)
         if q is not None:
             outputs.append((state * q[:, t, ..., None]).sum(-2) * opts.softmax_scale)
     if opts.writes:
