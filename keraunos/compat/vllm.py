@@ -59,7 +59,7 @@ def lightning_attention(
         raise ValueError(f"lightning_attention: block_size is {block_size!r}; expected an integer >= 1")
     B, H, T, D = q.shape
     E = v.shape[-1]
-    gamma = _gamma("lightning_attention", ed, H)
+    gamma = log_decay("lightning_attention", ed, H)
     state = q.new_zeros(B, H, D, E, dtype=torch.float32) if kv_history is None else kv_history.float()
     if state.shape != (B, H, D, E):
         raise ValueError(
@@ -174,7 +174,7 @@ def linear_decode_forward_triton(
     _, H, T, _ = q.shape
     if T != 1:
         raise ValueError(f"linear_decode_forward_triton: q has shape {tuple(q.shape)}; expected one token per request")
-    gamma = _gamma("linear_decode_forward_triton", slope_rate, H)
+    gamma = log_decay("linear_decode_forward_triton", slope_rate, H)
     q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
     output, _ = serving.decode(q, k, v, kv_caches, slot_idx, g_gamma=gamma, softmax_scale=1.0)
     return output.flatten(1)
@@ -188,8 +188,8 @@ def _check(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None
             raise ValueError(f"{name}: {label} has shape {tuple(x.shape)}; expected [B, H, T, D], like q")
 
 
-def _gamma(name: str, slopes: torch.Tensor, H: int) -> torch.Tensor:
-    """The log of the decay ``[H]``."""
+def log_decay(name: str, slopes: torch.Tensor, H: int) -> torch.Tensor:
+    """The log of the decay ``[H]`` of slopes ``[H]``, ``[H, 1, 1]`` or ``[1, H, 1, 1]``; ``name``: whom errors name."""
     if not isinstance(slopes, torch.Tensor):
         raise TypeError(f"{name}: slopes are of type {type(slopes).__qualname__}; expected a torch.Tensor")
     if tuple(slopes.shape) not in ((H,), (H, 1, 1), (1, H, 1, 1)):
