@@ -33,7 +33,7 @@ class Projection(torch.nn.Linear):
 
 
 class Norm(torch.nn.Module):
-    """Of all heads together, or of groups of them, before the gate."""
+    """Of all heads together, or of groups of them, before the gate; what is small stays so, and its scale matters."""
 
     def __init__(self, groups=1):
         super().__init__()
@@ -41,7 +41,7 @@ class Norm(torch.nn.Module):
 
     def _forward(self, x):
         y = x.float().unflatten(-1, (self.groups, -1))
-        return (y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(-2).to(x.dtype)
+        return (y * (y.square().mean(-1, keepdim=True) + 0.5).rsqrt()).flatten(-2).to(x.dtype)
 
     def forward(self, x, gate=None):
         return self._forward(x) if gate is None else self._forward(x) * gate.sigmoid()

@@ -137,7 +137,7 @@ def engines_layer(layer, x, positions, states, requests):
             state[n] = torch.exp(-layer.tp_slope.double()) * state[n] + k[token][:, :, None] * v[token][:, None]
             hidden[token] = scale * (state[n] * q[token][:, :, None]).sum(1)
     y = hidden.flatten(1).unflatten(-1, (norm.groups, -1))
-    y = (y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2)
+    y = (y / (y.square().mean(-1, keepdim=True) + 0.5).sqrt()).flatten(-2)
     return (gate * y) @ weights["out"].T
 
 
