@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 # Arguments that kernels take without strides, and those of tokens.
-_DENSE, _TOKENS = ("g_gamma", "initial_state"), ("query", "key", "value", "g")
+_DENSE, _TOKENS = ("g_gamma", "initial_state", "targets"), ("query", "key", "value", "g")
 
 
 # Kernels count the values between the rows of a tile, which has 128 at most, in 32 bits.
