@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["fla", "sglang", "transformers", "vllm", "vllm_plugin"]
+__all__ = ["ejkernel", "fla", "sglang", "transformers", "vllm", "vllm_plugin"]
 
 
 def __getattr__(name: str) -> Any:
