@@ -153,7 +153,7 @@ def test_bad_exports(platform):
     args, gates = arguments("verify", given)
     pool, targets = given["states"], torch.full((4, 3), -1, device=DEVICE)
     if platform != "torch":
-        with pytest.raises(NotImplementedError, match="takes no exports: it keeps no state after each draft"):
+        with pytest.raises(UnsupportedError, match="takes no exports: it keeps no state after each draft"):
             serving.verify(*args, **gates, exports=(pool, targets), platform=platform)
         return
     for exports, error, message in (
