@@ -14,6 +14,7 @@ import triton
 
 import keraunos
 from keraunos import frontends
+from keraunos.frontends.torch import launch as torch_launch
 from keraunos.kernels.linear_attention.contract import Args, Options, describe
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops.invocation import Config
@@ -195,6 +196,12 @@ def test_kernels_stay_within_their_budgets(call):
     most = builds.most(call)
     for name, used in builds.of(call):
         assert {key: used[key] for key in most if used[key] > most[key]} == {}, (name, used)
+
+
+def test_a_first_call_in_pytorch_builds_side_by_side():
+    passes_of = kernel_registry.passes("gla", "cuda")
+    opts = Options(1.0, False, Config(num_stages=3), ())
+    assert all(x.rehearsed for x in torch_launch.launchers(Args, *passes_of, opts))
 
 
 def test_no_kernel_is_compiled_for_a_length():

@@ -347,7 +347,7 @@ def test_a_first_call_builds_side_by_side(monkeypatch):
     def fn(tensors):
         return (add(second, add(first, *tensors), tensors[1]),)
 
-    run = torch_launch.remembered(fn)
+    run = torch_launch.remembered(fn, rehearsed=True)
     monkeypatch.setattr(torch_launch, "_build", lambda kernel, grid, args, options, device: (
         kernel[grid](*args, **options), None))
     for _ in range(2):
@@ -369,5 +369,28 @@ def test_what_cannot_be_rehearsed_is_built_when_it_is_launched(monkeypatch):
     monkeypatch.setattr(torch_launch, "_build", lambda kernel, grid, args, options, device: (
         kernel[grid](*args, **options), None))
     x, z = torch.ones(4), torch.randn(4)
-    torch.testing.assert_close(torch_launch.remembered(fn)._record([x, z])[0], x + 2 * z)
+    run = torch_launch.remembered(fn, rehearsed=True)
+    torch.testing.assert_close(run._record([x, z])[0], x + 2 * z)
     assert len(kernel.seen) == 1
+
+
+def test_nothing_is_rehearsed_without_being_asked_for():
+    """Host code may do more than launch kernels: exchange with other ranks, draw random numbers."""
+    ran = []
+
+    def fn(tensors):
+        ran.append(tensors[0].device.type)
+        return (tensors[0] + 1,)
+
+    torch_launch.remembered(fn)._record([torch.ones(4)])
+    assert ran == ["cpu"]
+
+
+def test_an_interrupted_rehearsal_ends():
+    def interrupted(tensors):
+        raise KeyboardInterrupt
+
+    x = torch.ones(4)
+    with pytest.raises(KeyboardInterrupt):
+        torch_launch.remembered(interrupted, rehearsed=True)._record([x, x])
+    assert getattr(torch_launch._local, "rehearsal", None) is None

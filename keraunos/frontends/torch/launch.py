@@ -58,8 +58,6 @@ def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tupl
     """
     device, recording = inputs[0].device, getattr(_local, "recording", None)
     made = tuple(inputs[x] if isinstance(x, int) else torch.empty(x[0], dtype=x[1], device=device) for x in outputs)
-    if getattr(_local, "rehearsal", None):
-        return made
     with current_device(device):
         run(*inputs, *made)
     if recording is not None:
@@ -127,10 +125,12 @@ class _Rehearsal:
                    for x in tensors]
         with ThreadPoolExecutor() as self.threads:
             _local.rehearsal = self
-            # What is wrong shows when it is run on the tensors.
-            with contextlib.suppress(Exception):
-                fn(without)
-            _local.rehearsal = None
+            try:
+                # What is wrong shows when it is run on the tensors.
+                with contextlib.suppress(Exception):
+                    fn(without)
+            finally:
+                _local.rehearsal = None
 
     def build(self, kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[str, Any]) -> None:
         """Begin to build for a launch; what fails is built once more when it is launched."""
@@ -350,10 +350,11 @@ class remembered:  # noqa: N801, to those who use it a function
     Args:
         fn: takes a list of tensors or None, returns a tuple of the like. What it does depends on the tensors' shapes,
             strides, dtypes and device. If it does more to tensors than launch kernels, it is run each time.
+        rehearsed: before the first call, what it launches is built side by side. It does nothing but launch kernels.
     """
 
-    def __init__(self, fn: Callable[[list], tuple]):
-        self.fn = fn
+    def __init__(self, fn: Callable[[list], tuple], rehearsed: bool = False):
+        self.fn, self.rehearsed = fn, rehearsed
         self.known: dict[Any, Callable[[list], tuple]] = {}
 
     def __call__(self, tensors: list[Any]) -> tuple:
@@ -385,7 +386,7 @@ class remembered:  # noqa: N801, to those who use it a function
         # One tensor given twice is two arguments, which other calls may tell apart.
         own = [x if x is None else x.detach() for x in tensors]
         capturing = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if not (self.known or INTERPRETED or capturing):
+        if self.rehearsed and not (self.known or INTERPRETED or capturing):
             # Builds are most of a first call.
             _Rehearsal(self.fn, own)
         with _Recording(own) as recording:
@@ -414,7 +415,8 @@ def launchers(kind: Any, forward: Callable, backward: Callable, opts: Any) -> tu
     def launch_backward(flat: list[Any]) -> tuple:
         return tuple(backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
 
-    return remembered(launch_forward), remembered(launch_backward)
+    rehearsed = getattr(forward, "rehearsed", False)
+    return remembered(launch_forward, rehearsed), remembered(launch_backward, rehearsed)
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)

@@ -302,6 +302,7 @@ def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
 
 
 forward.residuals = dict(starts=_room)  # type: ignore[attr-defined]
+forward.rehearsed = True  # type: ignore[attr-defined]
 
 
 def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: Options) -> Args:
