@@ -183,9 +183,9 @@ def verify(
         states, slots: as for :func:`decode`.
         g: ``[N, T, heads, K]`` or ``[N, T, heads]``.
         log_decay, g_gamma, softmax_scale, platform, cfg: as for :func:`decode`.
-        exports: ``(pool, targets)``, platform torch: the state after draft t of request n goes to slot ``targets[n, t]``
-            of that pool too, for engines that keep one for each draft and go on from that of the last accepted one.
-            ``pool``: ``[slots, H, K, V]``, possibly ``states``; ``targets``: ``[N, T]``, int32 or int64; -1:
+        exports: ``(pool, targets)``, platform torch: the state after draft t of request n goes to that pool too, to
+            slot ``targets[n, t]``, for engines that keep one for each draft and go on from that of the last accepted
+            one. ``pool``: ``[slots, H, K, V]``, possibly ``states``; ``targets``: ``[N, T]``, int32 or int64; -1:
             nowhere. A request's own slot may be among its targets, another request's slots may not.
         out: ``[N, T, H, V]``.
 
