@@ -114,8 +114,6 @@ def test_drafts_are_decoded_one_by_one(platform, gate):
 @pytest.mark.parametrize("where", ["in the pool", "in another pool"])
 def test_the_states_after_drafts_may_be_kept(platform, where):
     """Bit for bit what commit leaves, also where a request's own slot is among its targets; no other slot changes."""
-    if platform != "torch":
-        pytest.skip("only torch keeps them")
     case = Case(op="verify", slots=(3, -1, 6, 0), size=12, T=3, gate="scalar", V=40, dtype="bfloat16")
     targets = np.array([[4, 3, -1], [11, 11, 11], [7, 8, 6], [0, -1, 9]], np.int32)
     given = whole(case)
@@ -152,10 +150,6 @@ def test_bad_exports(platform):
     given = whole(CASES["verify"])
     args, gates = arguments("verify", given)
     pool, targets = given["states"], torch.full((4, 3), -1, device=DEVICE)
-    if platform != "torch":
-        with pytest.raises(UnsupportedError, match="takes no exports: it keeps no state after each draft"):
-            serving.verify(*args, **gates, exports=(pool, targets), platform=platform)
-        return
     for exports, error, message in (
         (pool, TypeError, r"verify: exports is of type Tensor; expected a pair \(pool, targets\)"),
         ((pool, None), TypeError, "expected a pair"),

@@ -60,6 +60,7 @@ SERVING = {
     "decode": ("decode", "bfloat16", "float32", 128, 128, 64, 64, None, 64, 1, 0),
     "decode, bfloat16 pool, vector gates": ("decode", "bfloat16", "bfloat16", 128, 128, 64, 8, "vector", 256, 1, 0),
     "verify": ("verify", "bfloat16", "float32", 128, 128, 64, 64, None, 64, 4, 0),
+    "verify, exports": ("verify", "bfloat16", "bfloat16", 128, 128, 64, 64, None, 64, 4, 1),
     "commit, wide": ("commit", "float16", "float32", 256, 256, 16, 16, "scalar", 64, 4, 0),
     "prefill": ("prefill", "bfloat16", "float32", 128, 128, 64, 64, None, 32, 65536, 0),
     "prefill, exports": ("prefill", "bfloat16", "float32", 128, 128, 64, 64, None, 32, 65536, 100),
@@ -366,14 +367,16 @@ def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> Non
     """A call of a serving function."""
     rows = {"decode": (N,), "prefill": (T,)}.get(op_id, (N, T))
     prefill, indices = op_id == "prefill", empty(N, dtype="int32")
-    boundaries = empty(exports, dtype="int32") if exports else None
+    boundaries = empty(*((exports,) if prefill else rows), dtype="int32") if exports else None
+    states = empty(slots, H, K, V, dtype=pool)
     args = pool_contract.Args(
         empty(*rows, G, K, dtype=dtype), empty(*rows, G, V, dtype=dtype),
         None if op_id == "commit" else empty(*rows, H, K, dtype=dtype),
         {None: None, "scalar": empty(*rows, H, dtype=dtype), "vector": empty(*rows, H, K, dtype=dtype)}[gate],
-        None if gate else empty(H, dtype="float32"), empty(slots, H, K, V, dtype=pool), indices,
+        None if gate else empty(H, dtype="float32"), states, indices,
         indices if op_id == "commit" else None, empty(N + 1, dtype="int32") if prefill else None,
-        empty(N, dtype="bool") if prefill else None, boundaries, boundaries,
+        empty(N, dtype="bool") if prefill else None, boundaries if prefill else None, boundaries,
+        exports=states if exports and not prefill else None,
     )
     cfg = pool_platform.heuristic(pool_contract.describe(op_id, args), Config())
     run = pool_platform._prefill if prefill else pool_platform._steps

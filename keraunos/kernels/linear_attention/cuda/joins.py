@@ -47,7 +47,7 @@ def starts_kernel(
     P: pieces of a segment. sums: what the gates of each piece come to; gamma: constant decays. h0: the state that the
     first segment starts from, in the order of the walk. A program joins BD of the KV values of a state.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([BD // 128], [32], [4], [0])
     i_x = gl.program_id(0) % (KV // BD)
     i_h = gl.program_id(0) // (KV // BD) % H
     i_n = gl.program_id(0) // (KV // BD * H)

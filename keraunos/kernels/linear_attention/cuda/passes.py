@@ -48,7 +48,7 @@ _GROUP = 16
 # that a program joins at most, and of how many pieces at once, at most; from how many heads on, with a constant decay,
 # of half as many.
 _PROGRAMS, _FEW_SEGMENTS, _MIN_SEGMENT, _MIN_PIECE, _PIECES = 132, 4, 512, 512, 32
-_STARTS, _AT_ONCE, _MANY_HEADS = 256, 16, 32
+_STARTS, _AT_ONCE, _MANY_HEADS = 512, 16, 32
 # In tokens of a walk, by time: what a program begins with; what the launches for segments come to. What a pass over
 # pieces takes of a walk over as many tokens: with gates, and with a constant decay, of which most heads need few.
 _BEGIN, _JOIN, _STATES, _FEW_STATES = 128, 256, 0.5, 0.2

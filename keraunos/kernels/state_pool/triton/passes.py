@@ -34,8 +34,8 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _strides(states: Spec) -> dict[str, int]:
-    return {f"stride_s{axis}": n for axis, n in zip("shkv", states.strides, strict=True)}
+def _strides(states: Spec | None, name: str = "s") -> dict[str, int]:
+    return {f"stride_{name}{axis}": n for axis, n in zip("shkv", states.strides if states else (0,) * 4, strict=True)}
 
 
 def _ratios(specs: Args, gate: int) -> dict[str, int]:
@@ -72,9 +72,11 @@ def _step_plan(specs: Args, opts: Options) -> Plan:
     numbers |= dict(scale=opts.softmax_scale, T=k.shape[1] if many else 1)
     BV = min(cast(int, opts.cfg.block_d), tile(V))
     constants = dict(
-        H=H, K=K, V=V, **_ratios(specs, gate), UNIT=unit, **_strides(states), BK=tile(K), BV=BV, GATE=gate,
-        GAMMA=0 if specs.g_gamma is None else len(specs.g_gamma.shape), EXACT=k.dtype == "float32", MANY=many,
-        COUNTED=specs.counts is not None, OUTPUT=opts.reads, STORE=opts.writes, OVERLAP=4,
+        H=H, K=K, V=V, **_ratios(specs, gate), UNIT=unit, **_strides(states), **_strides(specs.exports, "e"),
+        BK=tile(K), BV=BV, GATE=gate, GAMMA=0 if specs.g_gamma is None else len(specs.g_gamma.shape),
+        EXACT=k.dtype == "float32", MANY=many,
+        COUNTED=specs.counts is not None, OUTPUT=opts.reads, STORE=opts.writes, EXPORT=specs.exports is not None,
+        OVERLAP=4,
     )
     outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),
                    pool="states" if opts.writes else None)
@@ -86,7 +88,8 @@ def _steps(args: Args, opts: Options) -> tuple:
     """``(output, pool)`` of decode, verify or commit."""
     return _step_plan(Args(*map(spec_of, args)), opts).launch(
         q=args.key if args.query is None else args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma,
-        slots=args.slots, counts=args.counts, states=args.states, into=args.out,
+        slots=args.slots, counts=args.counts, targets=args.targets, states=args.states, exports=args.exports,
+        into=args.out,
     )
 
 
@@ -151,8 +154,6 @@ def _prefill(args: Args, opts: Options) -> tuple[Array, Array | None]:
 
 def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
-    if "exports" in inv.arrays:
-        return "takes no exports: it keeps no state after each draft"
     return linear.unsupported(replace(inv, arrays={"query": inv.arrays["key"]}))
 
 

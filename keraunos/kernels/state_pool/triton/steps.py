@@ -46,22 +46,25 @@ def advance(b_s, b_k, b_v, b_d, DECAYS: tl.constexpr, BK: tl.constexpr, BV: tl.c
 
 
 # Indices may be slices of a longer array, which begin anywhere.
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots", "counts"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots", "counts", "targets"])
 def step_kernel(
-    q, k, v, g, gamma, slots, counts, states, into,
+    q, k, v, g, gamma, slots, counts, targets, states, exports, into,
     stride_qn, stride_qt, stride_qh, stride_kn, stride_kt, stride_kh, stride_vn, stride_vt, stride_vh,
     stride_gn, stride_gt, stride_gh, stride_on, stride_ot, stride_oh, scale, T,
     o, pool,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
     RG: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
+    stride_es: tl.constexpr, stride_eh: tl.constexpr, stride_ek: tl.constexpr, stride_ev: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
-    MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
+    MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, EXPORT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Tokens of one request, for a tile of BV of the V dimensions.
 
-    OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back. MANY: T tokens, not one. COUNTED:
-    only the first counts[n] of them. OVERLAP: the launch begins beside the end of the one before it.
+    OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back; EXPORT: write that after token t to
+    slot targets[n, t] of another pool, or of this one, whose state has been read by then. MANY: T tokens, not one.
+    COUNTED: only the first counts[n] of them. OVERLAP: the launch begins beside the end of the one before it.
     GAMMA: how many dimensions gamma has, ``[H]`` or ``[N, H]``; 0: there is none.
     """
     if OVERLAP > 0:
@@ -117,6 +120,11 @@ def step_kernel(
         for i in range(n_t):
             b_s = advance(b_s, b_k, b_v, b_d, DECAYS, BK, BV)
             b_qi = b_q
+            if EXPORT:
+                target = tl.load(targets + i_n * T + i).to(tl.int64)
+                p_e = exports + target * stride_es + i_h.to(tl.int64) * stride_eh
+                p_e += o_k[:, None] * stride_ek + o_v[None, :] * stride_ev
+                tl.store(p_e, b_s.to(exports.dtype.element_ty), mask=m_s & (target >= 0))
             # The next token's, while this one's output is summed.
             more = i + 1 < n_t
             p_q += tl.where(more, stride_qt * UNIT, 0)
