@@ -98,8 +98,8 @@ def test_a_first_call_is_timed_in_a_process_of_its_own():
 
 @pytest.mark.parametrize(
     "script",
-    ["accuracy", "attention", "concurrency", "cpu", "dispatch", "distributed", "faults", "gpu", "serving", "training",
-     "variants"],
+    ["accuracy", "attention", "concurrency", "cpu", "dispatch", "distributed", "faults", "gpu", "models", "serving",
+     "training", "variants"],
 )
 def test_scripts_take_their_options(script, monkeypatch, capsys):
     pytest.importorskip("torch")
@@ -109,6 +109,17 @@ def test_scripts_take_their_options(script, monkeypatch, capsys):
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert ("--out" in said) == (script not in ("concurrency", "dispatch", "faults"))
+
+
+def test_models_are_compared_with_what_would_run_without_keraunos(tmp_path, monkeypatch):
+    for name in ("torch", "transformers"):
+        pytest.importorskip(name)
+    monkeypatch.setattr(sys, "argv", ["models", "--small", "--out", str(tmp_path / "found.json")])
+    runpy.run_path(str(SCRIPTS / "models.py"), run_name="__main__")
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert len(rows) == 6
+    for row in rows:
+        assert "keraunos" in row["costs"] or "plugin" in row["costs"], row
 
 
 @pytest.mark.parametrize("script", ["accuracy", "attention", "gpu"])
