@@ -8,9 +8,11 @@ import numpy as np
 from keraunos import decay
 from keraunos.layers import Cache
 from tests.layers import published
+from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
 
 HIDDEN = 24
+DEVICE = "cuda" if GPU else "cpu"
 
 
 class Case(NamedTuple):
@@ -64,11 +66,23 @@ def torch_layer(name, dtype="float32"):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    return layer.to(getattr(torch, dtype))
+    return layer.to(DEVICE, getattr(torch, dtype))
+
+
+def tensor(x, dtype=None):
+    """NumPy's on the device of PyTorch's layers."""
+    import torch
+
+    return torch.as_tensor(x).to(DEVICE, dtype)
+
+
+def array(x):
+    """What either framework has, as NumPy's."""
+    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
 
 
 def weights(name, dtype):
-    return {key: x.double().numpy().astype(dtype) for key, x in torch_layer(name).state_dict().items()}
+    return {key: array(x.double()).astype(dtype) for key, x in torch_layer(name).state_dict().items()}
 
 
 @functools.cache
@@ -89,10 +103,8 @@ class Torch:
         self.layer = torch_layer(name)
 
     def __call__(self, x, cache=None, **options):
-        import torch
-
-        found = self.layer(torch.from_numpy(x), cache, **{key: torch.from_numpy(y) for key, y in options.items()})
-        return (found[0].detach().numpy(), found[1]) if cache is not None else found.detach().numpy()
+        found = self.layer(tensor(x), cache, **{key: tensor(y) for key, y in options.items()})
+        return (array(found[0]), found[1]) if cache is not None else array(found)
 
 
 class Flax:
@@ -106,7 +118,7 @@ class Flax:
 
     def __call__(self, x, cache=None, **options):
         found = self.run(self.layer, x, cache, options)
-        return (np.asarray(found[0]), found[1]) if cache is not None else np.asarray(found)
+        return (array(found[0]), found[1]) if cache is not None else array(found)
 
 
 FRAMEWORKS = {"torch": Torch, "flax": Flax}
@@ -144,4 +156,4 @@ def assert_published_in_bfloat16(name, got, x):
 
 def state_of(cache):
     assert isinstance(cache, Cache)
-    return np.asarray(cache.state.detach() if hasattr(cache.state, "detach") else cache.state)
+    return array(cache.state)

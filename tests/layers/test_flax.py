@@ -6,10 +6,13 @@ import pytest
 from keraunos import decay
 from tests.layers.cases import (
     CASES,
+    DEVICE,
     HIDDEN,
+    array,
     assert_published,
     assert_published_in_bfloat16,
     flax_layer,
+    tensor,
     tokens,
     torch_layer,
     weights,
@@ -44,10 +47,10 @@ def test_weights_that_do_not_fit_are_refused():
 def torch_gradients(name, dtype):
     from keraunos.layers import torch as of_torch
 
-    layer = CASES[name].make(of_torch, dtype=dtype)
+    layer = CASES[name].make(of_torch, dtype=dtype, device=DEVICE)
     layer.load_state_dict(torch_layer(name).state_dict())
-    layer(torch.from_numpy(tokens(2, 21)).to(dtype)).square().sum().backward()
-    return {key: p.grad.numpy() for key, p in layer.named_parameters()}
+    layer(tensor(tokens(2, 21), dtype)).square().sum().backward()
+    return {key: array(p.grad) for key, p in layer.named_parameters()}
 
 
 def assert_gradients(name, got):
@@ -73,14 +76,14 @@ def test_gradients_are_pytorchs_also_with_remat(name):
 
 
 def test_a_loop_decodes():
-    layer, x = flax_layer("gla"), jnp.asarray(tokens(2, 6))
+    layer, x = flax_layer("gla"), tokens(2, 6)
 
     def step(cache, token):
         y, cache = layer(token[:, None], cache)
         return cache, y[:, 0]
 
-    _, y = jax.lax.scan(step, layer.init_cache(2), x.swapaxes(0, 1))
-    np.testing.assert_allclose(y.swapaxes(0, 1), jax.jit(layer)(x), rtol=1e-5, atol=1e-6)
+    cache, y = jax.lax.scan(step, layer.init_cache(2), jnp.asarray(x).swapaxes(0, 1))
+    assert_published("gla", list(array(y.swapaxes(0, 1))), list(x), cache.state)
 
 
 def test_stacked_lightning_layers_with_decays_of_their_own():
@@ -96,7 +99,7 @@ def test_stacked_lightning_layers_with_decays_of_their_own():
         layer = make(nnx.Rngs(0), i)
         nnx.update(layer, jax.tree.map(lambda x, i=i: x[i], nnx.state(stack, nnx.Param)))
         expected = expected + layer(expected)
-    np.testing.assert_allclose(step(x, stack), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(step(x, stack), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_bfloat16_with_parameters_in_float32():

@@ -6,7 +6,17 @@ import sys
 import numpy as np
 import pytest
 
-from tests.layers.cases import CASES, HIDDEN, assert_published_in_bfloat16, tokens, torch_layer, weights
+from tests.layers.cases import (
+    CASES,
+    DEVICE,
+    HIDDEN,
+    array,
+    assert_published_in_bfloat16,
+    tensor,
+    tokens,
+    torch_layer,
+    weights,
+)
 from tests.numerics import assert_within_rule
 
 torch = pytest.importorskip("torch")
@@ -62,17 +72,17 @@ def hugging_face(dtype):
     missing, unexpected = theirs.load_state_dict(torch_layer("minimax").state_dict(), strict=False)
     assert {*missing} == {"slope_rate", "query_decay", "key_decay", "diagonal_decay"}
     assert not unexpected
-    return theirs.to(dtype)
+    return theirs.to(DEVICE, dtype)
 
 
 def test_minimax_is_that_of_hugging_face_with_its_gradients():
     def run(layer, dtype, **options):
-        x = torch.from_numpy(tokens(2, 21)).to(dtype).requires_grad_()
+        x = tensor(tokens(2, 21), dtype).requires_grad_()
         y = layer(x, **options)
         y = y[0] if isinstance(y, tuple) else y
         named = {key: p for key, p in layer.named_parameters() if key in weights("minimax", np.float32)}
         gradients = torch.autograd.grad(y.square().sum(), [x, *named.values()])
-        return ["y", "x", *named], [y.detach().numpy(), *(g.numpy() for g in gradients)]
+        return ["y", "x", *named], [array(y), *map(array, gradients)]
 
     theirs = dict(position_embeddings=None, attention_mask=None)
     names, truth = run(hugging_face(torch.float64), torch.float64, **theirs)
@@ -84,15 +94,15 @@ def test_minimax_is_that_of_hugging_face_with_its_gradients():
 
 
 def test_minimax_is_that_of_hugging_face_where_rows_are_padded_on_the_left():
-    x = torch.from_numpy(tokens(2, 21))
-    mask = torch.ones(2, 21)
+    x = tensor(tokens(2, 21))
+    mask = torch.ones(2, 21, device=DEVICE)
     mask[1, :9] = 0
     truth, in_dtype = (
         hugging_face(dtype)(x.to(dtype), position_embeddings=None, attention_mask=mask)[0][mask > 0]
         for dtype in (torch.float64, torch.float32)
     )
     got = torch_layer("minimax")(x, attention_mask=mask)[mask > 0]
-    assert_within_rule(["y"], *([y.detach().numpy()] for y in (got, truth, in_dtype)), ["float32"])
+    assert_within_rule(["y"], *([array(y)] for y in (got, truth, in_dtype)), ["float32"])
 
 
 MASK = [[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 0]]
@@ -103,10 +113,10 @@ MASK = [[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 0]]
     [("gla", 2, {}), ("gla", 2, {"attention_mask": MASK}), ("bailing", 1, {"cu_seqlens": [0, 4, 9]})],
 )
 def test_compiled_as_one_graph(name, rows, options):
-    layer, x = torch_layer(name), torch.from_numpy(tokens(rows, 9))
+    layer, x = torch_layer(name), tensor(tokens(rows, 9))
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    options = {key: torch.tensor(value) for key, value in options.items()}
+    options = {key: tensor(value) for key, value in options.items()}
     expected, got = (run(x, layer.init_cache(2), **options) for run in (layer, compiled))
     torch.testing.assert_close(got, expected)
     gradients = [torch.autograd.grad(y.sum(), [*layer.parameters()]) for y, _ in (expected, got)]
@@ -115,27 +125,27 @@ def test_compiled_as_one_graph(name, rows, options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16(name):
-    layer = CASES[name].make(layers, dtype=torch.bfloat16)
+    layer = CASES[name].make(layers, dtype=torch.bfloat16, device=DEVICE)
     layer.load_state_dict(torch_layer(name).state_dict())
     x = tokens(64)
-    y, cache = layer(torch.from_numpy(x).bfloat16()[None], layer.init_cache(1))
+    y, cache = layer(tensor(x, torch.bfloat16)[None], layer.init_cache(1))
     assert y.dtype == torch.bfloat16
     assert cache.state.dtype == torch.float32
-    assert_published_in_bfloat16(name, y[0].detach().float().numpy(), x)
+    assert_published_in_bfloat16(name, array(y[0].float()), x)
 
 
 @pytest.mark.parametrize("name", ["simple gla", "bailing"])
 def test_autocast(name):
     layer, x = torch_layer(name), tokens(64)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, cache = layer(torch.from_numpy(x)[None], layer.init_cache(1))
-        layer(torch.from_numpy(x)[None], cache, attention_mask=torch.ones(1, 64))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y, cache = layer(tensor(x)[None], layer.init_cache(1))
+        layer(tensor(x)[None], cache, attention_mask=torch.ones(1, 64, device=DEVICE))
     assert (y.dtype, cache.state.dtype) == (torch.bfloat16, torch.float32)
-    assert_published_in_bfloat16(name, y[0].detach().float().numpy(), x)
+    assert_published_in_bfloat16(name, array(y[0].float()), x)
 
 
 def test_layers_of_one_kind_are_compiled_once_where_they_are_compiled_one_by_one():
-    made, x = [], torch.from_numpy(tokens(1, 9))
+    made, x = [], tensor(tokens(1, 9))
     torch.compiler.reset()
 
     def counted(graph, inputs):
@@ -143,12 +153,12 @@ def test_layers_of_one_kind_are_compiled_once_where_they_are_compiled_one_by_one
         return graph
 
     for _ in range(10):
-        torch.compile(CASES["gla"].make(layers), fullgraph=True, backend=counted)(x)
+        torch.compile(CASES["gla"].make(layers, device=DEVICE), fullgraph=True, backend=counted)(x)
     assert len(made) == 1
 
 
 def test_gradients_through_checkpoints():
-    layer, x = torch_layer("gla"), torch.from_numpy(tokens(2, 9))
+    layer, x = torch_layer("gla"), tensor(tokens(2, 9))
     again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
     gradients = [torch.autograd.grad(y.sum(), [*layer.parameters()]) for y in (layer(x), again)]
     torch.testing.assert_close(*gradients)
@@ -157,12 +167,12 @@ def test_gradients_through_checkpoints():
 def test_a_named_platform_and_configuration_are_those_of_the_calls():
     import keraunos
 
-    x = torch.from_numpy(tokens(1, 9))
+    x = tensor(tokens(1, 9))
     with pytest.raises(keraunos.UnsupportedError, match="xla"):
-        layers.GatedLinearAttention(HIDDEN, num_heads=2, platform="xla")(x)
+        layers.GatedLinearAttention(HIDDEN, num_heads=2, platform="xla", device=DEVICE)(x)
     cfg = keraunos.LightningAttentionConfig(block_q=16, platform="torch")
-    layer = layers.LightningAttention.minimax(HIDDEN, 4, 0, 2, cfg=cfg, platform="torch")
-    torch.testing.assert_close(layer(x, attention_mask=torch.ones(1, 9)), layer(x))
+    layer = layers.LightningAttention.minimax(HIDDEN, 4, 0, 2, cfg=cfg, platform="torch", device=DEVICE)
+    torch.testing.assert_close(layer(x, attention_mask=torch.ones(1, 9, device=DEVICE)), layer(x))
 
 
 @pytest.mark.parametrize("absent", ["torch", "flax"])

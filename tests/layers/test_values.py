@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.layers.cases import CASES, FRAMEWORKS, HIDDEN, assert_published, state_of, tokens
+from tests.layers.cases import CASES, FRAMEWORKS, HIDDEN, array, assert_published, state_of, tokens
 
 pytest.importorskip("torch")
 T = 21
@@ -32,7 +32,7 @@ def test_a_prompt_in_parts_then_token_by_token(framework, name):
         y, cache = run(x[:, start:end], cache)
         outputs.append(y)
     assert_published(name, list(np.concatenate(outputs, 1)), list(x), state_of(cache))
-    assert np.asarray(cache.length).tolist() == [T, T]
+    assert array(cache.length).tolist() == [T, T]
 
 
 @pytest.mark.parametrize(("framework", "name"), BOTH)
@@ -52,7 +52,7 @@ def test_padding_leaves_no_trace(framework, name):
     got = [np.concatenate([y[i][mask[i]], z[i][more_mask[i]]]) for i in range(4)]
     sequences = [np.concatenate([x[i][mask[i]], more[i][more_mask[i]]]) for i in range(4)]
     assert_published(name, got, sequences, state_of(after))
-    assert np.asarray(after.length).tolist() == [len(s) for s in sequences]
+    assert array(after.length).tolist() == [len(s) for s in sequences]
 
 
 @pytest.mark.parametrize(("framework", "name"), BOTH)

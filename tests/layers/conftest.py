@@ -1,0 +1,23 @@
+"""On a GPU both frameworks would round the factors of float32's products and convolutions."""
+
+import contextlib
+import importlib.util
+
+import pytest
+
+from tests.linear_attention.cases import GPU
+
+
+@pytest.fixture(autouse=GPU)
+def whole_float32(monkeypatch):
+    with contextlib.ExitStack() as stack:
+        if importlib.util.find_spec("torch"):
+            import torch
+
+            for part in (torch.backends.cudnn, torch.backends.cuda.matmul):
+                monkeypatch.setattr(part, "allow_tf32", False)
+        if importlib.util.find_spec("jax"):
+            import jax
+
+            stack.enter_context(jax.default_matmul_precision("float32"))
+        yield
