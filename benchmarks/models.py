@@ -135,7 +135,7 @@ def in_float32(model: Any) -> Any:
 
 
 def gradients(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Those of the lightning layers' weights, of which the first are behind all others."""
+    """The gradients of the lightning layers' weights; those of the first layer have come through all others."""
     model.zero_grad()
     model(tokens, labels=tokens, use_cache=False).loss.backward()
     found = torch.cat([x.grad.flatten() for layer in lightning(model) for x in layer.parameters()])
