@@ -44,6 +44,8 @@ class Names(NamedTuple):
 
 
 _NAMES = Names()
+# Value dimensions of a head that kernels for GPUs take.
+_WIDEST = 256
 
 
 class Tokens(NamedTuple):
@@ -174,7 +176,18 @@ class Layer:
             valid = tokens.valid[..., None]
             k = self.xp.where(valid[..., None], k, 0)
             g = self.xp.where(valid if g.ndim == 3 else valid[..., None], g, 0)
-        return self._run(gla_attention, cfg, cache, tokens, q, k, v, g, **options)
+        H, K, V = self.state_shape
+        width = next(V // n for n in range(1, V + 1) if V % n == 0 and V // n <= _WIDEST)
+        if width == V or v.shape[2] < H:
+            return self._run(gla_attention, cfg, cache, tokens, q, k, v, g, **options)
+        # Parts of a head's values are heads that have the rest in common.
+        if cache is not None:
+            state = self.xp.moveaxis(cache.state.reshape(-1, H, K, V // width, width), 3, 2)
+            cache = cache._replace(state=state.reshape(-1, H * V // width, K, width))
+        o, state = self._run(gla_attention, cfg, cache, tokens, q, k, v.reshape(*v.shape[:2], -1, width), g, **options)
+        if cache is not None:
+            state = self.xp.moveaxis(state.reshape(-1, H, V // width, K, width), 2, 3).reshape(-1, H, K, V)
+        return o.reshape(*o.shape[:2], H, V), state
 
     def _convolved(self, conv: Any, x: Array, tail: Array | None, tokens: Tokens, width: int) -> tuple[Array, Array]:
         """``silu`` of a convolution over each sequence, after the call before; and the last inputs.

@@ -35,6 +35,22 @@ def test_a_prompt_in_parts_then_token_by_token(framework, name):
     assert array(cache.length).tolist() == [T, T]
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_wide_values_go_to_the_kernels_in_parts(framework, monkeypatch):
+    from keraunos.layers import mixers
+
+    monkeypatch.setattr(mixers, "_WIDEST", 5)
+    widths, operation = [], mixers.gla_attention
+    monkeypatch.setattr(mixers, "gla_attention", lambda q, k, v, *args, **options: (
+        widths.append(v.shape[2:]), operation(q, k, v, *args, **options))[1])
+    run, x = layer(framework, "ungated gla"), tokens(2, T)
+    y, cache = run(x[:, :9], run.layer.init_cache(2))
+    z, after = run(x[:, 9:], cache)
+    assert_published("ungated gla", list(np.concatenate([y, z], 1)), list(x), state_of(after))
+    assert_published("ungated gla", list(run(x)), list(x))
+    assert {tuple(width) for width in widths} == {(6, 4)}
+
+
 @pytest.mark.parametrize(("framework", "name"), BOTH)
 def test_padding_leaves_no_trace(framework, name):
     run, x = layer(framework, name), tokens(4, T)
