@@ -5,6 +5,7 @@ import functools
 import gc
 import threading
 import weakref
+from collections import namedtuple
 
 import pytest
 
@@ -347,7 +348,7 @@ def test_a_first_call_builds_side_by_side(monkeypatch):
     def fn(tensors):
         return (add(second, add(first, *tensors), tensors[1]),)
 
-    run = torch_launch.remembered(fn, rehearsed=True)
+    run = torch_launch.remembered(fn, rehearsal=fn)
     monkeypatch.setattr(torch_launch, "_build", lambda kernel, grid, args, options, device: (
         kernel[grid](*args, **options), None))
     for _ in range(2):
@@ -357,6 +358,30 @@ def test_a_first_call_builds_side_by_side(monkeypatch):
         torch.testing.assert_close(result, x + 4 * z)
         assert first.built == second.built == [dict(FACTOR=2, num_warps=4, num_stages=2)]
     assert len(first.seen) == len(second.seen) == 2
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_first_call_builds_what_its_gradient_launches_too(monkeypatch, kept):
+    together = threading.Barrier(1 + kept)
+    ahead, back = BuiltKernel(together), BuiltKernel(together)
+    Args, Opts = namedtuple("Args", "x z"), namedtuple("Opts", "kept")
+
+    def forward(args, opts):
+        return (add(ahead, *args), None), (args.z,)
+
+    def backward(args, residuals, grads, opts):
+        assert grads[0].shape == args.x.shape
+        assert grads[1] is None
+        return Args(add(back, grads[0], *residuals), None)
+
+    forward.rehearsed = True
+    run, _ = torch_launch.launchers(Args, forward, backward, Opts(kept))
+    monkeypatch.setattr(torch_launch, "_build", lambda kernel, grid, args, options, device: (
+        kernel[grid](*args, **options), None))
+    x, z = torch.randn(4), torch.randn(4)
+    torch.testing.assert_close(run._record([x, z])[0], x + 2 * z)
+    assert (len(ahead.built), len(back.built)) == (1, kept)
+    assert (len(ahead.seen), len(back.seen)) == (1, 0)
 
 
 def test_what_cannot_be_rehearsed_is_built_when_it_is_launched(monkeypatch):
@@ -369,7 +394,7 @@ def test_what_cannot_be_rehearsed_is_built_when_it_is_launched(monkeypatch):
     monkeypatch.setattr(torch_launch, "_build", lambda kernel, grid, args, options, device: (
         kernel[grid](*args, **options), None))
     x, z = torch.ones(4), torch.randn(4)
-    run = torch_launch.remembered(fn, rehearsed=True)
+    run = torch_launch.remembered(fn, rehearsal=fn)
     torch.testing.assert_close(run._record([x, z])[0], x + 2 * z)
     assert len(kernel.seen) == 1
 
@@ -392,5 +417,5 @@ def test_an_interrupted_rehearsal_ends():
 
     x = torch.ones(4)
     with pytest.raises(KeyboardInterrupt):
-        torch_launch.remembered(interrupted, rehearsed=True)._record([x, x])
+        torch_launch.remembered(interrupted, rehearsal=interrupted)._record([x, x])
     assert getattr(torch_launch._local, "rehearsal", None) is None

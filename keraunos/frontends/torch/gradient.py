@@ -29,7 +29,8 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
         forward: ``(args, opts) -> (outputs, residuals)``. There are two outputs, and ``forward.residuals`` are
             functions by the residuals' names, ``(args, opts) -> (shape, dtype name)`` or None where there can be none
             (each may be None all the same, or shorter); without it there are no residuals. The first may be ``OUTPUT``:
-            the first output itself. ``forward.rehearsed`` is that of :class:`launch.remembered`, False without it.
+            the first output itself. Where ``forward.rehearsed``, the two do nothing but launch kernels, and the first
+            call builds those of both.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``. Where a residual can be,
             but was None, it may be given a tensor without values.
         operator: the operation. platform: the name under which it finds these functions.

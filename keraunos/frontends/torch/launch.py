@@ -119,7 +119,7 @@ def _build(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[st
 class _Rehearsal:
     """Builds what a function launches, side by side, when it is run on tensors without memory."""
 
-    def __init__(self, fn: Callable[[list], tuple], tensors: list[Any]):
+    def __init__(self, fn: Callable[[list], Any], tensors: list[Any]):
         self.device = tensors[0].device
         without = [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
                    for x in tensors]
@@ -350,11 +350,12 @@ class remembered:  # noqa: N801, to those who use it a function
     Args:
         fn: takes a list of tensors or None, returns a tuple of the like. What it does depends on the tensors' shapes,
             strides, dtypes and device. If it does more to tensors than launch kernels, it is run each time.
-        rehearsed: before the first call, what it launches is built side by side. It does nothing but launch kernels.
+        rehearsal: like ``fn``, and does nothing but launch kernels. Before the first call, what it launches is built
+            side by side.
     """
 
-    def __init__(self, fn: Callable[[list], tuple], rehearsed: bool = False):
-        self.fn, self.rehearsed = fn, rehearsed
+    def __init__(self, fn: Callable[[list], tuple], rehearsal: Callable[[list], Any] | None = None):
+        self.fn, self.rehearsal = fn, rehearsal
         self.known: dict[Any, Callable[[list], tuple]] = {}
 
     def __call__(self, tensors: list[Any]) -> tuple:
@@ -386,9 +387,9 @@ class remembered:  # noqa: N801, to those who use it a function
         # One tensor given twice is two arguments, which other calls may tell apart.
         own = [x if x is None else x.detach() for x in tensors]
         capturing = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.rehearsed and not (self.known or INTERPRETED or capturing):
+        if self.rehearsal and not (self.known or INTERPRETED or capturing):
             # Builds are most of a first call.
-            _Rehearsal(self.fn, own)
+            _Rehearsal(self.rehearsal, own)
         with _Recording(own) as recording:
             results = self.fn(own)
         if len(self.known) >= _MOST_KNOWN:
@@ -415,8 +416,14 @@ def launchers(kind: Any, forward: Callable, backward: Callable, opts: Any) -> tu
     def launch_backward(flat: list[Any]) -> tuple:
         return tuple(backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
 
-    rehearsed = getattr(forward, "rehearsed", False)
-    return remembered(launch_forward, rehearsed), remembered(launch_backward, rehearsed)
+    def launch_both(flat: list[Any]) -> None:
+        output, _, *kept = launch_forward(flat)
+        launch_backward([*flat, *kept, output, None])  # an output's gradient is like it
+
+    if not getattr(forward, "rehearsed", False):
+        return remembered(launch_forward), remembered(launch_backward)
+    first = launch_both if getattr(opts, "kept", False) else launch_forward
+    return remembered(launch_forward, first), remembered(launch_backward, launch_backward)
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)
