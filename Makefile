@@ -1,5 +1,5 @@
 # make run   the demo: trains a small language model on CPU (or the GPU, if jax has one) and checks it
-# make test  lint, types and every test that needs no GPU
+# make test  lint, types, the documentation's site and every test that needs no GPU
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -7,14 +7,14 @@ JOBS ?= 2
 GPU_JOBS ?= $(shell nproc)
 TRITONS ?= 3.6 3.7 3.8 3.9
 
-.PHONY: run test lint pytest bench test-triton test-gpu bench-gpu clean
+.PHONY: run test lint docs pytest bench test-triton test-gpu bench-gpu clean
 
 run: $(VENV)/run.stamp
 	$(PY) examples/language_model
 
 # Types take one processor a minute, which the tests can share.
 test: $(VENV)/test.stamp
-	$(MAKE) -j 2 lint pytest
+	$(MAKE) -j 2 lint docs pytest
 
 # Much of the time would go into compiling for speed, on CPUs, what runs once: XLA's newer code for fusions, the work of
 # many threads where there are few, LLVM's longer passes. (Versions of JAX without such a flag refuse it.) And into
@@ -29,6 +29,10 @@ lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/autopep8 --diff --exit-code keraunos tests benchmarks examples
 	$(VENV)/bin/mypy
+
+# The site of the documentation, into build/site; what would only be warned of fails. Nothing is fetched.
+docs: $(VENV)/test.stamp
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 # Speed and memory on this machine's CPU; writes benchmarks/results/cpu.json.
 bench: $(VENV)/run.stamp

@@ -26,11 +26,25 @@ if TYPE_CHECKING:
     from keraunos.modules.lightning_attention import LightningAttention as LightningAttention
     from keraunos.modules.lightning_attention import LightningAttentionConfig as LightningAttentionConfig
     from keraunos.modules.lightning_attention import lightning_attention as lightning_attention
+    from keraunos.ops.cache import ConfigCache as ConfigCache
+    from keraunos.ops.cache import PersistentCache as PersistentCache
+    from keraunos.ops.executor import Executor as Executor
+    from keraunos.ops.executor import create_default_executor as create_default_executor
+    from keraunos.ops.executor import explain as explain
     from keraunos.ops.invocation import Backend as Backend
+    from keraunos.ops.invocation import Config as Config
+    from keraunos.ops.invocation import Invocation as Invocation
     from keraunos.ops.invocation import Platform as Platform
     from keraunos.ops.invocation import UnsupportedError as UnsupportedError
+    from keraunos.ops.kernel import Kernel as Kernel
     from keraunos.ops.registry import detect_platform as detect_platform
     from keraunos.ops.registry import kernel_registry as kernel_registry
+    from keraunos.ops.selection import AutotunePolicy as AutotunePolicy
+    from keraunos.ops.selection import Choice as Choice
+    from keraunos.ops.selection import ConfigSelectorChain as ConfigSelectorChain
+    from keraunos.ops.selection import overlay_cache as overlay_cache
+    from keraunos.ops.selection import policy_override as policy_override
+    from keraunos.ops.tuner import Tuner as Tuner
 
 # Public name -> the module that defines it, imported at its first use: importing keraunos loads no framework.
 _HOME = {

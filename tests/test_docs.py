@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import pytest
 import keraunos
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SNIPPET = re.compile(r"^( *)```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?: {4})?(keraunos [a-z].*)$", re.MULTILINE)
 
 
@@ -26,8 +27,8 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     rows = keraunos.kernel_registry.rows()
     try:
         for found in SNIPPET.finditer(text):
-            line = text[: found.start(1)].count("\n")
-            exec(compile("\n" * line + found.group(1), str(page), "exec"), names)
+            line = text[: found.start(2)].count("\n")
+            exec(compile("\n" * line + textwrap.dedent(found.group(2)), str(page), "exec"), names)
     finally:
         # A page may register a kernel of its own: it goes again.
         for row in keraunos.kernel_registry.rows():
