@@ -7,7 +7,7 @@ JOBS ?= 2
 GPU_JOBS ?= $(shell nproc)
 TRITONS ?= 3.6 3.7 3.8 3.9
 
-.PHONY: run test lint docs pytest bench test-triton test-gpu bench-gpu clean
+.PHONY: run test lint docs package pytest bench test-triton test-gpu bench-gpu clean
 
 run: $(VENV)/run.stamp
 	$(PY) examples/language_model
@@ -80,6 +80,14 @@ $(VENV)/test.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	@# Lowers for CUDA without a GPU. Its own requirements are gigabytes; where there is none, those tests are skipped.
 	-$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --no-deps jax-cuda13-plugin
 	touch $@
+
+# Build the distributions into dist/, check them, and install the wheel into empty environments: without an extra, then
+# with each. PyTorch's is gigabytes on Linux: EXTRAS="'' jax cli" leaves it out.
+EXTRAS ?= '' cli jax flax torch
+package: $(VENV)/test.stamp
+	rm -rf dist
+	$(PY) -m pip install --quiet --disable-pip-version-check build twine
+	$(PY) -m tests.package dist --extras $(EXTRAS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
