@@ -8,7 +8,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\((\.\./)+(?P<path>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 # Files outside docs/ that are pages of the site.
-PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
 
 def _copied(path: str) -> Path | None:
@@ -54,4 +54,4 @@ def on_page_content(html, page, config, files):
     """Docstrings name what they refer to as in Python's own documentation."""
     html = html.replace("::</p>", ":</p>")
     html = re.sub(r":(?:func|class|mod|meth|data|attr|exc):(?=<code>)", "", html)
-    return re.sub(r"(?<=<code>)~?keraunos\.(?:\w+\.)*(?=\w+</code>)", lambda m: m[0].lstrip("~"), html)
+    return html.replace("<code>~keraunos.", "<code>keraunos.")

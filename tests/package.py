@@ -2,7 +2,7 @@
 
     python -m tests.package dist [--extras "" jax torch ...]
 
-Each environment has the wheel and one extra. What is run there needs nothing of the working tree. Prints a row for each.
+Each environment has the wheel and one extra; what is run there needs nothing of the working tree. One row each.
 """
 
 from __future__ import annotations
