@@ -1,10 +1,11 @@
 """Draw the charts of the documentation from raw results: ``PYTHONPATH=. python benchmarks/charts.py``.
 
-Bars are the time over the floor, the time that reading the inputs and writing the outputs takes; lower is better.
+The floor of linear attention is the time that reading the inputs and writing the outputs takes.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import matplotlib.pyplot as plt
 mpl.rcParams.update({"svg.hashsalt": "keraunos", "font.size": 9})
 
 ROOT = Path(__file__).parent.parent
-LOG = ROOT / "benchmarks" / "results" / "nvidia-h200-cuda.txt"
+RESULTS = ROOT / "benchmarks" / "results"
+LOG = RESULTS / "nvidia-h200-cuda.txt"
 # A row of the run that times all three.
 ROW = re.compile(
     r"^\[[\d.]+\] (?P<shape>[\d,]+) const .*?cuda (?P<cuda>.*?) \|.*?triton (?P<triton>.*?) \|.*?fla (?P<fla>.*?) \{",
@@ -25,7 +27,7 @@ ROW = re.compile(
 # What is read and written forward and backward, in arrays of B T H 128 values of 2 bytes; bytes a second.
 UNITS, BANDWIDTH = 11, 4.25e12
 NAMES = {"cuda": "keraunos (cuda)", "triton": "keraunos (triton)", "fla": "flash-linear-attention 0.6.0"}
-COLORS = {"cuda": "#3f51b5", "triton": "#9fa8da", "fla": "#ffb300"}
+COLORS = ("#3f51b5", "#9fa8da", "#ffb300")
 
 
 def rows() -> dict[str, dict[str, float]]:
@@ -39,28 +41,96 @@ def rows() -> dict[str, dict[str, float]]:
     return found
 
 
-def training(path: Path) -> None:
-    """Lightning attention, forward and backward, on an H200."""
-    shapes = rows()
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for i, name in enumerate(NAMES):
-        bars = axes.barh([j + 0.27 * i for j in range(len(shapes))], [x[name] for x in shapes.values()], 0.25,
-                         label=NAMES[name], color=COLORS[name])
-        axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
-    axes.axvline(1, color="#666666", linewidth=1)
-    axes.text(1.1, -0.35, "the floor: memory alone", fontsize=8, color="#444444")
-    axes.set_yticks([j + 0.27 for j in range(len(shapes))], [*shapes])
-    axes.set_ylim(len(shapes) - 0.1, -0.6)
-    axes.set_xlabel("time over the floor; lower is better\n"
-                    "NVIDIA H200, bfloat16, head dim 128, PyTorch 2.11, 2026-11-25")
-    axes.set_title("Lightning attention, forward and backward", loc="left", fontweight="bold", pad=24)
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3)
+def bars(path: Path, title: str, rows: dict[str, dict[str, float]], colors: dict[str, str], axis: str, caption: str,
+         ideal: str = "") -> None:
+    """Horizontal bars, a group for each row; what a row does not have has no bar. ``ideal``: what a line at 1 is."""
+    figure, axes = plt.subplots(figsize=(8, 1.6 + 0.5 * len(rows) * max(len(colors), 2) / 3), layout="constrained")
+    height = 0.8 / len(colors)
+    for i, (name, color) in enumerate(colors.items()):
+        places = [j + height * i for j, row in enumerate(rows.values()) if name in row]
+        lengths = [row[name] for row in rows.values() if name in row]
+        drawn = axes.barh(places, lengths, 0.92 * height, label=name, color=color)
+        axes.bar_label(drawn, [f"{x:.2f}" if x < 1 else f"{x:.1f}" for x in lengths], padding=3, fontsize=8)
+    if ideal:
+        axes.axvline(1, color="#666666", linewidth=1)
+        axes.text(1, -0.5 - 0.1 * len(colors) / 3, f" {ideal}", fontsize=8, color="#444444", va="center")
+    axes.set_yticks([j + height * (len(colors) - 1) / 2 for j in range(len(rows))], [*rows])
+    axes.set_ylim(len(rows) - 0.1, -0.75 if ideal else -0.45)
+    axes.margins(x=0.08)
+    axes.set_xlabel(f"{axis}; lower is better\n{caption}")
+    axes.set_title(title, loc="left", fontweight="bold", pad=24)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=4, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
+def read(name: str) -> dict:
+    """A file of the raw results."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def training(path: Path) -> None:
+    """Lightning attention, forward and backward, on an H200."""
+    named = {shape: {NAMES[x]: t for x, t in row.items()} for shape, row in rows().items()}
+    bars(path, "Lightning attention, forward and backward", named, dict(zip(NAMES.values(), COLORS, strict=True)),
+         "time over the floor", "NVIDIA H200, bfloat16, head dim 128, PyTorch 2.11, 2026-11-25",
+         ideal="the floor: memory alone")
+
+
+def serving(path: Path) -> None:
+    """The attention of one layer in a step of an engine: the loop that vLLM has, and one call for all requests."""
+    found = read("models/nvidia-h200.json")
+    named = {"float32 loop": "loop over requests in float32, as vLLM's", "loop": "loop in bfloat16",
+             "plugin": "keraunos' plugin"}
+    steps = {
+        row["name"].removeprefix("vLLM's step of ").removesuffix(", 64 heads of 128"):
+            {named[x]: cost["total_ms"] for x, cost in row["costs"].items()}
+        for row in found["rows"] if row["name"].startswith("vLLM's step")
+    }
+    about = found["about"]
+    colors = dict(zip(named.values(), COLORS[::-1], strict=True))
+    bars(path, "Lightning attention of one layer in a step of an engine", steps, colors, "milliseconds",
+         f"{about['device']}, 64 heads of 128, launched call by call, PyTorch {about['torch'][:4]}, {about['date']}")
+
+
+def softmax(path: Path) -> None:
+    """Softmax attention, forward and backward: the vendor's kernels and ours."""
+    section = read("nvidia-h200.json")["attention"]
+    kinds = {"causal": "causal", "special": "with soft cap, sinks, segments", "window": "window of 1,024 and sinks"}
+    named = {"cudnn (jax)": "cuDNN", "torch (torch)": "keraunos, auto", "triton (torch)": "keraunos, triton"}
+    calls: dict[str, dict[str, float]] = {}
+    for case in section["cases"]:
+        shape, times = case["shape"], case["contestants"]
+        if case["variant"] in kinds and case["pass"] == "forward+backward" and shape["T"] < 2**17:
+            row = calls.setdefault(f"{shape['T']:,} tokens, {shape['H']} heads\n{kinds[case['variant']]}", {})
+            known = {y: x for y, x in named.items() if "median_s" in times.get(y, {})}
+            row |= {x: times[y]["median_s"] / case["floor_s"] for y, x in known.items()}
+    about = section["about"]
+    bars(path, "Softmax attention, forward and backward", dict(sorted(calls.items())),
+         dict(zip(named.values(), (COLORS[2], *COLORS[:2]), strict=True)), "time over that of the visible products",
+         f"{about['device']}, bfloat16, head dim 128, {about['date']}; cuDNN has no kernel for the others",
+         ideal="products alone")
+
+
+def devices(path: Path) -> None:
+    """Tokens over several GPUs, beside one GPU that has no neighbours and beside gathering keys and values."""
+    found = read("distributed/nvidia-h200-x4.json")
+    named = {"shards_ms": "keraunos.distributed", "naive_ms": "gather keys and values"}
+    shards = {
+        f"{operation}\n{gpus} GPUs": {named[x]: row[x] / row["alone_ms"] for x in named}
+        for gpus, rows in found["torch"].items() for operation, row in rows.items() if "naive_ms" in row
+    }
+    colors = dict(zip(named.values(), COLORS[::2], strict=True))
+    bars(path, "Forward and backward over shards of the tokens", shards, colors,
+         "time over that of one shard on one GPU",
+         f"4 x NVIDIA H200, {found['tokens']:,} tokens each, {found['heads']} heads of {found['head_dim']}, "
+         f"PyTorch, eager, {found['date']}",
+         ideal="no exchange at all")
+
+
 if __name__ == "__main__":
     charts = ROOT / "docs" / "charts"
     charts.mkdir(exist_ok=True)
-    training(charts / "training.svg")
+    for draw in (training, serving, softmax, devices):
+        draw(charts / f"{draw.__name__}.svg")

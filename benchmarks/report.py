@@ -39,6 +39,25 @@ Host times, memory, errors and notes about single figures are in
 [benchmarks/results](../benchmarks/results/README.md) says what each raw file holds.
 """
 
+CHARTS = """\
+## Softmax attention
+
+![Softmax attention: time over that of the visible products](charts/softmax.svg)
+
+## Serving
+
+![Lightning attention in a step of an engine](charts/serving.svg)
+
+[In vLLM and SGLang](engines.md) says what was compared, and [Serving](serving.md) has `prefill`, `decode` and drafts
+over the floor.
+
+## Many devices
+
+![Forward and backward over shards of the tokens](charts/devices.svg)
+
+Launched call by call; in CUDA graphs the exchange costs less ([Over many devices](distributed.md)).
+"""
+
 PEERS = """\
 ## What each can do
 
@@ -70,7 +89,7 @@ def page(results: Path = RESULTS) -> str:
     cpu = results / "cpu.json"
     if cpu.exists():
         parts.append("## On a CPU\n\n" + _against_scan(json.loads(cpu.read_text())) + "\n")
-    return "\n".join([*parts, PEERS])
+    return "\n".join([*parts, CHARTS, PEERS])
 
 
 def details(results: Path = RESULTS) -> str:
