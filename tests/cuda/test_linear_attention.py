@@ -201,7 +201,7 @@ def test_kernels_stay_within_their_budgets(call):
 def test_a_first_call_in_pytorch_builds_side_by_side():
     passes_of = kernel_registry.passes("gla", "cuda")
     opts = Options(1.0, False, Config(num_stages=3), ())
-    assert all(x.rehearsed for x in torch_launch.launchers(Args, *passes_of, opts))
+    assert all(x.rehearsal for x in torch_launch.launchers(Args, *passes_of, opts))
 
 
 def test_no_kernel_is_compiled_for_a_length():
