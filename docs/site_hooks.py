@@ -48,10 +48,3 @@ def on_page_markdown(markdown, page, config, files):
         return f"]({up}files/{file.relative_to(ROOT)}.txt)" if file else found[0]
 
     return LINK.sub(there, markdown)
-
-
-def on_page_content(html, page, config, files):
-    """Docstrings name what they refer to as in Python's own documentation."""
-    html = html.replace("::</p>", ":</p>")
-    html = re.sub(r":(?:func|class|mod|meth|data|attr|exc):(?=<code>)", "", html)
-    return html.replace("<code>~keraunos.", "<code>keraunos.")
