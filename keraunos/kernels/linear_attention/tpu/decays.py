@@ -1,0 +1,271 @@
+"""What happens inside a chunk of one head, for each kind of decay: values, and gradients.
+
+The state S is kept transposed, ``[V, K]``, so that decays of its rows of K are plain row vectors. Each class takes the
+chunk's gates and has two methods::
+
+    forward(q, k, v, S) -> o, S after the chunk
+    backward(q, k, v, do, S, D, scale, gates) -> dq, dk, dv, da, D before the chunk
+
+with q, k ``[C, K]``; v, do ``[C, V]``; D the gradient of the state after the chunk; da that of the gates, or None.
+Rows that are not the chunk's own hold zeros, gates too. ``o`` is without the scale, gradients are with it.
+
+No decay is the exponential of a difference of long sums, which would cancel: each is exp of a sum over exactly the
+tokens that it spans, or of a difference that is exact.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The log of less than any result can tell from zero; finite, so that sums over a chunk are numbers.
+FAINT = -100.0
+# One gate, and the sum over half a chunk, that a product of all pairs at once takes: exp of the sum and of its negative
+# are numbers of float32, and what is rounded of a sum is a relative error of the decay. Inputs of 16 bits are coarser.
+MILD = 4.0
+FAR = {"bfloat16": 32.0, "float32": 4.0}
+# Gates per token are cut at this unit: sums of what is above are exact, sums of what is below are small.
+_UNIT = 2.0**-8
+
+
+class Shape(NamedTuple):
+    """What all chunks of a call have in common."""
+
+    C: int
+    dtype: Any  # of the operands of products
+    reverse: bool
+
+    def order(self, shape: tuple[int, ...], axis: int) -> jax.Array:
+        """The place of each token in the order of the recurrence, along an axis."""
+        i = lax.broadcasted_iota(jnp.int32, shape, axis)
+        return self.C - 1 - i if self.reverse else i
+
+    @property
+    def places(self) -> tuple[jax.Array, jax.Array]:
+        """The places of the tokens of all pairs ``[C, C]``, of rows and columns."""
+        return self.order((self.C, self.C), 0), self.order((self.C, self.C), 1)
+
+    def product(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+        """The sum over one axis of each, in float32."""
+        precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
+        a, b = a.astype(self.dtype), b.astype(self.dtype)
+        contract = ((axes[:1], axes[1:]), ((), ()))
+        return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+
+    def nn(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """``a b``."""
+        return self.product(a, b, (1, 0))
+
+    def nt(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """``a b^T``."""
+        return self.product(a, b, (1, 1))
+
+    def tn(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """``a^T b``."""
+        return self.product(a, b, (0, 0))
+
+
+def sums(weights: jax.Array, x: jax.Array, terms: int, axis: int = 1) -> jax.Array:
+    """``weights x`` (axis 0: its transpose's) for small integers and float32 numbers: 8 digits of these for each term.
+
+    Three terms are all of a float32 number, one is a whole bfloat16 number.
+    """
+    total: Any = 0.0
+    weights = weights.astype(jnp.bfloat16)
+    for _ in range(terms):
+        part = x.astype(jnp.bfloat16)
+        contract = (((axis,), (0,)), ((), ()))
+        total = total + lax.dot_general(weights, part, contract, precision=lax.Precision.DEFAULT,
+                                        preferred_element_type=jnp.float32)
+        x = x - part.astype(jnp.float32)
+    return total
+
+
+def dots(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The products of rows with rows, ``[C, 1]``, in float32."""
+    return (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1, keepdims=True)
+
+
+class Scalar:
+    """One gate per token: the decay of each pair is exp of a difference of two sums, each in an exact and a small part.
+
+    Args:
+        a: ``[heads, C]``, float32, of several heads, whose sums are made at once.
+    """
+
+    def __init__(self, shape: Shape, a: jax.Array):
+        self.shape = shape
+        at, token = shape.places
+        parts = (coarse := jnp.round(a / _UNIT) * _UNIT), a - coarse
+        self.columns = [sums(jnp.where(token <= at, 1.0, 0.0), x.T, 3) for x in parts]
+        self.rows = [x.T for x in self.columns]
+        self.totals = [x.sum(1, keepdims=True) for x in parts]
+
+    def head(self, h: int) -> _ScalarHead:
+        """The decays of one head."""
+        rows, columns, totals = ([x[h : h + 1] for x in self.rows], [x[:, h : h + 1] for x in self.columns],
+                                 [x[h : h + 1] for x in self.totals])
+        return _ScalarHead(self.shape, rows, columns, totals)
+
+
+class _ScalarHead:
+    def __init__(self, shape: Shape, rows: list[jax.Array], columns: list[jax.Array], totals: list[jax.Array]):
+        self.shape, (query, key) = shape, shape.places
+        between = (columns[0] - rows[0]) + (columns[1] - rows[1])
+        self.pair = jnp.where(key <= query, jnp.exp(between), 0.0)  # [C, C], from key to query
+        self.enter = jnp.exp(columns[0] + columns[1])  # [C, 1], from the chunk's start
+        self.leave = jnp.exp((totals[0] - columns[0]) + (totals[1] - columns[1]))  # [C, 1], to the chunk's end
+        self.total = jnp.exp(totals[0] + totals[1])  # [1, 1]
+
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, S: jax.Array) -> tuple[jax.Array, jax.Array]:
+        s = self.shape
+        o = s.nn(s.nt(q, k) * self.pair, v) + self.enter * s.nt(q, S)
+        return o, self.total * S + s.tn(v * self.leave, k)
+
+    def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
+                 scale: float, gates: bool) -> tuple:
+        s, pair, enter = self.shape, self.pair * scale, self.enter * scale
+        scores, dscores = s.nt(q, k), s.nt(do, v) * pair
+        dq_enter, dk_leave = enter * s.nn(do, S), self.leave * s.nn(v, D)
+        dq, dk = s.nn(dscores, k) + dq_enter, s.tn(dscores, q) + dk_leave
+        dv = s.tn(scores * pair, do) + self.leave * s.nt(k, D)
+        da = None
+        if gates:
+            # Gate t scales the pairs of keys before it and queries from it on, what came in for these, what those left
+            # for later, and what passed through. Rows are queries, or what was left by keys; columns are gates.
+            at, gate = s.places
+            inner = jnp.where(gate < at, scores * dscores, 0.0)
+            later = s.nn(inner, jnp.where(at < gate, 1.0, 0.0))
+            came, left = dots(q, dq_enter), dots(k, dk_leave)
+            passed = self.total * (S * D).sum((0, 1), keepdims=True)
+            da = jnp.where(gate <= at, later + came, left).sum(0, keepdims=True) + passed  # [1, C]
+        return dq, dk, dv, da, self.total * D + s.tn(do * enter, q)
+
+
+class Mild:
+    """A gate per dimension, ``a: [C, K]``, none strong: decays of pairs are quotients, taken from the chunk's middle.
+
+    With G the sums of gates from the middle on, negative before it: exp(G_i) is worked into the query, exp(-G_j) into
+    the key.
+    """
+
+    def __init__(self, shape: Shape, a: jax.Array, terms: int):
+        self.shape, (at, token) = shape, shape.places
+        self.since = token <= at
+        sign = jnp.where(self.since, 1.0, 0.0) - jnp.where(token < shape.C // 2, 1.0, 0.0)
+        between = sums(sign, a, terms)
+        self.to, self.back = jnp.exp(between), jnp.exp(-between)
+        self.early, self.late = (jnp.exp(x) for x in halves(shape, a))  # [1, K]
+
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, S: jax.Array) -> tuple[jax.Array, jax.Array]:
+        s, q, k, S = self.shape, q * self.to, k * self.back, S * self.early
+        o = s.nn(jnp.where(self.since, s.nt(q, k), 0.0), v) + s.nt(q, S)
+        return o, self.late * (S + s.tn(v, k))
+
+    def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
+                 scale: float, gates: bool) -> tuple:
+        s, (query, key) = self.shape, self.shape.places
+        # Rounded, so that what a pair adds to the gates at its query is what it takes away at its key.
+        q, k = ((x * y).astype(s.dtype) for x, y in ((q, self.to), (k, self.back)))
+        S, D = S * self.early, D * self.late
+        scores = jnp.where(self.since, s.nt(q, k) * scale, 0.0)
+        # The diagonal spans no gate and is left out, not cancelled.
+        dscores = jnp.where(key < query, s.nt(do, v) * scale, 0.0).astype(s.dtype)
+        dq, dk, diagonal = s.nn(dscores, k), s.tn(dscores, q), dots(do, v) * scale
+        dq_enter, dk_leave = s.nn(do, S) * scale, s.nn(v, D)
+        dv, q, k = s.tn(scores, do) + s.nt(k, D), q.astype(jnp.float32), k.astype(jnp.float32)
+        da = None
+        if gates:
+            since, terms = jnp.where(self.since, 1.0, 0.0), 3
+            da = sums(since, q * dq_enter + (q * dq - k * dk), terms, axis=0)
+            da = da + sums(1.0 - since, k * dk_leave, terms, axis=0) + (S * D).sum(0, keepdims=True)
+        dq = (dq + dq_enter + diagonal * k) * self.to
+        dk = (dk + dk_leave + diagonal * q) * self.back
+        return dq, dk, dv, da, self.early * (D + s.tn(do, q) * scale)
+
+
+class Strong:
+    """A gate per dimension, ``a: [C, K]``, however strong: the chunk is halved again and again.
+
+    Between the right and the left half of a block the decay of a pair is exp(gates from the middle to the query) times
+    exp(gates after the key up to the middle): two factors of at most 1. Level l has the blocks of ``2^(l + 1)`` tokens.
+    """
+
+    def __init__(self, shape: Shape, a: jax.Array, terms: int):
+        self.shape, self.a, self.terms, (at, token) = shape, a, terms, shape.places
+        self.since = jnp.where(token <= at, 1.0, 0.0)
+        self.enter, self.leave = (jnp.exp(sums(x, a, terms)) for x in (self.since, 1.0 - self.since))  # [C, K]
+        self.total = jnp.exp(a.sum(0, keepdims=True))  # [1, K]
+
+    def level(self, l: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of a level: its pairs ``[C, C]``, the gates ``[C, C]`` from each token to its block's middle, their decay."""
+        at, other = self.shape.places
+        right = at >> l & 1 == 1
+        pairs = (at >> l + 1 == other >> l + 1) & right & (other >> l & 1 == 0)
+        span = (at >> l == other >> l) & (right & (other <= at) | ~right & (other > at))
+        weights = jnp.where(span, 1.0, 0.0)
+        return pairs, weights, jnp.exp(sums(weights, self.a, self.terms))
+
+    def levels(self, step: Callable, start: Any) -> Any:
+        """``step`` for every level in turn."""
+        return lax.fori_loop(0, self.shape.C.bit_length() - 1, step, start)
+
+    def diagonal(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        at, other = self.shape.places
+        return jnp.where(at == other, dots(q, k), 0.0)
+
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, S: jax.Array) -> tuple[jax.Array, jax.Array]:
+        s = self.shape
+
+        def step(l: jax.Array, scores: jax.Array) -> jax.Array:
+            pairs, _, decay = self.level(l)
+            return scores + jnp.where(pairs, s.nt(q * decay, k * decay), 0.0)
+
+        scores = self.levels(step, self.diagonal(q, k))
+        return s.nn(scores, v) + s.nt(q * self.enter, S), self.total * S + s.tn(v, k * self.leave)
+
+    def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
+                 scale: float, gates: bool) -> tuple:
+        s, since = self.shape, self.since
+        dpairs = s.nt(do, v) * scale
+
+        def step(l: jax.Array, found: tuple) -> tuple:
+            scores, dq, dk, da = found
+            pairs, weights, decay = self.level(l)
+            right = s.order(q.shape, 0) >> l & 1 == 1
+            q_right, k_left, dscores = q * decay, k * decay, jnp.where(pairs, dpairs, 0.0)
+            scores = scores + jnp.where(pairs, s.nt(q_right, k_left), 0.0)
+            of_both = (s.nn(dscores, k_left) + s.tn(dscores, q_right)) * decay
+            dq, dk = dq + jnp.where(right, of_both, 0.0), dk + jnp.where(right, 0.0, of_both)
+            if gates:
+                da = da + s.tn(weights, jnp.where(right, q, k) * of_both)
+            return scores, dq, dk, da
+
+        diagonal = dots(do, v) * scale
+        start = self.diagonal(q, k), diagonal * k, diagonal * q, jnp.zeros(q.shape if gates else (1, 1), jnp.float32)
+        scores, dq, dk, da = self.levels(step, start)
+        dq_enter, dk_leave = s.nn(do, S) * scale * self.enter, s.nn(v, D) * self.leave
+        if gates:
+            da = da + s.tn(since, q * dq_enter) + s.tn(1.0 - since, k * dk_leave)
+            da = da + self.total * (S * D).sum(0, keepdims=True)
+        dv = s.tn(scores * scale, do) + s.nt(k * self.leave, D)
+        return dq + dq_enter, dk + dk_leave, dv, da if gates else None, \
+            self.total * D + s.tn(do, q * self.enter) * scale
+
+
+def halves(shape: Shape, a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums ``[1, K]`` of gates ``[C, K]`` over the chunk's earlier and later half."""
+    first, second = (x.sum(0, keepdims=True) for x in (a[: shape.C // 2], a[shape.C // 2 :]))
+    return (second, first) if shape.reverse else (first, second)
+
+
+def is_strong(shape: Shape, gates: list[jax.Array]) -> jax.Array:
+    """Whether any head's gates ``[C, K]`` are."""
+    far = FAR[jnp.dtype(shape.dtype).name] / MILD
+    least = [functools.reduce(jnp.minimum, [x / far for x in halves(shape, a)], a.min(0, keepdims=True)) for a in gates]
+    return functools.reduce(jnp.minimum, least).min() <= -MILD

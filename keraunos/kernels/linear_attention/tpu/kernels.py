@@ -1,0 +1,311 @@
+"""The kernels: walks over chunks, with the state of a group of heads in scratch memory.
+
+Grid: ``(batch, groups of heads, visits)``. A visit is a chunk of one sequence: of a block of C tokens those that belong
+to it. Packed sequences that meet in a block visit it in turn; its outputs stay in fast memory meanwhile.
+
+Blocks hold all heads of a group as they lie in memory, ``[C, heads, K]``; a head's own rows are put together in the
+kernel, which costs next to nothing there and two passes over memory outside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from keraunos.kernels.linear_attention.tpu import decays
+
+# What a kernel may take of a core's fast memory: all of v5e, v6e and v5p have at least twice that, tpu7x has 64 MiB.
+VMEM = 56 << 20
+
+
+class Visit(NamedTuple):
+    """The rows of a plan, ``[7, visits]``, int32: what each visit does."""
+
+    block: Any  # of C tokens
+    begin: Any  # the first of its rows
+    end: Any  # one past the last
+    sequence: Any  # whose states it reads and writes
+    first: Any  # whether it starts from the initial state
+    last: Any  # whether it ends in the final one
+    live: Any  # whether the tokens are of a sequence; others get zeros
+
+
+class Walk(NamedTuple):
+    """The compile-time part of a call."""
+
+    shape: decays.Shape
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    heads: int  # of a group
+    visits: int
+    gate: str  # "none", "scalar", "vector"
+    scale: float
+    whole: bool  # every visit has all of its block
+    packed: bool
+
+    def share(self, n: int) -> int:
+        """How many of an array's n heads a group of heads has."""
+        return max(self.heads * n // self.H, 1)
+
+
+def plan(offsets: jax.Array, T: int, C: int, packed: bool) -> jax.Array:
+    """The visits ``[7, visits]`` of sequences that begin and end at offsets ``[N + 1]``, from left to right.
+
+    Tokens before the first sequence and after the last are visited, too, so that something is written there. There are
+    at most ``ceil(T / C) + N + 1`` visits; those that are not needed have no tokens.
+    """
+    N, blocks = offsets.shape[0] - 1, -(-T // C)
+    offsets = offsets.astype(jnp.int32)
+    edges = jnp.concatenate([jnp.zeros(1, jnp.int32), offsets, jnp.full(1, T, jnp.int32)]) if packed else offsets
+    begin, end = edges[:-1], edges[1:]
+    is_own = jnp.arange(N + 2) % (N + 1) != 0 if packed else jnp.ones(1, bool)
+    opening = jnp.minimum(begin // C, blocks - 1)
+    # A sequence of no tokens has a visit all the same, which hands its state on.
+    count = jnp.maximum(-(-end // C) - opening, is_own.astype(jnp.int32))
+    count = jnp.where(is_own | (end > begin), count, 0)
+    stop = jnp.cumsum(count)
+    i = jnp.arange(blocks + (N + 1 if packed else 0), dtype=jnp.int32)
+    s = jnp.minimum(jnp.searchsorted(stop, i, side="right"), len(begin) - 1)
+    local = i - (stop - count)[s]
+    needed = i < stop[-1]
+    block = jnp.minimum(opening[s] + local, blocks - 1)
+    first, last = ((jnp.clip(x[s] - block * C, 0, C) * needed) for x in (begin, end))
+    live = needed & is_own[s]
+    sequence = jnp.clip(s - 1, 0, N - 1) if packed else s
+    rows = block, first, last, sequence, live & (local == 0), live & (local == count[s] - 1), live
+    return jnp.stack([x.astype(jnp.int32) for x in rows])
+
+
+def turned(plan: jax.Array) -> jax.Array:
+    """The visits of a walk the other way."""
+    block, begin, end, sequence, first, last, live = plan[:, ::-1]
+    return jnp.stack([block, begin, end, sequence, last, first, live])
+
+
+class _Specs:
+    """Which block of an array each program has."""
+
+    def __init__(self, walk: Walk):
+        self.walk, self.C = walk, walk.shape.C
+
+    def tokens(self, n: int, dim: int) -> pl.BlockSpec:
+        """Of ``[B, T, n, dim]``."""
+        shape = (1, self.C, self.walk.share(n), dim)
+        return pl.BlockSpec(shape, lambda b, h, i, plan: (b, plan[0, i], h, 0))
+
+    def scalars(self) -> pl.BlockSpec:
+        """Of ``[B, H, T]``."""
+        return pl.BlockSpec((1, self.walk.heads, self.C), lambda b, h, i, plan: (b, h, plan[0, i]))
+
+    def rows(self, batch: int) -> pl.BlockSpec:
+        """Of ``[1 or B, H, K]``."""
+        shape = (1, self.walk.heads, self.walk.K)
+        return pl.BlockSpec(shape, lambda b, h, i, plan: (b if batch > 1 else 0, h, 0))
+
+    def states(self) -> pl.BlockSpec:
+        """Of ``[N, H, K, V]``."""
+        w = self.walk
+        shape = (1, w.heads, w.K, w.V)
+        return pl.BlockSpec(shape, lambda b, h, i, plan: (plan[3, i] if w.packed else b, h, 0, 0))
+
+    def kept(self, back: bool) -> pl.BlockSpec:
+        """Of the states before all chunks, ``[B * visits, H, V, K]``."""
+        w = self.walk
+        shape = (1, w.heads, w.V, w.K)
+        return pl.BlockSpec(shape, lambda b, h, i, plan: (b * w.visits + (w.visits - 1 - i if back else i), h, 0, 0))
+
+
+class _Program:
+    """One visit of one program: its blocks by their names."""
+
+    def __init__(self, walk: Walk, plan: Any, blocks: dict[str, Any]):
+        self.walk, self.blocks = walk, blocks
+        self.visit = Visit(*(plan[row, pl.program_id(2)] for row in range(7)))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.blocks.get(name)
+
+    def rows(self, shape: tuple[int, ...], axis: int, live: bool = True) -> jax.Array:
+        """Which rows are the visit's."""
+        row, (_, begin, end, *_, is_live) = jax.lax.broadcasted_iota(jnp.int32, shape, axis), self.visit
+        return (row >= begin) & (row < (jnp.where(is_live == 1, end, begin) if live else end))
+
+    def own(self, x: jax.Array, axis: int) -> jax.Array:
+        """Zeros in the rows that are not the visit's, which may hold anything."""
+        return x if self.walk.whole else jnp.where(self.rows(x.shape, axis), x, jnp.zeros((), x.dtype))
+
+    def heads(self, name: str) -> list[jax.Array]:
+        """``[C, dim]`` of each head of the group."""
+        x = jnp.swapaxes(self[name][0], 0, 1)
+        each = self.walk.heads // x.shape[0]
+        return [self.own(x[h // each], 0) for h in range(self.walk.heads)]
+
+    def put(self, name: str, heads: list[jax.Array]) -> None:
+        """Write ``[C, dim]`` of each head into the visit's rows."""
+        ref = self[name]
+        x = jnp.swapaxes(jnp.stack(heads).astype(ref.dtype), 0, 1)
+        ref[0] = x if self.walk.whole else jnp.where(self.rows(x.shape, 0, live=False), x, ref[0])
+
+    def put_scalars(self, name: str, heads: list[jax.Array]) -> None:
+        """Write ``[1, C]`` of each head into the visit's columns."""
+        ref, x = self[name], jnp.concatenate(heads)
+        ref[0] = x if self.walk.whole else jnp.where(self.rows(x.shape, 1, live=False), x, ref[0])
+
+    def enter(self, name: str, flag: jax.Array) -> None:
+        """Start from given states ``[heads, K, V]``, or from zeros, where the flag is set."""
+        state, given = self["state"], self[name]
+
+        @pl.when(flag == 1)
+        def _() -> None:
+            for h in range(self.walk.heads):
+                state[h] = jnp.zeros(state.shape[1:], state.dtype) if given is None else given[0, h].T
+
+    def leave(self, name: str, flag: jax.Array) -> None:
+        """Write the states where they are wanted and the flag is set."""
+        state, wanted = self["state"], self[name]
+        if wanted is None:
+            return
+
+        @pl.when(flag == 1)
+        def _() -> None:
+            for h in range(self.walk.heads):
+                wanted[0, h] = state[h].T
+
+    def under(self, run: Callable[[Callable[[int], Any]], None]) -> None:
+        """Run a function of ``head -> decay`` for the kind of gates that the chunk has."""
+        shape, gamma = self.walk.shape, self["gamma"]
+        if self.walk.gate == "scalar":
+            scalar = decays.Scalar(shape, self.own(self["a"][0], 1))
+            return run(scalar.head)
+        gates = []
+        for h, x in enumerate(self.heads("g")):
+            a = jnp.maximum(x.astype(jnp.float32), decays.FAINT)
+            gates.append(a if gamma is None else self.own(a + gamma[0, h : h + 1], 0))
+        terms = 3 if shape.dtype == jnp.float32 else 1 if gamma is None and self["g"].dtype == jnp.bfloat16 else 2
+        is_strong = decays.is_strong(shape, gates)
+        pl.when(is_strong)(lambda: run(lambda h: decays.Strong(shape, gates[h], terms)))
+        pl.when(~is_strong)(lambda: run(lambda h: decays.Mild(shape, gates[h], terms)))
+        return None
+
+
+def _forward(p: _Program) -> None:
+    p.enter("initial", p.visit.first)
+    state, kept, w = p["state"], p["kept"], p.walk
+    if kept is not None:
+        kept[0] = state[...].astype(kept.dtype)
+
+    def run(decay: Callable[[int], Any]) -> None:
+        output = []
+        for h, (q, k, v) in enumerate(zip(p.heads("q"), p.heads("k"), p.heads("v"), strict=True)):
+            o, state[h] = decay(h).forward(q, k, v, state[h])
+            output.append(o * w.scale)
+        p.put("o", output)
+
+    p.under(run)
+    p.leave("final", p.visit.last)
+
+
+def _backward(p: _Program) -> None:
+    p.enter("dfinal", p.visit.first)
+    dstate, kept, w, gates = p["state"], p["kept"], p.walk, p["da"] is not None
+
+    def run(decay: Callable[[int], Any]) -> None:
+        found = []
+        for h, (q, k, v, do) in enumerate(zip(*map(p.heads, ("q", "k", "v", "do")), strict=True)):
+            S = kept[0, h].astype(jnp.float32)
+            *grads, dstate[h] = decay(h).backward(q, k, v, do, S, dstate[h], w.scale, gates)
+            found.append(grads)
+        dq, dk, dv, da = map(list, zip(*found, strict=True))
+        for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
+            p.put(name, x)
+        if gates:
+            (p.put_scalars if w.gate == "scalar" else p.put)("da", da)
+
+    p.under(run)
+    p.leave("dinitial", p.visit.last)
+
+
+def _launch(body: Callable, walk: Walk, visits: jax.Array, given: dict[str, tuple], made: dict[str, tuple]) -> dict:
+    """Run a kernel.
+
+    Args:
+        given: each array and its spec, or None.
+        made: each output's shape, dtype and spec, or None.
+
+    Returns:
+        The outputs by their names.
+    """
+    given, made = ({name: x for name, x in some.items() if x is not None} for some in (given, made))
+    names = (*given, *made, "state")
+
+    def kernel(plan: Any, *blocks: Any) -> None:
+        body(_Program(walk, plan, dict(zip(names, blocks, strict=True))))
+
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(walk.B, walk.H // walk.heads, walk.visits),
+        in_specs=[spec for _, spec in given.values()],
+        out_specs=[spec for _, _, spec in made.values()],
+        scratch_shapes=[pltpu.VMEM((walk.heads, walk.V, walk.K), jnp.float32)],
+    )
+    params = pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+    )
+    found = pl.pallas_call(
+        kernel, grid_spec=grid_spec, compiler_params=params, name=f"linear_attention{body.__name__}",
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in made.values()],
+    )(visits, *(x for x, _ in given.values()))
+    return dict(zip(made, found, strict=True))
+
+
+def _inputs(walk: Walk, arrays: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    specs = _Specs(walk)
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        kinds = {"a": specs.scalars, "gamma": lambda x=x: specs.rows(x.shape[0]), "initial": specs.states,
+                 "dfinal": specs.states, "kept": lambda: specs.kept(back=True)}
+        spec: Any = kinds.get(name, lambda x=x: specs.tokens(*x.shape[2:]))
+        yield name, (x, spec())
+
+
+def forward(walk: Walk, visits: jax.Array, arrays: dict[str, Any], N: int, final: bool, kept: bool) -> dict:
+    """Output ``o``, and ``final`` ``[N, H, K, V]`` and ``kept``, the states before all chunks, if wanted.
+
+    Args:
+        arrays: q, k, v; g, or a ``[B, H, T]``; gamma ``[1 or B, H, K]``, with g; initial; each but q, k, v or None.
+        N: sequences.
+    """
+    w, specs, dtype = walk, _Specs(walk), arrays["q"].dtype
+    made: dict[str, Any] = dict(
+        o=((w.B, w.T, w.H, w.V), dtype, specs.tokens(w.H, w.V)),
+        final=((N, w.H, w.K, w.V), jnp.float32, specs.states()) if final else None,
+        kept=((w.B * w.visits, w.H, w.V, w.K), dtype, specs.kept(back=False)) if kept else None,
+    )
+    return _launch(_forward, walk, visits, dict(_inputs(walk, arrays)), made)
+
+
+def backward(walk: Walk, visits: jax.Array, arrays: dict[str, Any], N: int, dtypes: dict[str, Any]) -> dict:
+    """Gradients ``dq, dk, dv`` per head of the recurrence, and ``da``, those of gates, and ``dinitial``, if wanted.
+
+    Args:
+        visits: of the walk against the recurrence.
+        arrays: q, k, v, do, kept; gates as for :func:`forward`; dfinal or None.
+        dtypes: of what is wanted.
+    """
+    w, specs = walk, _Specs(walk)
+    tokens = functools.partial(lambda dim: ((w.B, w.T, w.H, dim), specs.tokens(w.H, dim)))
+    scalar = (w.B, w.H, w.T), specs.scalars()
+    kinds = dict(dq=tokens(w.K), dk=tokens(w.K), dv=tokens(w.V), da=scalar if w.gate == "scalar" else tokens(w.K),
+                 dinitial=((N, w.H, w.K, w.V), specs.states()))
+    made: dict[str, Any] = {name: (kinds[name][0], dtype, kinds[name][1]) for name, dtype in dtypes.items()}
+    return _launch(_backward, walk, visits, dict(_inputs(walk, arrays)), made)
