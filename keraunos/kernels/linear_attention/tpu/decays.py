@@ -70,8 +70,8 @@ class Shape(NamedTuple):
         return self.product(a, b, (0, 0))
 
 
-def sums(weights: jax.Array, x: jax.Array, terms: int, axis: int = 1) -> jax.Array:
-    """``weights x`` (axis 0: its transpose's) for small integers and float32 numbers: 8 digits of these for each term.
+def sums(weights: jax.Array, x: jax.Array, terms: int) -> jax.Array:
+    """``weights x`` for small integers and float32 numbers: 8 digits of these for each term.
 
     Three terms are all of a float32 number, one is a whole bfloat16 number.
     """
@@ -79,9 +79,7 @@ def sums(weights: jax.Array, x: jax.Array, terms: int, axis: int = 1) -> jax.Arr
     weights = weights.astype(jnp.bfloat16)
     for _ in range(terms):
         part = x.astype(jnp.bfloat16)
-        contract = (((axis,), (0,)), ((), ()))
-        total = total + lax.dot_general(weights, part, contract, precision=lax.Precision.DEFAULT,
-                                        preferred_element_type=jnp.float32)
+        total = total + jnp.dot(weights, part, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
         x = x - part.astype(jnp.float32)
     return total
 
@@ -181,9 +179,9 @@ class Mild:
         dv, q, k = s.tn(scores, do) + s.nt(k, D), q.astype(jnp.float32), k.astype(jnp.float32)
         da = None
         if gates:
-            since, terms = jnp.where(self.since, 1.0, 0.0), 3
-            da = sums(since, q * dq_enter + (q * dq - k * dk), terms, axis=0)
-            da = da + sums(1.0 - since, k * dk_leave, terms, axis=0) + (S * D).sum(0, keepdims=True)
+            from_here = jnp.where(query <= key, 1.0, 0.0)
+            da = sums(from_here, q * dq_enter + (q * dq - k * dk), 3)
+            da = da + sums(1.0 - from_here, k * dk_leave, 3) + (S * D).sum(0, keepdims=True)
         dq = (dq + dq_enter + diagonal * k) * self.to
         dk = (dk + dk_leave + diagonal * q) * self.back
         return dq, dk, dv, da, self.early * (D + s.tn(do, q) * scale)
@@ -198,18 +196,25 @@ class Strong:
 
     def __init__(self, shape: Shape, a: jax.Array, terms: int):
         self.shape, self.a, self.terms, (at, token) = shape, a, terms, shape.places
-        self.since = jnp.where(token <= at, 1.0, 0.0)
-        self.enter, self.leave = (jnp.exp(sums(x, a, terms)) for x in (self.since, 1.0 - self.since))  # [C, K]
+        since = jnp.where(token <= at, 1.0, 0.0)
+        self.enter, self.leave = self.decay(since), self.decay(1.0 - since)  # [C, K]
         self.total = jnp.exp(a.sum(0, keepdims=True))  # [1, K]
 
-    def level(self, l: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of a level: its pairs ``[C, C]``, the gates ``[C, C]`` from each token to its block's middle, their decay."""
-        at, other = self.shape.places
+    def places(self, l: jax.Array, back: bool = False) -> tuple[jax.Array, jax.Array]:
+        """Of a level, ``[C, C]``: which pairs are its own, and which gates are between a token and its block's middle.
+
+        Rows are queries, or tokens; with ``back`` they are keys, or gates.
+        """
+        row, column = self.shape.places
+        at, other = (column, row) if back else (row, column)
         right = at >> l & 1 == 1
         pairs = (at >> l + 1 == other >> l + 1) & right & (other >> l & 1 == 0)
         span = (at >> l == other >> l) & (right & (other <= at) | ~right & (other > at))
-        weights = jnp.where(span, 1.0, 0.0)
-        return pairs, weights, jnp.exp(sums(weights, self.a, self.terms))
+        return pairs, jnp.where(span, 1.0, 0.0)
+
+    def decay(self, span: jax.Array) -> jax.Array:
+        """The decay ``[C, K]`` by some of the gates for each token."""
+        return jnp.exp(sums(span, self.a, self.terms))
 
     def levels(self, step: Callable, start: Any) -> Any:
         """``step`` for every level in turn."""
@@ -223,7 +228,8 @@ class Strong:
         s = self.shape
 
         def step(l: jax.Array, scores: jax.Array) -> jax.Array:
-            pairs, _, decay = self.level(l)
+            pairs, span = self.places(l)
+            decay = self.decay(span)
             return scores + jnp.where(pairs, s.nt(q * decay, k * decay), 0.0)
 
         scores = self.levels(step, self.diagonal(q, k))
@@ -231,31 +237,36 @@ class Strong:
 
     def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
                  scale: float, gates: bool) -> tuple:
-        s, since = self.shape, self.since
-        dpairs = s.nt(do, v) * scale
+        s = self.shape
+        # Both ways round, as the compiler fails on products of transposed operands in a loop.
+        dscores, dscores_back = s.nt(do, v) * scale, s.nt(v, do) * scale
 
         def step(l: jax.Array, found: tuple) -> tuple:
-            scores, dq, dk, da = found
-            pairs, weights, decay = self.level(l)
+            scores_back, dq, dk, da = found
+            (pairs, span), (pairs_back, span_back) = self.places(l), self.places(l, back=True)
+            decay = self.decay(span)
             right = s.order(q.shape, 0) >> l & 1 == 1
-            q_right, k_left, dscores = q * decay, k * decay, jnp.where(pairs, dpairs, 0.0)
-            scores = scores + jnp.where(pairs, s.nt(q_right, k_left), 0.0)
-            of_both = (s.nn(dscores, k_left) + s.tn(dscores, q_right)) * decay
+            q_right, k_left = q * decay, k * decay
+            scores_back = scores_back + jnp.where(pairs_back, s.nt(k_left, q_right), 0.0)
+            of_both = s.nn(jnp.where(pairs, dscores, 0.0), k_left) + s.nn(jnp.where(pairs_back, dscores_back, 0.0), q_right)
+            of_both = of_both * decay
             dq, dk = dq + jnp.where(right, of_both, 0.0), dk + jnp.where(right, 0.0, of_both)
             if gates:
-                da = da + s.tn(weights, jnp.where(right, q, k) * of_both)
-            return scores, dq, dk, da
+                da = da + s.nn(span_back, jnp.where(right, q, k) * of_both)
+            return scores_back, dq, dk, da
 
         diagonal = dots(do, v) * scale
         start = self.diagonal(q, k), diagonal * k, diagonal * q, jnp.zeros(q.shape if gates else (1, 1), jnp.float32)
-        scores, dq, dk, da = self.levels(step, start)
+        scores_back, dq, dk, da = self.levels(step, start)
         dq_enter, dk_leave = s.nn(do, S) * scale * self.enter, s.nn(v, D) * self.leave
         if gates:
-            da = da + s.tn(since, q * dq_enter) + s.tn(1.0 - since, k * dk_leave)
+            row, column = s.places
+            from_here = jnp.where(row <= column, 1.0, 0.0)
+            da = da + s.nn(from_here, q * dq_enter) + s.nn(1.0 - from_here, k * dk_leave)
             da = da + self.total * (S * D).sum(0, keepdims=True)
-        dv = s.tn(scores * scale, do) + s.nt(k * self.leave, D)
-        return dq + dq_enter, dk + dk_leave, dv, da if gates else None, \
-            self.total * D + s.tn(do, q * self.enter) * scale
+        dv = s.nn(scores_back * scale, do) + s.nt(k * self.leave, D)
+        dq, dk, da = dq + dq_enter, dk + dk_leave, da if gates else None
+        return dq, dk, dv, da, self.total * D + s.tn(do, q * self.enter) * scale
 
 
 def halves(shape: Shape, a: jax.Array) -> tuple[jax.Array, jax.Array]:
