@@ -149,7 +149,7 @@ def answers(operation: str, platform: str, framework: str) -> dict[str, str | No
     for label, inv in calls(operation, framework).items():
         rows = [row for row in kernel_registry.rows(inv.op_id) if row.platform == platform]
         # "auto" has rows of its own that pass over what is slower there; the last row is for calls by name.
-        rows = [row for row in rows if framework in row.frameworks][-1:]
+        rows = [row for row in rows if framework in row.frameworks and row.backend in ("any", "gpu")][-1:]
         if not rows:
             raise ImportError(f"{platform} takes no {framework} arrays", name=framework)
         rows[0].implementation  # noqa: B018

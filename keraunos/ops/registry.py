@@ -375,6 +375,12 @@ for _platform, _frameworks, _priority, _least in (
                 _algorithm, _platform, Backend.GPU, _rank, frameworks=_frameworks, devices=HOPPER
             )(_target)
 
+# On TPUs by name only: these kernels were compiled for them, and run in an interpreter, but on none.
+for _algorithm, _family in _LINEAR.items():
+    kernel_registry.register(_algorithm, Platform.PALLAS, Backend.TPU, 5, frameworks=("jax",))(
+        f"keraunos.kernels.{_family}.tpu.passes:{_algorithm}"
+    )
+
 
 # What describes the calls of each algorithm.
 _OPERATIONS = {

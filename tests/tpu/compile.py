@@ -1,0 +1,107 @@
+"""Compile the kernels for TPUs without one: ``python -m tests.tpu.compile`` prints what the compiler made for a v5e.
+
+It needs ``libtpu``, which ``make test-tpu-compile`` puts into a folder of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from keraunos.frontends.jax import partition
+from keraunos.kernels.linear_attention.contract import Args, Options
+from keraunos.kernels.linear_attention.tpu import decays, kernels, passes
+from keraunos.ops import Config
+
+CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
+# A v5e: cycles and bytes of memory a second.
+CLOCK, BANDWIDTH = 1.5e9, 819e9
+
+
+def arrays(kind, B=1, T=8192, H=16, G=None, K=128, V=128, dtype="bfloat16", N=None, state=False):
+    """The arguments of a call: ``constant``, ``scalar`` or ``vector`` decays."""
+    x, G = jax.ShapeDtypeStruct, G or H
+    g = {"constant": None, "scalar": x((B, T, H), "float32"), "vector": x((B, T, H, K), dtype)}[kind]
+    return Args(
+        x((B, T, H, K), dtype), x((B, T, G, K), dtype), x((B, T, G, V), dtype), g,
+        x((H,), "float32") if kind == "constant" else None, x((N or B, H, K, V), "float32") if state else None,
+        x((N + 1,), "int32") if N else None,
+    )
+
+
+def compiled(args: Args, gradients: bool, chip: str = "v5e", block_q: int = 128, vmem: int = kernels.VMEM >> 20):
+    """A call, with ``vmem`` MiB of fast memory at most; what does not fit is an error of the compiler's."""
+    state = args.initial_state is not None
+    constant = ("g_gamma",) if args.g is None else ()
+    opts = Options(args.query.shape[3] ** -0.5, False, Config(block_q=block_q), constant, state, gradients)
+
+    def call(args, doutput):
+        outputs, kept = passes.forward(args, opts)
+        dfinal = outputs[1] if state else None
+        return outputs, passes.backward(args, kept, (doutput, dfinal), opts) if gradients else None
+
+    device = topologies.get_topology_desc(CHIPS[chip], platform="tpu").devices[0]
+    doutput = jax.ShapeDtypeStruct((*args.query.shape[:2], args.heads, args.value.shape[3]), args.query.dtype)
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device)), (args, doutput)
+    )
+    settled = mock.patch.object(partition, "is_settled", return_value=True)
+    with settled, mock.patch.object(kernels, "VMEM", vmem << 20):
+        return jax.jit(call).lower(*given).compile()
+
+
+def moved(args: Args, gradients: bool) -> tuple[int, int]:
+    """Bytes that must move, each array once; and those that these kernels move, with the states that are kept."""
+    size = {name: x.size * x.dtype.itemsize for name, x in args._asdict().items() if x is not None}
+    inputs = sum(size[name] for name in ("query", "key", "value", "g") if name in size)
+    least = (inputs + size["value"]) * (2 if gradients else 1) + (inputs if gradients else 0) - 0
+    (B, T, H, K), V = args.query.shape, args.value.shape[3]
+    kept = 2 * B * -(-T // 128) * H * K * V * args.query.dtype.itemsize if gradients else 0
+    return least, least + kept
+
+
+def bundles(folder: str) -> dict[str, int]:
+    """Instructions that the compiler wrote for each kernel, by its name."""
+    found = {}
+    for path in Path(folder).glob("*linear_attention_*-final_bundles.txt"):
+        if name := re.search(r"linear_attention_(\w+)\.\d+-\d+-final", path.name):
+            found[name[1]] = sum(bool(re.match(r"\s*(0x)?[0-9a-f]+\s*:", line)) for line in path.open())
+    return found
+
+
+def main() -> None:
+    """Print, for each kind of decay: the floor, bytes and instructions of a forward and of a forward and backward."""
+    folder = os.environ["KERAUNOS_TPU_DUMP"]
+    steps = 8192 // 128 * 2  # chunks, times groups of heads
+    print("| decay | pass | floor ms | memory ms | instructions ms |\n| --- | --- | --- | --- | --- |")
+    for kind in ("constant", "scalar", "vector"):
+        for gradients in (False, True):
+            for path in Path(folder).iterdir():
+                path.unlink()
+            args = arrays(kind)
+            # Chunks are mild or strong: each branch is as long as a mild one, and one of them runs.
+            with mock.patch.object(decays, "Strong", decays.Mild):
+                compiled(args, gradients)
+            count = sum(bundles(folder).values()) / (2 if kind == "vector" else 1)
+            least, some = (1e3 * x / BANDWIDTH for x in moved(args, gradients))
+            name = "forward + backward" if gradients else "forward"
+            print(f"| {kind} | {name} | {least:.2f} | {some:.2f} | {1e3 * count * steps / CLOCK:.2f} |")
+
+
+if __name__ == "__main__":
+    if "KERAUNOS_TPU_DUMP" not in os.environ:
+        # What the compiler is told it reads when it is loaded.
+        with tempfile.TemporaryDirectory() as folder:
+            options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
+            os.environ |= {"KERAUNOS_TPU_DUMP": folder, "LIBTPU_INIT_ARGS": options}
+            os.execv(sys.executable, [sys.executable, "-m", "tests.tpu.compile"])
+    main()

@@ -1,0 +1,56 @@
+"""Every kernel compiles for every kind of TPU, without one, and within the fast memory that was recorded."""
+
+import importlib.util
+import re
+
+import pytest
+
+pytest.importorskip("jax")
+
+from tests.tpu.compile import CHIPS, arrays, compiled
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: test-tpu-compile")
+
+KINDS = ["constant", "scalar", "vector"]
+
+
+# MiB of fast memory that are enough.
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_chip(chip, kind):
+    text = compiled(arrays(kind, H=8), gradients=True, chip=chip, vmem=16).as_text()
+    assert len(re.findall(r"custom_call_target=.tpu_custom_call", text)) == 2
+    # No array of tokens is laid out anew.
+    assert not re.findall(r"= bf16\[1,8192\S* (?:copy|transpose|fusion)\(", text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_only(kind):
+    text = compiled(arrays(kind), gradients=False, vmem=8).as_text()
+    assert len(re.findall(r"custom_call_target=.tpu_custom_call", text)) == 1
+
+
+CALLS = {
+    "packed, shared keys, states": (dict(kind="scalar", H=16, G=8, N=5, state=True, T=1000), 24),
+    "few heads, packed": (dict(kind="vector", H=2, N=5, state=True, T=1000), 8),
+    "heads that are no tile": (dict(kind="constant", H=12, T=100, B=3), 24),
+    "a single head": (dict(kind="vector", H=1, T=100, B=3), 8),
+    "K = V = 64": (dict(kind="vector", K=64, V=64, H=4), 8),
+    "K = 128, V = 256": (dict(kind="constant", V=256, H=8), 24),
+    "K = V = 256": (dict(kind="vector", K=256, V=256, H=2), 16),
+    "float32": (dict(kind="vector", dtype="float32", H=2), 16),
+}
+
+
+@pytest.mark.parametrize(("sizes", "vmem"), CALLS.values(), ids=CALLS)
+def test_every_size(sizes, vmem):
+    compiled(arrays(**sizes), gradients=True, vmem=vmem)
+
+
+def test_chunks_of_256_tokens():
+    compiled(arrays("vector", H=2), gradients=True, block_q=256, vmem=24)
+
+
+def test_what_does_not_fit_is_an_error():
+    with pytest.raises(Exception, match="vmem"):
+        compiled(arrays("vector"), gradients=True, vmem=1)
