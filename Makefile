@@ -7,7 +7,7 @@ JOBS ?= 2
 GPU_JOBS ?= $(shell nproc)
 TRITONS ?= 3.6 3.7 3.8 3.9
 
-.PHONY: run test lint docs package pytest bench test-triton test-gpu bench-gpu clean
+.PHONY: run test lint docs package pytest bench test-triton test-tpu-compile test-gpu bench-gpu clean
 
 run: $(VENV)/run.stamp
 	$(PY) examples/language_model
@@ -53,6 +53,21 @@ test-triton: $(TRITONS:%=build/triton-%)
 build/triton-%: | $(VENV)/test.stamp
 	rm -rf $@.part
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part 'triton==$*.*'
+	mv $@.part $@
+
+# The kernels for TPUs with the compiler that the installed JAX has for these, in a folder of 500 MB of its own; and a
+# table of what it made of them. No TPU runs them.
+test-tpu-compile: export PYTHONPATH = build/libtpu
+test-tpu-compile: export JAX_PLATFORMS = cpu
+test-tpu-compile: export TPU_SKIP_MDS_QUERY = 1
+test-tpu-compile: build/libtpu
+	$(PY) -m pytest tests/tpu/test_compile.py
+	$(PY) -m tests.tpu.compile
+
+build/libtpu: | $(VENV)/test.stamp
+	rm -rf $@.part
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part "$$($(PY) -c \
+		'from importlib.metadata import requires; print(*(x.split(";")[0] for x in requires("jax") if x.startswith("libtpu")))')"
 	mv $@.part $@
 
 # On a machine with a GPU, with its own python3: speed and memory there, against fla-core if it is installed; writes

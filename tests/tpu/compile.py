@@ -14,13 +14,16 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from keraunos.frontends.jax import partition
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.tpu import decays, kernels, passes
 from keraunos.ops import Config
+from keraunos.ops.registry import kernel_registry
 
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 # A v5e: cycles and bytes of memory a second.
@@ -59,14 +62,30 @@ def compiled(args: Args, gradients: bool, chip: str = "v5e", block_q: int = 128,
         return jax.jit(call).lower(*given).compile()
 
 
+def sharded(shape: tuple[int, ...]):
+    """The gradients of a call with gates per dimension, its batch and heads shared out among four chips."""
+    topology = topologies.get_topology_desc(CHIPS["v5e"], platform="tpu")
+    mesh, spec = Mesh(np.array(topology.devices).reshape(2, 2), ("b", "h")), P("b", None, "h")
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    fn = kernel_registry.get("gla", "pallas", "tpu")
+
+    def total(*args):
+        return fn(*args, cfg=Config(block_q=128, platform="pallas"))[0].astype(jnp.float32).sum()
+
+    gradients = jax.grad(total, argnums=(0, 1, 2, 3))
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 4)
+    return jax.jit(mapped).lower(x, x, x, x).compile()
+
+
 def moved(args: Args, gradients: bool) -> tuple[int, int]:
     """Bytes that must move, each array once; and those that these kernels move, with the states that are kept."""
-    size = {name: x.size * x.dtype.itemsize for name, x in args._asdict().items() if x is not None}
-    inputs = sum(size[name] for name in ("query", "key", "value", "g") if name in size)
-    least = (inputs + size["value"]) * (2 if gradients else 1) + (inputs if gradients else 0) - 0
-    (B, T, H, K), V = args.query.shape, args.value.shape[3]
-    kept = 2 * B * -(-T // 128) * H * K * V * args.query.dtype.itemsize if gradients else 0
-    return least, least + kept
+    inputs = sum(x.size * x.dtype.itemsize for x in args[:4] if x is not None)
+    (B, T, H, K), V, size = args.query.shape, args.value.shape[3], args.query.dtype.itemsize
+    output = B * T * H * V * size
+    if not gradients:
+        return inputs + output, inputs + output
+    least = 3 * inputs + 2 * output
+    return least, least + 2 * B * -(-T // 128) * H * K * V * size
 
 
 def bundles(folder: str) -> dict[str, int]:

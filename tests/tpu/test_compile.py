@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-from tests.tpu.compile import CHIPS, arrays, compiled
+from tests.tpu.compile import CHIPS, arrays, compiled, sharded
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: test-tpu-compile")
 
@@ -49,6 +49,13 @@ def test_every_size(sizes, vmem):
 
 def test_chunks_of_256_tokens():
     compiled(arrays("vector", H=2), gradients=True, block_q=256, vmem=24)
+
+
+def test_shards_of_batch_and_heads():
+    text = sharded((4, 1024, 16, 128)).as_text()
+    assert len(re.findall(r"custom_call_target=.tpu_custom_call", text)) == 2
+    assert "bf16[2,1024,8,128]" in text
+    assert not re.findall("all-gather|all-reduce|collective-permute", text)
 
 
 def test_what_does_not_fit_is_an_error():

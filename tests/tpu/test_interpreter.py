@@ -64,7 +64,7 @@ CASES = {
     "per dimension": dict(gate="vector", V=128),
     "per dimension, infinite, a whole chunk": dict(gate="vector", decay="infinite", T=128, H=1),
     "per dimension, mild and packed in bfloat16": dict(gate="vector", lengths=PACKED, dtype="bfloat16", G=1,
-                                                     gate_dtype="bfloat16", reverse=True),
+                                                       gate_dtype="bfloat16", reverse=True),
     "per dimension, strong, packed": dict(gate="vector", gamma=1, lengths=(3, 130, 2), decay="strong", H=1),
     "per dimension, next to nothing": dict(gate="vector", gamma=1, lengths=(3, 2), seed=2080, decay="strong", H=1,
                                            dtype="bfloat16"),
@@ -156,7 +156,8 @@ def test_refusals_have_reasons():
 
 
 def test_what_a_tpu_gets():
-    inv = dataclasses.replace(keraunos.GLAttention().invocation("jax", T=4096, H=8, K=128), backend="tpu", device="TPU v5e")
+    inv = keraunos.GLAttention().invocation("jax", T=4096, H=8, K=128)
+    inv = dataclasses.replace(inv, backend="tpu", device="TPU v5e")
     # No TPU has run the kernels: they are taken by name only.
     assert kernel_registry.choose(inv)[0].platform == "xla"
     row, passed = kernel_registry.choose(inv, "pallas")
@@ -170,5 +171,6 @@ def test_states_that_were_not_kept_are_made_again():
     opts = Options(case.K**-0.5, False, CFG)
     with interpreted():
         kept = passes._Call(args, opts).forward(False, True)["kept"]
-        for one, other in zip(*(passes.backward(args, (x,), (doutput, dstate), opts) for x in (kept, None)), strict=True):
-            assert one is other is None or np.array_equal(one, other)
+        found = [passes.backward(args, (x,), (doutput, dstate), opts) for x in (kept, None)]
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or np.array_equal(one, other)

@@ -1,1 +1,1 @@
-"""Linear attention on TPUs, in Pallas: `passes.py` is host code, `kernels.py` walks chunks, `decays.py` is one chunk."""
+"""Linear attention on TPUs, in Pallas: `passes.py` is host code, `kernels.py` walks, `decays.py` is one chunk."""

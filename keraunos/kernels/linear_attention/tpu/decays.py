@@ -161,12 +161,14 @@ class Mild:
         self.early, self.late = (jnp.exp(x) for x in halves(shape, a))  # [1, K]
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, S: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The output and the state; see the top of this page."""
         s, q, k, S = self.shape, q * self.to, k * self.back, S * self.early
         o = s.nn(jnp.where(self.since, s.nt(q, k), 0.0), v) + s.nt(q, S)
         return o, self.late * (S + s.tn(v, k))
 
     def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
                  scale: float, gates: bool) -> tuple:
+        """The gradients; see the top of this page."""
         s, (query, key) = self.shape, self.shape.places
         # Rounded, so that what a pair adds to the gates at its query is what it takes away at its key.
         q, k = ((x * y).astype(s.dtype) for x, y in ((q, self.to), (k, self.back)))
@@ -200,16 +202,16 @@ class Strong:
         self.enter, self.leave = self.decay(since), self.decay(1.0 - since)  # [C, K]
         self.total = jnp.exp(a.sum(0, keepdims=True))  # [1, K]
 
-    def places(self, l: jax.Array, back: bool = False) -> tuple[jax.Array, jax.Array]:
+    def places(self, level: jax.Array, back: bool = False) -> tuple[jax.Array, jax.Array]:
         """Of a level, ``[C, C]``: which pairs are its own, and which gates are between a token and its block's middle.
 
         Rows are queries, or tokens; with ``back`` they are keys, or gates.
         """
         row, column = self.shape.places
         at, other = (column, row) if back else (row, column)
-        right = at >> l & 1 == 1
-        pairs = (at >> l + 1 == other >> l + 1) & right & (other >> l & 1 == 0)
-        span = (at >> l == other >> l) & (right & (other <= at) | ~right & (other > at))
+        right = at >> level & 1 == 1
+        pairs = (at >> level + 1 == other >> level + 1) & right & (other >> level & 1 == 0)
+        span = (at >> level == other >> level) & (right & (other <= at) | ~right & (other > at))
         return pairs, jnp.where(span, 1.0, 0.0)
 
     def decay(self, span: jax.Array) -> jax.Array:
@@ -221,14 +223,16 @@ class Strong:
         return lax.fori_loop(0, self.shape.C.bit_length() - 1, step, start)
 
     def diagonal(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """What queries have of their own keys, ``[C, C]``."""
         at, other = self.shape.places
         return jnp.where(at == other, dots(q, k), 0.0)
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, S: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The output and the state; see the top of this page."""
         s = self.shape
 
-        def step(l: jax.Array, scores: jax.Array) -> jax.Array:
-            pairs, span = self.places(l)
+        def step(level: jax.Array, scores: jax.Array) -> jax.Array:
+            pairs, span = self.places(level)
             decay = self.decay(span)
             return scores + jnp.where(pairs, s.nt(q * decay, k * decay), 0.0)
 
@@ -237,19 +241,21 @@ class Strong:
 
     def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
                  scale: float, gates: bool) -> tuple:
+        """The gradients; see the top of this page."""
         s = self.shape
         # Both ways round, as the compiler fails on products of transposed operands in a loop.
         dscores, dscores_back = s.nt(do, v) * scale, s.nt(v, do) * scale
 
-        def step(l: jax.Array, found: tuple) -> tuple:
+        def step(level: jax.Array, found: tuple) -> tuple:
             scores_back, dq, dk, da = found
-            (pairs, span), (pairs_back, span_back) = self.places(l), self.places(l, back=True)
+            (pairs, span), (pairs_back, span_back) = self.places(level), self.places(level, back=True)
             decay = self.decay(span)
-            right = s.order(q.shape, 0) >> l & 1 == 1
+            right = s.order(q.shape, 0) >> level & 1 == 1
             q_right, k_left = q * decay, k * decay
             scores_back = scores_back + jnp.where(pairs_back, s.nt(k_left, q_right), 0.0)
-            of_both = s.nn(jnp.where(pairs, dscores, 0.0), k_left) + s.nn(jnp.where(pairs_back, dscores_back, 0.0), q_right)
-            of_both = of_both * decay
+            dq_right = s.nn(jnp.where(pairs, dscores, 0.0), k_left)
+            dk_left = s.nn(jnp.where(pairs_back, dscores_back, 0.0), q_right)
+            of_both = (dq_right + dk_left) * decay
             dq, dk = dq + jnp.where(right, of_both, 0.0), dk + jnp.where(right, 0.0, of_both)
             if gates:
                 da = da + s.nn(span_back, jnp.where(right, q, k) * of_both)

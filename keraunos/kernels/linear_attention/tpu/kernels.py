@@ -9,7 +9,6 @@ kernel, which costs next to nothing there and two passes over memory outside.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from keraunos.frontends.jax.arrays import vary, varying, zeros
 from keraunos.kernels.linear_attention.tpu import decays
 
 # What a kernel may take of a core's fast memory: all of v5e, v6e and v5p have at least twice that, tpu7x has 64 MiB.
@@ -47,7 +47,7 @@ class Walk(NamedTuple):
     V: int
     heads: int  # of a group
     visits: int
-    gate: str  # "none", "scalar", "vector"
+    gate: str  # "scalar" or "vector"
     scale: float
     whole: bool  # every visit has all of its block
     packed: bool
@@ -245,7 +245,7 @@ def _launch(body: Callable, walk: Walk, visits: jax.Array, given: dict[str, tupl
         The outputs by their names.
     """
     given, made = ({name: x for name, x in some.items() if x is not None} for some in (given, made))
-    names = (*given, *made, "state")
+    names, (like, _) = (*given, *made, "state"), given["q"]
 
     def kernel(plan: Any, *blocks: Any) -> None:
         body(_Program(walk, plan, dict(zip(names, blocks, strict=True))))
@@ -262,20 +262,20 @@ def _launch(body: Callable, walk: Walk, visits: jax.Array, given: dict[str, tupl
     )
     found = pl.pallas_call(
         kernel, grid_spec=grid_spec, compiler_params=params, name=f"linear_attention{body.__name__}",
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in made.values()],
-    )(visits, *(x for x, _ in given.values()))
+        # Inside ``shard_map`` they vary as the inputs do.
+        out_shape=jax.eval_shape(lambda: [zeros(shape, dtype, like) for shape, dtype, _ in made.values()]),
+    )(vary(visits, varying(like)), *(vary(x, varying(like)) for x, _ in given.values()))
     return dict(zip(made, found, strict=True))
 
 
 def _inputs(walk: Walk, arrays: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     specs = _Specs(walk)
+    others = dict(a=specs.scalars(), initial=specs.states(), dfinal=specs.states(), kept=specs.kept(back=True))
     for name, x in arrays.items():
-        if x is None:
-            continue
-        kinds = {"a": specs.scalars, "gamma": lambda x=x: specs.rows(x.shape[0]), "initial": specs.states,
-                 "dfinal": specs.states, "kept": lambda: specs.kept(back=True)}
-        spec: Any = kinds.get(name, lambda x=x: specs.tokens(*x.shape[2:]))
-        yield name, (x, spec())
+        if name == "gamma" and x is not None:
+            yield name, (x, specs.rows(x.shape[0]))
+        elif x is not None:
+            yield name, (x, others[name] if name in others else specs.tokens(*x.shape[2:]))
 
 
 def forward(walk: Walk, visits: jax.Array, arrays: dict[str, Any], N: int, final: bool, kept: bool) -> dict:
@@ -303,9 +303,9 @@ def backward(walk: Walk, visits: jax.Array, arrays: dict[str, Any], N: int, dtyp
         dtypes: of what is wanted.
     """
     w, specs = walk, _Specs(walk)
-    tokens = functools.partial(lambda dim: ((w.B, w.T, w.H, dim), specs.tokens(w.H, dim)))
-    scalar = (w.B, w.H, w.T), specs.scalars()
-    kinds = dict(dq=tokens(w.K), dk=tokens(w.K), dv=tokens(w.V), da=scalar if w.gate == "scalar" else tokens(w.K),
+    keys, values = (((w.B, w.T, w.H, dim), specs.tokens(w.H, dim)) for dim in (w.K, w.V))
+    scalars = (w.B, w.H, w.T), specs.scalars()
+    kinds = dict(dq=keys, dk=keys, dv=values, da=scalars if w.gate == "scalar" else keys,
                  dinitial=((N, w.H, w.K, w.V), specs.states()))
     made: dict[str, Any] = {name: (kinds[name][0], dtype, kinds[name][1]) for name, dtype in dtypes.items()}
     return _launch(_backward, walk, visits, dict(_inputs(walk, arrays)), made)

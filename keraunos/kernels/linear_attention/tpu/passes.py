@@ -105,8 +105,8 @@ class _Call:
                 dgamma = dg.sum(1) if dg.ndim == 3 else dg.sum((1, 3))
                 dgamma = dgamma if args.g_gamma.ndim == 2 else dgamma.sum(0)
         grads = (*(made[f"d{letter}"] for letter in "qkv"), None if args.g is None else dg)
-        own = (None if d is None else _shared(d, x) for d, x in zip(grads, args[:4], strict=True))
-        return Args(*own, dgamma, made.get("dinitial"))
+        query, key, value, g = (None if d is None else _shared(d, x) for d, x in zip(grads, args[:4], strict=True))
+        return Args(query, key, value, g, dgamma, made.get("dinitial"))
 
 
 def _shared(d: jax.Array, x: jax.Array) -> jax.Array:
@@ -129,11 +129,9 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state, which may be None."""
     doutput, dfinal = grads
     if 0 in args.query.shape[:2]:
-        dinitial = None
-        if args.initial_state is not None:
-            dinitial = jnp.zeros(args.initial_state.shape) if dfinal is None else dfinal
-        zeros = (None if x is None else jnp.zeros(x.shape) for x in args[:5])
-        given = Args(*zeros, dinitial)
+        given = Args(*(None if x is None else jnp.zeros(x.shape) for x in args))._replace(cu_seqlens=None)
+        if dfinal is not None and args.initial_state is not None:
+            given = given._replace(initial_state=dfinal)
     else:
         call, (kept,) = _Call(args, opts), residuals
         kept = call.forward(False, True)["kept"] if kept is None else kept
