@@ -19,7 +19,7 @@ def test_an_older_jax_is_named_as_the_reason():
     with pytest.raises(UnsupportedError, match=r"pallas: (needs a gpu device|cannot be imported: needs jax 0\.11)"):
         keraunos.lightning_attention(q, q, q, layer_idx=0, num_layers=2, platform="pallas")
     with pytest.raises(UnsupportedError, match=r"needs jax 0\.11 or later .*this is jax 0\."):
-        kernel_registry.get("lightning_attn", platform="pallas")
+        kernel_registry.get("lightning_attn", platform="pallas", backend="gpu")
 
 
 @NEEDS_JAX
