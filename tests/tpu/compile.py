@@ -88,13 +88,17 @@ def moved(args: Args, gradients: bool) -> tuple[int, int]:
     return least, least + 2 * B * -(-T // 128) * H * K * V * size
 
 
-def bundles(folder: str) -> dict[str, int]:
-    """Instructions that the compiler wrote for each kernel, by its name."""
-    found = {}
-    for path in Path(folder).glob("*linear_attention_*-final_bundles.txt"):
-        if name := re.search(r"linear_attention_(\w+)\.\d+-\d+-final", path.name):
-            found[name[1]] = sum(bool(re.match(r"\s*(0x)?[0-9a-f]+\s*:", line)) for line in path.open())
-    return found
+def instructions(folder: str) -> int:
+    """How many instructions the kernels take for one step, as the compiler wrote them.
+
+    Each line of its dump is one, and begins with a mark for each loop that it is in: there is the one over steps.
+    """
+    total = 0
+    for path in Path(folder).glob("*linear_attention_*[0-9]-final_bundles.txt"):
+        marks = [m[1].count(">") for line in path.open() if (m := re.match(r"\s*0x[0-9a-f]+[^:]*:\s*(>*)", line))]
+        assert max(marks) == 1, path
+        total += marks.count(1)
+    return total
 
 
 def main() -> None:
@@ -110,7 +114,7 @@ def main() -> None:
             # Chunks are mild or strong: each branch is as long as a mild one, and one of them runs.
             with mock.patch.object(decays, "Strong", decays.Mild):
                 compiled(args, gradients)
-            count = sum(bundles(folder).values()) / (2 if kind == "vector" else 1)
+            count = instructions(folder) / (2 if kind == "vector" else 1)
             least, some = (1e3 * x / BANDWIDTH for x in moved(args, gradients))
             name = "forward + backward" if gradients else "forward"
             print(f"| {kind} | {name} | {least:.2f} | {some:.2f} | {1e3 * count * steps / CLOCK:.2f} |")

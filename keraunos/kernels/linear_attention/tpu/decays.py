@@ -70,8 +70,8 @@ class Shape(NamedTuple):
         return self.product(a, b, (0, 0))
 
 
-def sums(weights: jax.Array, x: jax.Array, terms: int) -> jax.Array:
-    """``weights x`` for small integers and float32 numbers: 8 digits of these for each term.
+def sums(weights: jax.Array, x: jax.Array, terms: int, left: bool = True) -> jax.Array:
+    """``weights x``, or ``x weights``, for small integers and float32 numbers: 8 digits of these for each term.
 
     Three terms are all of a float32 number, one is a whole bfloat16 number.
     """
@@ -79,7 +79,8 @@ def sums(weights: jax.Array, x: jax.Array, terms: int) -> jax.Array:
     weights = weights.astype(jnp.bfloat16)
     for _ in range(terms):
         part = x.astype(jnp.bfloat16)
-        total = total + jnp.dot(weights, part, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+        operands = (weights, part) if left else (part, weights)
+        total = total + jnp.dot(*operands, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
         x = x - part.astype(jnp.float32)
     return total
 
@@ -89,49 +90,54 @@ def dots(x: jax.Array, y: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1, keepdims=True)
 
 
+def scaled(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """``[C, dim]`` times a factor for each row, ``[C, C]`` with columns alike: wide as it is, it need not be spread."""
+    return x * (rows[:, : x.shape[1]] if x.shape[1] <= rows.shape[1] else rows[:, :1])
+
+
+def sums_of_scalars(shape: Shape, a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sums of gates ``[heads, C]`` up to each token: a part with exact differences, and a small one."""
+    at, token = shape.places
+    upto, coarse = jnp.where(at <= token, 1.0, 0.0), jnp.round(a / _UNIT) * _UNIT
+    # Rows are gates, columns are tokens.
+    first, second = (sums(upto, x, 3, left=False) for x in (coarse, a - coarse))
+    return first, second
+
+
 class Scalar:
     """One gate per token: the decay of each pair is exp of a difference of two sums, each in an exact and a small part.
 
     Args:
-        a: ``[heads, C]``, float32, of several heads, whose sums are made at once.
+        coarse, fine: ``[1, C]``, of :func:`sums_of_scalars`.
     """
 
-    def __init__(self, shape: Shape, a: jax.Array):
-        self.shape = shape
-        at, token = shape.places
-        parts = (coarse := jnp.round(a / _UNIT) * _UNIT), a - coarse
-        self.columns = [sums(jnp.where(token <= at, 1.0, 0.0), x.T, 3) for x in parts]
-        self.rows = [x.T for x in self.columns]
-        self.totals = [x.sum(1, keepdims=True) for x in parts]
-
-    def head(self, h: int) -> _ScalarHead:
-        """The decays of one head."""
-        rows, columns, totals = ([x[h : h + 1] for x in self.rows], [x[:, h : h + 1] for x in self.columns],
-                                 [x[h : h + 1] for x in self.totals])
-        return _ScalarHead(self.shape, rows, columns, totals)
-
-
-class _ScalarHead:
-    def __init__(self, shape: Shape, rows: list[jax.Array], columns: list[jax.Array], totals: list[jax.Array]):
+    def __init__(self, shape: Shape, coarse: jax.Array, fine: jax.Array):
         self.shape, (query, key) = shape, shape.places
+        rows = [jnp.broadcast_to(x, (shape.C, shape.C)) for x in (coarse, fine)]
+        columns = [x.T for x in rows]
         between = (columns[0] - rows[0]) + (columns[1] - rows[1])
         self.pair = jnp.where(key <= query, jnp.exp(between), 0.0)  # [C, C], from key to query
-        self.enter = jnp.exp(columns[0] + columns[1])  # [C, 1], from the chunk's start
-        self.leave = jnp.exp((totals[0] - columns[0]) + (totals[1] - columns[1]))  # [C, 1], to the chunk's end
+        end = 0 if shape.reverse else shape.C - 1
+        totals = [x[:, end : end + 1] for x in (coarse, fine)]
+        # [C, C], all columns alike: from the chunk's start, and to its end.
+        self.enter = jnp.exp(columns[0] + columns[1])
+        self.leave = jnp.exp((totals[0] - columns[0]) + (totals[1] - columns[1]))
         self.total = jnp.exp(totals[0] + totals[1])  # [1, 1]
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, S: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The output and the state; see the top of this page."""
         s = self.shape
-        o = s.nn(s.nt(q, k) * self.pair, v) + self.enter * s.nt(q, S)
-        return o, self.total * S + s.tn(v * self.leave, k)
+        o = s.nn(s.nt(q, k) * self.pair, v) + scaled(s.nt(q, S), self.enter)
+        return o, self.total * S + s.tn(scaled(v, self.leave), k)
 
     def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
                  scale: float, gates: bool) -> tuple:
+        """The gradients; see the top of this page."""
         s, pair, enter = self.shape, self.pair * scale, self.enter * scale
         scores, dscores = s.nt(q, k), s.nt(do, v) * pair
-        dq_enter, dk_leave = enter * s.nn(do, S), self.leave * s.nn(v, D)
+        dq_enter, dk_leave = scaled(s.nn(do, S), enter), scaled(s.nn(v, D), self.leave)
         dq, dk = s.nn(dscores, k) + dq_enter, s.tn(dscores, q) + dk_leave
-        dv = s.tn(scores * pair, do) + self.leave * s.nt(k, D)
+        dv = s.tn(scores * pair, do) + scaled(s.nt(k, D), self.leave)
         da = None
         if gates:
             # Gate t scales the pairs of keys before it and queries from it on, what came in for these, what those left
@@ -142,7 +148,7 @@ class _ScalarHead:
             came, left = dots(q, dq_enter), dots(k, dk_leave)
             passed = self.total * (S * D).sum((0, 1), keepdims=True)
             da = jnp.where(gate <= at, later + came, left).sum(0, keepdims=True) + passed  # [1, C]
-        return dq, dk, dv, da, self.total * D + s.tn(do * enter, q)
+        return dq, dk, dv, da, self.total * D + s.tn(scaled(do, enter), q)
 
 
 class Mild:

@@ -24,6 +24,12 @@ from keraunos.kernels.linear_attention.tpu import decays
 VMEM = 56 << 20
 
 
+# Heads that are computed at once.
+AT_ONCE = 8
+# Arrays of tokens, of which each head's rows are put together.
+_TOKENS = ("q", "k", "v", "g", "do", "o", "dq", "dk", "dv", "da")
+
+
 class Visit(NamedTuple):
     """The rows of a plan, ``[7, visits]``, int32: what each visit does."""
 
@@ -127,8 +133,8 @@ class _Specs:
 class _Program:
     """One visit of one program: its blocks by their names."""
 
-    def __init__(self, walk: Walk, plan: Any, blocks: dict[str, Any]):
-        self.walk, self.blocks = walk, blocks
+    def __init__(self, walk: Walk, plan: Any, blocks: dict[str, Any], heads: dict[str, Any]):
+        self.walk, self.blocks, self.heads = walk, blocks, heads
         self.visit = Visit(*(plan[row, pl.program_id(2)] for row in range(7)))
 
     def __getitem__(self, name: str) -> Any:
@@ -143,22 +149,39 @@ class _Program:
         """Zeros in the rows that are not the visit's, which may hold anything."""
         return x if self.walk.whole else jnp.where(self.rows(x.shape, axis), x, jnp.zeros((), x.dtype))
 
-    def heads(self, name: str) -> list[jax.Array]:
-        """``[C, dim]`` of each head of the group."""
-        x = jnp.swapaxes(self[name][0], 0, 1)
-        each = self.walk.heads // x.shape[0]
-        return [self.own(x[h // each], 0) for h in range(self.walk.heads)]
+    def gather(self, *names: str) -> None:
+        """Put each head's rows ``[C, dim]`` of some arrays together."""
+        for name in names:
+            self.heads[name][...] = self.own(jnp.swapaxes(self[name][0], 0, 1), 1)
 
-    def put(self, name: str, heads: list[jax.Array]) -> None:
-        """Write ``[C, dim]`` of each head into the visit's rows."""
-        ref = self[name]
-        x = jnp.swapaxes(jnp.stack(heads).astype(ref.dtype), 0, 1)
-        ref[0] = x if self.walk.whole else jnp.where(self.rows(x.shape, 0, live=False), x, ref[0])
+    def head(self, name: str, h: Any) -> jax.Array:
+        """``[C, dim]`` of a head of the recurrence."""
+        ref = self.heads[name]
+        each = self.walk.heads // ref.shape[0]
+        # Its sign is known: ``//`` would ask for it.
+        return ref[h // each if isinstance(h, int) else jax.lax.div(h, jnp.int32(each))]
 
-    def put_scalars(self, name: str, heads: list[jax.Array]) -> None:
-        """Write ``[1, C]`` of each head into the visit's columns."""
-        ref, x = self[name], jnp.concatenate(heads)
-        ref[0] = x if self.walk.whole else jnp.where(self.rows(x.shape, 1, live=False), x, ref[0])
+    def scatter(self, *names: str) -> None:
+        """Write what was put together for each head into the visit's rows."""
+        for name in names:
+            ref, x = self[name], self.heads[name][...]
+            axis = 1 if x.ndim == 2 else 0
+            x = x if x.ndim == 2 else jnp.swapaxes(x, 0, 1)
+            ref[0] = x if self.walk.whole else jnp.where(self.rows(x.shape, axis, live=False), x, ref[0])
+
+    def each(self, run: Callable[[Any], None]) -> None:
+        """Run a function of every head: a few at once, so that one computes while another waits."""
+        n = self.walk.heads
+        some = max(x for x in range(1, AT_ONCE + 1) if n % x == 0)
+
+        def step(i: Any, _: None) -> None:
+            for j in range(some):
+                run(i * some + j)
+
+        if some == n:
+            step(0, None)
+        else:
+            jax.lax.fori_loop(0, n // some, step, None)
 
     def enter(self, name: str, flag: jax.Array) -> None:
         """Start from given states ``[heads, K, V]``, or from zeros, where the flag is set."""
@@ -180,57 +203,58 @@ class _Program:
             for h in range(self.walk.heads):
                 wanted[0, h] = state[h].T
 
-    def under(self, run: Callable[[Callable[[int], Any]], None]) -> None:
-        """Run a function of ``head -> decay`` for the kind of gates that the chunk has."""
+    def under(self, run: Callable[[Any, Any], None]) -> None:
+        """Run a function of every head and its decay, for the kind of gates that the chunk has."""
         shape, gamma = self.walk.shape, self["gamma"]
         if self.walk.gate == "scalar":
-            scalar = decays.Scalar(shape, self.own(self["a"][0], 1))
-            return run(scalar.head)
-        gates = []
-        for h, x in enumerate(self.heads("g")):
-            a = jnp.maximum(x.astype(jnp.float32), decays.FAINT)
-            gates.append(a if gamma is None else self.own(a + gamma[0, h : h + 1], 0))
+            coarse, fine = self.heads["a"]
+            coarse[...], fine[...] = decays.sums_of_scalars(shape, self.own(self["a"][0], 1))
+            return self.each(lambda h: run(h, decays.Scalar(shape, coarse[pl.ds(h, 1)], fine[pl.ds(h, 1)])))
+        self.gather("g")
+
+        def gates(h: Any) -> jax.Array:
+            a = jnp.maximum(self.head("g", h).astype(jnp.float32), decays.FAINT)
+            return a if gamma is None else self.own(a + gamma[0, pl.ds(h, 1)], 0)
+
         terms = 3 if shape.dtype == jnp.float32 else 1 if gamma is None and self["g"].dtype == jnp.bfloat16 else 2
-        is_strong = decays.is_strong(shape, gates)
-        pl.when(is_strong)(lambda: run(lambda h: decays.Strong(shape, gates[h], terms)))
-        pl.when(~is_strong)(lambda: run(lambda h: decays.Mild(shape, gates[h], terms)))
+        is_strong = decays.is_strong(shape, [gates(h) for h in range(self.walk.heads)])
+        for flag, kind in ((is_strong, decays.Strong), (~is_strong, decays.Mild)):
+            pl.when(flag)(lambda kind=kind: self.each(lambda h: run(h, kind(shape, gates(h), terms))))
         return None
 
 
 def _forward(p: _Program) -> None:
     p.enter("initial", p.visit.first)
-    state, kept, w = p["state"], p["kept"], p.walk
+    state, kept, output = p["state"], p["kept"], p.heads["o"]
     if kept is not None:
         kept[0] = state[...].astype(kept.dtype)
+    p.gather("q", "k", "v")
 
-    def run(decay: Callable[[int], Any]) -> None:
-        output = []
-        for h, (q, k, v) in enumerate(zip(p.heads("q"), p.heads("k"), p.heads("v"), strict=True)):
-            o, state[h] = decay(h).forward(q, k, v, state[h])
-            output.append(o * w.scale)
-        p.put("o", output)
+    def run(h: Any, decay: Any) -> None:
+        o, state[h] = decay.forward(*(p.head(name, h) for name in ("q", "k", "v")), state[h])
+        output[h] = (o * p.walk.scale).astype(output.dtype)
 
     p.under(run)
+    p.scatter("o")
     p.leave("final", p.visit.last)
 
 
 def _backward(p: _Program) -> None:
     p.enter("dfinal", p.visit.first)
-    dstate, kept, w, gates = p["state"], p["kept"], p.walk, p["da"] is not None
+    dstate, kept, gates = p["state"], p["kept"], p["da"] is not None
+    made = ("dq", "dk", "dv", "da") if gates else ("dq", "dk", "dv")
+    p.gather("q", "k", "v", "do")
 
-    def run(decay: Callable[[int], Any]) -> None:
-        found = []
-        for h, (q, k, v, do) in enumerate(zip(*map(p.heads, ("q", "k", "v", "do")), strict=True)):
-            S = kept[0, h].astype(jnp.float32)
-            *grads, dstate[h] = decay(h).backward(q, k, v, do, S, dstate[h], w.scale, gates)
-            found.append(grads)
-        dq, dk, dv, da = map(list, zip(*found, strict=True))
-        for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
-            p.put(name, x)
-        if gates:
-            (p.put_scalars if w.gate == "scalar" else p.put)("da", da)
+    def run(h: Any, decay: Any) -> None:
+        given = [p.head(name, h) for name in ("q", "k", "v", "do")]
+        state = kept[0, h].astype(jnp.float32)
+        *grads, dstate[h] = decay.backward(*given, state, dstate[h], p.walk.scale, gates)
+        for name, x in zip(made, grads, strict=False):
+            ref = p.heads[name]
+            ref[pl.ds(h, 1)] = x.astype(ref.dtype).reshape(1, *ref.shape[1:])
 
     p.under(run)
+    p.scatter(*made)
     p.leave("dinitial", p.visit.last)
 
 
@@ -246,16 +270,25 @@ def _launch(body: Callable, walk: Walk, visits: jax.Array, given: dict[str, tupl
     """
     given, made = ({name: x for name, x in some.items() if x is not None} for some in (given, made))
     names, (like, _) = (*given, *made, "state"), given["q"]
+    # Where heads are put together.
+    tokens = {name: (spec.block_shape, x.dtype) for name, (x, spec) in given.items() if name in _TOKENS}
+    tokens |= {name: (spec.block_shape, dtype) for name, (_, dtype, spec) in made.items() if name in _TOKENS}
+    heads: dict[str, Any] = {
+        name: pltpu.VMEM((n, C, *dim) if dim else (C, n), dtype) for name, ((_, C, n, *dim), dtype) in tokens.items()
+    }
+    if "a" in given:
+        heads["a"] = [pltpu.VMEM((walk.heads, walk.shape.C), jnp.float32)] * 2
 
-    def kernel(plan: Any, *blocks: Any) -> None:
-        body(_Program(walk, plan, dict(zip(names, blocks, strict=True))))
+    def kernel(plan: Any, *refs: Any) -> None:
+        *blocks, own = refs
+        body(_Program(walk, plan, dict(zip(names, blocks, strict=True)), own))
 
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(walk.B, walk.H // walk.heads, walk.visits),
         in_specs=[spec for _, spec in given.values()],
         out_specs=[spec for _, _, spec in made.values()],
-        scratch_shapes=[pltpu.VMEM((walk.heads, walk.V, walk.K), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((walk.heads, walk.V, walk.K), jnp.float32), heads],
     )
     params = pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
