@@ -55,7 +55,7 @@ build/triton-%: | $(VENV)/test.stamp
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part 'triton==$*.*'
 	mv $@.part $@
 
-# The kernels for TPUs with the compiler that the installed JAX has for these, in a folder of 500 MB of its own; and a
+# The kernels for TPUs with the compiler that the installed JAX has for these, in a folder of 700 MB of its own; and a
 # table of what it made of them. No TPU runs them.
 test-tpu-compile: export PYTHONPATH = build/libtpu
 test-tpu-compile: export JAX_PLATFORMS = cpu
