@@ -9,13 +9,14 @@ from tests.linear_attention.cases import GPU
 
 
 @pytest.fixture(autouse=GPU)
-def whole_float32(monkeypatch):
+def whole_float32():
     with contextlib.ExitStack() as stack:
         if importlib.util.find_spec("torch"):
             import torch
 
             for part in (torch.backends.cudnn, torch.backends.cuda.matmul):
-                monkeypatch.setattr(part, "allow_tf32", False)
+                stack.callback(setattr, part, "allow_tf32", part.allow_tf32)
+                part.allow_tf32 = False
         if importlib.util.find_spec("jax"):
             import jax
 
