@@ -134,3 +134,15 @@ def test_auto_takes_it_where_walks_fill_the_gpu():
     assert chosen(65536, 1) == chosen(4096, 256) == "triton"
     assert chosen(65536, 32, boundaries=torch.zeros(3, dtype=torch.int32)) == chosen(65536, 32, K=64) == "triton"
     assert chosen(65536, 32, device="NVIDIA A100") == "triton"
+
+
+class Unknown(int):
+    """A size of a graph for all lengths: without a value to be found by."""
+
+    __hash__ = None
+
+
+def test_auto_chooses_for_sizes_that_are_not_known():
+    inv = described(65536, 32)
+    row, _ = kernel_registry.choose(dataclasses.replace(inv, dims={n: Unknown(x) for n, x in inv.dims.items()}))
+    assert row.platform == "cuda"

@@ -411,7 +411,7 @@ def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what was not measured to be faster."""
     if not triton.__version__.startswith(RUN):
         return f"was measured with Triton {', '.join(RUN)}"
-    if {inv.dims["K"], inv.dims["V"]} != {128}:
+    if not inv.dims["K"] == inv.dims["V"] == 128:
         return "was measured with head dims of 128"
     N, packed, forgets = inv.dims["N"], "cu_seqlens" in inv.arrays, "g" not in inv.arrays
     T, heads = max(inv.dims["T"] // (N if packed else 1), 1), N * inv.dims["H"]
