@@ -2,12 +2,12 @@
 # make test  lint, types, the documentation's site and every test that needs no GPU
 PYTHON ?= python3
 VENV ?= .venv
-PY := $(VENV)/bin/python
+PY = $(VENV)/bin/python
 JOBS ?= 2
 GPU_JOBS ?= $(shell nproc)
 TRITONS ?= 3.6 3.7 3.8 3.9
 
-.PHONY: run test lint docs package pytest bench test-triton test-tpu-compile test-gpu bench-gpu clean
+.PHONY: run test lint docs package pytest bench test-triton test-newest test-tpu-compile test-gpu bench-gpu clean
 
 run: $(VENV)/run.stamp
 	$(PY) examples/language_model
@@ -20,10 +20,21 @@ test: $(VENV)/test.stamp
 # many threads where there are few, LLVM's longer passes. (Versions of JAX without such a flag refuse it.) And into
 # threads that wait for each other, as there are processes enough. All of these share what Python compiles, whatever the
 # environment says of that.
+QUICKLY = --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu XLA_FLAGS="$(QUICKLY)" $(PY) -m pytest \
+	-n $(JOBS) --dist worksteal
+pytest: QUICKLY += --xla_cpu_use_fusion_emitters=false
 pytest: $(VENV)/test.stamp
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu XLA_FLAGS="--xla_cpu_use_fusion_emitters=false \
-		--xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true" \
-		$(PY) -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST)
+
+# The newest releases of all, also of what pyproject.toml does not allow yet, in an environment of their own.
+test-newest: VENV = .venv-newest
+test-newest:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --upgrade $$($(PYTHON) tests/newest.py)
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --upgrade jax-cuda13-plugin
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --editable .
+	$(PYTEST)
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
