@@ -78,10 +78,11 @@ def sums(weights: jax.Array, x: jax.Array, terms: int, left: bool = True) -> jax
     total: Any = 0.0
     weights = weights.astype(jnp.bfloat16)
     for _ in range(terms):
-        part = x.astype(jnp.bfloat16)
+        # Cut off, not rounded by a cast and back, which XLA may drop as excess precision.
+        part = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -0x10000, jnp.float32)
+        x, part = x - part, part.astype(jnp.bfloat16)
         operands = (weights, part) if left else (part, weights)
         total = total + jnp.dot(*operands, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
-        x = x - part.astype(jnp.float32)
     return total
 
 
