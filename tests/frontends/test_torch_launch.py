@@ -209,6 +209,7 @@ def test_launches_as_triton_would(monkeypatch, scratch):
     """By Triton's own launcher, of which only what it compiles is another; and through hooks, if there are any."""
     triton = pytest.importorskip("triton")
     driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(triton.runtime.driver, "_active", object())  # the launcher asks for it first
     monkeypatch.setattr(torch, "empty", lambda size, **options: ("memory", size))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams[device], raising=False)
@@ -216,6 +217,7 @@ def test_launches_as_triton_would(monkeypatch, scratch):
     vars(start).update(
         launch=lambda *args: launched.append(args), num_ctas=1, launch_cooperative_grid=False, launch_pdl=True,
         global_scratch_size=scratch, global_scratch_align=16, profile_scratch_size=0, profile_scratch_align=1,
+        gsan_enabled=False, arg_annotations=None, kernel_signature=None,  # of Triton 3.7 and newer
     )
 
     class Built:

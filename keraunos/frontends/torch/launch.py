@@ -172,6 +172,9 @@ def _again(built: Any, grid: tuple[int, ...]) -> Callable:
     start, rest = start.launch, seen[4:]
     # Memory for what a kernel writes down for itself, such as descriptors, is another each time.
     places = [i for i, x in enumerate(rest) if x is sizes]
+    # From Triton 3.7 on what was compiled takes the kernel's own arguments as one.
+    if together := isinstance(rest[-1], tuple):
+        rest = rest[:-1]
 
     def run(*args: Any) -> None:
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
@@ -184,7 +187,7 @@ def _again(built: Any, grid: tuple[int, ...]) -> Callable:
             for i, size in zip(places, sizes, strict=True):
                 given[i] = _scratch(size)
         # Past Triton's hooks, such as a profiler's: they cost a fifth of a call even where there are none.
-        start(*grid, stream(device()), *given, *args)
+        start(*grid, stream(device()), *given, *((args,) if together else args))
 
     return run
 
