@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import keraunos
+from keraunos import frontends
 from keraunos.ops.registry import kernel_registry
 
 PAGE = Path(__file__).parent.parent / "docs" / "supported.md"
@@ -145,6 +146,8 @@ def answers(operation: str, platform: str, framework: str) -> dict[str, str | No
     Raises:
         ImportError: the platform cannot be asked here.
     """
+    if platform in ("triton", "cuda") and (reason := frontends.cannot_launch(framework, gluon=platform == "cuda")):
+        raise ImportError(reason, name=framework)
     found = {}
     for label, inv in calls(operation, framework).items():
         rows = [row for row in kernel_registry.rows(inv.op_id) if row.platform == platform]

@@ -20,7 +20,7 @@ TOKENS = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
 
 @pytest.fixture
 def gla():
-    pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
+    pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
     return functools.partial(kernel_registry.get("gla", "cuda"), cfg=Config(num_stages=3))
 
 
@@ -61,7 +61,7 @@ def test_inside_shard_map(gla):
 
 @pytest.mark.parametrize("has_initial", [False, True])
 def test_prefill_is_one_launch_that_overwrites_its_pool(has_initial):
-    pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
+    pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
     prefill = functools.partial(kernel_registry.get("prefill", "cuda"), cfg=Config(num_stages=3))
     tokens, slots = jax.ShapeDtypeStruct((200, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((3,), jnp.int32)
     states, offsets = jax.ShapeDtypeStruct((8, 4, 128, 128), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)

@@ -208,7 +208,7 @@ def test_heads_may_be_on_several_devices(platform, op):
 @pytest.mark.parametrize("op", CASES)
 def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, op, monkeypatch):
     # Not jax_triton itself, which would leave Triton without a cache for all tests that follow in the process.
-    launch = pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
+    launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
     jax_triton = launch.jax_triton
     from keraunos.kernels.state_pool.contract import Args
     from keraunos.ops import Config

@@ -23,7 +23,7 @@ ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
 def triton(monkeypatch):
     """The low-level functions of the platform, by name."""
     # Not jax_triton itself, which would leave Triton without a cache for all tests that follow in the process.
-    launch = pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
+    launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
     jax_triton = launch.jax_triton
     # Without a device there is nothing to ask for its capability.
     call = functools.partial(jax_triton.triton_call, compute_capability=90)

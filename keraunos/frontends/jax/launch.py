@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from keraunos.frontends import in_shared_memory
+from keraunos.frontends import cannot_launch, in_shared_memory
 from keraunos.frontends.jax import gluon, shared_memory, vary, varying
 
+if _reason := cannot_launch("jax"):
+    raise ImportError(f"keraunos: {_reason}", name="jax_triton")
 _CACHE = os.environ.get("TRITON_CACHE_DIR")
 try:
     import jax_triton
