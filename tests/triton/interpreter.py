@@ -98,6 +98,11 @@ def _broadcast(self, a, b):
     return _BROADCAST(self, a, b)
 
 
+def _to_tensor(self, x, *rest):
+    """A number divided by a tensor is a constant here, which holds a tensor: Triton 3.8 refuses that."""
+    return _TO_TENSOR(self, _unwrap(x), *rest)
+
+
 def _unwrap(x):
     return x.value if x.__class__ is tl.constexpr else x if x.__class__ in _BARE else _UNWRAP(x)
 
@@ -116,6 +121,7 @@ tl.dtype.__eq__, _EQUAL = lambda self, other: self is other or _EQUAL(self, othe
 tl.core._unwrap_if_constexpr, _UNWRAP = _unwrap, tl.core._unwrap_if_constexpr
 semantic = interpreter.TritonSemantic
 semantic.broadcast_impl_value, _BROADCAST = _broadcast, semantic.broadcast_impl_value
+semantic.to_tensor, _TO_TENSOR = _to_tensor, semantic.to_tensor
 # No index of arrays as small as these overflows.
 builder = interpreter.interpreter_builder
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
