@@ -38,7 +38,7 @@ from keraunos.kernels.state_pool.triton import passes as pool_platform
 from keraunos.ops import Config
 from tests.triton.usage import usage
 
-RECORDS = Path(__file__).with_name("chips")
+RECORDS, RECORDED_WITH = Path(__file__).with_name("chips"), "3.6.0"
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "int8": "i8",
          "bool": "i1"}
 
