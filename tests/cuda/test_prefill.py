@@ -7,7 +7,9 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+import triton
 
+from keraunos.kernels.linear_attention.cuda.gluon_names import RUN
 from keraunos.kernels.state_pool.contract import Args, describe
 from keraunos.kernels.state_pool.cuda import passes
 from keraunos.ops.registry import kernel_registry
@@ -123,7 +125,9 @@ def test_what_it_cannot_do_it_refuses_with_the_reason():
     assert "boundaries" in refused(boundaries=torch.zeros(3, dtype=torch.int32))
 
 
-def test_auto_takes_it_where_walks_fill_the_gpu():
+def test_auto_takes_it_where_walks_fill_the_gpu(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", RUN[0])
+
     def chosen(*call, **changes):
         inv = described(*call, **changes)
         row, _ = kernel_registry.choose(inv)
@@ -142,7 +146,8 @@ class Unknown(int):
     __hash__ = None
 
 
-def test_auto_chooses_for_sizes_that_are_not_known():
+def test_auto_chooses_for_sizes_that_are_not_known(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", RUN[0])
     inv = described(65536, 32)
     row, _ = kernel_registry.choose(dataclasses.replace(inv, dims={n: Unknown(x) for n, x in inv.dims.items()}))
     assert row.platform == "cuda"
