@@ -3,13 +3,17 @@
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+
+import pytest
 
 # Parts of the names of tests that take half a minute or more: without --gpu, and with it.
 _LONGEST = ("test_in_the_interpreter", "test_language_model")
 _LONGEST_ON_GPUS = ("test_any_shape", "test_many_segments", "test_both_frameworks", "test_grad_and_checkpoint")
 # Keep a GPU busy, and a processor each that waits for it: few at a time.
 _WATCHED = "compute_sanitizer"
+_RUN = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser):
@@ -62,6 +66,13 @@ def pytest_collection_modifyitems(config, items):
         items += own + others[:count]
         left -= len(own) + count
         del others[:count]
+
+
+def pytest_runtest_teardown(item, nextitem):
+    # Each program that JAX keeps takes some of the memory mappings that a process may have, of which thousands run out.
+    item.session.stash[_RUN] = item.session.stash.get(_RUN, 0) + 1
+    if item.session.stash[_RUN] % 200 == 0 and "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 def pytest_runtest_logreport(report):
