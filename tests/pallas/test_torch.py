@@ -199,7 +199,8 @@ def test_every_kernel_is_handed_over_with_its_arrays(case, segmentation, monkeyp
     monkeypatch.setattr(pallas._Program, "__call__", lambda self, addresses: self.start(addresses))
     made = run_torch("pallas", function, case, True)
     assert {x.shape for x in made if x is not None} >= {case.arrays[0].query.shape}
-    assert len(set(modules)) == len(modules)
+    # How segments' starts are put together may be the same for the walks of both directions.
+    assert all(b"attention_combine" in module for module in set(modules) if modules.count(module) > 1)
     assert set(launched) == set(modules)
     names = [name for name in (b"scan", b"states", b"combine") if any(b"attention_" + name in m for m in modules)]
     assert len(names) == (3 if segmentation else 1)
@@ -366,8 +367,9 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(change, reason):
     sizes = {name: n for name, n in change.items() if name != "g_gamma"}
     inv = on_hopper(keraunos.GLAttention() if "gate" in sizes else keraunos.LightningAttention(), sizes)
     gamma = change.get("g_gamma", np.zeros(64, np.float32))
+    constants = {"g_gamma"} if isinstance(gamma, np.ndarray) else {}
     with mock.patch("keraunos.frontends.torch.pallas.unsupported", return_value=None):
-        said = loses(dataclasses.replace(inv, arguments={"g_gamma": gamma}))
+        said = loses(dataclasses.replace(inv, arguments={"g_gamma": gamma}, constants=frozenset(constants)))
     assert said is None if reason is None else reason in said
 
 
