@@ -1,0 +1,443 @@
+"""The forward of softmax attention: warpgroups that take turns between products and exponentials.
+
+For tiles of queries ``Q_w``, one for each multiplying partition w, and blocks of keys j, the online softmax is::
+
+    X_j = Q_w K_j^T                        logits, after scale and cap, base 2
+    m_j = max(m_(j-1), max_s X_j)          per query; with small caps (BOUNDED) there is no m
+    P_j = exp2(X_j - m_j)
+    l_j = l_(j-1) exp2(m_(j-1) - m_j) + sum_s P_j
+    O_j = O_(j-1) exp2(m_(j-1) - m_j) + P_j V_j
+
+and in the end ``O / l`` and ``m + log2(l)``, sinks being added to ``l``. A partition issues ``X_(j+1)`` and ``P_j V_j``
+one after the other and makes ``P_(j+1)`` while the second is under way. When it has issued them it gives the turn to the
+next partition, so that the products of one run during the exponentials of the others.
+
+A stage of the ring holds what is issued together: block j of the keys and block j - 1 of the values. Blocks of which no
+query of the program's tile sees any key are not walked over, and those of which all see every key take no mask.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
+
+LOG2E = gl.constexpr(1.4426950408889634)
+# Offsets are no further from 0, so that sums with windows and places stay within 32 bits.
+FAR = gl.constexpr(1 << 29)
+# Blocks of which a warp compares the segments at once.
+AT_ONCE = gl.constexpr(32)
+
+
+@gluon.jit
+def describe(x, B, T, H, stride_b, stride_t, stride_h, D: gl.constexpr, ROWS: gl.constexpr, BD: gl.constexpr,
+             LAYOUT: gl.constexpr):
+    """A descriptor of ``[B, T, H, D]`` as ``[B, H, T, D]``, in blocks of ROWS tokens of one head and BD dimensions."""
+    sizes = [gl.maximum(B, 1), gl.maximum(H, 1), gl.maximum(T, 1), D]
+    return tma.make_tensor_descriptor(x, sizes, [stride_b, stride_h, stride_t, 1], [1, 1, ROWS, BD], LAYOUT)
+
+
+@gluon.jit
+def rounds(tiles):
+    """How many tiles the program walks over."""
+    programs = gl.num_programs(0)
+    whole = tiles // programs
+    return whole + (place(whole) < tiles).to(gl.int32)
+
+
+@gluon.jit
+def place(i):
+    """The i-th tile of the program: every other round goes the other way, so that all have as long walks."""
+    programs = gl.num_programs(0)
+    at = gl.program_id(0)
+    return i * programs + gl.where(i % 2 == 0, at, programs - 1 - at)
+
+
+@gluon.jit
+def locate(i, T, M, H: gl.constexpr, BT: gl.constexpr):
+    """A tile -> (row of the batch, head, first query): M heads together, of them the longest walks of a causal call first.
+
+    Heads that share keys then read the same keys at once.
+    """
+    NT = gl.cdiv(T, BT)
+    n = place(i)
+    i_bh = n // (M * NT) * M + n % M
+    return i_bh // H, i_bh % H, (NT - 1 - n // M % NT) * BT
+
+
+@gluon.jit
+def moved(left, right, offsets, i_b, OFFSET: gl.constexpr):
+    """How far queries of a row see, counted from their numbers; with OFFSET, their places are that much further on."""
+    if OFFSET:
+        offset = gl.minimum(gl.maximum(gl.load(offsets + i_b), -FAR), FAR).to(gl.int32)
+        left = left - offset
+        right = right + offset
+    return left, right
+
+
+@gluon.jit
+def bounds(first, last, S, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr, N: gl.constexpr):
+    """The blocks of keys that any of the queries ``first`` to ``last`` sees, and in the middle those that all see."""
+    lo = first * 0
+    whole_lo = lo
+    hi = lo + S
+    whole_hi = hi
+    if LEFT:
+        lo = gl.maximum(first - left, 0)
+        whole_lo = gl.maximum(last - left, 0)
+    if RIGHT:
+        hi = gl.minimum(last + right + 1, S)
+        whole_hi = gl.minimum(first + right + 1, S)
+    lo = lo // N
+    hi = gl.maximum(gl.cdiv(hi, N), lo)
+    whole_lo = gl.minimum(gl.maximum(gl.cdiv(whole_lo, N), lo), hi)
+    whole_hi = gl.minimum(gl.maximum(whole_hi // N, whole_lo), hi)
+    return lo, hi, whole_lo, whole_hi
+
+
+@gluon.jit
+def narrowed(lo, hi, whole_lo, whole_hi, ids, inside, spreads, NS, LAYOUT: gl.constexpr):
+    """:func:`bounds` without the blocks at both ends that segments hide.
+
+    The queries' ids are ``ids``; ``spreads`` has each block's lowest id that is no padding, highest, and lowest of all.
+    The middle is what shows everything to all queries, if that is one run of blocks.
+    """
+    highest = gl.max(gl.where(inside, ids, -1), 0)
+    lowest = gl.min(gl.where(inside & (ids >= 0), ids, highest), 0)
+    least = gl.min(gl.where(inside, ids, highest), 0)
+    seen_lo = hi
+    seen_hi = lo
+    one_lo = hi
+    one_hi = lo
+    count = hi * 0
+    for first in range(lo, hi, AT_ONCE):
+        n = first + gl.arange(0, AT_ONCE, layout=LAYOUT)
+        some = n < hi
+        low = gl.load(spreads + n, mask=some, other=0)
+        high = gl.load(spreads + NS + n, mask=some, other=-1)
+        every = gl.load(spreads + 2 * NS + n, mask=some, other=-1)
+        one = some & (n >= whole_lo) & (n < whole_hi) & (every == highest) & (high == highest)
+        one = one & ((least == highest) & (highest >= 0))
+        some = some & (high >= 0) & (low <= highest) & (high >= lowest) & (highest >= 0)
+        seen_lo = gl.minimum(seen_lo, gl.min(gl.where(some, n, hi), 0))
+        seen_hi = gl.maximum(seen_hi, gl.max(gl.where(some, n + 1, lo), 0))
+        one_lo = gl.minimum(one_lo, gl.min(gl.where(one, n, hi), 0))
+        one_hi = gl.maximum(one_hi, gl.max(gl.where(one, n + 1, lo), 0))
+        count += gl.sum(one.to(gl.int32), 0)
+    one_run = (count > 0) & (count == one_hi - one_lo)
+    whole_lo = gl.where(one_run, one_lo, seen_lo)
+    return seen_lo, gl.maximum(seen_hi, seen_lo), whole_lo, gl.where(one_run, one_hi, seen_lo)
+
+
+@gluon.jit
+def copy(shared, barriers, descriptors, masks, sizes, tiles, M, H: gl.constexpr, R: gl.constexpr, GROUPS: gl.constexpr,
+         ROWS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, LEFT: gl.constexpr,
+         RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr):
+    """A partition of one warp: copies tiles of queries, says which blocks they see, and copies those.
+
+    A tile always has a block, so that there are products: that of queries that see nothing is masked.
+    """
+    q_s, k_s, v_s, plan_s = shared
+    held, free, full, empty, turn = barriers
+    q_desc, k_desc, v_desc = descriptors
+    query_ids, key_ids, spreads, offsets, left, right, stride_queryb, stride_keyb = masks
+    T, S = sizes
+    BT: gl.constexpr = GROUPS * ROWS
+    IDS: gl.constexpr = gl.BlockedLayout([max(BT // 32, 1)], [32], [1], [0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    ONE: gl.constexpr = k_desc.block_type.nbytes
+    NS = gl.cdiv(S, N)
+    c = tiles * 0
+    for r in range(rounds(tiles)):
+        i_b, i_h, t0 = locate(r, T, M, H, BT)
+        far_left, far_right = moved(left, right, offsets, i_b, OFFSET)
+        lo, hi, whole_lo, whole_hi = bounds(t0, gl.minimum(t0 + BT, T) - 1, S, far_left, far_right, LEFT, RIGHT, N)
+        if SEGMENTS:
+            t = t0 + gl.arange(0, BT, layout=IDS)
+            ids = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
+            p_spreads = spreads + i_b.to(gl.int64) * 3 * NS
+            lo, hi, whole_lo, whole_hi = narrowed(lo, hi, whole_lo, whole_hi, ids, t < T, p_spreads, NS, LINE)
+        lo = gl.minimum(lo, NS - 1)
+        count = gl.maximum(hi - lo, 1)
+        slot = r % HELD
+        mbarrier.wait(free.index(slot), ((r // HELD) & 1) ^ 1)
+        one = gl.full([1], 1, gl.int32, LINE)
+        plan_s.index(4 * slot).store(one * lo)
+        plan_s.index(4 * slot + 1).store(one * count)
+        plan_s.index(4 * slot + 2).store(one * whole_lo)
+        plan_s.index(4 * slot + 3).store(one * whole_hi)
+        thread_barrier()
+        mbarrier.expect(held.index(slot), GROUPS * q_desc.block_type.nbytes)
+        for w in gl.static_range(GROUPS):
+            copy_in(q_desc, [i_b, i_h, t0 + w * ROWS, 0], held.index(slot), q_s.index(GROUPS * slot + w))
+        for i in range(count + 1):
+            stage = c % STAGES
+            arrived = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
+            both = (i > 0) & (i < count)
+            mbarrier.expect(arrived, 2 * ONE, pred=both)
+            mbarrier.expect(arrived, ONE, pred=(i == 0) | (i == count))
+            row = (lo + i) * N
+            copy_in(k_desc, [i_b, i_h // R, row, 0], arrived, k_s.index(stage), pred=i < count)
+            copy_in(v_desc, [i_b, i_h // R, row - N, 0], arrived, v_s.index(stage), pred=i > 0)
+            c += 1
+
+
+@gluon.jit
+def reciprocal(x):
+    """``1 / x`` by NVIDIA's approximation, to 1 ulp."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def hidden(x, block, t, own, p_ids, S, left, right, N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+           SEGMENTS: gl.constexpr, W: gl.constexpr):
+    """Logits of a block, -inf where the key is not visible."""
+    s = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, W))
+    last = t * 0 + (S - 1)
+    if RIGHT:
+        last = gl.minimum(t + right, last)
+    seen = s[None, :] <= last[:, None]
+    if LEFT:
+        seen = seen & (s[None, :] >= (t - left)[:, None])
+    if SEGMENTS:
+        other = gl.load(p_ids + s, mask=s < S, other=-1)
+        seen = seen & (own[:, None] == other[None, :]) & (own >= 0)[:, None]
+    return gl.where(seen, x, float("-inf"))
+
+
+@gluon.jit
+def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr,
+          BOUNDED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SEGMENTS: gl.constexpr, W: gl.constexpr):
+    """The online softmax's step: products -> (weights, new maximum, new sum, factor of what was summed before)."""
+    block, t, own, p_ids, left, right = mask
+    if CAP:
+        # cap * tanh, of which exp2 and reciprocal make all but two fused multiply-adds.
+        x = unit - (2.0 * unit) * reciprocal(gl.exp2(x * inner) + 1.0)
+    elif NEGATIVE:
+        x = -x
+    if masked:
+        x = hidden(x, block, t, own, p_ids, S, left, right, N, LEFT, RIGHT, SEGMENTS, W)
+    factor = 1.0 if CAP else unit
+    decay = total
+    if BOUNDED:
+        p = gl.exp2(x * factor)
+        total += gl.sum(p, 1)
+    else:
+        most = gl.maximum(top, gl.max(x, 1))
+        zero = gl.where(most == float("-inf"), 0.0, most) * factor
+        p = gl.exp2(x * factor - zero[:, None])
+        decay = gl.exp2(top * factor - zero)
+        total = total * decay + gl.sum(p, 1)
+        top = most
+    return p, top, total, decay
+
+
+@gluon.jit
+def attend(shared, barriers, goal, masks, sinks, numbers, sizes, tiles, M, WG: gl.constexpr, H: gl.constexpr,
+           RN: gl.constexpr, SINKS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
+           BD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr,
+           BOUNDED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr,
+           SEGMENTS: gl.constexpr, TURNS: gl.constexpr):
+    """A partition of one warpgroup: ROWS queries of each tile."""
+    q_s, k_s, v_s, plan_s = shared
+    held, free, full, empty, turn = barriers
+    o_desc, lse = goal
+    query_ids, key_ids, spreads, offsets, left, right, stride_queryb, stride_keyb = masks
+    inner, unit, stride_sinksh = numbers
+    T, S = sizes
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    WO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
+    LEFT_OF: gl.constexpr = gl.DotOperandLayout(0, WO, 2)
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    NEXT: gl.constexpr = (WG + 1) % GROUPS
+    dtype: gl.constexpr = q_s.dtype
+    none = gl.zeros([ROWS, N], gl.float32, W)
+    c = tiles * 0
+    steps = c
+    for r in range(rounds(tiles)):
+        i_b, i_h, t0 = locate(r, T, M, H, GROUPS * ROWS)
+        far_left, far_right = moved(left, right, offsets, i_b, OFFSET)
+        t = t0 + WG * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, W))
+        own = t
+        p_ids = lse
+        if SEGMENTS:
+            own = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
+            p_ids = key_ids + i_b.to(gl.int64) * stride_keyb
+        slot = r % HELD
+        mbarrier.wait(held.index(slot), (r // HELD) & 1)
+        lo = gl.max(plan_s.index(4 * slot).load(FLAG), 0)
+        count = gl.max(plan_s.index(4 * slot + 1).load(FLAG), 0)
+        whole_lo = gl.max(plan_s.index(4 * slot + 2).load(FLAG), 0)
+        whole_hi = gl.max(plan_s.index(4 * slot + 3).load(FLAG), 0)
+        tile = q_s.index(GROUPS * slot + WG)
+        q = tile.reshape([ROWS, BD])
+        top = gl.full([ROWS], 0.0 if BOUNDED else float("-inf"), gl.float32, gl.SliceLayout(1, W))
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, W))
+        o = gl.zeros([ROWS, BD], gl.float32, WO)
+
+        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
+        x = warpgroup_mma(q, k_s.index(c % STAGES).reshape([N, BD]).permute((1, 0)), none, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(0, deps=[x])
+        thread_barrier()
+        mbarrier.arrive(empty.index(c % STAGES), count=1)
+        c += 1
+        mask = (lo, t, own, p_ids, far_left, far_right)
+        masked = (lo < whole_lo) | (lo >= whole_hi)
+        x, top, total, decay = weigh(x, top, total, inner, unit, masked, mask, S, N, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT,
+                                     SEGMENTS, W)
+        p = gl.convert_layout(x.to(dtype), LEFT_OF)
+
+        for block in range(lo + 1, lo + count):
+            stage = c % STAGES
+            mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+            if TURNS:
+                mbarrier.wait(turn.index(WG), (steps & 1) ^ (WG == 0))
+            x = warpgroup_mma(q, k_s.index(stage).reshape([N, BD]).permute((1, 0)), none, use_acc=False, is_async=True)
+            o = warpgroup_mma(p, v_s.index(stage).reshape([N, BD]), o, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turn.index(NEXT), count=1)
+                steps += 1
+            x = warpgroup_mma_wait(1, deps=[x])
+            mask = (block, t, own, p_ids, far_left, far_right)
+            masked = (block < whole_lo) | (block >= whole_hi)
+            x, top, total, decay = weigh(x, top, total, inner, unit, masked, mask, S, N, CAP, NEGATIVE, BOUNDED, LEFT,
+                                         RIGHT, SEGMENTS, W)
+            o = warpgroup_mma_wait(0, deps=[o])
+            thread_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            c += 1
+            if not BOUNDED:
+                o = o * gl.convert_layout(decay, gl.SliceLayout(1, WO))[:, None]
+            p = gl.convert_layout(x.to(dtype), LEFT_OF)
+
+        stage = c % STAGES
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        o = warpgroup_mma(p, v_s.index(stage).reshape([N, BD]), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        c += 1
+
+        if not (CAP or BOUNDED):
+            top = top * unit
+        scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, W))
+        if SINKS:
+            p_sinks = sinks + (i_h // RN) * stride_sinksh
+            # The top stays near the keys' logits, whose differences from it then lose no digits, as long as the sinks'
+            # part of the sum is in range.
+            most = gl.load(p_sinks).to(gl.float32)
+            for j in gl.static_range(1, SINKS):
+                most = gl.maximum(most, gl.load(p_sinks + j).to(gl.float32))
+            zero = gl.maximum(top, (most - 80.0) * LOG2E)
+            zero = gl.where(zero == float("-inf"), 0.0, zero)
+            scale = gl.exp2(top - zero)
+            total = total * scale
+            for j in gl.static_range(SINKS):
+                total += gl.exp2(gl.load(p_sinks + j).to(gl.float32) * LOG2E - zero)
+            top = zero
+        # BOUNDED, the sum of a query that sees no key may be smaller, of its sinks, and have no finite reciprocal.
+        some = total > 1e-30
+        total = gl.where(some, total, 1.0)
+        p_lse = lse + (i_b * H + i_h).to(gl.int64) * T + t
+        gl.store(p_lse, gl.where(some, top + gl.log2(total), float("inf")), mask=t < T)
+        o = o * gl.convert_layout(scale / total, gl.SliceLayout(1, WO))[:, None]
+        q.store(o.to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        copy_out(o_desc, [i_b, i_h, t0 + WG * ROWS, 0], tile)
+        tma.store_wait(0)
+        thread_barrier()
+        mbarrier.arrive(free.index(slot), count=1)
+
+
+_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
+            "stride_vh", "stride_queryb", "stride_keyb", "stride_sinksh", "left", "right", "B", "T", "S", "M"]
+
+
+@gluon.jit(do_not_specialize=_LENGTHS)
+def forward_kernel(
+    q, k, v, sinks, query_ids, key_ids, spreads, offsets,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_queryb, stride_keyb, stride_sinksh, inner, unit, left, right, B, T, S, M,
+    o, lse,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr,
+    GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, TURNS: gl.constexpr,
+    REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
+):
+    """``o = softmax(scale * q k^T) v`` with caps, windows, segments and sinks; ``lse [B, H, T]``: logs of sums, base 2.
+
+    q, o: ``[B, T, H, K or V]``; k, v: ``[B, S, H / R, K or V]``. sinks: ``[H / RN, SINKS]``, natural logits; ids
+    ``[B, T]`` and ``[B, S]``, below 0: padding; ``spreads [B, 3, blocks]``: what ``spread_kernel`` finds of blocks of N
+    keys. Query t sees keys ``t - left`` to ``t + right``, plus its row's offset; LEFT, RIGHT: whether these are limits.
+
+    With CAP, ``unit`` is the cap, base 2, and ``inner`` what gives twice the tangent's argument, base 2; without,
+    ``unit`` is the scale's magnitude, base 2, and NEGATIVE its sign. BOUNDED: the cap keeps weights so small that they
+    need no maximum.
+
+    A program walks over tiles of GROUPS * ROWS queries of one head, HELD of which have memory; M heads are walked over
+    together. K, V: the dimensions, in tiles of BD. TURNS: partitions take turns. REGISTERS: of a thread that
+    multiplies; OTHERS: of one that copies.
+    """
+    dtype: gl.constexpr = k.dtype.element_ty
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, BD], dtype)
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, BD], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_desc = describe(q, B, T, H, stride_qb, stride_qt, stride_qh, K, ROWS, BD, TILE)
+    k_desc = describe(k, B, S, H // R, stride_kb, stride_kt, stride_kh, K, N, BD, BLOCK)
+    v_desc = describe(v, B, S, H // R, stride_vb, stride_vt, stride_vh, V, N, BD, BLOCK)
+    o_desc = describe(o, B, T, H, T.to(gl.int64) * (H * V), H * V, V, V, ROWS, BD, TILE)
+    q_s = gl.allocate_shared_memory(dtype, [HELD * GROUPS, 1, 1, ROWS, BD], TILE)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, BD], BLOCK)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, BD], BLOCK)
+    plan_s = gl.allocate_shared_memory(gl.int32, [4 * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    held = gl.allocate_shared_memory(gl.int64, [HELD, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [HELD, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
+    for i in gl.static_range(HELD):
+        mbarrier.init(held.index(i), count=1)
+        mbarrier.init(free.index(i), count=GROUPS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
+
+    if not SEGMENTS:
+        query_ids = lse
+        key_ids = lse
+        spreads = lse
+    if not SINKS:
+        sinks = lse
+    if not OFFSET:
+        offsets = lse
+    tiles = B * H * gl.cdiv(T, GROUPS * ROWS)
+    shared = (q_s, k_s, v_s, plan_s)
+    barriers = (held, free, full, empty, turn)
+    masks = (query_ids, key_ids, spreads, offsets, left, right, stride_queryb, stride_keyb)
+    numbers = (inner, unit, stride_sinksh)
+    gl.warp_specialize(
+        [
+            (attend, (shared, barriers, (o_desc, lse), masks, sinks, numbers, (T, S), tiles, M, 0, H, RN, SINKS, GROUPS,
+                      ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
+            (attend, (shared, barriers, (o_desc, lse), masks, sinks, numbers, (T, S), tiles, M, 1, H, RN, SINKS, GROUPS,
+                      ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
+            (copy, (shared, barriers, (q_desc, k_desc, v_desc), masks, (T, S), tiles, M, H, R, GROUPS, ROWS, N, STAGES,
+                    HELD, LEFT, RIGHT, OFFSET, SEGMENTS)),
+        ],
+        [4, 1],
+        [REGISTERS, OTHERS],
+    )
