@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import barriers, copies, machine, memory, products, shared, tensors, values
-from .errors import CompileError
+from .errors import CompileError, UnsupportedError
 from .values import Tensor, concrete, scalar, static, tensor
 
 
@@ -75,6 +75,16 @@ def printed(*args, **_):
     print(*(x.data if isinstance(x, Tensor) else x for x in args))
 
 
+# Instructions of which a kernel may ask by name, exact here.
+_INSTRUCTIONS = {"rcp.approx.ftz.f32 $0, $1;": lambda x: 1 / x}
+
+
+def inline_asm(asm, constraints, args, dtype, is_pure, pack):
+    if asm not in _INSTRUCTIONS or dtype != gl.float32 or len(args) != 1:
+        raise UnsupportedError(f"the emulator has no instruction {asm!r} of {len(args)} operands that gives {dtype}")
+    return tensors.elementwise(_INSTRUCTIONS[asm])(args[0])
+
+
 _FLOATS = {
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "cos": np.cos, "sin": np.sin, "sqrt": np.sqrt,
     "sqrt_rn": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "floor": np.floor, "ceil": np.ceil, "erf": tensors.erf,
@@ -105,7 +115,7 @@ _OTHERS = {
         "warp_specialize": warp_specialize, "static_assert": static_assert, "device_assert": device_assert,
         "assume": assume, "multiple_of": multiple_of, "max_contiguous": lambda input, values: input,
         "max_constancy": lambda input, values: input, "static_print": printed, "device_print": printed,
-        "constexpr": lambda x: x,
+        "constexpr": lambda x: x, "inline_asm_elementwise": inline_asm,
     },
     tma: {
         "async_copy_global_to_shared": copies.copy_in, "async_load": copies.copy_in,
