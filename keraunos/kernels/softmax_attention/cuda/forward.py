@@ -295,10 +295,10 @@ def attend(shared, barriers, goal, masks, sinks, numbers, sizes, tiles, M, WG: g
         x, top, total, decay = weigh(x, top, total, inner, unit, masked, mask, S, N, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT,
                                      SEGMENTS, W)
         p = gl.convert_layout(x.to(dtype), LEFT_OF)
+        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
 
         for block in range(lo + 1, lo + count):
             stage = c % STAGES
-            mbarrier.wait(full.index(stage), (c // STAGES) & 1)
             if TURNS:
                 mbarrier.wait(turn.index(WG), (steps & 1) ^ (WG == 0))
             x = warpgroup_mma(q, k_s.index(stage).reshape([N, BD]).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -311,16 +311,17 @@ def attend(shared, barriers, goal, masks, sinks, numbers, sizes, tiles, M, WG: g
             masked = (block < whole_lo) | (block >= whole_hi)
             x, top, total, decay = weigh(x, top, total, inner, unit, masked, mask, S, N, CAP, NEGATIVE, BOUNDED, LEFT,
                                          RIGHT, SEGMENTS, W)
-            o = warpgroup_mma_wait(0, deps=[o])
+            c += 1
+            # Were this wait not here, the assembler would make the weights after the next one.
+            mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
+            o, x = warpgroup_mma_wait(0, deps=[o, x])
             thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-            c += 1
             if not BOUNDED:
                 o = o * gl.convert_layout(decay, gl.SliceLayout(1, WO))[:, None]
             p = gl.convert_layout(x.to(dtype), LEFT_OF)
 
         stage = c % STAGES
-        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
         o = warpgroup_mma(p, v_s.index(stage).reshape([N, BD]), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         thread_barrier()
