@@ -40,6 +40,7 @@ class Case:
     stages: int = 2
     held: int = 2
     turns: bool = True
+    shared: bool = False
 
     @functools.cached_property
     def arrays(self):
@@ -110,7 +111,8 @@ def inputs(case):
     ids = x["key_segments"]
     given = dict(
         q=x["query"], k=x["key"], v=x["value"], sinks=x["sinks"], query_ids=x["query_segments"], key_ids=ids,
-        spreads=None if ids is None else spreads(ids, case.block), offsets=x["query_offset"], **strides,
+        spreads=None if ids is None else spreads(ids, case.block), offsets=x["query_offset"],
+        taken=torch.zeros(1, dtype=torch.int32) if case.shared else None, **strides,
         stride_queryb=T, stride_keyb=S, stride_sinksh=case.sinks,
         inner=scale / cap * 2 * log2e if cap else 0.0, unit=(cap or abs(scale)) * log2e,
         left=min(left or 0, FAR // 2), right=min(right or 0, FAR // 2), B=B, T=T, S=S, M=H // G,

@@ -46,29 +46,29 @@ def describe(x, B, T, H, stride_b, stride_t, stride_h, D: gl.constexpr, ROWS: gl
 
 
 @gluon.jit
-def rounds(tiles):
-    """How many tiles the program walks over."""
+def following(i, taken, SHARED: gl.constexpr):
+    """The i-th tile of the program, i > 0.
+
+    SHARED: the first that no program has taken yet; ``taken``, from 0, counts them. Who computes a tile changes none of
+    its bits. Otherwise every other round goes the other way, so that if all heads are walked over together, programs
+    have about as long walks.
+    """
     programs = gl.num_programs(0)
-    whole = tiles // programs
-    return whole + (place(whole) < tiles).to(gl.int32)
+    if SHARED:
+        n = programs + gl.atomic_add(taken, 1)
+    else:
+        at = gl.program_id(0)
+        n = i * programs + gl.where(i % 2 == 0, at, programs - 1 - at)
+    return n
 
 
 @gluon.jit
-def place(i):
-    """The i-th tile of the program: every other round goes the other way, so that all have as long walks."""
-    programs = gl.num_programs(0)
-    at = gl.program_id(0)
-    return i * programs + gl.where(i % 2 == 0, at, programs - 1 - at)
-
-
-@gluon.jit
-def locate(i, T, M, H: gl.constexpr, BT: gl.constexpr):
+def locate(n, T, M, H: gl.constexpr, BT: gl.constexpr):
     """A tile -> (row of the batch, head, first query): M heads together, of them the longest walks of a causal call first.
 
     Heads that share keys then read the same keys at once.
     """
     NT = gl.cdiv(T, BT)
-    n = place(i)
     i_bh = n // (M * NT) * M + n % M
     return i_bh // H, i_bh % H, (NT - 1 - n // M % NT) * BT
 
@@ -138,12 +138,12 @@ def narrowed(lo, hi, whole_lo, whole_hi, ids, inside, spreads, NS, LAYOUT: gl.co
 
 
 @gluon.jit
-def copy(shared, barriers, descriptors, masks, sizes, tiles, M, H: gl.constexpr, R: gl.constexpr, GROUPS: gl.constexpr,
+def copy(shared, barriers, descriptors, masks, sizes, tiles, taken, M, H: gl.constexpr, R: gl.constexpr, GROUPS: gl.constexpr,
          ROWS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, LEFT: gl.constexpr,
-         RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr):
-    """A partition of one warp: copies tiles of queries, says which blocks they see, and copies those.
+         RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, SHARED: gl.constexpr):
+    """A partition of one warp: copies tiles of queries, says which these are and which blocks they see, copies those.
 
-    A tile always has a block, so that there are products: that of queries that see nothing is masked.
+    The last that it says is that there is no tile. A tile always has a block, so that there are products: that of queries that see nothing is masked.
     """
     q_s, k_s, v_s, plan_s = shared
     held, free, full, empty, turn = barriers
@@ -155,9 +155,12 @@ def copy(shared, barriers, descriptors, masks, sizes, tiles, M, H: gl.constexpr,
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     ONE: gl.constexpr = k_desc.block_type.nbytes
     NS = gl.cdiv(S, N)
+    one = gl.full([1], 1, gl.int32, LINE)
     c = tiles * 0
-    for r in range(rounds(tiles)):
-        i_b, i_h, t0 = locate(r, T, M, H, BT)
+    r = c
+    n = gl.program_id(0)
+    while n < tiles:
+        i_b, i_h, t0 = locate(n, T, M, H, BT)
         far_left, far_right = moved(left, right, offsets, i_b, OFFSET)
         lo, hi, whole_lo, whole_hi = bounds(t0, gl.minimum(t0 + BT, T) - 1, S, far_left, far_right, LEFT, RIGHT, N)
         if SEGMENTS:
@@ -169,11 +172,11 @@ def copy(shared, barriers, descriptors, masks, sizes, tiles, M, H: gl.constexpr,
         count = gl.maximum(hi - lo, 1)
         slot = r % HELD
         mbarrier.wait(free.index(slot), ((r // HELD) & 1) ^ 1)
-        one = gl.full([1], 1, gl.int32, LINE)
-        plan_s.index(4 * slot).store(one * lo)
-        plan_s.index(4 * slot + 1).store(one * count)
-        plan_s.index(4 * slot + 2).store(one * whole_lo)
-        plan_s.index(4 * slot + 3).store(one * whole_hi)
+        plan_s.index(5 * slot).store(one * n)
+        plan_s.index(5 * slot + 1).store(one * lo)
+        plan_s.index(5 * slot + 2).store(one * count)
+        plan_s.index(5 * slot + 3).store(one * whole_lo)
+        plan_s.index(5 * slot + 4).store(one * whole_hi)
         thread_barrier()
         mbarrier.expect(held.index(slot), GROUPS * q_desc.block_type.nbytes)
         for w in gl.static_range(GROUPS):
@@ -189,6 +192,20 @@ def copy(shared, barriers, descriptors, masks, sizes, tiles, M, H: gl.constexpr,
             copy_in(k_desc, [i_b, i_h // R, row, 0], arrived, k_s.index(stage), pred=i < count)
             copy_in(v_desc, [i_b, i_h // R, row - N, 0], arrived, v_s.index(stage), pred=i > 0)
             c += 1
+        r += 1
+        n = following(r, taken, SHARED)
+    slot = r % HELD
+    mbarrier.wait(free.index(slot), ((r // HELD) & 1) ^ 1)
+    plan_s.index(5 * slot).store(one * tiles)
+    thread_barrier()
+    mbarrier.arrive(held.index(slot), count=1)
+
+
+@gluon.jit
+def said(plan_s, r, at: gl.constexpr, HELD: gl.constexpr):
+    """One of the numbers that :func:`copy` says of the program's r-th tile, to a warpgroup that has waited for them."""
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(plan_s.index(5 * (r % HELD) + at).load(FLAG), 0)
 
 
 @gluon.jit
@@ -257,14 +274,16 @@ def attend(shared, barriers, goal, masks, sinks, numbers, sizes, tiles, M, WG: g
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     WO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     LEFT_OF: gl.constexpr = gl.DotOperandLayout(0, WO, 2)
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     NEXT: gl.constexpr = (WG + 1) % GROUPS
     dtype: gl.constexpr = q_s.dtype
     none = gl.zeros([ROWS, N], gl.float32, W)
     c = tiles * 0
     steps = c
-    for r in range(rounds(tiles)):
-        i_b, i_h, t0 = locate(r, T, M, H, GROUPS * ROWS)
+    r = c
+    mbarrier.wait(held.index(0), 0)
+    n = said(plan_s, r, 0, HELD)
+    while n < tiles:
+        i_b, i_h, t0 = locate(n, T, M, H, GROUPS * ROWS)
         far_left, far_right = moved(left, right, offsets, i_b, OFFSET)
         t = t0 + WG * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, W))
         own = t
@@ -273,11 +292,10 @@ def attend(shared, barriers, goal, masks, sinks, numbers, sizes, tiles, M, WG: g
             own = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
             p_ids = key_ids + i_b.to(gl.int64) * stride_keyb
         slot = r % HELD
-        mbarrier.wait(held.index(slot), (r // HELD) & 1)
-        lo = gl.max(plan_s.index(4 * slot).load(FLAG), 0)
-        count = gl.max(plan_s.index(4 * slot + 1).load(FLAG), 0)
-        whole_lo = gl.max(plan_s.index(4 * slot + 2).load(FLAG), 0)
-        whole_hi = gl.max(plan_s.index(4 * slot + 3).load(FLAG), 0)
+        lo = said(plan_s, r, 1, HELD)
+        count = said(plan_s, r, 2, HELD)
+        whole_lo = said(plan_s, r, 3, HELD)
+        whole_hi = said(plan_s, r, 4, HELD)
         tile = q_s.index(GROUPS * slot + WG)
         q = tile.reshape([ROWS, BD])
         top = gl.full([ROWS], 0.0 if BOUNDED else float("-inf"), gl.float32, gl.SliceLayout(1, W))
@@ -358,6 +376,9 @@ def attend(shared, barriers, goal, masks, sinks, numbers, sizes, tiles, M, WG: g
         tma.store_wait(0)
         thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)
+        r += 1
+        mbarrier.wait(held.index(r % HELD), (r // HELD) & 1)
+        n = said(plan_s, r, 0, HELD)
 
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
@@ -366,7 +387,7 @@ _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "st
 
 @gluon.jit(do_not_specialize=_LENGTHS)
 def forward_kernel(
-    q, k, v, sinks, query_ids, key_ids, spreads, offsets,
+    q, k, v, sinks, query_ids, key_ids, spreads, offsets, taken,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_queryb, stride_keyb, stride_sinksh, inner, unit, left, right, B, T, S, M,
     o, lse,
@@ -387,7 +408,7 @@ def forward_kernel(
     need no maximum.
 
     A program walks over tiles of GROUPS * ROWS queries of one head, HELD of which have memory; M heads are walked over
-    together. K, V: the dimensions, in tiles of BD. TURNS: partitions take turns. REGISTERS: of a thread that
+    together. taken: None, or a zero: programs take the tiles as they come, and not as many each. K, V: the dimensions, in tiles of BD. TURNS: partitions take turns. REGISTERS: of a thread that
     multiplies; OTHERS: of one that copies.
     """
     dtype: gl.constexpr = k.dtype.element_ty
@@ -401,7 +422,7 @@ def forward_kernel(
     q_s = gl.allocate_shared_memory(dtype, [HELD * GROUPS, 1, 1, ROWS, BD], TILE)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, BD], BLOCK)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, N, BD], BLOCK)
-    plan_s = gl.allocate_shared_memory(gl.int32, [4 * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    plan_s = gl.allocate_shared_memory(gl.int32, [5 * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     held = gl.allocate_shared_memory(gl.int64, [HELD, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [HELD, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -425,6 +446,9 @@ def forward_kernel(
         sinks = lse
     if not OFFSET:
         offsets = lse
+    SHARED: gl.constexpr = taken is not None
+    if not SHARED:
+        taken = lse
     tiles = B * H * gl.cdiv(T, GROUPS * ROWS)
     shared = (q_s, k_s, v_s, plan_s)
     barriers = (held, free, full, empty, turn)
@@ -436,8 +460,8 @@ def forward_kernel(
                       ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
             (attend, (shared, barriers, (o_desc, lse), masks, sinks, numbers, (T, S), tiles, M, 1, H, RN, SINKS, GROUPS,
                       ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
-            (copy, (shared, barriers, (q_desc, k_desc, v_desc), masks, (T, S), tiles, M, H, R, GROUPS, ROWS, N, STAGES,
-                    HELD, LEFT, RIGHT, OFFSET, SEGMENTS)),
+            (copy, (shared, barriers, (q_desc, k_desc, v_desc), masks, (T, S), tiles, taken, M, H, R, GROUPS, ROWS, N,
+                    STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, SHARED)),
         ],
         [4, 1],
         [REGISTERS, OTHERS],
