@@ -9,8 +9,8 @@ For tiles of queries ``Q_w``, one for each multiplying partition w, and blocks o
     O_j = O_(j-1) exp2(m_(j-1) - m_j) + P_j V_j
 
 and in the end ``O / l`` and ``m + log2(l)``, sinks being added to ``l``. A partition issues ``X_(j+1)`` and ``P_j V_j``
-one after the other and makes ``P_(j+1)`` while the second is under way. When it has issued them it gives the turn to the
-next partition, so that the products of one run during the exponentials of the others.
+one after the other and makes ``P_(j+1)`` while the second is under way. When it has issued them it gives the turn to
+the next partition, so that the products of one run during the exponentials of the others.
 
 A stage of the ring holds what is issued together: block j of the keys and block j - 1 of the values. Blocks of which no
 query of the program's tile sees any key are not walked over, and those of which all see every key take no mask.
@@ -64,9 +64,10 @@ def following(i, taken, SHARED: gl.constexpr):
 
 @gluon.jit
 def locate(n, T, M, H: gl.constexpr, BT: gl.constexpr):
-    """A tile -> (row of the batch, head, first query): M heads together, of them the longest walks of a causal call first.
+    """A tile -> (row of the batch, head, first query).
 
-    Heads that share keys then read the same keys at once.
+    M heads are walked over together, so that those that share keys read the same at once, and of them the longest walks
+    of a causal call first.
     """
     NT = gl.cdiv(T, BT)
     i_bh = n // (M * NT) * M + n % M
@@ -138,17 +139,18 @@ def narrowed(lo, hi, whole_lo, whole_hi, ids, inside, spreads, NS, LAYOUT: gl.co
 
 
 @gluon.jit
-def copy(shared, barriers, descriptors, masks, sizes, tiles, taken, M, H: gl.constexpr, R: gl.constexpr, GROUPS: gl.constexpr,
-         ROWS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, LEFT: gl.constexpr,
-         RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, SHARED: gl.constexpr):
+def copy(shared, barriers, descriptors, queries, spreads, sizes, tiles, taken, M, H: gl.constexpr, R: gl.constexpr,
+         GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+         LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, SHARED: gl.constexpr):
     """A partition of one warp: copies tiles of queries, says which these are and which blocks they see, copies those.
 
-    The last that it says is that there is no tile. A tile always has a block, so that there are products: that of queries that see nothing is masked.
+    The last that it says is that there is no tile. A tile always has a block, so that there are products: that of
+    queries that see nothing is masked.
     """
     q_s, k_s, v_s, plan_s = shared
-    held, free, full, empty, turn = barriers
+    held, free, full, empty = barriers
     q_desc, k_desc, v_desc = descriptors
-    query_ids, key_ids, spreads, offsets, left, right, stride_queryb, stride_keyb = masks
+    query_ids, stride_queryb, offsets, left, right = queries
     T, S = sizes
     BT: gl.constexpr = GROUPS * ROWS
     IDS: gl.constexpr = gl.BlockedLayout([max(BT // 32, 1)], [32], [1], [0])
@@ -259,16 +261,17 @@ def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.
 
 
 @gluon.jit
-def attend(shared, barriers, goal, masks, sinks, numbers, sizes, tiles, M, WG: gl.constexpr, H: gl.constexpr,
-           RN: gl.constexpr, SINKS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
-           BD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr,
-           BOUNDED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr,
-           SEGMENTS: gl.constexpr, TURNS: gl.constexpr):
+def attend(shared, barriers, turn, goal, queries, keys, sinks, numbers, sizes, tiles, M, WG: gl.constexpr,
+           H: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
+           N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, CAP: gl.constexpr,
+           NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+           OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, TURNS: gl.constexpr):
     """A partition of one warpgroup: ROWS queries of each tile."""
     q_s, k_s, v_s, plan_s = shared
-    held, free, full, empty, turn = barriers
+    held, free, full, empty = barriers
     o_desc, lse = goal
-    query_ids, key_ids, spreads, offsets, left, right, stride_queryb, stride_keyb = masks
+    query_ids, stride_queryb, offsets, left, right = queries
+    key_ids, stride_keyb = keys
     inner, unit, stride_sinksh = numbers
     T, S = sizes
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -310,8 +313,8 @@ def attend(shared, barriers, goal, masks, sinks, numbers, sizes, tiles, M, WG: g
         c += 1
         mask = (lo, t, own, p_ids, far_left, far_right)
         masked = (lo < whole_lo) | (lo >= whole_hi)
-        x, top, total, decay = weigh(x, top, total, inner, unit, masked, mask, S, N, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT,
-                                     SEGMENTS, W)
+        x, top, total, decay = weigh(x, top, total, inner, unit, masked, mask, S, N, CAP, NEGATIVE, BOUNDED, LEFT,
+                                     RIGHT, SEGMENTS, W)
         p = gl.convert_layout(x.to(dtype), LEFT_OF)
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
 
@@ -408,8 +411,8 @@ def forward_kernel(
     need no maximum.
 
     A program walks over tiles of GROUPS * ROWS queries of one head, HELD of which have memory; M heads are walked over
-    together. taken: None, or a zero: programs take the tiles as they come, and not as many each. K, V: the dimensions, in tiles of BD. TURNS: partitions take turns. REGISTERS: of a thread that
-    multiplies; OTHERS: of one that copies.
+    together. taken: None, or a zero: programs take the tiles as they come, and not as many each. K, V: the dimensions,
+    in tiles of BD. TURNS: partitions take turns. REGISTERS: of a thread that multiplies; OTHERS: of one that copies.
     """
     dtype: gl.constexpr = k.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, BD], dtype)
@@ -451,17 +454,19 @@ def forward_kernel(
         taken = lse
     tiles = B * H * gl.cdiv(T, GROUPS * ROWS)
     shared = (q_s, k_s, v_s, plan_s)
-    barriers = (held, free, full, empty, turn)
-    masks = (query_ids, key_ids, spreads, offsets, left, right, stride_queryb, stride_keyb)
+    barriers = (held, free, full, empty)
+    queries = (query_ids, stride_queryb, offsets, left, right)
+    keys = (key_ids, stride_keyb)
+    goal = (o_desc, lse)
     numbers = (inner, unit, stride_sinksh)
     gl.warp_specialize(
         [
-            (attend, (shared, barriers, (o_desc, lse), masks, sinks, numbers, (T, S), tiles, M, 0, H, RN, SINKS, GROUPS,
-                      ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
-            (attend, (shared, barriers, (o_desc, lse), masks, sinks, numbers, (T, S), tiles, M, 1, H, RN, SINKS, GROUPS,
-                      ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
-            (copy, (shared, barriers, (q_desc, k_desc, v_desc), masks, (T, S), tiles, taken, M, H, R, GROUPS, ROWS, N,
-                    STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, SHARED)),
+            (attend, (shared, barriers, turn, goal, queries, keys, sinks, numbers, (T, S), tiles, M, 0, H, RN, SINKS,
+                      GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
+            (attend, (shared, barriers, turn, goal, queries, keys, sinks, numbers, (T, S), tiles, M, 1, H, RN, SINKS,
+                      GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
+            (copy, (shared, barriers, (q_desc, k_desc, v_desc), queries, spreads, (T, S), tiles, taken, M, H, R, GROUPS,
+                    ROWS, N, STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, SHARED)),
         ],
         [4, 1],
         [REGISTERS, OTHERS],
