@@ -217,6 +217,21 @@ def reciprocal(x):
 
 
 @gluon.jit
+def tanh(x, CAP: gl.constexpr):
+    """The tangent of ``x / (2 LOG2E)``. CAP 1: by two functions of the unit that has exponentials; 2: by one of them.
+
+    2: a quotient of polynomials, within 7.5e-7 everywhere and 2.7e-6 of its value, found by weighted least squares;
+    past its ends the tangent is as near to 1.
+    """
+    if CAP == 1:
+        return 1.0 - 2.0 * reciprocal(gl.exp2(x) + 1.0)
+    x = gl.minimum(gl.maximum(x, -18.755), 18.755)
+    y = x * x
+    above = x * (0.34657273 + y * (0.005147671 + y * (1.1673464e-05 + y * 2.5294529e-09)))
+    return above * reciprocal(1.0 + y * (0.05488972 + y * (0.00030785415 + y * 2.5769643e-07)))
+
+
+@gluon.jit
 def hidden(x, block, t, own, p_ids, S, left, right, N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
            SEGMENTS: gl.constexpr, W: gl.constexpr):
     """Logits of a block, -inf where the key is not visible."""
@@ -239,22 +254,20 @@ def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.
     """The online softmax's step: products -> (weights, new maximum, new sum, factor of what was summed before)."""
     block, t, own, p_ids, left, right = mask
     if CAP:
-        # cap * tanh, of which exp2 and reciprocal make all but two fused multiply-adds.
-        x = unit - (2.0 * unit) * reciprocal(gl.exp2(x * inner) + 1.0)
+        x = tanh(x * inner, CAP)
     elif NEGATIVE:
         x = -x
     if masked:
         x = hidden(x, block, t, own, p_ids, S, left, right, N, LEFT, RIGHT, SEGMENTS, W)
-    factor = 1.0 if CAP else unit
     decay = total
     if BOUNDED:
-        p = gl.exp2(x * factor)
+        p = gl.exp2(x * unit)
         total += gl.sum(p, 1)
     else:
         most = gl.maximum(top, gl.max(x, 1))
-        zero = gl.where(most == float("-inf"), 0.0, most) * factor
-        p = gl.exp2(x * factor - zero[:, None])
-        decay = gl.exp2(top * factor - zero)
+        zero = gl.where(most == float("-inf"), 0.0, most) * unit
+        p = gl.exp2(x * unit - zero[:, None])
+        decay = gl.exp2(top * unit - zero)
         total = total * decay + gl.sum(p, 1)
         top = most
     return p, top, total, decay
@@ -349,8 +362,7 @@ def attend(shared, barriers, turn, goal, queries, keys, sinks, numbers, sizes, t
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
 
-        if not (CAP or BOUNDED):
-            top = top * unit
+        top = top * unit
         scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, W))
         if SINKS:
             p_sinks = sinks + (i_h // RN) * stride_sinksh
