@@ -19,6 +19,8 @@ CASES = {
     "float16": Case(T=300, dtype="float16", causal=True),
     "float16, 64": Case(D=64, dtype="float16"),
     "96 and 40": Case(D=96, V=40, causal=True),
+    "256": Case(T=300, D=256, causal=True, block=64, held=1),
+    "everything, 256": Case(T=300, D=256, V=200, dtype="float16", block=64, held=1, **EVERYTHING),
     "shared keys": Case(H=4, G=1, causal=True),
     "one query": Case(T=1, S=300, H=4, G=1),
     "negative scale": Case(scale=-0.2, causal=True),
@@ -75,7 +77,7 @@ def test_who_computes_a_tile_changes_no_bit():
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "64", "float16", "everything", "everything, float16",
-                                  "blocks of 64", "tiles of 256", "tiles as they come", "cap by polynomials"])
+                                  "blocks of 64", "tiles of 256", "tiles as they come", "cap by polynomials", "256"])
 def test_it_fits(name):
     used = built(CASES[name])
     assert used["registers"] <= 168  # of a thread when the kernel starts, before partitions give theirs to others
