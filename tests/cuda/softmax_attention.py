@@ -119,7 +119,8 @@ def inputs(case):
     made = dict(o=torch.full((B, T, H, V), torch.nan, dtype=x["query"].dtype), lse=torch.full((B, H, T), torch.nan))
     fixed = dict(
         H=H, K=K, V=V, R=H // G, RN=1, SINKS=case.sinks, GROUPS=2, ROWS=case.rows, N=case.block,
-        BD=max(64, 1 << (max(K, V) - 1).bit_length()), STAGES=case.stages, HELD=case.held, CAP=case.tangent if cap else 0,
+        BD=max(64, 1 << (max(K, V) - 1).bit_length()), STAGES=case.stages, HELD=case.held,
+        CAP=case.tangent if cap else 0,
         NEGATIVE=not cap and scale < 0, BOUNDED=bool(cap) and cap <= 60 and case.dtype == "bfloat16",
         LEFT=left is not None, RIGHT=right is not None,
         OFFSET=case.offset is not None and (left, right) != (None, None), SEGMENTS=ids is not None, TURNS=case.turns,
