@@ -43,7 +43,7 @@ OFFSETS = np.array([7, -3], np.int32)
 
 def box_of_attention(q, k, v):
     """Attention in such a box, whose residuals are sharded too."""
-    triton = pytest.importorskip("keraunos.kernels.softmax_attention.triton.passes", exc_type=ImportError)
+    call = pytest.importorskip("keraunos.kernels.softmax_attention.triton.call", exc_type=ImportError)
 
     def forward(args, opts):
         output, top, _ = softmax.part(args, opts)
@@ -53,7 +53,7 @@ def box_of_attention(q, k, v):
         return softmax.part_gradients(args, (*residuals, 0 * residuals[1]), grads[0], opts)
 
     opts = Options(0.25, None, None, 0, 0.0, "float32", False, CFG)
-    prepare = frontends.differentiable(forward, backward, OPERATOR, "box", (fold, unfold), triton._axes)
+    prepare = frontends.differentiable(forward, backward, OPERATOR, "box", (fold, unfold), call.axes_with_residuals)
     return prepare("jax", opts)(Args(q, k, v))[0]
 
 

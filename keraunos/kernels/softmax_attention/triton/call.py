@@ -1,0 +1,186 @@
+"""Sizes, strides, numbers and flags of one call of softmax attention: what launches share, of Gluon's kernels too."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, cast
+
+from keraunos import frontends
+from keraunos.frontends.array_types import Array
+from keraunos.kernels.softmax_attention.contract import FAR, Args, Options, axes
+from keraunos.kernels.softmax_attention.triton import kernels
+
+# With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LOG2E = math.log2(math.e)
+# Times a cap up to this the error of the tangents' difference from 1 is nothing next to 16 bits' own.
+_SMALL_CAP = 1000.0
+
+
+def pow2(n: int) -> int:
+    """The first power of two from n on."""
+    return 1 << max(int(n) - 1, 0).bit_length()
+
+
+def tile(n: int) -> int:
+    """The tile that holds n dimensions: the tensor cores take 16 at least."""
+    return max(pow2(n), 16)
+
+
+def name_of(x: Array) -> str:
+    """The dtype's name, such as "bfloat16"."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def strides_of(x: Array) -> tuple[int, ...]:
+    """In values, not bytes."""
+    if hasattr(x, "stride"):
+        return x.stride()
+    strides = [1]  # a JAX array is contiguous
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
+
+
+class Call:
+    """The sizes of one call and what all its launches share."""
+
+    def __init__(self, args: Args, opts: Options):
+        self.args, self.opts = args, opts
+        (self.B, self.T, self.H, self.K), (self.S, self.G, self.V) = args.query.shape, args.value.shape[1:]
+        self.dtype = name_of(args.query)
+        self.exact = self.dtype == "float32"
+        # Complete by the contract, whatever its declared type allows.
+        self.cfg = cast(Any, opts.cfg)
+        self.sinks = 0 if args.sinks is None else args.sinks.shape[-1]
+        self.flags = dict(
+            CAP=self.cap(), LEFT=opts.left is not None, RIGHT=opts.right is not None, DROPOUT=opts.dropout > 0,
+            PRECISION="tf32" if not self.exact else "ieee" if INTERPRETED else "bf16x6",
+        )
+        self.masks = dict(SEGMENTS=args.query_segments is not None, BIAS=args.bias is not None,
+                          MASK=args.mask is not None)
+        # What reaches past both ends is as good as what reaches further; where, an offset decides.
+        most = max(self.T, self.S) if args.query_offset is None else FAR
+        left, right = (max(min(x or 0, most), -most) for x in (opts.left, opts.right))
+        self.window = dict(left=left, right=right, offsets=args.query_offset)
+        self.flags["OFFSET"] = args.query_offset is not None and (opts.left, opts.right) != (None, None)
+        scale, cap = opts.softmax_scale, opts.soft_cap
+        # The running maximum is of products: the factor that follows must not turn them round, nor make -inf nothing.
+        self.negative = scale < 0 and cap is None and args.bias is None
+        unit = cap or (abs(scale) if self.negative else scale)
+        if not unit:
+            unit = 1e-30
+        inner = (scale / cap if cap else 0.0) * (1 if self.flags["CAP"] == 1 else 2 * LOG2E)
+        self.numbers = dict(inner=inner, unit=unit * (1 if self.exact else LOG2E), keep=1 / (1 - opts.dropout))
+        # Weights from exp(-60) to exp(60) are in bfloat16's range, and so are their sums; in float32's also, but the
+        # logs of such sums have fewer digits than its results.
+        self.bounded = cap is not None and cap <= 60 and args.bias is None and self.dtype == "bfloat16"
+        self.threshold = min(round(opts.dropout * 2**31), 2**31 - 1)
+
+    def cap(self) -> int:
+        """How the tangent is computed. NVIDIA's instruction for all of it is not exact enough for large logits."""
+        if self.opts.soft_cap is None:
+            return 0
+        if self.exact or self.opts.soft_cap > _SMALL_CAP:
+            return 1
+        device = frontends.of(self.args.query).device_of(self.args.query).kind
+        return 2 if INTERPRETED or "AMD" in device else 3
+
+    def rows(self, **arrays: Array) -> tuple[dict[str, int], dict[str, int]]:
+        """Strides of arrays ``[B, T, H, dim]``: numbers in units, and constants with the unit."""
+        strides = {name: strides_of(x) for name, x in arrays.items()}
+        unit = math.gcd(16, *(n for of in strides.values() for n in of[:3]))
+        numbers = {
+            f"stride_{name}{axis}": of[i] // unit for name, of in strides.items() for axis, i in (("b", 0), ("h", 2))
+        }
+        return numbers, {**{f"stride_{name}t": of[1] for name, of in strides.items()}, "UNIT": unit}
+
+    def plane(self, name: str, x: Array | None) -> dict[str, int]:
+        """Strides of a bias or a mask ``[1 or B, heads, T, S]``."""
+        if x is None:
+            return {f"stride_{name}{axis}": 0 for axis in "bht"}
+        b, h, t, _ = strides_of(x)
+        return {f"stride_{name}b": b if x.shape[0] > 1 else 0, f"stride_{name}h": h, f"stride_{name}t": t}
+
+    def mask_strides(self) -> dict[str, int]:
+        """Strides of the mask, and that of what :meth:`mask_flags` gives, in heads."""
+        mask = self.args.mask
+        shared = mask is None or mask.shape[0] == 1
+        return {**self.plane("mask", mask), "stride_flagsb": 0 if shared else mask.shape[1]}
+
+    def shared(self, x: Array | None) -> int:
+        """Query heads that share a head of the array."""
+        return 1 if x is None else self.H // x.shape[1]
+
+    def sink_heads(self) -> tuple[int, int]:
+        """Stride of the heads of sinks, and query heads that share one."""
+        x = self.args.sinks
+        if not self.sinks or x.ndim == 1:
+            return 0, self.H
+        return strides_of(x)[0], self.H // x.shape[0]
+
+    def sizes(self) -> dict[str, int]:
+        """Heads, head dims, and how many query heads share a head of keys or of the bias."""
+        return dict(H=self.H, K=self.K, V=self.V, R=self.H // self.G, RB=self.shared(self.args.bias))
+
+    def ids(self) -> dict[str, int]:
+        """Strides of the segment ids."""
+        ids = dict(query=self.args.query_segments, key=self.args.key_segments)
+        return {f"stride_{name}b": 0 if x is None else strides_of(x)[0] for name, x in ids.items()}
+
+    def together(self, do: Array, block: int) -> dict[str, int]:
+        """How the kernel of keys takes the heads that share them: its N, and strides between the N heads of a tile.
+
+        With a soft cap as many as a tile of ``block`` rows can have, 8 queries each, which needs the fewest registers;
+        without, the loads of one head are faster. 0, which compiles to less, for all that has parts of its own for each
+        head. Strides that grow with T are no constants: the kernel would be built for every length.
+        """
+        args, opts, R = self.args, self.opts, self.H // self.G
+        if R == 1 or self.exact or max(self.K, self.V) > 128 or args.bias is not args.mask or opts.dropout:
+            return dict(N=0, stride_qn=0, stride_don=0)
+        strides = [strides_of(x) for x in (args.query, do)]
+        if opts.soft_cap is None or R % 2 or not all(h < t for _, t, h, _ in strides):
+            return dict(N=1, stride_qn=0, stride_don=0)
+        return dict(N=min(R & -R, block // 8), stride_qn=strides[0][2], stride_don=strides[1][2])
+
+    def spreads(self, ids: Array | None, block: int) -> Array | None:
+        """What segments are in blocks of queries or keys; None without any."""
+        if ids is None:
+            return None
+        B, n = ids.shape
+        NB = -(-n // block)
+        dtype = "int64" if name_of(ids) == "int64" else "int32"
+        return frontends.launch(
+            kernels.spread_kernel, (B * NB,), dict(ids=ids, stride_b=strides_of(ids)[0], n=n, NB=NB),
+            dict(spreads=((B, 3, NB), dtype)), dict(BLOCK=block), num_warps=1, num_stages=1,
+        )[0]
+
+    def mask_flags(self, mask: Array | None, BT: int, BS: int) -> Array | None:
+        """What of each block of the mask is visible; None without one."""
+        if mask is None:
+            return None
+        (B, heads), (NT, NS) = mask.shape[:2], (-(-self.T // BT), -(-self.S // BS))
+        stride_b, stride_h, stride_t, _ = strides_of(mask)
+        numbers = dict(stride_b=stride_b, stride_h=stride_h, stride_t=stride_t, HM=heads, T=self.T, S=self.S)
+        return frontends.launch(
+            kernels.mask_kernel, (B * heads * NT * NS,), dict(mask=mask, **numbers),
+            dict(flags=((B, heads, NT, NS), "int8")), dict(BT=BT, BS=BS), num_warps=4, num_stages=1,
+        )[0]
+
+
+def output_spec(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of the output."""
+    return (*args.query.shape[:3], args.value.shape[3]), name_of(args.query)
+
+
+def lse_spec(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of the logs of the queries' sums; in float32 of their tops and their sums."""
+    B, T, H = args.query.shape[:3]
+    return (B, H, 2, T) if name_of(args.query) == "float32" else (B, H, T), "float32"
+
+
+def axes_with_residuals(args: Args, opts: Options) -> tuple[Args, tuple[str, None], tuple[str, str]]:
+    """:func:`contract.axes` with those of the residuals."""
+    letters, output = axes(args, opts)
+    return letters, (output, None), (output, output[0] + output[2] + "." * (len(lse_spec(args, opts)[0]) - 2))
