@@ -161,9 +161,9 @@ def test_detect_platform():
     assert keraunos.detect_platform("gla", "xla") == "xla"
     with pytest.raises(ValueError, match="unknown platform 'nonsense'"):
         keraunos.detect_platform("gla", "nonsense")
-    for name in (keraunos.Platform.CUDA, "cuda"):
+    for name in (keraunos.Platform.PALLAS, "pallas"):
         with pytest.raises(
-            keraunos.UnsupportedError, match="attention: platform 'cuda' does not have it; expected one of"
+            keraunos.UnsupportedError, match="attention: platform 'pallas' does not have it; expected one of"
         ):
             keraunos.detect_platform("attention", name)
     with pytest.raises(ValueError, match="no algorithm 'nonsense'"):

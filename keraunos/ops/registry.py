@@ -361,14 +361,15 @@ for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
     )
 HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
 _LINEAR = {"gla": "linear_attention", "lightning_attn": "linear_attention"}
-_OF_PLATFORM = {Platform.CUDA: {**_LINEAR, "prefill": "state_pool"}, Platform.PALLAS: _LINEAR}
+_RECURRENT = {**_LINEAR, "prefill": "state_pool"}
 # Where each is the fastest, and everything that it can run. In JAX Pallas is as fast, and takes few heads better.
-for _platform, _frameworks, _priority, _least in (
-    (Platform.CUDA, ("torch",), 45, 15),
-    (Platform.PALLAS, ("jax", "torch"), 40, 20),
-    (Platform.CUDA, ("jax",), 35, 15),
+for _platform, _frameworks, _priority, _least, _of_platform in (
+    (Platform.CUDA, ("torch",), 45, 15, _RECURRENT),
+    (Platform.PALLAS, ("jax", "torch"), 40, 20, _LINEAR),
+    (Platform.CUDA, ("jax",), 35, 15, _RECURRENT),
+    (Platform.CUDA, ("jax", "torch"), 45, 15, {"attention": "softmax_attention"}),
 ):
-    for _algorithm, _family in _OF_PLATFORM[_platform].items():
+    for _algorithm, _family in _of_platform.items():
         for _name, _rank in ((f"preferred_{_algorithm}", _priority), (_algorithm, _least)):
             _target = f"keraunos.kernels.{_family}.{_platform}.passes:{_name}"
             kernel_registry.register(

@@ -18,14 +18,19 @@ from tests.linear_attention.cases import LEFT_OUT, Case, tensor_array, torch_ten
 from tests.serving import cases as serving_cases
 
 
+def poisoned(shape, dtype):
+    """Memory that is yet to be written."""
+    dtype = getattr(torch, dtype)
+    return torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
+
+
 def launcher(mode="late", seed=0, replaced=None):
     """Like the front ends' ``launch``, on the CPU; ``replaced`` has other kernels in place of some, by their names."""
 
     def launch(kernel, grid, inputs, outputs, constants, *, num_warps, num_stages):
         kernel = (replaced or {}).get(kernel.fn.__name__, kernel)
         assert [*inputs, *outputs, *constants] == kernel.arg_names
-        made = tuple(inputs[x] if isinstance(x, str) else x and torch.full(x[0], torch.nan, dtype=getattr(torch, x[1]))
-                     for x in outputs.values())
+        made = tuple(inputs[x] if isinstance(x, str) else x and poisoned(*x) for x in outputs.values())
         if 0 not in grid:
             given = (*inputs.values(), *made, *constants.values())
             emulator.launch(kernel, grid, *given, mode=mode, seed=seed, num_warps=num_warps)

@@ -116,7 +116,8 @@ def inputs(case):
         inner=scale / cap * 2 * log2e if cap else 0.0, unit=(cap or abs(scale)) * log2e,
         left=min(left or 0, FAR // 2), right=min(right or 0, FAR // 2), B=B, T=T, S=S, M=H // G,
     )
-    made = dict(o=torch.full((B, T, H, V), torch.nan, dtype=x["query"].dtype), lse=torch.full((B, H, T), torch.nan))
+    made = dict(o=torch.full((B, T, H, V), torch.nan, dtype=x["query"].dtype), lse=torch.full((B, H, T), torch.nan),
+                count=given["taken"])
     fixed = dict(
         H=H, K=K, V=V, R=H // G, RN=1, SINKS=case.sinks, GROUPS=2, ROWS=case.rows, N=case.block,
         BD=max(64, 1 << (max(K, V) - 1).bit_length()), STAGES=case.stages, HELD=case.held,

@@ -1,8 +1,14 @@
-"""Which versions of Triton are known, and the names of Gluon that changed from one to the next."""
+"""What Gluon kernels need: devices, dtypes and versions of Triton; and names that changed from one to the next."""
 
 from __future__ import annotations
 
+import re
+
 import triton
+
+from keraunos import frontends
+from keraunos.ops.invocation import Invocation
+from keraunos.ops.registry import HOPPER
 
 if ".".join(triton.__version__.split(".")[:2]) not in (KNOWN := ("3.6", "3.7", "3.8", "3.9")):
     raise ImportError(f"knows Triton {', '.join(KNOWN)}; this is {triton.__version__}", name="triton")
@@ -17,3 +23,21 @@ RUN = ("3.6",)
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+def cannot_run(inv: Invocation) -> str | None:
+    """Why no kernel in Gluon can run the call, or None."""
+    name, pattern = HOPPER
+    if inv.backend != "gpu" or not re.search(pattern, inv.device):
+        return f"needs {name}; the call's arrays are on {inv.device}"
+    if reason := frontends.cannot_launch(inv.framework, gluon=True):
+        return reason
+    dtype = inv.arrays["query"][0]
+    if dtype not in ("bfloat16", "float16"):
+        return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
+    return None
+
+
+def was_not_measured() -> str | None:
+    """Why ``"auto"`` should take no kernel in Gluon here, or None."""
+    return None if triton.__version__.startswith(RUN) else f"was measured with Triton {', '.join(RUN)}"

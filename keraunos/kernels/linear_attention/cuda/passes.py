@@ -12,30 +12,26 @@ with the length.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import triton
 
 from keraunos import frontends
 from keraunos.kernels.linear_attention.contract import Args, Options, state_spec
 from keraunos.kernels.linear_attention.contract import kernels as implementations
-from keraunos.kernels.linear_attention.cuda.gluon_names import RUN
+from keraunos.kernels.linear_attention.cuda.gluon_names import cannot_run, was_not_measured
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
 from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
 from keraunos.kernels.linear_attention.triton.call import NO_STATES, Pool, Spec, remember, spec_of
 from keraunos.ops.invocation import Config, Invocation
-from keraunos.ops.registry import HOPPER
 
 FIELDS = ("num_stages",)
 
 # Dimensions of a tile are as few or as many as these; rows of a multiple of so many begin at multiples of 16 bytes.
 _LEAST_TILE, _MOST_DIMS, _ROW, _CHUNK = 64, 128, 8, 64
-_DTYPES = ("bfloat16", "float16")
 # Stages that the shared memory holds: of a walk that makes outputs, of one with gates or their gradients, and of the
 # one that makes the gradients of keys and values; and of one that only makes states.
 _STAGES, _STAGES_GATES, _STAGES_GRADIENTS, _STAGES_STATES = 3, 2, 2, 3
@@ -387,14 +383,9 @@ def unsupported(inv: Invocation) -> str | None:
 
 def cannot_walk(inv: Invocation) -> str | None:
     """Why these kernels cannot run the call even without gradients, or None."""
-    K, V, dtype = inv.dims["K"], inv.dims["V"], inv.arrays["query"][0]
-    name, pattern = HOPPER
-    if inv.backend != "gpu" or not re.search(pattern, inv.device):
-        return f"needs {name}; the call's arrays are on {inv.device}"
-    if reason := frontends.cannot_launch(inv.framework, gluon=True):
+    if reason := cannot_run(inv):
         return reason
-    if dtype not in _DTYPES:
-        return f"takes bfloat16 and float16, whose products the tensor cores do; the call has {dtype}"
+    K, V = inv.dims["K"], inv.dims["V"]
     if inv.arrays.get("g", (None, 0))[1] == 4:
         return "takes gates per token [B, T, H]; the call has gates per token and dimension"
     dims = f"the call has K = {K}, V = {V}"
@@ -409,8 +400,8 @@ def cannot_walk(inv: Invocation) -> str | None:
 
 def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what was not measured to be faster."""
-    if not triton.__version__.startswith(RUN):
-        return f"was measured with Triton {', '.join(RUN)}"
+    if reason := was_not_measured():
+        return reason
     if not inv.dims["K"] == inv.dims["V"] == 128:
         return "was measured with head dims of 128"
     N, packed, forgets = inv.dims["N"], "cu_seqlens" in inv.arrays, "g" not in inv.arrays

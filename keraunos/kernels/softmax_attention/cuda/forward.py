@@ -396,6 +396,12 @@ def attend(shared, barriers, turn, goal, queries, keys, sinks, numbers, sizes, t
         n = said(plan_s, r, 0, HELD)
 
 
+@gluon.jit
+def zero_kernel(like, taken):
+    """No tile is taken yet; ``like`` is any array of the call."""
+    gl.store(taken, 0)
+
+
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
             "stride_vh", "stride_queryb", "stride_keyb", "stride_sinksh", "left", "right", "B", "T", "S", "M"]
 
@@ -405,7 +411,7 @@ def forward_kernel(
     q, k, v, sinks, query_ids, key_ids, spreads, offsets, taken,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_queryb, stride_keyb, stride_sinksh, inner, unit, left, right, B, T, S, M,
-    o, lse,
+    o, lse, count,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr,
     GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
     HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr,
@@ -423,8 +429,9 @@ def forward_kernel(
     need no maximum.
 
     A program walks over tiles of GROUPS * ROWS queries of one head, HELD of which have memory; M heads are walked over
-    together. taken: None, or a zero: programs take the tiles as they come, and not as many each. K, V: the dimensions,
-    in tiles of BD. TURNS: partitions take turns. REGISTERS: of a thread that multiplies; OTHERS: of one that copies.
+    together. taken: None, or a zero, with which programs take the tiles as they come, and not as many each; count:
+    its memory. K, V: the dimensions, in tiles of BD. TURNS: partitions take turns. REGISTERS: of a thread that
+    multiplies; OTHERS: of one that copies.
     """
     dtype: gl.constexpr = k.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, BD], dtype)
@@ -463,7 +470,7 @@ def forward_kernel(
         offsets = lse
     SHARED: gl.constexpr = taken is not None
     if not SHARED:
-        taken = lse
+        count = lse
     tiles = B * H * gl.cdiv(T, GROUPS * ROWS)
     shared = (q_s, k_s, v_s, plan_s)
     barriers = (held, free, full, empty)
@@ -477,7 +484,7 @@ def forward_kernel(
                       GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
             (attend, (shared, barriers, turn, goal, queries, keys, sinks, numbers, (T, S), tiles, M, 1, H, RN, SINKS,
                       GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
-            (copy, (shared, barriers, (q_desc, k_desc, v_desc), queries, spreads, (T, S), tiles, taken, M, H, R, GROUPS,
+            (copy, (shared, barriers, (q_desc, k_desc, v_desc), queries, spreads, (T, S), tiles, count, M, H, R, GROUPS,
                     ROWS, N, STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, SHARED)),
         ],
         [4, 1],

@@ -1,0 +1,162 @@
+"""Softmax attention on Hopper GPUs: the forward in Gluon, gradients by Triton's kernels, which need its logs of sums.
+
+``block_q`` queries are a tile, half for each multiplying partition, ``block_k`` keys a block of the walk, and
+``num_stages`` blocks have memory, or as many as fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from keraunos import frontends
+from keraunos.frontends.array_types import Array
+from keraunos.kernels.linear_attention.cuda.gluon_names import cannot_run, was_not_measured
+from keraunos.kernels.softmax_attention.contract import Args, Options, describe, is_for_libraries, kernel
+from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel, zero_kernel
+from keraunos.kernels.softmax_attention.triton import passes as triton
+from keraunos.kernels.softmax_attention.triton.call import (
+    LOG2E,
+    Call,
+    axes_with_residuals,
+    lse_spec,
+    output_spec,
+    strides_of,
+)
+from keraunos.ops.invocation import Config, Invocation
+
+FIELDS = ("block_q", "block_k", "num_stages")
+
+# Programs that run at once; partitions that multiply; what the compiler is told of their registers and the others'.
+_PROGRAMS, _GROUPS, _REGISTERS, _OTHERS = 132, 2, 240, 24
+# Rows of a multiple of so many values begin at multiples of 16 bytes.
+_ROW = 8
+# Bytes of shared memory that barriers take at most, and what makes blocks begin where they must.
+_BARRIERS = 2048
+# From this cap on a tangent next to 0 is computed to more digits.
+_LARGE_CAP = 1000.0
+
+
+def _tile(K: int, V: int) -> int:
+    """The dimensions of a tile."""
+    return next(size for size in (64, 128, 256) if size >= max(K, V))
+
+
+def _memory(cfg: Any, BD: int) -> tuple[int, int]:
+    """Stages and tiles of queries that have memory.
+
+    Raises:
+        ValueError: there is none for the configuration's blocks.
+    """
+    held = 1 if BD == 256 else 2
+    left = frontends.SHARED_MEMORY - _BARRIERS - 2 * held * cfg.block_q * BD
+    stages = min(max(cfg.num_stages, 2), left // (4 * cfg.block_k * BD))
+    if cfg.block_q not in (128, 256) or cfg.block_k not in (64, 128) or stages < 2:
+        raise ValueError(f"attention: block_q = {cfg.block_q}, block_k = {cfg.block_k}; expected 128 or 256, and 64 or"
+                         f" 128, on cuda, in the shared memory with tiles of {BD} dimensions")
+    return stages, held
+
+
+def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
+    """``((output, None), (output, the log of each query's sum, base 2))``."""
+    if not args.key.shape[1]:
+        return triton.forward(args, _of_triton(args, opts))
+    args = args._replace(**{name: frontends.of(args.query).aligned(getattr(args, name))
+                            for name in ("query", "key", "value")})
+    w = Call(args, opts)
+    rows, block, BD, R = w.cfg.block_q, w.cfg.block_k, _tile(w.K, w.V), w.H // w.G
+    stages, held = _memory(w.cfg, BD)
+    stride_sinks, RN = w.sink_heads()
+    cap, left, right = opts.soft_cap, w.flags["LEFT"], w.flags["RIGHT"]
+    tiles = w.B * w.H * -(-w.T // rows)
+    taken = None
+    if tiles > _PROGRAMS and (left or right or w.masks["SEGMENTS"]):
+        # Some tiles see more keys than others.
+        (taken,) = frontends.launch(zero_kernel, (1,), dict(like=args.query), dict(taken=((1,), "int32")), {},
+                                    num_warps=1, num_stages=1)
+    inputs = dict(
+        q=args.query, k=args.key, v=args.value, sinks=args.sinks if w.sinks else None, query_ids=args.query_segments,
+        key_ids=args.key_segments, spreads=w.spreads(args.key_segments, block), offsets=args.query_offset, taken=taken,
+        **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"), **w.ids(),
+        stride_sinksh=stride_sinks, inner=2 * LOG2E * opts.softmax_scale / cap if cap else 0.0, unit=w.numbers["unit"],
+        left=w.window["left"], right=w.window["right"], B=w.B, T=w.T, S=w.S, M=R,
+    )
+    constants = dict(
+        H=w.H, K=w.K, V=w.V, R=R, RN=RN, SINKS=w.sinks, GROUPS=_GROUPS, ROWS=rows // _GROUPS, N=block, BD=BD,
+        STAGES=stages, HELD=held, CAP=(2 if cap > _LARGE_CAP else 1) if cap else 0, NEGATIVE=w.negative,
+        BOUNDED=w.bounded, LEFT=left, RIGHT=right, OFFSET=w.flags["OFFSET"], SEGMENTS=w.masks["SEGMENTS"], TURNS=True,
+        REGISTERS=_REGISTERS, OTHERS=_OTHERS,
+    )
+    outputs = dict(o=output_spec(args, opts), lse=lse_spec(args, opts), count=taken if taken is None else "taken")
+    output, lse, _ = frontends.launch(forward_kernel, (min(tiles, _PROGRAMS),), inputs, outputs, constants,
+                                      num_warps=4, num_stages=1)
+    return (output, None), (output, lse)
+
+
+forward.residuals = triton.forward.residuals  # type: ignore[attr-defined]
+
+
+def _strides(x: Array, name: str) -> dict[str, int]:
+    """``stride_<name><axis>`` of an array [B, T, heads, dim]; where there is one only, it may be anything."""
+    return {f"stride_{name}{axis}": stride if size > 1 else _ROW
+            for axis, stride, size in zip("bth", strides_of(x), x.shape, strict=False)}
+
+
+def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
+    """The gradients of ``args`` from that of the output."""
+    return triton.backward(args, residuals, grads, _of_triton(args, opts))
+
+
+def _of_triton(args: Args, opts: Options) -> Options:
+    """The options of Triton's kernels, with their configuration."""
+    return opts._replace(cfg=triton.heuristic(describe(args), Config()))
+
+
+def unsupported(inv: Invocation) -> str | None:
+    """Why these kernels cannot run the call, or None."""
+    if reason := cannot_run(inv):
+        return reason
+    K, V = inv.dims["K"], inv.dims["V"]
+    if max(K, V) > 256:
+        return f"takes head dims up to 256; the call has K = {K}, V = {V}"
+    if K % _ROW or V % _ROW:
+        return ("takes head dims that are multiples of 8: rows must begin at multiples of 16 bytes; the call has"
+                f" K = {K}, V = {V}")
+    for name, what in (("bias", "bias"), ("mask", "boolean mask"), ("seed", "dropout")):
+        if name in inv.arrays:
+            return f"takes no {what}"
+    if inv.options["softmax_dtype"] == "float64":
+        return "has no softmax in float64"
+    for name in ("query_segments", "key_segments", "query_offset"):
+        if inv.arrays.get(name, ("int32",))[0] not in ("int32", "int64"):
+            return "takes segment ids and offsets of int32 and int64"
+    return None
+
+
+def loses(inv: Invocation) -> str | None:
+    """Why ``"auto"`` should prefer others, or None."""
+    if reason := was_not_measured():
+        return reason
+    if is_for_libraries(inv.arrays, inv.arrays["query"][0], inv.dims, inv.options):
+        return "leaves plain and causal calls to the vendor's kernels, which have faster gradients"
+    return None
+
+
+def heuristic(inv: Invocation, cfg: Config) -> Config:
+    """Blocks of 128 keys, or as many as the shared memory has room for, in two stages."""
+    return replace(cfg, block_q=128, block_k=128 if _tile(inv.dims["K"], inv.dims["V"]) < 256 else 64, num_stages=2)
+
+
+def candidates(inv: Invocation, cfg: Config) -> list[Config]:
+    """What fits registers and shared memory."""
+    BD = _tile(inv.dims["K"], inv.dims["V"])
+    tiles = {64: ((128, 128, 2), (128, 128, 3), (128, 64, 4), (256, 64, 3)), 128: ((128, 128, 2), (128, 64, 4)),
+             256: ((128, 64, 2),)}[BD]
+    return [replace(cfg, block_q=rows, block_k=block, num_stages=stages) for rows, block, stages in tiles]
+
+
+attention = kernel(
+    "cuda", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
+    unsupported=unsupported, forms_weights=False, letters=axes_with_residuals,
+)
+preferred_attention = replace(attention, loses=loses)
