@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import re
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ import keraunos
 from keraunos.kernels.softmax_attention.contract import Args
 from keraunos.kernels.softmax_attention.reference import attention
 from keraunos.numerics import working_dtype
+from keraunos.ops.registry import HOPPER
 from tests.linear_attention.cases import DTYPES, GPU, INTERPRETED
 from tests.numerics import assert_within_rule
 
@@ -23,7 +25,9 @@ def platforms() -> list[tuple[str, str]]:
     """The (platform, framework) pairs that run here."""
     if INTERPRETED:
         return [("triton", "torch")]
-    pairs = [("xla", "jax"), ("torch", "torch")] + ([("triton", "jax"), ("triton", "torch")] if GPU else [])
+    pairs = [("xla", "jax"), ("torch", "torch")]
+    if GPU:
+        pairs += [(platform, framework) for platform in ("triton", "cuda") for framework in ("jax", "torch")]
     return [pair for pair in pairs if importlib.util.find_spec(pair[1])]
 
 
@@ -99,6 +103,14 @@ class Case:
             platform=platform, cfg=cfg,
         )
 
+    def given(self, platform: str) -> Case | None:
+        """The call as a platform takes it, or None: ``cuda`` in 16 bits, and not everything."""
+        if platform != "cuda":
+            return self
+        if self.bias or self.mask or self.dropout:
+            return None
+        return dataclasses.replace(self, dtype="bfloat16" if self.dtype == "float32" else self.dtype)
+
     def check(self, platform: str, framework: str) -> None:
         """Hold output and gradients to the tolerance rule."""
         got, seed = {"jax": self.run_jax, "torch": self.run_torch}[framework](platform)
@@ -171,6 +183,13 @@ class Case:
         got = [output.detach(), *(x if x is None else x.grad for x in given)]
         seed = torch.randint(1 << 32, (2,), generator=again).numpy()
         return [x if x is None else x.double().cpu().numpy() for x in got], seed
+
+
+def is_hopper() -> bool:
+    """Whether the GPU is one that the platform ``cuda`` is for."""
+    import torch
+
+    return bool(re.search(HOPPER[1], torch.cuda.get_device_name()))
 
 
 def mask_info(args):

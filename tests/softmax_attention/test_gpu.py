@@ -1,6 +1,7 @@
 """Softmax attention on a GPU: tiles as they are chosen there, equal bits, big offsets, and who gets plain calls."""
 
 import dataclasses
+import functools
 import importlib.util
 
 import numpy as np
@@ -10,7 +11,7 @@ import keraunos
 from keraunos import frontends
 from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU
-from tests.softmax_attention.cases import Case
+from tests.softmax_attention.cases import Case, is_hopper
 
 pytestmark = pytest.mark.skipif(not GPU, reason="needs a GPU: run with --gpu")
 torch = pytest.importorskip("torch")
@@ -31,20 +32,32 @@ CASES = [
     Case(B=1, T=200, H=2, K=256, causal=True, soft_cap=5.0, sinks=2, segments=True),
     Case(B=1, T=150, H=2, K=256, V=192, bias=2),
     Case(B=1, T=200, H=2, K=128, bias=1, dropout=0.2, window=30),
+    # More tiles than run at once.
+    Case(B=1, T=1100, H=16, G=4, K=64, dtype="bfloat16", causal=True),
+    Case(B=1, T=1100, H=16, K=64, dtype="float16", window=(200, 30), sinks=1, segments=True, soft_cap=80.0),
 ]
 needs_jax_triton = pytest.mark.skipif(
     not (importlib.util.find_spec("jax") and importlib.util.find_spec("jax_triton")), reason="needs jax and jax_triton"
 )
 
 
+@pytest.fixture(params=["triton", "cuda"])
+def platform(request):
+    if request.param == "cuda" and not is_hopper():
+        pytest.skip("needs a Hopper GPU")
+    return request.param
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_values_in_the_usual_tiles(case):
-    case.check("triton", "torch")
+def test_values_in_the_usual_tiles(case, platform):
+    if platform == "cuda" and (case.dtype == "float32" or case.given(platform) is None):
+        pytest.skip("has what the platform refuses")
+    case.check(platform, "torch")
 
 
 @needs_jax_triton
-@pytest.mark.parametrize("case", CASES[1:3], ids=str)
-def test_both_frameworks_give_the_same_bits_every_time(case):
+@pytest.mark.parametrize("case", [*CASES[1:3], CASES[-1]], ids=str)
+def test_both_frameworks_give_the_same_bits_every_time(case, platform):
     # A generator and a key give different seeds.
     case = dataclasses.replace(case, dropout=0.0)
 
@@ -52,22 +65,97 @@ def test_both_frameworks_give_the_same_bits_every_time(case):
         pairs = zip(first, second, strict=True)
         return [i for i, (a, b) in enumerate(pairs) if a is not b and not np.array_equal(np.asarray(a, np.float64), b)]
 
-    first = case.run_torch("triton")[0]
-    assert not differing(first, case.run_jax("triton")[0])
+    first = case.run_torch(platform)[0]
+    assert not differing(first, case.run_jax(platform)[0])
     for _ in range(20):
-        assert not differing(first, case.run_torch("triton")[0])
+        assert not differing(first, case.run_torch(platform)[0])
 
 
-def test_offsets_past_2_to_the_31():
+def test_offsets_past_2_to_the_31(platform):
     T, H, D = 140_000, 128, 128
     q = torch.empty(1, T, H, D, device="cuda", dtype=torch.bfloat16).normal_()
     assert q.numel() > 2**31
-    options = dict(causal=True, sliding_window=(100, 0), platform="triton")
+    options = dict(causal=True, sliding_window=(100, 0), platform=platform)
     tail, heads = slice(T - 256, T), slice(H - 2, H)
     x, out = q[:, tail, heads].contiguous(), keraunos.attention(q, q, q, **options)
     want = keraunos.attention(x, x, x, **options)
     # Of other tiles, so of other roundings.
     torch.testing.assert_close(out[:, T - 128 :, heads], want[:, 128:], rtol=2e-2, atol=2e-2)
+
+
+def tokens(*shape):
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+CUDA = dict(causal=True, platform="cuda")
+
+
+@pytest.fixture
+def hopper():
+    if not is_hopper():
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_tensors_with_strides():
+    """Parts of one projection, heads before tokens, and what copies of blocks cannot take."""
+    fused = tokens(2, 300, 4, 3 * 128 + 8)
+    parts = [fused[..., i : i + 128] for i in (0, 128, 256)]
+    heads_first = [tokens(2, 4, 300, 128).transpose(1, 2) for _ in range(3)]
+    odd = [fused[..., i : i + 128] for i in (1, 130, 257)]
+    shared = [x[:, :, :1].expand(2, 300, 4, 128) for x in parts]
+    single = [x[:1, :, :1] for x in parts]
+    for args in (parts, heads_first, odd, shared, single):
+        for _ in range(2):
+            whole = [x.contiguous() for x in args]
+            assert torch.equal(keraunos.attention(*args, **CUDA), keraunos.attention(*whole, **CUDA))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_nothing_is_compiled_for_a_length():
+    from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
+
+    def call(T):
+        keraunos.attention(*(tokens(1, T, 16, 128) for _ in range(3)), **CUDA)
+        return len(forward_kernel.device_caches[torch.cuda.current_device()][0])
+
+    compiled = max(call(64), call(2000))  # with fewer tiles than run at once, and with more
+    for T in np.random.default_rng(0).integers(1, 3000, 50):
+        assert call(int(T)) == compiled
+
+
+@pytest.mark.usefixtures("hopper")
+def test_in_a_cuda_graph():
+    q, k, v = (tokens(1, 4096, 8, 128) for _ in range(3))
+    call = lambda: keraunos.attention(q, k, v, **CUDA)  # noqa: E731
+    wanted = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.usefixtures("hopper")
+@needs_jax_triton
+def test_calls_in_one_program_count_their_own_tiles():
+    """Of calls with the same arrays, and in a loop, JAX must not make one counter of all."""
+    import jax
+
+    q, k, _ = given = [jax.dlpack.from_dlpack(tokens(1, 2000, 16, 128)) for _ in range(3)]
+    window = functools.partial(keraunos.attention, **CUDA, sliding_window=(100, 0))
+    causal = functools.partial(keraunos.attention, **CUDA)
+
+    def both(q, k, v):
+        looped, _ = jax.lax.scan(lambda x, _: (causal(q, k, x), None), v, length=3)
+        return causal(q, k, v), window(q, k, v), looped
+
+    first = causal(*given)
+    wanted = first, window(*given), causal(q, k, causal(q, k, first))
+    for got, one in zip(jax.jit(both)(*given), wanted, strict=True):
+        assert np.array_equal(np.asarray(got, np.float32), np.asarray(one, np.float32))
 
 
 PLAIN = [Case(T=128, K=64, dtype="bfloat16", causal=True), Case(T=130, S=96, G=2, K=128, dtype="float16")]
