@@ -1,24 +1,33 @@
-"""Runs the forward of softmax attention in the emulator: cases, and what float64 gives for them."""
+"""Runs the forward of softmax attention on ``cuda`` in the emulator: cases, and what float64 gives for them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+from unittest import mock
 
 import numpy as np
 import torch
 
-from keraunos.kernels.softmax_attention.contract import FAR, sides
+from keraunos import frontends
+from keraunos.kernels.softmax_attention.contract import Args, Options, describe, sides
+from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
 from keraunos.kernels.softmax_attention.reference import attention
-from tests.cuda import emulator
+from keraunos.kernels.softmax_attention.triton.kernels import spread_kernel
+from keraunos.ops.invocation import Config
+from tests.cuda.builds import launched
 from tests.cuda.compile import resources
+from tests.cuda.platform import launcher
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call; ``segments``: ``(lengths of the queries' segments, of the keys')``, -n: as long, but padding."""
+    """A call; ``segments``: ``(lengths of the queries' segments, of the keys')``, -n: as long, but padding.
+
+    programs: as many run at once. cfg: what differs from the heuristic's configuration. exact: caps have the tangent
+    that is exact next to 0, as large ones always have.
+    """
 
     T: int = 200
     S: int | None = None
@@ -36,13 +45,8 @@ class Case:
     sinks: int = 0
     segments: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     programs: int = 3
-    rows: int = 64
-    block: int = 128
-    stages: int = 2
-    held: int = 2
-    turns: bool = True
-    shared: bool = False
-    tangent: int = 1
+    cfg: tuple[tuple[str, int], ...] = ()
+    exact: bool = False
 
     @functools.cached_property
     def arrays(self):
@@ -97,45 +101,28 @@ def spreads(ids, block):
     return found
 
 
-def inputs(case):
-    """``(inputs, outputs, constants)`` of the kernel."""
-    x = case.arrays
-    (B, T, H, K), (S, G, V) = x["query"].shape, x["value"].shape[1:]
-    left, right = sides(case.causal, case.window)
-    scale = K**-0.5 if case.scale is None else case.scale
-    log2e = math.log2(math.e)
-    cap = case.soft_cap
-    strides = {f"stride_{name[0]}{axis}": x[name].stride(i)
-               for name in ("query", "key", "value") for i, axis in enumerate("bth")}
-    ids = x["key_segments"]
-    given = dict(
-        q=x["query"], k=x["key"], v=x["value"], sinks=x["sinks"], query_ids=x["query_segments"], key_ids=ids,
-        spreads=None if ids is None else spreads(ids, case.block), offsets=x["query_offset"],
-        taken=torch.zeros(1, dtype=torch.int32) if case.shared else None, **strides,
-        stride_queryb=T, stride_keyb=S, stride_sinksh=case.sinks,
-        inner=scale / cap * 2 * log2e if cap else 0.0, unit=(cap or abs(scale)) * log2e,
-        left=min(left or 0, FAR // 2), right=min(right or 0, FAR // 2), B=B, T=T, S=S, M=H // G,
-    )
-    made = dict(o=torch.full((B, T, H, V), torch.nan, dtype=x["query"].dtype), lse=torch.full((B, H, T), torch.nan),
-                count=given["taken"])
-    fixed = dict(
-        H=H, K=K, V=V, R=H // G, RN=1, SINKS=case.sinks, GROUPS=2, ROWS=case.rows, N=case.block,
-        BD=max(64, 1 << (max(K, V) - 1).bit_length()), STAGES=case.stages, HELD=case.held,
-        CAP=case.tangent if cap else 0,
-        NEGATIVE=not cap and scale < 0, BOUNDED=bool(cap) and cap <= 60 and case.dtype == "bfloat16",
-        LEFT=left is not None, RIGHT=right is not None,
-        OFFSET=case.offset is not None and (left, right) != (None, None), SEGMENTS=ids is not None, TURNS=case.turns,
-        REGISTERS=240, OTHERS=24,
-    )
-    return given, made, fixed
+def forward(case):
+    """``(output, lse)`` of the platform's own host code."""
+    args = Args(**case.arrays)
+    cfg = dataclasses.replace(passes.heuristic(describe(args), Config()), **dict(case.cfg))
+    scale = case.D**-0.5 if case.scale is None else case.scale
+    opts = Options(scale, case.soft_cap, *sides(case.causal, case.window), 0.0, "float32", False, cfg)
+    large = 0 if case.exact else passes._LARGE_CAP
+    with mock.patch.multiple(passes, _PROGRAMS=case.programs, _LARGE_CAP=large):
+        return passes.forward(args, opts)[1]
 
 
 def run(case, mode="late", seed=0):
-    """``(output, lse)`` of the kernel in the emulator."""
-    given, made, fixed = inputs(case)
-    emulator.launch(forward_kernel, (case.programs,), *given.values(), *made.values(), *fixed.values(), mode=mode,
-                    seed=seed)
-    return made["o"], made["lse"]
+    """``(output, lse)``, from the emulator."""
+    emulated = launcher(mode, seed)
+
+    def launch(kernel, grid, inputs, outputs, constants, **options):
+        if kernel is spread_kernel:  # in Triton
+            return (spreads(inputs["ids"], constants["BLOCK"]),)
+        return emulated(kernel, grid, inputs, outputs, constants, **options)
+
+    with mock.patch.object(frontends, "launch", launch):
+        return forward(case)
 
 
 def errors(case, got):
@@ -149,18 +136,13 @@ def errors(case, got):
     return o_error, np.abs(np.where(finite, lse.double().numpy(), 0) - np.where(finite, sums, 0)).max()
 
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+def builds(case):
+    """The kernels in Gluon that a call launches."""
+    return [build for build in launched(lambda: forward(case)) if build[0] is not spread_kernel]
 
 
 def built(case):
-    """The kernel's resources; see ``tests/cuda/compile.py``."""
-    given, made, fixed = inputs(case)
-    types, constants = {}, dict(fixed)
-    for name, x in {**given, **made}.items():
-        if x is None:
-            constants[name] = None
-        elif isinstance(x, torch.Tensor):
-            types[name] = "*" + _TYPES[x.dtype]
-        else:
-            types[name] = "fp32" if isinstance(x, float) else "i32"
-    return resources(forward_kernel, types, constants)
+    """The forward kernel's resources; see ``tests/cuda/compile.py``."""
+    kernel, types, constants = builds(case)[-1]
+    assert kernel is forward_kernel
+    return resources(kernel, dict(types), dict(constants))

@@ -59,6 +59,22 @@ def test_inside_shard_map(gla):
     assert launches(fn, TOKENS, TOKENS, TOKENS) == 1
 
 
+@pytest.mark.parametrize(("length", "counts"), [(200, False), (4096, True)])
+def test_softmax_attention(length, counts, monkeypatch):
+    """Forward: counters of tiles, which launches overwrite, where there are many; backward: means, and two walks."""
+    launch = pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
+    # Without a device there is nothing to ask for its capability.
+    monkeypatch.setattr(launch.jax_triton, "triton_call",
+                        functools.partial(launch.jax_triton.triton_call, compute_capability=90))
+    cfg = Config(block_q=128, block_k=128, num_stages=2)
+    attention = functools.partial(kernel_registry.get("attention", "cuda"), causal=True, cfg=cfg)
+    tokens = jax.ShapeDtypeStruct((2, length, 4, 128), jnp.bfloat16)
+    loss = jax.value_and_grad(lambda *args: attention(*args)[0].astype(jnp.float32).sum(), range(3))
+    text = jax.jit(loss).trace(tokens, tokens, tokens).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton_kernel_call") == 4 + counts
+    assert text.count("output_operand_alias<") == counts
+
+
 @pytest.mark.parametrize("has_initial", [False, True])
 def test_prefill_is_one_launch_that_overwrites_its_pool(has_initial):
     pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)

@@ -1,4 +1,4 @@
-"""The forward of softmax attention in Gluon: values in the emulator against float64, and what it is built to."""
+"""Softmax attention on ``cuda``: values in the emulator against float64, what is built, what is refused."""
 
 import dataclasses
 import itertools
@@ -6,8 +6,11 @@ import itertools
 import pytest
 import torch
 
+import keraunos
 from keraunos import frontends
-from tests.cuda.softmax_attention import Case, built, errors, run
+from keraunos.kernels.softmax_attention.cuda import passes
+from keraunos.ops.registry import kernel_registry
+from tests.cuda.softmax_attention import Case, builds, built, errors, forward, run
 
 PACKED = (100, 130, -20, 50), (100, 130, -20, 50)
 EVERYTHING = dict(causal=True, soft_cap=30.0, sinks=1, segments=PACKED)
@@ -19,8 +22,8 @@ CASES = {
     "float16": Case(T=300, dtype="float16", causal=True),
     "float16, 64": Case(D=64, dtype="float16"),
     "96 and 40": Case(D=96, V=40, causal=True),
-    "256": Case(T=300, D=256, causal=True, block=64, held=1),
-    "everything, 256": Case(T=300, D=256, V=200, dtype="float16", block=64, held=1, **EVERYTHING),
+    "256": Case(D=256, causal=True),
+    "everything, 256": Case(T=300, D=256, V=200, dtype="float16", **EVERYTHING),
     "shared keys": Case(H=4, G=1, causal=True),
     "one query": Case(T=1, S=300, H=4, G=1),
     "negative scale": Case(scale=-0.2, causal=True),
@@ -31,8 +34,8 @@ CASES = {
     "cap": Case(T=300, causal=True, soft_cap=20.0),
     "large cap": Case(T=300, causal=True, soft_cap=100.0),
     "cap, float16": Case(T=300, causal=True, soft_cap=20.0, dtype="float16"),
-    "cap by polynomials": Case(T=300, causal=True, soft_cap=20.0, dtype="float16", tangent=2),
-    "small cap by polynomials": Case(T=300, causal=True, soft_cap=0.25, scale=1.0, tangent=2),
+    "cap by polynomials": Case(T=300, causal=True, soft_cap=20.0, dtype="float16", exact=True),
+    "small cap by polynomials": Case(T=300, causal=True, soft_cap=0.25, scale=1.0, exact=True),
     "sinks": Case(T=300, window=(50, 0), sinks=3),
     "segments": Case(T=300, causal=True, segments=PACKED),
     "lengths of keys": Case(T=140, S=300, B=2, segments=((140,), (170, -130))),
@@ -42,11 +45,11 @@ CASES = {
     "all hidden": Case(T=140, S=130, segments=((-140,), (130,))),
     "everything": Case(T=300, **EVERYTHING),
     "everything, float16": Case(T=300, window=(90, 10), offset=(7,), dtype="float16", **EVERYTHING),
-    "blocks of 64": Case(T=300, causal=True, block=64, stages=3),
-    "tiles of 256": Case(T=300, D=64, causal=True, rows=128, block=64),
-    "without turns": Case(T=300, causal=True, turns=False),
-    "one tile held": Case(T=300, causal=True, held=1),
-    "tiles as they come": Case(T=300, B=2, shared=True, **EVERYTHING),
+    "huge cap": Case(T=300, causal=True, soft_cap=1e6, dtype="float16"),
+    "blocks of 64": Case(T=300, causal=True, cfg=(("block_k", 64), ("num_stages", 3))),
+    "tiles of 256": Case(T=300, D=64, causal=True, cfg=(("block_q", 256), ("block_k", 64))),
+    "tiles as they come": Case(T=300, B=2, **EVERYTHING),
+    "as many tiles each": Case(T=300, B=2),
     "a program for each tile": Case(T=300, causal=True, programs=6),
 }
 
@@ -59,7 +62,7 @@ def test_it_agrees_with_float64(name):
     assert log < 2e-5
 
 
-@pytest.mark.parametrize("name", ["causal", "everything", "tiles as they come", "one tile held"])
+@pytest.mark.parametrize("name", ["causal", "everything", "tiles as they come", "256"])
 def test_every_schedule_gives_the_same_bits(name):
     first, log = run(CASES[name])
     for mode, seed in itertools.product(("late", "early", "random"), (0, 1, 2)):
@@ -70,8 +73,8 @@ def test_every_schedule_gives_the_same_bits(name):
 
 def test_who_computes_a_tile_changes_no_bit():
     first, log = run(CASES["everything"])
-    for programs, shared in ((1, True), (6, False)):
-        output, again = run(dataclasses.replace(CASES["everything"], programs=programs, shared=shared))
+    for programs in (1, 6):
+        output, again = run(dataclasses.replace(CASES["everything"], programs=programs))
         assert torch.equal(first, output)
         assert torch.equal(log, again)
 
@@ -84,3 +87,53 @@ def test_it_fits(name):
     assert used["stack"] <= 64  # of what is read once for a tile; nothing in the loops of products
     assert used["shared"] <= frontends.SHARED_MEMORY
     assert used["waits"] == 0
+
+
+def test_nothing_is_compiled_for_a_length():
+    for programs in (10**9, 1):  # tiles are fewer than run at once, and more
+        calls = [Case(T=T, S=S, programs=programs, **EVERYTHING | {"segments": ((T,), (S,))})
+                 for T, S in ((1, 1), (16, 130), (1000, 64), (1280, 2048))]
+        assert len({frozenset(builds(call)) for call in calls}) == 1
+
+
+@pytest.mark.parametrize("cfg", [(("block_q", 64),), (("block_k", 256),), (("block_q", 256),)], ids=str)
+def test_blocks_that_it_does_not_have_are_refused(cfg):
+    with pytest.raises(ValueError, match=r"attention: block_q = \d+, .* expected 128 or 256, and 64 or 128"):
+        forward(Case(cfg=cfg))
+
+
+def on_a_gpu(framework="torch", device="NVIDIA H200", arrays=None, options=None, **sizes):
+    inv = keraunos.Attention().invocation(framework, **{"T": 4096, "H": 16, "K": 128, "causal": True, **sizes})
+    return dataclasses.replace(inv, backend="gpu", device=device, arrays={**inv.arrays, **(arrays or {})},
+                               options={**inv.options, **(options or {})})
+
+
+def test_what_it_cannot_do_it_refuses_with_the_reason():
+    def refused(*args, **changes):
+        return passes.unsupported(on_a_gpu(*args, **changes))
+
+    assert refused() is refused(dtype="float16", window=(5, 0), sinks=1, segments=True, soft_cap=True) is None
+    for K, V in ((64, 64), (16, 128), (200, 40), (256, 256)):
+        assert refused(K=K, V=V) is None
+    assert "Hopper" in refused(device="NVIDIA A100")
+    assert "float32" in refused(dtype="float32")
+    assert "V = 264" in refused(V=264)
+    assert "16 bytes" in refused(K=100)
+    assert "no bias" in refused(arrays={"bias": ("bfloat16", 4)})
+    assert "no boolean mask" in refused(arrays={"mask": ("bool", 4)})
+    assert "no dropout" in refused(arrays={"seed": ("int64", 1)})
+    assert "segment ids" in refused(arrays={"key_segments": ("uint8", 2)})
+    assert "float64" in refused(options={"softmax_dtype": "float64"})
+
+
+@pytest.mark.parametrize(("framework", "vendor"), [("torch", "torch"), ("jax", "xla")])
+def test_auto_takes_it_for_what_the_vendors_kernels_do_not_do(framework, vendor):
+    pytest.importorskip(framework)
+
+    def chosen(**call):
+        return kernel_registry.choose(on_a_gpu(framework, **call))[0].platform
+
+    assert chosen() == chosen(causal=False) == vendor
+    assert chosen(window=(1023, 0)) == chosen(sinks=1) == chosen(segments=True) == chosen(K=256) == "cuda"
+    assert chosen(sinks=1, dtype="float32") == chosen(sinks=1, device="NVIDIA A100") == "triton"
+    assert chosen(arrays={"bias": ("bfloat16", 4)}) == "triton"
