@@ -43,7 +43,8 @@ PREFILLS = {
     "prefill, 96 and 40": (small_prefill(K=96, V=40, fresh=(0,)), False, False),
 }
 NAMES = (*CALLS, *PREFILLS)
-_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "int32": "i32", "int64": "i64",
+          "bool": "i1"}
 
 
 def most(call):

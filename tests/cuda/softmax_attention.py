@@ -14,7 +14,7 @@ from keraunos.kernels.softmax_attention.contract import Args, Options, describe,
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
 from keraunos.kernels.softmax_attention.reference import attention
-from keraunos.kernels.softmax_attention.triton.kernels import spread_kernel
+from keraunos.kernels.softmax_attention.triton.kernels import mask_kernel, spread_kernel
 from keraunos.ops.invocation import Config
 from tests.cuda.builds import launched
 from tests.cuda.compile import resources
@@ -44,6 +44,9 @@ class Case:
     scale: float | None = None
     sinks: int = 0
     segments: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    bias: tuple[int, int] | None = None  # rows of the batch and heads
+    mask: tuple[int, int] | None = None
+    dropout: float = 0.0
     programs: int = 3
     cfg: tuple[tuple[str, int], ...] = ()
     exact: bool = False
@@ -56,6 +59,11 @@ class Case:
         def normal(*shape):
             return torch.from_numpy(rng.standard_normal(shape)).to(getattr(torch, self.dtype))
 
+        mask = None
+        if self.mask:
+            mask = torch.from_numpy(rng.random((*self.mask, self.T, S)) < 0.7)
+            mask[..., :150, 128:] = False  # whole blocks
+            mask[..., 150:, :128] = True
         ids = [None, None]
         if self.segments:
             ids = [torch.tensor([i if n > 0 else -1 for i, n in enumerate(lengths) for _ in range(abs(n))])
@@ -64,7 +72,8 @@ class Case:
             query=normal(self.B, self.T, self.H, self.D), key=normal(self.B, S, self.G, self.D),
             value=normal(self.B, S, self.G, V),
             sinks=torch.from_numpy(rng.standard_normal((self.H, self.sinks)).astype("f4")) if self.sinks else None,
-            query_segments=ids[0], key_segments=ids[1],
+            bias=normal(*self.bias, self.T, S) if self.bias else None, mask=mask,
+            seed=torch.tensor([3, 2**32 - 5]) if self.dropout else None, query_segments=ids[0], key_segments=ids[1],
             query_offset=torch.tensor(self.offset, dtype=torch.int32) if self.offset else None,
         )
 
@@ -72,7 +81,8 @@ class Case:
         """``(output, lse)`` in float64."""
         given = {name: None if x is None else (x.double() if x.is_floating_point() else x).numpy()
                  for name, x in self.arrays.items()}
-        options = dict(softmax_scale=self.scale, soft_cap=self.soft_cap, causal=self.causal, window=self.window)
+        options = dict(softmax_scale=self.scale, soft_cap=self.soft_cap, causal=self.causal, window=self.window,
+                       dropout=self.dropout)
         output, _ = attention(**given, **options)
         return output, _logs(given, options, self.H)
 
@@ -81,7 +91,7 @@ def _logs(given, options, H):
     """The log of each query's sum, base 2, inf where there is none ``[B, H, T]``, of the weight of one more sink."""
     one = np.zeros((H, 1))
     sinks = one if given["sinks"] is None else np.concatenate([given["sinks"], one], 1)
-    _, p = attention(**{**given, "sinks": sinks}, **options)
+    _, p = attention(**{**given, "sinks": sinks}, **options | {"dropout": 0.0})
     rest = 1 - p.sum(-1)  # exp(0) and the other sinks, of a sum that has exp(0) too much
     whole = np.exp(sinks).sum(-1)[None, :, None] / rest - 1
     with np.errstate(divide="ignore"):
@@ -101,12 +111,22 @@ def spreads(ids, block):
     return found
 
 
+def flags(mask, rows, columns):
+    """What ``mask_kernel`` finds of blocks of a mask."""
+    B, heads, T, S = mask.shape
+    found = torch.empty(B, heads, -(-T // rows), -(-S // columns), dtype=torch.int8)
+    for i, tile in enumerate(mask.split(rows, 2)):
+        for j, block in enumerate(tile.split(columns, 3)):
+            found[:, :, i, j] = block.flatten(2).any(-1).to(torch.int8) + block.flatten(2).all(-1).to(torch.int8)
+    return found
+
+
 def forward(case):
     """``(output, lse)`` of the platform's own host code."""
     args = Args(**case.arrays)
     cfg = dataclasses.replace(passes.heuristic(describe(args), Config()), **dict(case.cfg))
     scale = case.D**-0.5 if case.scale is None else case.scale
-    opts = Options(scale, case.soft_cap, *sides(case.causal, case.window), 0.0, "float32", False, cfg)
+    opts = Options(scale, case.soft_cap, *sides(case.causal, case.window), case.dropout, "float32", False, cfg)
     large = 0 if case.exact else passes._LARGE_CAP
     with mock.patch.multiple(passes, _PROGRAMS=case.programs, _LARGE_CAP=large):
         return passes.forward(args, opts)[1]
@@ -119,6 +139,8 @@ def run(case, mode="late", seed=0):
     def launch(kernel, grid, inputs, outputs, constants, **options):
         if kernel is spread_kernel:  # in Triton
             return (spreads(inputs["ids"], constants["BLOCK"]),)
+        if kernel is mask_kernel:
+            return (flags(inputs["mask"], constants["BT"], constants["BS"]),)
         return emulated(kernel, grid, inputs, outputs, constants, **options)
 
     with mock.patch.object(frontends, "launch", launch):
@@ -138,7 +160,7 @@ def errors(case, got):
 
 def builds(case):
     """The kernels in Gluon that a call launches."""
-    return [build for build in launched(lambda: forward(case)) if build[0] is not spread_kernel]
+    return [build for build in launched(lambda: forward(case)) if build[0] not in (mask_kernel, spread_kernel)]
 
 
 def built(case):

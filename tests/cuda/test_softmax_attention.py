@@ -14,6 +14,7 @@ from tests.cuda.softmax_attention import Case, builds, built, errors, forward, r
 
 PACKED = (100, 130, -20, 50), (100, 130, -20, 50)
 EVERYTHING = dict(causal=True, soft_cap=30.0, sinks=1, segments=PACKED)
+WINDOW = dict(window=(150, 20), segments=PACKED)
 CASES = {
     "plain": Case(),
     "other lengths": Case(T=130, S=333),
@@ -45,6 +46,12 @@ CASES = {
     "all hidden": Case(T=140, S=130, segments=((-140,), (130,))),
     "everything": Case(T=300, **EVERYTHING),
     "everything, float16": Case(T=300, window=(90, 10), offset=(7,), dtype="float16", **EVERYTHING),
+    "bias": Case(T=300, S=200, B=2, bias=(2, 2), scale=-0.1),
+    "bias of all rows, shared": Case(T=150, B=2, H=4, G=2, bias=(1, 2), causal=True, soft_cap=20.0, sinks=1),
+    "mask": Case(T=300, S=260, B=2, H=4, mask=(2, 2), dtype="float16", scale=-0.1),
+    "mask of all rows": Case(T=300, mask=(1, 1), soft_cap=20.0, **WINDOW),
+    "dropout": Case(T=300, dropout=0.3, causal=True),
+    "everything else": Case(T=150, G=1, bias=(1, 2), dropout=0.6, sinks=2, soft_cap=80.0, causal=True, D=256),
     "huge cap": Case(T=300, causal=True, soft_cap=1e6, dtype="float16"),
     "blocks of 64": Case(T=300, causal=True, cfg=(("block_k", 64), ("num_stages", 3))),
     "tiles of 256": Case(T=300, D=64, causal=True, cfg=(("block_q", 256), ("block_k", 64))),
@@ -80,7 +87,8 @@ def test_who_computes_a_tile_changes_no_bit():
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "64", "float16", "everything", "everything, float16",
-                                  "blocks of 64", "tiles of 256", "tiles as they come", "cap by polynomials", "256"])
+                                  "blocks of 64", "tiles of 256", "tiles as they come", "cap by polynomials", "256",
+                                  "bias", "mask", "dropout", "everything else"])
 def test_it_fits(name):
     used = built(CASES[name])
     assert used["registers"] <= 168  # of a thread when the kernel starts, before partitions give theirs to others
@@ -112,6 +120,7 @@ def test_what_it_cannot_do_it_refuses_with_the_reason():
     def refused(*args, **changes):
         return passes.unsupported(on_a_gpu(*args, **changes))
 
+    assert refused(arrays={"bias": ("bfloat16", 4), "seed": ("int64", 1)}) is refused(arrays={"mask": ("bool", 4)}) is None
     assert refused() is refused(dtype="float16", window=(5, 0), sinks=1, segments=True, soft_cap=True) is None
     for K, V in ((64, 64), (16, 128), (200, 40), (256, 256)):
         assert refused(K=K, V=V) is None
@@ -119,10 +128,8 @@ def test_what_it_cannot_do_it_refuses_with_the_reason():
     assert "float32" in refused(dtype="float32")
     assert "V = 264" in refused(V=264)
     assert "16 bytes" in refused(K=100)
-    assert "no bias" in refused(arrays={"bias": ("bfloat16", 4)})
-    assert "no boolean mask" in refused(arrays={"mask": ("bool", 4)})
-    assert "no dropout" in refused(arrays={"seed": ("int64", 1)})
-    assert "segment ids" in refused(arrays={"key_segments": ("uint8", 2)})
+    assert "not both" in refused(arrays={"bias": ("bfloat16", 4), "mask": ("bool", 4)})
+    assert "segment ids" in refused(arrays={"key_segments": ("int16", 2)})
     assert "float64" in refused(options={"softmax_dtype": "float64"})
 
 

@@ -103,14 +103,6 @@ class Case:
             platform=platform, cfg=cfg,
         )
 
-    def given(self, platform: str) -> Case | None:
-        """The call as a platform takes it, or None: ``cuda`` in 16 bits, and not everything."""
-        if platform != "cuda":
-            return self
-        if self.bias or self.mask or self.dropout:
-            return None
-        return dataclasses.replace(self, dtype="bfloat16" if self.dtype == "float32" else self.dtype)
-
     def check(self, platform: str, framework: str) -> None:
         """Hold output and gradients to the tolerance rule."""
         got, seed = {"jax": self.run_jax, "torch": self.run_torch}[framework](platform)

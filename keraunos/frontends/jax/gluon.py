@@ -13,7 +13,7 @@ from jax._src.lib import gpu_triton
 # The generation of NVIDIA GPUs that Gluon kernels are written for: Hopper.
 _CAPABILITY = 90
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "int8": "i8", "uint8": "u8",
-          "int32": "i32", "int64": "i64", "bool": "i1"}
+          "int32": "i32", "int64": "i64", "uint32": "u32", "bool": "i1"}
 
 
 def call(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct | None],

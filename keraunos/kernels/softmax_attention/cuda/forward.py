@@ -105,15 +105,18 @@ def bounds(first, last, S, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 
 
 @gluon.jit
-def narrowed(lo, hi, whole_lo, whole_hi, ids, inside, spreads, NS, LAYOUT: gl.constexpr):
-    """:func:`bounds` without the blocks at both ends that segments hide.
+def narrowed(lo, hi, whole_lo, whole_hi, ids, inside, spreads, flags, NS, SEGMENTS: gl.constexpr, MASK: gl.constexpr,
+             LAYOUT: gl.constexpr):
+    """:func:`bounds` without the blocks at both ends that segments or the mask hide.
 
-    The queries' ids are ``ids``; ``spreads`` has each block's lowest id that is no padding, highest, and lowest of all.
-    The middle is what shows everything to all queries, if that is one run of blocks.
+    SEGMENTS: the queries' ids are ``ids``; ``spreads`` has each block's lowest id that is no padding, highest, and
+    lowest of all. MASK: ``flags`` has 0 where nothing of a block is visible, 2 where everything is. The middle is what
+    shows everything to all queries, if that is one run of blocks.
     """
-    highest = gl.max(gl.where(inside, ids, -1), 0)
-    lowest = gl.min(gl.where(inside & (ids >= 0), ids, highest), 0)
-    least = gl.min(gl.where(inside, ids, highest), 0)
+    if SEGMENTS:
+        highest = gl.max(gl.where(inside, ids, -1), 0)
+        lowest = gl.min(gl.where(inside & (ids >= 0), ids, highest), 0)
+        least = gl.min(gl.where(inside, ids, highest), 0)
     seen_lo = hi
     seen_hi = lo
     one_lo = hi
@@ -122,12 +125,17 @@ def narrowed(lo, hi, whole_lo, whole_hi, ids, inside, spreads, NS, LAYOUT: gl.co
     for first in range(lo, hi, AT_ONCE):
         n = first + gl.arange(0, AT_ONCE, layout=LAYOUT)
         some = n < hi
-        low = gl.load(spreads + n, mask=some, other=0)
-        high = gl.load(spreads + NS + n, mask=some, other=-1)
-        every = gl.load(spreads + 2 * NS + n, mask=some, other=-1)
-        one = some & (n >= whole_lo) & (n < whole_hi) & (every == highest) & (high == highest)
-        one = one & ((least == highest) & (highest >= 0))
-        some = some & (high >= 0) & (low <= highest) & (high >= lowest) & (highest >= 0)
+        one = some & (n >= whole_lo) & (n < whole_hi)
+        if MASK:
+            flag = gl.load(flags + n, mask=some, other=0)
+            one = one & (flag == 2)
+            some = some & (flag > 0)
+        if SEGMENTS:
+            low = gl.load(spreads + n, mask=some, other=0)
+            high = gl.load(spreads + NS + n, mask=some, other=-1)
+            every = gl.load(spreads + 2 * NS + n, mask=some, other=-1)
+            one = one & (every == highest) & (high == highest) & ((least == highest) & (highest >= 0))
+            some = some & (high >= 0) & (low <= highest) & (high >= lowest) & (highest >= 0)
         seen_lo = gl.minimum(seen_lo, gl.min(gl.where(some, n, hi), 0))
         seen_hi = gl.maximum(seen_hi, gl.max(gl.where(some, n + 1, lo), 0))
         one_lo = gl.minimum(one_lo, gl.min(gl.where(one, n, hi), 0))
@@ -139,9 +147,10 @@ def narrowed(lo, hi, whole_lo, whole_hi, ids, inside, spreads, NS, LAYOUT: gl.co
 
 
 @gluon.jit
-def copy(shared, barriers, descriptors, queries, spreads, sizes, tiles, taken, M, H: gl.constexpr, R: gl.constexpr,
-         GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-         LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, SHARED: gl.constexpr):
+def copy(shared, barriers, descriptors, queries, spreads, flags, stride_flagsb, sizes, tiles, taken, M,
+         H: gl.constexpr, R: gl.constexpr, RM: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
+         STAGES: gl.constexpr, HELD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr,
+         SEGMENTS: gl.constexpr, MASK: gl.constexpr, SHARED: gl.constexpr):
     """A partition of one warp: copies tiles of queries, says which these are and which blocks they see, copies those.
 
     The last that it says is that there is no tile. A tile always has a block, so that there are products: that of
@@ -165,11 +174,15 @@ def copy(shared, barriers, descriptors, queries, spreads, sizes, tiles, taken, M
         i_b, i_h, t0 = locate(n, T, M, H, BT)
         far_left, far_right = moved(left, right, offsets, i_b, OFFSET)
         lo, hi, whole_lo, whole_hi = bounds(t0, gl.minimum(t0 + BT, T) - 1, S, far_left, far_right, LEFT, RIGHT, N)
-        if SEGMENTS:
+        if SEGMENTS or MASK:
             t = t0 + gl.arange(0, BT, layout=IDS)
-            ids = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
+            ids = t
+            if SEGMENTS:
+                ids = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
             p_spreads = spreads + i_b.to(gl.int64) * 3 * NS
-            lo, hi, whole_lo, whole_hi = narrowed(lo, hi, whole_lo, whole_hi, ids, t < T, p_spreads, NS, LINE)
+            p_flags = flags + ((i_b * stride_flagsb + i_h // RM).to(gl.int64) * gl.cdiv(T, BT) + t0 // BT) * NS
+            lo, hi, whole_lo, whole_hi = narrowed(lo, hi, whole_lo, whole_hi, ids, t < T, p_spreads, p_flags, NS,
+                                                  SEGMENTS, MASK, LINE)
         lo = gl.minimum(lo, NS - 1)
         count = gl.maximum(hi - lo, 1)
         slot = r % HELD
@@ -232,6 +245,43 @@ def tanh(x, CAP: gl.constexpr):
 
 
 @gluon.jit
+def adorned(x, block, t, masked, bias, mask, stride_biast, stride_maskt, inner, unit, T, S, N: gl.constexpr,
+            CAP: gl.constexpr, NEGATIVE: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, W: gl.constexpr):
+    """Logits, base 2, of products: scaled or capped, with the bias added, -inf where the boolean mask hides the key."""
+    if CAP:
+        x = tanh(x * inner, CAP)
+    x = x * (-unit if NEGATIVE else unit)
+    s = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, W))
+    inside = (t < T)[:, None] & (s < S)[None, :]
+    if BIAS:
+        p_bias = bias + (t.to(gl.int64) * stride_biast)[:, None] + s[None, :]
+        x += gl.load(p_bias, mask=inside, other=0.0).to(gl.float32) * LOG2E
+    if MASK:
+        if masked:
+            p_mask = mask + (t.to(gl.int64) * stride_maskt)[:, None] + s[None, :]
+            x = gl.where(gl.load(p_mask, mask=inside, other=0) != 0, x, float("-inf"))
+    return x
+
+
+@gluon.jit
+def mixed(x):
+    """A permutation of the numbers of 32 bits; ``contract.keeps`` says how the dropout follows from it."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@gluon.jit
+def dropped(p, block, t, i_bh, seed, threshold, N: gl.constexpr, W: gl.constexpr):
+    """The weights of a block that the dropout keeps, and zeros."""
+    s = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, W))
+    head = gl.load(seed).to(gl.uint32) + i_bh.to(gl.uint32)
+    row = mixed(mixed(head) ^ mixed(gl.load(seed + 1).to(gl.uint32) + t.to(gl.uint32)))
+    key = mixed(s.to(gl.uint32) + 0x1E3779B9)
+    return gl.where((mixed(row[:, None] ^ key[None, :]) >> 1).to(gl.int32) >= threshold, p, 0.0)
+
+
+@gluon.jit
 def hidden(x, block, t, own, p_ids, S, left, right, N: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
            SEGMENTS: gl.constexpr, W: gl.constexpr):
     """Logits of a block, -inf where the key is not visible."""
@@ -274,19 +324,26 @@ def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.
 
 
 @gluon.jit
-def attend(shared, barriers, turn, goal, queries, keys, sinks, numbers, sizes, tiles, M, WG: gl.constexpr,
-           H: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
-           N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, CAP: gl.constexpr,
-           NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-           OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, TURNS: gl.constexpr):
+def attend(shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, sizes, tiles, M, WG: gl.constexpr,
+           H: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr,
+           GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+           HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr,
+           RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr,
+           DROPOUT: gl.constexpr, TURNS: gl.constexpr):
     """A partition of one warpgroup: ROWS queries of each tile."""
     q_s, k_s, v_s, plan_s = shared
     held, free, full, empty = barriers
     o_desc, lse = goal
     query_ids, stride_queryb, offsets, left, right = queries
     key_ids, stride_keyb = keys
-    inner, unit, stride_sinksh = numbers
+    bias, stride_biasb, stride_biash, stride_biast, mask, stride_maskb, stride_maskh, stride_maskt, seed = planes
+    inner, unit, keep, threshold, stride_sinksh = numbers
     T, S = sizes
+    # Such logits come scaled.
+    ADORNED: gl.constexpr = BIAS or MASK
+    CAPPED: gl.constexpr = 0 if ADORNED else CAP
+    TURNED: gl.constexpr = NEGATIVE and not ADORNED
+    factor = 1.0 if ADORNED else unit
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     WO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     LEFT_OF: gl.constexpr = gl.DotOperandLayout(0, WO, 2)
@@ -307,6 +364,9 @@ def attend(shared, barriers, turn, goal, queries, keys, sinks, numbers, sizes, t
         if SEGMENTS:
             own = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
             p_ids = key_ids + i_b.to(gl.int64) * stride_keyb
+        i_bl = i_b.to(gl.int64)
+        p_bias = bias + i_bl * stride_biasb + (i_h // RB).to(gl.int64) * stride_biash
+        p_mask = mask + i_bl * stride_maskb + (i_h // RM).to(gl.int64) * stride_maskh
         slot = r % HELD
         lo = said(plan_s, r, 1, HELD)
         count = said(plan_s, r, 2, HELD)
@@ -324,10 +384,15 @@ def attend(shared, barriers, turn, goal, queries, keys, sinks, numbers, sizes, t
         thread_barrier()
         mbarrier.arrive(empty.index(c % STAGES), count=1)
         c += 1
-        mask = (lo, t, own, p_ids, far_left, far_right)
+        limits = (lo, t, own, p_ids, far_left, far_right)
         masked = (lo < whole_lo) | (lo >= whole_hi)
-        x, top, total, decay = weigh(x, top, total, inner, unit, masked, mask, S, N, CAP, NEGATIVE, BOUNDED, LEFT,
+        if ADORNED:
+            x = adorned(x, lo, t, masked, p_bias, p_mask, stride_biast, stride_maskt, inner, unit, T, S, N, CAP,
+                        NEGATIVE, BIAS, MASK, W)
+        x, top, total, decay = weigh(x, top, total, inner, factor, masked, limits, S, N, CAPPED, TURNED, BOUNDED, LEFT,
                                      RIGHT, SEGMENTS, W)
+        if DROPOUT:
+            x = dropped(x, lo, t, i_b * H + i_h, seed, threshold, N, W)
         p = gl.convert_layout(x.to(dtype), LEFT_OF)
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
 
@@ -341,10 +406,15 @@ def attend(shared, barriers, turn, goal, queries, keys, sinks, numbers, sizes, t
                 mbarrier.arrive(turn.index(NEXT), count=1)
                 steps += 1
             x = warpgroup_mma_wait(1, deps=[x])
-            mask = (block, t, own, p_ids, far_left, far_right)
+            limits = (block, t, own, p_ids, far_left, far_right)
             masked = (block < whole_lo) | (block >= whole_hi)
-            x, top, total, decay = weigh(x, top, total, inner, unit, masked, mask, S, N, CAP, NEGATIVE, BOUNDED, LEFT,
+            if ADORNED:
+                x = adorned(x, block, t, masked, p_bias, p_mask, stride_biast, stride_maskt, inner, unit, T, S, N, CAP,
+                            NEGATIVE, BIAS, MASK, W)
+            x, top, total, decay = weigh(x, top, total, inner, factor, masked, limits, S, N, CAPPED, TURNED, BOUNDED, LEFT,
                                          RIGHT, SEGMENTS, W)
+            if DROPOUT:
+                x = dropped(x, block, t, i_b * H + i_h, seed, threshold, N, W)
             c += 1
             # Were this wait not here, the assembler would make the weights after the next one.
             mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
@@ -362,7 +432,7 @@ def attend(shared, barriers, turn, goal, queries, keys, sinks, numbers, sizes, t
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
 
-        top = top * unit
+        top = top * factor
         scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, W))
         if SINKS:
             p_sinks = sinks + (i_h // RN) * stride_sinksh
@@ -383,7 +453,7 @@ def attend(shared, barriers, turn, goal, queries, keys, sinks, numbers, sizes, t
         total = gl.where(some, total, 1.0)
         p_lse = lse + (i_b * H + i_h).to(gl.int64) * T + t
         gl.store(p_lse, gl.where(some, top + gl.log2(total), float("inf")), mask=t < T)
-        o = o * gl.convert_layout(scale / total, gl.SliceLayout(1, WO))[:, None]
+        o = o * gl.convert_layout(scale * keep / total, gl.SliceLayout(1, WO))[:, None]
         q.store(o.to(dtype))
         fence_async_shared()
         thread_barrier()
@@ -403,26 +473,30 @@ def zero_kernel(like, taken):
 
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_queryb", "stride_keyb", "stride_sinksh", "left", "right", "B", "T", "S", "M"]
+            "stride_vh", "stride_biasb", "stride_biash", "stride_biast", "stride_maskb", "stride_maskh", "stride_maskt",
+            "stride_flagsb", "stride_queryb", "stride_keyb", "stride_sinksh", "threshold", "left", "right", "B", "T",
+            "S", "M"]
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
 def forward_kernel(
-    q, k, v, sinks, query_ids, key_ids, spreads, offsets, taken,
+    q, k, v, bias, sinks, mask, flags, query_ids, key_ids, spreads, seed, offsets, taken,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_queryb, stride_keyb, stride_sinksh, inner, unit, left, right, B, T, S, M,
+    stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh, stride_maskt, stride_flagsb, stride_queryb,
+    stride_keyb, stride_sinksh, inner, unit, keep, threshold, left, right, B, T, S, M,
     o, lse, count,
-    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr,
-    GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, TURNS: gl.constexpr,
-    REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr,
+    RN: gl.constexpr, SINKS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr,
+    MASK: gl.constexpr, DROPOUT: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
 ):
-    """``o = softmax(scale * q k^T) v`` with caps, windows, segments and sinks; ``lse [B, H, T]``: logs of sums, base 2.
+    """``o = softmax(scale * q k^T) v``, with what models add to it; ``lse [B, H, T]``: logs of sums, base 2.
 
     q, o: ``[B, T, H, K or V]``; k, v: ``[B, S, H / R, K or V]``. sinks: ``[H / RN, SINKS]``, natural logits; ids
     ``[B, T]`` and ``[B, S]``, below 0: padding; ``spreads [B, 3, blocks]``: what ``spread_kernel`` finds of blocks of N
-    keys. Query t sees keys ``t - left`` to ``t + right``, plus its row's offset; LEFT, RIGHT: whether these are limits.
+    keys. bias, mask: ``[., H / RB or H / RM, T, S]``; ``flags``: what ``mask_kernel`` finds of tiles and blocks. The
+    dropout of the seed's numbers keeps weights that reach the threshold, times ``keep``. Query t sees keys ``t - left`` to ``t + right``, plus its row's offset; LEFT, RIGHT: whether these are limits.
 
     With CAP, ``unit`` is the cap, base 2, and ``inner`` what gives twice the tangent's argument, base 2; without,
     ``unit`` is the scale's magnitude, base 2, and NEGATIVE its sign. BOUNDED: the cap keeps weights so small that they
@@ -464,6 +538,13 @@ def forward_kernel(
         query_ids = lse
         key_ids = lse
         spreads = lse
+    if not BIAS:
+        bias = lse
+    if not MASK:
+        mask = lse
+        flags = lse
+    if not DROPOUT:
+        seed = lse
     if not SINKS:
         sinks = lse
     if not OFFSET:
@@ -477,15 +558,18 @@ def forward_kernel(
     queries = (query_ids, stride_queryb, offsets, left, right)
     keys = (key_ids, stride_keyb)
     goal = (o_desc, lse)
-    numbers = (inner, unit, stride_sinksh)
+    planes = (bias, stride_biasb, stride_biash, stride_biast, mask, stride_maskb, stride_maskh, stride_maskt, seed)
+    numbers = (inner, unit, keep, threshold, stride_sinksh)
     gl.warp_specialize(
         [
-            (attend, (shared, barriers, turn, goal, queries, keys, sinks, numbers, (T, S), tiles, M, 0, H, RN, SINKS,
-                      GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
-            (attend, (shared, barriers, turn, goal, queries, keys, sinks, numbers, (T, S), tiles, M, 1, H, RN, SINKS,
-                      GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET, SEGMENTS, TURNS)),
-            (copy, (shared, barriers, (q_desc, k_desc, v_desc), queries, spreads, (T, S), tiles, count, M, H, R, GROUPS,
-                    ROWS, N, STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, SHARED)),
+            (attend, (shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, (T, S), tiles, M, 0, H, RB,
+                      RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET,
+                      SEGMENTS, BIAS, MASK, DROPOUT, TURNS)),
+            (attend, (shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, (T, S), tiles, M, 1, H, RB,
+                      RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET,
+                      SEGMENTS, BIAS, MASK, DROPOUT, TURNS)),
+            (copy, (shared, barriers, (q_desc, k_desc, v_desc), queries, spreads, flags, stride_flagsb, (T, S), tiles,
+                    count, M, H, R, RM, GROUPS, ROWS, N, STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, MASK, SHARED)),
         ],
         [4, 1],
         [REGISTERS, OTHERS],

@@ -70,22 +70,24 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
     cap, left, right = opts.soft_cap, w.flags["LEFT"], w.flags["RIGHT"]
     tiles = w.B * w.H * -(-w.T // rows)
     taken = None
-    if tiles > _PROGRAMS and (left or right or w.masks["SEGMENTS"]):
+    if tiles > _PROGRAMS and (left or right or w.masks["SEGMENTS"] or w.masks["MASK"]):
         # Some tiles see more keys than others.
         (taken,) = frontends.launch(zero_kernel, (1,), dict(like=args.query), dict(taken=((1,), "int32")), {},
                                     num_warps=1, num_stages=1)
     inputs = dict(
-        q=args.query, k=args.key, v=args.value, sinks=args.sinks if w.sinks else None, query_ids=args.query_segments,
-        key_ids=args.key_segments, spreads=w.spreads(args.key_segments, block), offsets=args.query_offset, taken=taken,
-        **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"), **w.ids(),
-        stride_sinksh=stride_sinks, inner=2 * LOG2E * opts.softmax_scale / cap if cap else 0.0, unit=w.numbers["unit"],
-        left=w.window["left"], right=w.window["right"], B=w.B, T=w.T, S=w.S, M=R,
+        q=args.query, k=args.key, v=args.value, bias=args.bias, sinks=args.sinks if w.sinks else None, mask=args.mask,
+        flags=w.mask_flags(args.mask, rows, block), query_ids=args.query_segments, key_ids=args.key_segments,
+        spreads=w.spreads(args.key_segments, block), seed=args.seed, offsets=args.query_offset, taken=taken,
+        **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"),
+        **w.plane("bias", args.bias), **w.mask_strides(), **w.ids(), stride_sinksh=stride_sinks,
+        inner=2 * LOG2E * opts.softmax_scale / cap if cap else 0.0, unit=w.numbers["unit"], keep=w.numbers["keep"],
+        threshold=w.threshold, left=w.window["left"], right=w.window["right"], B=w.B, T=w.T, S=w.S, M=R,
     )
     constants = dict(
-        H=w.H, K=w.K, V=w.V, R=R, RN=RN, SINKS=w.sinks, GROUPS=_GROUPS, ROWS=rows // _GROUPS, N=block, BD=BD,
+        **w.sizes(), RM=w.shared(args.mask), RN=RN, SINKS=w.sinks, GROUPS=_GROUPS, ROWS=rows // _GROUPS, N=block, BD=BD,
         STAGES=stages, HELD=held, CAP=(2 if cap > _LARGE_CAP else 1) if cap else 0, NEGATIVE=w.negative,
-        BOUNDED=w.bounded, LEFT=left, RIGHT=right, OFFSET=w.flags["OFFSET"], SEGMENTS=w.masks["SEGMENTS"], TURNS=True,
-        REGISTERS=_REGISTERS, OTHERS=_OTHERS,
+        BOUNDED=w.bounded, LEFT=left, RIGHT=right, OFFSET=w.flags["OFFSET"], **w.masks, DROPOUT=opts.dropout > 0,
+        TURNS=True, REGISTERS=_REGISTERS, OTHERS=_OTHERS,
     )
     outputs = dict(o=output_spec(args, opts), lse=lse_spec(args, opts), count=taken if taken is None else "taken")
     output, lse, _ = frontends.launch(forward_kernel, (min(tiles, _PROGRAMS),), inputs, outputs, constants,
@@ -116,17 +118,12 @@ def unsupported(inv: Invocation) -> str | None:
     """Why these kernels cannot run the call, or None."""
     if reason := cannot_run(inv):
         return reason
+    if reason := triton.unsupported(inv):
+        return reason
     K, V = inv.dims["K"], inv.dims["V"]
-    if max(K, V) > 256:
-        return f"takes head dims up to 256; the call has K = {K}, V = {V}"
     if K % _ROW or V % _ROW:
         return ("takes head dims that are multiples of 8: rows must begin at multiples of 16 bytes; the call has"
                 f" K = {K}, V = {V}")
-    for name, what in (("bias", "bias"), ("mask", "boolean mask"), ("seed", "dropout")):
-        if name in inv.arrays:
-            return f"takes no {what}"
-    if inv.options["softmax_dtype"] == "float64":
-        return "has no softmax in float64"
     for name in ("query_segments", "key_segments", "query_offset"):
         if inv.arrays.get(name, ("int32",))[0] not in ("int32", "int64"):
             return "takes segment ids and offsets of int32 and int64"
@@ -137,14 +134,17 @@ def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None."""
     if reason := was_not_measured():
         return reason
+    if {"bias", "mask", "seed"} & set(inv.arrays):
+        return "was not measured with biases, boolean masks and dropout"
     if is_for_libraries(inv.arrays, inv.arrays["query"][0], inv.dims, inv.options):
         return "leaves plain and causal calls to the vendor's kernels, which have faster gradients"
     return None
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
-    """Blocks of 128 keys, or as many as the shared memory has room for, in two stages."""
-    return replace(cfg, block_q=128, block_k=128 if _tile(inv.dims["K"], inv.dims["V"]) < 256 else 64, num_stages=2)
+    """Blocks of 128 keys; of 64 where shared memory, or registers beside a bias or a mask, have no room for more."""
+    small = _tile(inv.dims["K"], inv.dims["V"]) == 256 or bool({"bias", "mask"} & set(inv.arrays))
+    return replace(cfg, block_q=128, block_k=64 if small else 128, num_stages=4 if small else 2)
 
 
 def candidates(inv: Invocation, cfg: Config) -> list[Config]:
