@@ -256,7 +256,7 @@ def adorned(x, block, t, masked, bias, mask, stride_biast, stride_maskt, inner, 
     if BIAS:
         p_bias = bias + (t.to(gl.int64) * stride_biast)[:, None] + s[None, :]
         x += gl.load(p_bias, mask=inside, other=0.0).to(gl.float32) * LOG2E
-    if MASK:
+    if MASK:  # noqa: SIM102, which Triton knows, as it does not what follows
         if masked:
             p_mask = mask + (t.to(gl.int64) * stride_maskt)[:, None] + s[None, :]
             x = gl.where(gl.load(p_mask, mask=inside, other=0) != 0, x, float("-inf"))
@@ -324,7 +324,28 @@ def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.
 
 
 @gluon.jit
-def attend(shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, sizes, tiles, M, WG: gl.constexpr,
+def weights(x, block, top, total, limits, planes, numbers, T, S, N: gl.constexpr, CAP: gl.constexpr,
+            NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+            SEGMENTS: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, DROPOUT: gl.constexpr, W: gl.constexpr):
+    """:func:`weigh` of a block, with biases, masks and dropout."""
+    t, own, p_ids, left, right, whole_lo, whole_hi = limits
+    p_bias, stride_biast, p_mask, stride_maskt, seed, i_bh = planes
+    inner, unit, threshold = numbers
+    masked = (block < whole_lo) | (block >= whole_hi)
+    ADORNED: gl.constexpr = BIAS or MASK
+    if ADORNED:
+        x = adorned(x, block, t, masked, p_bias, p_mask, stride_biast, stride_maskt, inner, unit, T, S, N, CAP,
+                    NEGATIVE, BIAS, MASK, W)
+    x, top, total, decay = weigh(x, top, total, inner, 1.0 if ADORNED else unit, masked,
+                                 (block, t, own, p_ids, left, right), S, N, 0 if ADORNED else CAP,
+                                 NEGATIVE and not ADORNED, BOUNDED, LEFT, RIGHT, SEGMENTS, W)
+    if DROPOUT:
+        x = dropped(x, block, t, i_bh, seed, threshold, N, W)
+    return x, top, total, decay
+
+
+@gluon.jit
+def attend(shared, barriers, turn, goal, queries, keys, arrays, last, numbers, sizes, tiles, M, WG: gl.constexpr,
            H: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr,
            GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
            HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr,
@@ -336,14 +357,9 @@ def attend(shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, 
     o_desc, lse = goal
     query_ids, stride_queryb, offsets, left, right = queries
     key_ids, stride_keyb = keys
-    bias, stride_biasb, stride_biash, stride_biast, mask, stride_maskb, stride_maskh, stride_maskt, seed = planes
-    inner, unit, keep, threshold, stride_sinksh = numbers
+    bias, stride_biasb, stride_biash, stride_biast, mask, stride_maskb, stride_maskh, stride_maskt, seed = arrays
+    sinks, stride_sinksh, keep = last
     T, S = sizes
-    # Such logits come scaled.
-    ADORNED: gl.constexpr = BIAS or MASK
-    CAPPED: gl.constexpr = 0 if ADORNED else CAP
-    TURNED: gl.constexpr = NEGATIVE and not ADORNED
-    factor = 1.0 if ADORNED else unit
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     WO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     LEFT_OF: gl.constexpr = gl.DotOperandLayout(0, WO, 2)
@@ -364,14 +380,15 @@ def attend(shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, 
         if SEGMENTS:
             own = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
             p_ids = key_ids + i_b.to(gl.int64) * stride_keyb
-        i_bl = i_b.to(gl.int64)
-        p_bias = bias + i_bl * stride_biasb + (i_h // RB).to(gl.int64) * stride_biash
-        p_mask = mask + i_bl * stride_maskb + (i_h // RM).to(gl.int64) * stride_maskh
+        p_bias = bias + i_b.to(gl.int64) * stride_biasb + (i_h // RB).to(gl.int64) * stride_biash
+        p_mask = mask + i_b.to(gl.int64) * stride_maskb + (i_h // RM).to(gl.int64) * stride_maskh
+        planes = (p_bias, stride_biast, p_mask, stride_maskt, seed, i_b * H + i_h)
         slot = r % HELD
         lo = said(plan_s, r, 1, HELD)
         count = said(plan_s, r, 2, HELD)
         whole_lo = said(plan_s, r, 3, HELD)
         whole_hi = said(plan_s, r, 4, HELD)
+        limits = (t, own, p_ids, far_left, far_right, whole_lo, whole_hi)
         tile = q_s.index(GROUPS * slot + WG)
         q = tile.reshape([ROWS, BD])
         top = gl.full([ROWS], 0.0 if BOUNDED else float("-inf"), gl.float32, gl.SliceLayout(1, W))
@@ -384,15 +401,8 @@ def attend(shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, 
         thread_barrier()
         mbarrier.arrive(empty.index(c % STAGES), count=1)
         c += 1
-        limits = (lo, t, own, p_ids, far_left, far_right)
-        masked = (lo < whole_lo) | (lo >= whole_hi)
-        if ADORNED:
-            x = adorned(x, lo, t, masked, p_bias, p_mask, stride_biast, stride_maskt, inner, unit, T, S, N, CAP,
-                        NEGATIVE, BIAS, MASK, W)
-        x, top, total, decay = weigh(x, top, total, inner, factor, masked, limits, S, N, CAPPED, TURNED, BOUNDED, LEFT,
-                                     RIGHT, SEGMENTS, W)
-        if DROPOUT:
-            x = dropped(x, lo, t, i_b * H + i_h, seed, threshold, N, W)
+        x, top, total, decay = weights(x, lo, top, total, limits, planes, numbers, T, S, N, CAP, NEGATIVE, BOUNDED,
+                                       LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, W)
         p = gl.convert_layout(x.to(dtype), LEFT_OF)
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
 
@@ -406,15 +416,8 @@ def attend(shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, 
                 mbarrier.arrive(turn.index(NEXT), count=1)
                 steps += 1
             x = warpgroup_mma_wait(1, deps=[x])
-            limits = (block, t, own, p_ids, far_left, far_right)
-            masked = (block < whole_lo) | (block >= whole_hi)
-            if ADORNED:
-                x = adorned(x, block, t, masked, p_bias, p_mask, stride_biast, stride_maskt, inner, unit, T, S, N, CAP,
-                            NEGATIVE, BIAS, MASK, W)
-            x, top, total, decay = weigh(x, top, total, inner, factor, masked, limits, S, N, CAPPED, TURNED, BOUNDED, LEFT,
-                                         RIGHT, SEGMENTS, W)
-            if DROPOUT:
-                x = dropped(x, block, t, i_b * H + i_h, seed, threshold, N, W)
+            x, top, total, decay = weights(x, block, top, total, limits, planes, numbers, T, S, N, CAP, NEGATIVE,
+                                           BOUNDED, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, W)
             c += 1
             # Were this wait not here, the assembler would make the weights after the next one.
             mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
@@ -432,7 +435,8 @@ def attend(shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, 
         mbarrier.arrive(empty.index(stage), count=1)
         c += 1
 
-        top = top * factor
+        if not (BIAS or MASK):
+            top = top * numbers[1]
         scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, W))
         if SINKS:
             p_sinks = sinks + (i_h // RN) * stride_sinksh
@@ -493,10 +497,12 @@ def forward_kernel(
 ):
     """``o = softmax(scale * q k^T) v``, with what models add to it; ``lse [B, H, T]``: logs of sums, base 2.
 
-    q, o: ``[B, T, H, K or V]``; k, v: ``[B, S, H / R, K or V]``. sinks: ``[H / RN, SINKS]``, natural logits; ids
-    ``[B, T]`` and ``[B, S]``, below 0: padding; ``spreads [B, 3, blocks]``: what ``spread_kernel`` finds of blocks of N
-    keys. bias, mask: ``[., H / RB or H / RM, T, S]``; ``flags``: what ``mask_kernel`` finds of tiles and blocks. The
-    dropout of the seed's numbers keeps weights that reach the threshold, times ``keep``. Query t sees keys ``t - left`` to ``t + right``, plus its row's offset; LEFT, RIGHT: whether these are limits.
+    q, o: ``[B, T, H, K or V]``; k, v: ``[B, S, H / R, K or V]``. bias, mask: ``[1 or B, H / RB or H / RM, T, S]``;
+    ``flags [1 or B, H / RM, tiles, blocks]``: what ``mask_kernel`` finds of a mask's tiles. sinks: ``[H / RN, SINKS]``,
+    natural logits; ids ``[B, T]`` and ``[B, S]``, below 0: padding; ``spreads [B, 3, blocks]``: what ``spread_kernel``
+    finds of blocks of N keys. seed: two numbers, from which the weights follow that DROPOUT keeps; they are multiplied
+    by ``keep``. Query t sees keys ``t - left`` to ``t + right``, plus its row's offset; LEFT, RIGHT: whether these are
+    limits.
 
     With CAP, ``unit`` is the cap, base 2, and ``inner`` what gives twice the tangent's argument, base 2; without,
     ``unit`` is the scale's magnitude, base 2, and NEGATIVE its sign. BOUNDED: the cap keeps weights so small that they
@@ -558,14 +564,15 @@ def forward_kernel(
     queries = (query_ids, stride_queryb, offsets, left, right)
     keys = (key_ids, stride_keyb)
     goal = (o_desc, lse)
-    planes = (bias, stride_biasb, stride_biash, stride_biast, mask, stride_maskb, stride_maskh, stride_maskt, seed)
-    numbers = (inner, unit, keep, threshold, stride_sinksh)
+    arrays = (bias, stride_biasb, stride_biash, stride_biast, mask, stride_maskb, stride_maskh, stride_maskt, seed)
+    last = (sinks, stride_sinksh, keep)
+    numbers = (inner, unit, threshold)
     gl.warp_specialize(
         [
-            (attend, (shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, (T, S), tiles, M, 0, H, RB,
+            (attend, (shared, barriers, turn, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 0, H, RB,
                       RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET,
                       SEGMENTS, BIAS, MASK, DROPOUT, TURNS)),
-            (attend, (shared, barriers, turn, goal, queries, keys, planes, sinks, numbers, (T, S), tiles, M, 1, H, RB,
+            (attend, (shared, barriers, turn, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 1, H, RB,
                       RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET,
                       SEGMENTS, BIAS, MASK, DROPOUT, TURNS)),
             (copy, (shared, barriers, (q_desc, k_desc, v_desc), queries, spreads, flags, stride_flagsb, (T, S), tiles,
