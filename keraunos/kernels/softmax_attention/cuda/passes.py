@@ -87,7 +87,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
         **w.sizes(), RM=w.shared(args.mask), RN=RN, SINKS=w.sinks, GROUPS=_GROUPS, ROWS=rows // _GROUPS, N=block, BD=BD,
         STAGES=stages, HELD=held, CAP=(2 if cap > _LARGE_CAP else 1) if cap else 0, NEGATIVE=w.negative,
         BOUNDED=w.bounded, LEFT=left, RIGHT=right, OFFSET=w.flags["OFFSET"], **w.masks, DROPOUT=opts.dropout > 0,
-        TURNS=True, REGISTERS=_REGISTERS, OTHERS=_OTHERS,
+        REGISTERS=_REGISTERS, OTHERS=_OTHERS,
     )
     outputs = dict(o=output_spec(args, opts), lse=lse_spec(args, opts), count=taken if taken is None else "taken")
     output, lse, _ = frontends.launch(forward_kernel, (min(tiles, _PROGRAMS),), inputs, outputs, constants,
