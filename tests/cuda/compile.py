@@ -44,4 +44,4 @@ def _waits(ptx: str) -> int:
         command = [tool, "--gpu-name", "sm_90a", "--output-file", "/dev/null", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     # A wait that it put in; products that it put in turn.
-    return len(re.findall(r"\(C7510\)|\(C7514\)|\(C7517\)", said))
+    return len(re.findall(r"\(C7510\)|\(C7512\)|\(C7514\)|\(C7517\)", said))

@@ -26,9 +26,9 @@ class Copy:
 class Store:
     """A block on its way from shared memory to an array."""
 
-    def __init__(self, descriptor, coordinates, source, access):
+    def __init__(self, descriptor, coordinates, source, access, adds=False):
         self.descriptor, self.coordinates, self.source, self.access = descriptor, coordinates, source, access
-        self.happened = False
+        self.adds, self.happened = adds, False
 
     def __str__(self):
         return f"{self.source}: {self.access}"
@@ -36,7 +36,10 @@ class Store:
     def happen(self) -> None:
         if not self.happened:
             self.happened = True
-            self.descriptor.put(self.coordinates, self.source.data.copy())
+            block = self.source.data.copy()
+            if self.adds:
+                block += self.descriptor.fetch(self.coordinates)
+            self.descriptor.put(self.coordinates, block)
 
 
 def _block(descriptor, coordinates, view):
@@ -70,13 +73,17 @@ def copy_in(descriptor, coord, barrier, result, pred=True):
     here.pause()
 
 
-def copy_out(descriptor, coord, src):
+def add_out(descriptor, coord, src):
+    copy_out(descriptor, coord, src, adds=True)
+
+
+def copy_out(descriptor, coord, src, adds=False):
     coordinates = _block(descriptor, coord, src)
     here = machine.here()
     here.current.clock.tick()
     access = shared.Access(here.current, None, True, f"{here.current} copies out", here.place())
     shared.reads_later(src, access)
-    store = Store(descriptor, coordinates, src, access)
+    store = Store(descriptor, coordinates, src, access, adds)
     here.current.stores.append(store)
     if here.mode == "early":
         store.happen()

@@ -7,6 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from keraunos.kernels.linear_attention.cuda import gluon_names
+
 from . import barriers, copies, machine, memory, products, shared, tensors, values
 from .errors import CompileError, UnsupportedError
 from .values import Tensor, concrete, scalar, static, tensor
@@ -75,15 +77,19 @@ def printed(*args, **_):
     print(*(x.data if isinstance(x, Tensor) else x for x in args))
 
 
-# What instructions make, alone or of several elements in one block: here of each element, and exactly.
-_INSTRUCTIONS = {"rcp.approx.ftz.f32": lambda x: 1 / x}
+# What instructions make, alone or of several elements in one block: a type, and the value of each element, exactly.
+_INSTRUCTIONS = {
+    "rcp.approx.ftz.f32": (gl.float32, tensors.elementwise(lambda x: 1 / x)),
+    # Programs run one after the other: none sees what another has not finished.
+    "cp.async.bulk.wait_group": (gl.int32, lambda x: x),
+}
 
 
 def inline_asm(asm, constraints, args, dtype, is_pure, pack):
-    found = [function for name, function in _INSTRUCTIONS.items() if name in asm]
-    if not found or dtype != gl.float32 or len(args) != 1:
+    found = [function for name, (made, function) in _INSTRUCTIONS.items() if name in asm and made == dtype]
+    if not found or len(args) != 1:
         raise UnsupportedError(f"the emulator has no instruction {asm!r} of {len(args)} operands that gives {dtype}")
-    return tensors.elementwise(found[0])(args[0])
+    return found[0](args[0])
 
 
 _FLOATS = {
@@ -136,3 +142,4 @@ def _table():
 
 # By the identity of Gluon's function, under whatever name a kernel has it.
 TABLE = {id(getattr(theirs, name)): ours for theirs, name, ours in _table() if hasattr(theirs, name)}
+TABLE[id(gluon_names.add_out)] = copies.add_out

@@ -13,7 +13,9 @@ from keraunos.ops.registry import HOPPER
 if ".".join(triton.__version__.split(".")[:2]) not in (KNOWN := ("3.6", "3.7", "3.8", "3.9")):
     raise ImportError(f"knows Triton {', '.join(KNOWN)}; this is {triton.__version__}", name="triton")
 
+from triton._C.libtriton.ir import DESCRIPTOR_REDUCE_KIND
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # The versions that a GPU has run.
@@ -23,6 +25,16 @@ RUN = ("3.6",)
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@builtin
+def _add_out(tensor_desc, coord, src, _semantic=None):
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+# A copy out that adds to what is there.
+add_out = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add_out
 
 
 def cannot_run(inv: Invocation) -> str | None:
