@@ -1,4 +1,4 @@
-"""Runs the forward of softmax attention on ``cuda`` in the emulator: cases, and what float64 gives for them."""
+"""Runs softmax attention on ``cuda`` in the emulator: cases, and what float64 gives for them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from keraunos.kernels.softmax_attention.contract import Args, Options, describe,
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
 from keraunos.kernels.softmax_attention.reference import attention
+from keraunos.kernels.softmax_attention.triton.call import LOG2E
+from keraunos.kernels.softmax_attention.triton.gradients import mean_kernel, sum_kernel
 from keraunos.kernels.softmax_attention.triton.kernels import mask_kernel, spread_kernel
 from keraunos.ops.invocation import Config
 from tests.cuda.builds import launched
@@ -77,14 +79,29 @@ class Case:
             query_offset=torch.tensor(self.offset, dtype=torch.int32) if self.offset else None,
         )
 
-    def wanted(self):
-        """``(output, lse)`` in float64."""
+    @functools.cached_property
+    def doutput(self):
+        """The gradient of the output."""
+        shape = (*self.arrays["query"].shape[:3], self.arrays["value"].shape[3])
+        return torch.from_numpy(np.random.default_rng(1).standard_normal(shape)).to(self.arrays["query"].dtype)
+
+    def _float64(self):
         given = {name: None if x is None else (x.double() if x.is_floating_point() else x).numpy()
                  for name, x in self.arrays.items()}
-        options = dict(softmax_scale=self.scale, soft_cap=self.soft_cap, causal=self.causal, window=self.window,
-                       dropout=self.dropout)
+        return given, dict(softmax_scale=self.scale, soft_cap=self.soft_cap, causal=self.causal, window=self.window,
+                           dropout=self.dropout)
+
+    def wanted(self):
+        """``(output, lse)`` in float64."""
+        given, options = self._float64()
         output, _ = attention(**given, **options)
         return output, _logs(given, options, self.H)
+
+    def wanted_gradients(self):
+        """``(dq, dk, dv, dsinks or None)`` in float64."""
+        given, options = self._float64()
+        *grads, _, dsinks = attention(**given, **options, doutput=self.doutput.double().numpy())
+        return *grads, dsinks.sum((0, 2)) if self.sinks else None
 
 
 def _logs(given, options, H):
@@ -121,30 +138,54 @@ def flags(mask, rows, columns):
     return found
 
 
-def forward(case):
-    """``(output, lse)`` of the platform's own host code."""
+def means(inputs, outputs, constants):
+    """What ``mean_kernel`` makes, the sinks' gradients in one part."""
+    mean = (inputs["o"].float() * inputs["do"].float()).sum(-1).transpose(1, 2).contiguous()
+    if outputs["dsinks"] is None:
+        return mean, None
+    p = torch.exp2(inputs["sinks"][None, :, None] * LOG2E - inputs["lse"][..., None])
+    parts = torch.zeros(outputs["dsinks"][0])
+    parts[:, :, 0] = -(p * mean[..., None]).sum(2)
+    return mean, parts
+
+
+def sums(inputs, outputs, constants):
+    """What ``sum_kernel`` makes for sinks of each head."""
+    return (inputs["x"].sum((0, 2)),)
+
+
+# Kernels in Triton, which the emulator does not know.
+TRITON = {
+    spread_kernel: lambda inputs, outputs, constants: (spreads(inputs["ids"], constants["BLOCK"]),),
+    mask_kernel: lambda inputs, outputs, constants: (flags(inputs["mask"], constants["BT"], constants["BS"]),),
+    mean_kernel: means, sum_kernel: sums,
+}
+
+
+def call(case, gradients=False):
+    """``(output, lse)`` of the platform's own host code, or gradients."""
     args = Args(**case.arrays)
     cfg = dataclasses.replace(passes.heuristic(describe(args), Config()), **dict(case.cfg))
     scale = case.D**-0.5 if case.scale is None else case.scale
     opts = Options(scale, case.soft_cap, *sides(case.causal, case.window), case.dropout, "float32", False, cfg)
     large = 0 if case.exact else passes._LARGE_CAP
     with mock.patch.multiple(passes, _PROGRAMS=case.programs, _LARGE_CAP=large):
-        return passes.forward(args, opts)[1]
+        residuals = passes.forward(args, opts)[1]
+        return passes.backward(args, residuals, (case.doutput, None), opts) if gradients else residuals
 
 
-def run(case, mode="late", seed=0):
-    """``(output, lse)``, from the emulator."""
+def run(case, mode="late", seed=0, gradients=False):
+    """``(output, lse)``, or the gradients of the arrays that have any, from the emulator."""
     emulated = launcher(mode, seed)
 
     def launch(kernel, grid, inputs, outputs, constants, **options):
-        if kernel is spread_kernel:  # in Triton
-            return (spreads(inputs["ids"], constants["BLOCK"]),)
-        if kernel is mask_kernel:
-            return (flags(inputs["mask"], constants["BT"], constants["BS"]),)
+        if kernel in TRITON:
+            return TRITON[kernel](inputs, outputs, constants)
         return emulated(kernel, grid, inputs, outputs, constants, **options)
 
     with mock.patch.object(frontends, "launch", launch):
-        return forward(case)
+        made = call(case, gradients)
+    return [x for x in made if x is not None] if gradients else made
 
 
 def errors(case, got):
@@ -158,13 +199,12 @@ def errors(case, got):
     return o_error, np.abs(np.where(finite, lse.double().numpy(), 0) - np.where(finite, sums, 0)).max()
 
 
-def builds(case):
+def builds(case, gradients=False):
     """The kernels in Gluon that a call launches."""
-    return [build for build in launched(lambda: forward(case)) if build[0] not in (mask_kernel, spread_kernel)]
+    return [build for build in launched(lambda: call(case, gradients)) if build[0] not in TRITON]
 
 
-def built(case):
-    """The forward kernel's resources; see ``tests/cuda/compile.py``."""
-    kernel, types, constants = builds(case)[-1]
-    assert kernel is forward_kernel
-    return resources(kernel, dict(types), dict(constants))
+def built(case, kernel):
+    """The kernel's resources in a call, or in its gradients; see ``tests/cuda/compile.py``."""
+    (build,) = [build for build in builds(case, kernel is not forward_kernel) if build[0] is kernel]
+    return resources(kernel, *map(dict, build[1:]))

@@ -9,8 +9,9 @@ import torch
 import keraunos
 from keraunos import frontends
 from keraunos.kernels.softmax_attention.cuda import passes
+from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
 from keraunos.ops.registry import kernel_registry
-from tests.cuda.softmax_attention import Case, builds, built, errors, forward, run
+from tests.cuda.softmax_attention import Case, builds, built, call, errors, run
 
 PACKED = (100, 130, -20, 50), (100, 130, -20, 50)
 EVERYTHING = dict(causal=True, soft_cap=30.0, sinks=1, segments=PACKED)
@@ -90,7 +91,7 @@ def test_who_computes_a_tile_changes_no_bit():
                                   "tiles of 256", "cap by polynomials", "256", "bias", "mask", "dropout",
                                   "everything else"])
 def test_it_fits(name):
-    used = built(CASES[name])
+    used = built(CASES[name], forward_kernel)
     assert used["registers"] <= 168  # of a thread when the kernel starts, before partitions give theirs to others
     # Of what is read once for a tile; nothing in the loops of products, but for a cap beside a bias and a mask.
     assert used["stack"] <= (160 if name == "everything else" else 64)
@@ -100,15 +101,15 @@ def test_it_fits(name):
 
 def test_nothing_is_compiled_for_a_length():
     for programs in (10**9, 1):  # tiles are fewer than run at once, and more
-        calls = [Case(T=T, S=S, programs=programs, **EVERYTHING | {"segments": ((T,), (S,))})
+        cases = [Case(T=T, S=S, programs=programs, **EVERYTHING | {"segments": ((T,), (S,))})
                  for T, S in ((1, 1), (16, 130), (1000, 64), (1280, 2048))]
-        assert len({frozenset(builds(call)) for call in calls}) == 1
+        assert len({frozenset(builds(case)) for case in cases}) == 1
 
 
 @pytest.mark.parametrize("cfg", [(("block_q", 64),), (("block_k", 256),), (("block_q", 256),)], ids=str)
 def test_blocks_that_it_does_not_have_are_refused(cfg):
     with pytest.raises(ValueError, match=r"attention: block_q = \d+, .* expected 128 or 256, and 64 or 128"):
-        forward(Case(cfg=cfg))
+        call(Case(cfg=cfg))
 
 
 def on_a_gpu(framework="torch", device="NVIDIA H200", arrays=None, options=None, **sizes):

@@ -483,10 +483,11 @@ def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, 
         n = said(plan_s, r, 0, HELD)
 
 
-@gluon.jit
-def zero_kernel(like, taken):
-    """No tile is taken yet; ``like`` is any array of the call."""
-    gl.store(taken, 0)
+@gluon.jit(do_not_specialize=["n"])
+def zero_kernel(like, n, zeros, N: gl.constexpr):
+    """n zeros, N in a program; ``like`` is any array of the call."""
+    i = gl.program_id(0) * N + gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.store(zeros + i, i * 0, mask=i < n)
 
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",

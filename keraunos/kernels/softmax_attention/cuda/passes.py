@@ -1,11 +1,12 @@
-"""Softmax attention on Hopper GPUs: the forward in Gluon, gradients by Triton's kernels, which need its logs of sums.
+"""Softmax attention on Hopper GPUs, in Gluon; some gradients are made by Triton's kernels, from the same logs of sums.
 
-``block_q`` queries are a tile, half for each multiplying partition, ``block_k`` keys a block of the walk, and
-``num_stages`` blocks have memory, or as many as fit.
+Forward: ``block_q`` queries are a tile, half for each multiplying partition, ``block_k`` keys a block of the walk, and
+``num_stages`` blocks have memory, or as many as fit. Backward: tiles are of one size.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.cuda.gluon_names import cannot_run, was_not_measured
 from keraunos.kernels.softmax_attention.contract import Args, Options, describe, is_for_libraries, kernel
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel, zero_kernel
+from keraunos.kernels.softmax_attention.cuda.gradients import gradients_kernel, queries_kernel, range_kernel
 from keraunos.kernels.softmax_attention.triton import passes as triton
 from keraunos.kernels.softmax_attention.triton.call import (
     LOG2E,
@@ -33,6 +35,10 @@ _PROGRAMS, _GROUPS, _REGISTERS, _OTHERS = 132, 2, 240, 24
 _ROW = 8
 # Bytes of shared memory that barriers take at most, and what makes blocks begin where they must.
 _BARRIERS = 2048
+# Keys of a block of the gradients, of which as many tiles of queries are in memory.
+_KEYS, _STAGES = 128, 2
+# Zeros that a program writes.
+_ZEROS = 1024
 # From this cap on a tangent next to 0 is computed to more digits.
 _LARGE_CAP = 1000.0
 
@@ -67,25 +73,24 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
     rows, block, BD, R = w.cfg.block_q, w.cfg.block_k, _tile(w.K, w.V), w.H // w.G
     stages, held = _memory(w.cfg, BD)
     stride_sinks, RN = w.sink_heads()
-    cap, left, right = opts.soft_cap, w.flags["LEFT"], w.flags["RIGHT"]
+    left, right = w.flags["LEFT"], w.flags["RIGHT"]
     tiles = w.B * w.H * -(-w.T // rows)
     taken = None
     if tiles > _PROGRAMS and (left or right or w.masks["SEGMENTS"] or w.masks["MASK"]):
         # Some tiles see more keys than others.
-        (taken,) = frontends.launch(zero_kernel, (1,), dict(like=args.query), dict(taken=((1,), "int32")), {},
-                                    num_warps=1, num_stages=1)
+        taken = _zeros(1, args.query)
     inputs = dict(
         q=args.query, k=args.key, v=args.value, bias=args.bias, sinks=args.sinks if w.sinks else None, mask=args.mask,
         flags=w.mask_flags(args.mask, rows, block), query_ids=args.query_segments, key_ids=args.key_segments,
         spreads=w.spreads(args.key_segments, block), seed=args.seed, offsets=args.query_offset, taken=taken,
         **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"),
         **w.plane("bias", args.bias), **w.mask_strides(), **w.ids(), stride_sinksh=stride_sinks,
-        inner=2 * LOG2E * opts.softmax_scale / cap if cap else 0.0, unit=w.numbers["unit"], keep=w.numbers["keep"],
+        inner=_inner(opts), unit=w.numbers["unit"], keep=w.numbers["keep"],
         threshold=w.threshold, left=w.window["left"], right=w.window["right"], B=w.B, T=w.T, S=w.S, M=R,
     )
     constants = dict(
         **w.sizes(), RM=w.shared(args.mask), RN=RN, SINKS=w.sinks, GROUPS=_GROUPS, ROWS=rows // _GROUPS, N=block, BD=BD,
-        STAGES=stages, HELD=held, CAP=(2 if cap > _LARGE_CAP else 1) if cap else 0, NEGATIVE=w.negative,
+        STAGES=stages, HELD=held, CAP=_cap(opts), NEGATIVE=w.negative,
         BOUNDED=w.bounded, LEFT=left, RIGHT=right, OFFSET=w.flags["OFFSET"], **w.masks, DROPOUT=opts.dropout > 0,
         REGISTERS=_REGISTERS, OTHERS=_OTHERS,
     )
@@ -106,7 +111,69 @@ def _strides(x: Array, name: str) -> dict[str, int]:
 
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args`` from that of the output."""
-    return triton.backward(args, residuals, grads, _of_triton(args, opts))
+    if _are_for_triton(args, opts):
+        return triton.backward(args, residuals, grads, _of_triton(args, opts))
+    (output, lse), aligned = residuals, frontends.of(args.query).aligned
+    args, do = args._replace(query=aligned(args.query), key=aligned(args.key), value=aligned(args.value)), grads[0]
+    w = Call(args, opts)
+    mean, dsinks = triton.means(w, output, do, lse)
+    do = aligned(do)
+    BD = _tile(w.K, w.V)
+    BT = 8192 // BD
+    NT, NS = -(-w.T // BT), -(-w.S // _KEYS)
+    limits = dict(LEFT=w.flags["LEFT"], RIGHT=w.flags["RIGHT"], OFFSET=w.flags["OFFSET"])
+    left, right, offsets, ids = w.window["left"], w.window["right"], args.query_offset, w.ids()
+    ranges = None
+    if w.masks["SEGMENTS"]:
+        (ranges,) = frontends.launch(
+            range_kernel, (w.B * NS,),
+            dict(key_ids=args.key_segments, spreads=w.spreads(args.query_segments, BT), offsets=offsets,
+                 stride_keyb=ids["stride_keyb"], left=left, right=right, T=w.T, S=w.S, NS=NS, NT=NT),
+            dict(ranges=((w.B, 4, NS), "int32")), dict(N=_KEYS, BT=BT, **limits), num_warps=1, num_stages=1,
+        )
+    inputs = dict(
+        q=args.query, k=args.key, v=args.value, query_ids=args.query_segments, key_ids=args.key_segments,
+        ranges=ranges, offsets=offsets, do=do, lse=lse, mean=mean, counts=_zeros(1 + w.B * w.H * NT, do),
+        **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"), **_strides(do, "do"),
+        **ids, scale=opts.softmax_scale, inner=_inner(opts), unit=(-1 if w.negative else 1) * w.numbers["unit"],
+        left=left, right=right, B=w.B, T=w.T, S=w.S,
+        # Without a limit on the right, a head's blocks begin one after the other: programs are busy with four heads.
+        M=1 if limits["RIGHT"] else math.gcd(4, w.B * w.G),
+    )
+    outputs = dict(dq=((w.B, w.H, w.T, w.K), "float32"), dk=(tuple(args.key.shape), w.dtype),
+                   dv=(tuple(args.value.shape), w.dtype), counted="counts")
+    constants = dict(H=w.H, K=w.K, V=w.V, R=w.H // w.G, N=_KEYS, BT=BT, BD=BD, STAGES=_STAGES, CAP=_cap(opts), **limits,
+                     SEGMENTS=w.masks["SEGMENTS"], REGISTERS=_REGISTERS, OTHERS=_OTHERS)
+    sums, dk, dv, counted = frontends.launch(gradients_kernel, (min(w.B * w.G * NS, _PROGRAMS),), inputs, outputs,
+                                             constants, num_warps=4, num_stages=1)
+    (dq,) = frontends.launch(
+        queries_kernel, (w.B * w.H * NT,), dict(sums=sums, counted=counted, scale=opts.softmax_scale, T=w.T, NT=NT),
+        dict(dq=(tuple(args.query.shape), w.dtype)), dict(H=w.H, K=w.K, BT=BT, BK=BD), num_warps=4, num_stages=1,
+    )
+    return Args(dq, dk, dv, None, dsinks)
+
+
+def _are_for_triton(args: Args, opts: Options) -> bool:
+    """Whether Triton's kernels make the gradients: those with biases, masks, dropout and wide heads, and of nothing."""
+    arrays = args.query, args.key, args.value
+    return (any(0 in x.shape or x.shape[3] > 128 for x in arrays) or args.bias is not None or args.mask is not None
+            or opts.dropout > 0)
+
+
+def _zeros(n: int, like: Array) -> Array:
+    """n zeros that no other launch has, as programs will count with them."""
+    return frontends.launch(zero_kernel, (-(-n // _ZEROS),), dict(like=like, n=n), dict(zeros=((n,), "int32")),
+                            dict(N=_ZEROS), num_warps=1, num_stages=1)[0]
+
+
+def _inner(opts: Options) -> float:
+    """The factor of products that gives twice the argument of the cap's tangent, base 2."""
+    return 2 * LOG2E * opts.softmax_scale / opts.soft_cap if opts.soft_cap else 0.0
+
+
+def _cap(opts: Options) -> int:
+    """Which tangent the cap takes, 0: there is no cap."""
+    return (2 if opts.soft_cap > _LARGE_CAP else 1) if opts.soft_cap else 0
 
 
 def _of_triton(args: Args, opts: Options) -> Options:

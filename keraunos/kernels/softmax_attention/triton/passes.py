@@ -73,7 +73,7 @@ forward.residuals = dict(output=frontends.OUTPUT, lse=lse_spec)  # type: ignore[
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args`` from that of the output."""
     w, (output, lse), do = Call(args, opts), residuals, grads[0]
-    mean, dsinks = _means(w, output, do, lse)
+    mean, dsinks = means(w, output, do, lse)
     strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
     # Its tiles and blocks are of two arrays each, which leaves room for a stage less.
     options = dict(num_warps=w.cfg.num_warps, num_stages=max(w.cfg.num_stages - 1, 1))
@@ -131,7 +131,7 @@ def _bias(w: Call, do: Array, lse: Array, mean: Array) -> Array:
     )[0]
 
 
-def _means(w: Call, output: Array, do: Array, lse: Array) -> tuple[Any, Any]:
+def means(w: Call, output: Array, do: Array, lse: Array) -> tuple[Any, Any]:
     """Each query's mean, and the gradient of the sinks."""
     args = w.args
     strides, fixed = w.rows(do=do)

@@ -1,0 +1,68 @@
+"""The gradients of softmax attention on ``cuda``: values in the emulator against float64, and what is built."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from keraunos import frontends
+from keraunos.kernels.softmax_attention.cuda.gradients import gradients_kernel
+from tests.cuda.softmax_attention import Case, builds, built, run
+
+PACKED = (100, 60, -20, 50), (100, 60, -20, 50)
+EVERYTHING = dict(T=230, causal=True, soft_cap=30.0, sinks=1, segments=PACKED)
+CASES = {
+    "other lengths": Case(T=130, S=200, B=2, H=4, G=1),
+    "causal": Case(T=300, causal=True),
+    "64, float16": Case(T=300, D=64, dtype="float16", causal=True),
+    "96 and 40, shared keys": Case(T=150, H=4, G=2, D=96, V=40, causal=True),
+    "one query": Case(T=1, S=200, H=4, G=1),
+    "negative scale": Case(scale=-0.2, causal=True),
+    "window, offsets": Case(T=200, S=300, B=2, H=1, G=1, window=(100, 20), offset=(90, -60)),
+    "large cap": Case(causal=True, soft_cap=20.0, exact=True),
+    "lengths of keys": Case(T=140, S=300, B=2, H=1, G=1, segments=((140,), (170, -130))),
+    "segments in no order": Case(T=400, H=1, G=1, segments=((100, -100, 200), (40, 160, 200))),
+    "all hidden": Case(T=140, S=130, H=1, G=1, segments=((-140,), (130,))),
+    "everything": Case(**EVERYTHING),
+    "everything, float16, 64": Case(**EVERYTHING | dict(window=(90, 10), offset=(7,), dtype="float16", D=64)),
+}
+
+
+def gradients(name, *schedule, **changes):
+    return run(dataclasses.replace(CASES[name], **changes), *schedule, gradients=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_agree_with_float64(name):
+    case = CASES[name]
+    wanted = [x for x in case.wanted_gradients() if x is not None]
+    for got, x in zip(gradients(name), wanted, strict=True):
+        error = np.linalg.norm(got.double().numpy() - x) / (np.linalg.norm(x) or 1)
+        assert error < (4e-3 if case.dtype == "bfloat16" else 8e-4)
+
+
+def test_every_schedule_gives_the_same_bits():
+    first = gradients("everything")
+    for mode, seed in itertools.product(("late", "early", "random"), (0, 1)):
+        assert all(map(torch.equal, first, gradients("everything", mode, seed)))
+
+
+def test_how_many_programs_there_are_changes_no_bit():
+    assert all(map(torch.equal, gradients("other lengths"), gradients("other lengths", programs=1)))
+
+
+@pytest.mark.parametrize("name", ["other lengths", "causal", "64, float16", "large cap", "everything"])
+def test_they_fit(name):
+    used = built(CASES[name], gradients_kernel)
+    assert used["registers"] <= 168  # of a thread when the kernel starts, before partitions give theirs to others
+    assert used["stack"] <= 440
+    assert used["shared"] <= frontends.SHARED_MEMORY
+    assert used["waits"] == 0
+
+
+def test_nothing_is_compiled_for_a_length():
+    cases = [Case(**EVERYTHING | dict(T=T, S=S, segments=((T,), (S,))), programs=10**9)
+             for T, S in ((1, 1), (16, 130), (1000, 64), (1280, 2048))]
+    assert len({frozenset(builds(case, True)) for case in cases}) == 1
