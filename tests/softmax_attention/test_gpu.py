@@ -34,7 +34,7 @@ CASES = [
     Case(B=1, T=200, H=2, K=128, bias=1, dropout=0.2, window=30),
     # More tiles than run at once.
     Case(B=1, T=1100, H=16, G=4, K=64, dtype="bfloat16", causal=True),
-    Case(B=1, T=1100, H=16, K=64, dtype="float16", window=(200, 30), sinks=1, segments=True, soft_cap=80.0),
+    Case(B=1, T=1100, H=16, K=64, dtype="float16", window=(200, 30), sinks=16, segments=True, soft_cap=80.0),
 ]
 needs_jax_triton = pytest.mark.skipif(
     not (importlib.util.find_spec("jax") and importlib.util.find_spec("jax_triton")), reason="needs jax and jax_triton"
@@ -77,10 +77,18 @@ def test_offsets_past_2_to_the_31(platform):
     assert q.numel() > 2**31
     options = dict(causal=True, sliding_window=(100, 0), platform=platform)
     tail, heads = slice(T - 256, T), slice(H - 2, H)
-    x, out = q[:, tail, heads].contiguous(), keraunos.attention(q, q, q, **options)
-    want = keraunos.attention(x, x, x, **options)
+    x = q[:, tail, heads].clone()
+    do = torch.zeros_like(q)
+    do[:, T - 128 :, heads] = 1.0
+    found = []
+    for given, doutput in ((q, do), (x, do[:, tail, heads])):
+        given.requires_grad_()
+        output = keraunos.attention(given, given, given, **options)
+        output.backward(doutput)
+        found.append((output.detach()[:, -128:, -2:], given.grad[:, -256:, -2:]))
     # Of other tiles, so of other roundings.
-    torch.testing.assert_close(out[:, T - 128 :, heads], want[:, 128:], rtol=2e-2, atol=2e-2)
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
 
 
 def tokens(*shape):
@@ -88,6 +96,13 @@ def tokens(*shape):
 
 
 CUDA = dict(causal=True, platform="cuda")
+
+
+def outputs_and_gradients(given, doutput=None):
+    """The output and the gradients of query, key and value."""
+    given = [x.detach().requires_grad_() for x in given]
+    output = keraunos.attention(*given, **CUDA)
+    return output, *torch.autograd.grad(output, given, torch.ones_like(output) if doutput is None else doutput)
 
 
 @pytest.fixture
@@ -108,34 +123,38 @@ def test_tensors_with_strides():
     for args in (parts, heads_first, odd, shared, single):
         for _ in range(2):
             whole = [x.contiguous() for x in args]
-            assert torch.equal(keraunos.attention(*args, **CUDA), keraunos.attention(*whole, **CUDA))
+            assert all(map(torch.equal, *(outputs_and_gradients(given) for given in (args, whole))))
 
 
 @pytest.mark.usefixtures("hopper")
 def test_nothing_is_compiled_for_a_length():
     from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
+    from keraunos.kernels.softmax_attention.cuda.gradients import gradients_kernel, queries_kernel
 
     def call(T):
-        keraunos.attention(*(tokens(1, T, 16, 128) for _ in range(3)), **CUDA)
-        return len(forward_kernel.device_caches[torch.cuda.current_device()][0])
+        outputs_and_gradients([tokens(1, T, 16, 128) for _ in range(3)])
+        kernels = forward_kernel, gradients_kernel, queries_kernel
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
 
-    compiled = max(call(64), call(2000))  # with fewer tiles than run at once, and with more
+    call(64)  # with fewer tiles than run at once, and with more
+    compiled = call(2000)
     for T in np.random.default_rng(0).integers(1, 3000, 50):
         assert call(int(T)) == compiled
 
 
 @pytest.mark.usefixtures("hopper")
 def test_in_a_cuda_graph():
-    q, k, v = (tokens(1, 4096, 8, 128) for _ in range(3))
-    call = lambda: keraunos.attention(q, k, v, **CUDA)  # noqa: E731
+    given = [tokens(1, 4096, 8, 128) for _ in range(4)]
+    call = functools.partial(outputs_and_gradients, given[:3], given[3])
     wanted = call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = call()
     for _ in range(3):
-        got.zero_()
+        for x in got:
+            x.detach().zero_()
         graph.replay()
-        assert torch.equal(got, wanted)
+        assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -148,13 +167,19 @@ def test_calls_in_one_program_count_their_own_tiles():
     window = functools.partial(keraunos.attention, **CUDA, sliding_window=(100, 0))
     causal = functools.partial(keraunos.attention, **CUDA)
 
+    def gradients(call, q, k, v):
+        return jax.vjp(call, q, k, v)[1](v)
+
     def both(q, k, v):
         looped, _ = jax.lax.scan(lambda x, _: (causal(q, k, x), None), v, length=3)
-        return causal(q, k, v), window(q, k, v), looped
+        back, _ = jax.lax.scan(lambda x, _: (gradients(causal, q, k, x)[2], None), v, length=2)
+        return causal(q, k, v), window(q, k, v), looped, back, gradients(causal, q, k, v), gradients(window, q, k, v)
 
     first = causal(*given)
-    wanted = first, window(*given), causal(q, k, causal(q, k, first))
-    for got, one in zip(jax.jit(both)(*given), wanted, strict=True):
+    wanted = (first, window(*given), causal(q, k, causal(q, k, first)),
+              gradients(causal, q, k, gradients(causal, *given)[2])[2], gradients(causal, *given),
+              gradients(window, *given))
+    for got, one in zip(*map(jax.tree.leaves, (jax.jit(both)(*given), wanted)), strict=True):
         assert np.array_equal(np.asarray(got, np.float32), np.asarray(one, np.float32))
 
 
