@@ -1,9 +1,9 @@
 """Softmax attention in Gluon, scheduled by hand for Hopper GPUs, for JAX and PyTorch.
 
-``passes.py`` says which kernel runs when; gradients are by Triton's. ``forward.py`` makes the output and the log of
-each query's sum: two partitions of a warpgroup multiply and make exponentials, one warp copies. The kernel
-starts as many programs as it is given, each of which walks over its share of the tiles of queries; the tiles that it
-holds are copied while the one before is computed.
+``passes.py`` says which kernel runs when. ``forward.py`` makes the output and the log of each query's sum,
+``gradients.py`` what follows from the output's gradient. In both two partitions of a warpgroup multiply and make
+exponentials while other warps copy; no more programs start than run at once, and each walks over tiles of queries, or
+blocks of keys, the next of which are copied meanwhile.
 """
 
 # Before the kernels, which import what versions that are not known may lack.
