@@ -1,4 +1,4 @@
-"""The table of softmax attention on a GPU: the vendor's kernels, who routes to them, and Triton's variants.
+"""The table of softmax attention on a GPU: the vendor's kernels, who routes to them, and ours.
 
     PYTHONPATH=. python3 benchmarks/attention.py        into benchmarks/results/<gpu>.json, section "attention"
 
@@ -19,36 +19,36 @@ from keraunos.bench.workloads import Shape, Workload
 
 VENDORS = ("cudnn (jax)", "sdpa (torch)")
 ROUTED = ("xla (jax)", "torch (torch)")
-TRITON = ("triton (torch)",)
+OURS = ("cuda (torch)", "triton (torch)")
 # Variant, shape, stages, contestants; in the order of importance, for a run that ends early.
 BOTH = (False, True)
 CASES = (
-    ("special", "1,8192,64", BOTH, TRITON),
-    ("causal", "1,8192,64", BOTH, (*VENDORS, *ROUTED, *TRITON)),
-    ("special", "1,32768,16", BOTH, TRITON),
-    ("causal", "1,32768,16", BOTH, (*VENDORS, *ROUTED, *TRITON)),
-    ("window", "1,32768,16", BOTH, TRITON),
-    ("shared", "1,8192,64", BOTH, (*ROUTED, *TRITON)),
-    ("shared", "1,32768,16", BOTH, (*ROUTED, *TRITON)),
-    ("shared-special", "1,8192,64", BOTH, TRITON),
-    ("shared-window", "1,32768,16", BOTH, TRITON),
-    ("special", "1,131072,8", BOTH[1:], TRITON),
-    ("special", "1,8192,64", BOTH, ("triton (jax)",)),
+    ("special", "1,8192,64", BOTH, OURS),
+    ("causal", "1,8192,64", BOTH, (*VENDORS, *ROUTED, *OURS)),
+    ("special", "1,32768,16", BOTH, OURS),
+    ("causal", "1,32768,16", BOTH, (*VENDORS, *ROUTED, *OURS)),
+    ("window", "1,32768,16", BOTH, OURS),
+    ("shared", "1,8192,64", BOTH, (*ROUTED, *OURS)),
+    ("shared", "1,32768,16", BOTH, (*ROUTED, *OURS)),
+    ("shared-special", "1,8192,64", BOTH, OURS),
+    ("shared-window", "1,32768,16", BOTH, OURS),
+    ("special", "1,131072,8", BOTH[1:], OURS),
+    ("special", "1,8192,64", BOTH, ("cuda (jax)", "triton (jax)")),
 )
 
 
 def _build(question: tuple[str, str]) -> None:
-    """Run a small call of the kind, so that Triton's kernels are in its cache."""
+    """Run a small call of the kind, so that its kernels are in Triton's cache."""
     import torch
 
     variant, shape = question
     workload = Workload("attention", Shape.parse(shape), backward=True, variant=variant)
     # As many tokens as divide like the workload's: Triton builds other code for others.
     small = replace(workload, shape=replace(workload.shape, T=256))
-    (triton,) = (c for c in find("attention", ["triton"], []) if c.framework == "torch")
-    for call in (small, workload.small()):
-        arrays, (cotangent,) = call.arguments("torch", 0)
-        torch.autograd.grad(triton.function(call, None)(*(x.requires_grad_() for x in arrays)), arrays, cotangent)
+    for ours in (c for c in find("attention", ["cuda", "triton"], []) if c.framework == "torch"):
+        for call in (small, workload.small()):
+            arrays, (cotangent,) = call.arguments("torch", 0)
+            torch.autograd.grad(ours.function(call, None)(*(x.requires_grad_() for x in arrays)), arrays, cotangent)
     torch.cuda.synchronize()
 
 

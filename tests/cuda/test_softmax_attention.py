@@ -70,7 +70,7 @@ def test_it_agrees_with_float64(name):
     assert log < 2e-5
 
 
-@pytest.mark.parametrize("name", ["causal", "everything", "tiles as they come", "256"])
+@pytest.mark.parametrize("name", ["everything", "tiles as they come"])
 def test_every_schedule_gives_the_same_bits(name):
     first, log = run(CASES[name])
     for mode, seed in itertools.product(("late", "early", "random"), (0, 1)):
@@ -87,8 +87,7 @@ def test_who_computes_a_tile_changes_no_bit():
         assert torch.equal(log, again)
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "64", "everything", "everything, float16", "blocks of 64",
-                                  "tiles of 256", "cap by polynomials", "256", "bias", "mask", "dropout",
+@pytest.mark.parametrize("name", ["causal", "64", "256", "everything", "tiles of 256", "mask", "dropout",
                                   "everything else"])
 def test_it_fits(name):
     used = built(CASES[name], forward_kernel)

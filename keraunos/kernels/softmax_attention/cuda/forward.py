@@ -3,7 +3,7 @@
 For tiles of queries ``Q_w``, one for each multiplying partition w, and blocks of keys j, the online softmax is::
 
     X_j = Q_w K_j^T                        logits, after scale and cap, base 2
-    m_j = max(m_(j-1), max_s X_j)          per query; with small caps (BOUNDED) there is no m
+    m_j = max(m_(j-1), max_s X_j)          per query
     P_j = exp2(X_j - m_j)
     l_j = l_(j-1) exp2(m_(j-1) - m_j) + sum_s P_j
     O_j = O_(j-1) exp2(m_(j-1) - m_j) + P_j V_j
@@ -320,7 +320,7 @@ def hidden(x, block, t, own, p_ids, S, left, right, N: gl.constexpr, LEFT: gl.co
 
 @gluon.jit
 def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr,
-          BOUNDED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SEGMENTS: gl.constexpr, W: gl.constexpr):
+          LEFT: gl.constexpr, RIGHT: gl.constexpr, SEGMENTS: gl.constexpr, W: gl.constexpr):
     """The online softmax's step: products -> (weights, new maximum, new sum, factor of what was summed before)."""
     block, t, own, p_ids, left, right = mask
     if CAP:
@@ -329,23 +329,16 @@ def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.
         x = -x
     if masked:
         x = hidden(x, block, t, own, p_ids, S, left, right, N, LEFT, RIGHT, SEGMENTS, W)
-    decay = total
-    if BOUNDED:
-        p = gl.exp2(x * unit)
-        total += gl.sum(p, 1)
-    else:
-        most = gl.maximum(top, gl.max(x, 1))
-        zero = gl.where(most == float("-inf"), 0.0, most) * unit
-        p = gl.exp2(x * unit - zero[:, None])
-        decay = gl.exp2(top * unit - zero)
-        total = total * decay + gl.sum(p, 1)
-        top = most
-    return p, top, total, decay
+    most = gl.maximum(top, gl.max(x, 1))
+    zero = gl.where(most == float("-inf"), 0.0, most) * unit
+    p = gl.exp2(x * unit - zero[:, None])
+    decay = gl.exp2(top * unit - zero)
+    return p, most, total * decay + gl.sum(p, 1), decay
 
 
 @gluon.jit
 def weights(x, block, top, total, limits, planes, numbers, T, S, N: gl.constexpr, CAP: gl.constexpr,
-            NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+            NEGATIVE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
             SEGMENTS: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr, DROPOUT: gl.constexpr, W: gl.constexpr):
     """:func:`weigh` of a block, with biases, masks and dropout."""
     t, own, p_ids, left, right, whole_lo, whole_hi = limits
@@ -358,7 +351,7 @@ def weights(x, block, top, total, limits, planes, numbers, T, S, N: gl.constexpr
                     NEGATIVE, BIAS, MASK, W)
     x, top, total, decay = weigh(x, top, total, inner, 1.0 if ADORNED else unit, masked,
                                  (block, t, own, p_ids, left, right), S, N, 0 if ADORNED else CAP,
-                                 NEGATIVE and not ADORNED, BOUNDED, LEFT, RIGHT, SEGMENTS, W)
+                                 NEGATIVE and not ADORNED, LEFT, RIGHT, SEGMENTS, W)
     if DROPOUT:
         x = dropped(x, block, t, i_bh, seed, threshold, N, W)
     return x, top, total, decay
@@ -368,7 +361,7 @@ def weights(x, block, top, total, limits, planes, numbers, T, S, N: gl.constexpr
 def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, tiles, M, WG: gl.constexpr,
            H: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr,
            GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
-           HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr, LEFT: gl.constexpr,
+           HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, LEFT: gl.constexpr,
            RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr,
            DROPOUT: gl.constexpr):
     """A partition of one warpgroup: ROWS queries of each tile."""
@@ -409,7 +402,7 @@ def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, 
         limits = (t, own, p_ids, far_left, far_right, whole_lo, whole_hi)
         tile = q_s.index(GROUPS * slot + WG)
         q = tile.reshape([ROWS, BD])
-        top = gl.full([ROWS], 0.0 if BOUNDED else float("-inf"), gl.float32, gl.SliceLayout(1, W))
+        top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, W))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, W))
         o = gl.zeros([ROWS, BD], gl.float32, WO)
 
@@ -419,7 +412,7 @@ def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, 
         thread_barrier()
         mbarrier.arrive(empty.index(c % STAGES), count=1)
         c += 1
-        x, top, total, decay = weights(x, lo, top, total, limits, planes, numbers, T, S, N, CAP, NEGATIVE, BOUNDED,
+        x, top, total, decay = weights(x, lo, top, total, limits, planes, numbers, T, S, N, CAP, NEGATIVE,
                                        LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, W)
         p = gl.convert_layout(x.to(dtype), LEFT_OF)
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
@@ -430,15 +423,14 @@ def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, 
             o = warpgroup_mma(p, v_s.index(stage).reshape([N, BD]), o, is_async=True)
             x = warpgroup_mma_wait(1, deps=[x])
             x, top, total, decay = weights(x, block, top, total, limits, planes, numbers, T, S, N, CAP, NEGATIVE,
-                                           BOUNDED, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, W)
+                                           LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, W)
             c += 1
             # Were this wait not here, the assembler would make the weights after the next one.
             mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
             o, x = warpgroup_mma_wait(0, deps=[o, x])
             thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
-            if not BOUNDED:
-                o = o * gl.convert_layout(decay, gl.SliceLayout(1, WO))[:, None]
+            o = o * gl.convert_layout(decay, gl.SliceLayout(1, WO))[:, None]
             p = gl.convert_layout(x.to(dtype), LEFT_OF)
 
         stage = c % STAGES
@@ -465,8 +457,7 @@ def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, 
             for j in gl.static_range(SINKS):
                 total += gl.exp2(gl.load(p_sinks + j).to(gl.float32) * LOG2E - zero)
             top = zero
-        # BOUNDED, the sum of a query that sees no key may be smaller, of its sinks, and have no finite reciprocal.
-        some = total > 1e-30
+        some = total > 0.0
         total = gl.where(some, total, 1.0)
         p_lse = lse + (i_b * H + i_h).to(gl.int64) * T + t
         gl.store(p_lse, gl.where(some, top + gl.log2(total), float("inf")), mask=t < T)
@@ -505,7 +496,7 @@ def forward_kernel(
     o, lse, count,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr,
     RN: gl.constexpr, SINKS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, BOUNDED: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr,
     MASK: gl.constexpr, DROPOUT: gl.constexpr, REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
 ):
@@ -519,8 +510,7 @@ def forward_kernel(
     limits.
 
     With CAP, ``unit`` is the cap, base 2, and ``inner`` what gives twice the tangent's argument, base 2; without,
-    ``unit`` is the scale's magnitude, base 2, and NEGATIVE its sign. BOUNDED: the cap keeps weights so small that they
-    need no maximum.
+    ``unit`` is the scale's magnitude, base 2, and NEGATIVE its sign.
 
     A program walks over tiles of GROUPS * ROWS queries of one head, HELD of which have memory; M heads are walked over
     together. taken: None, or a zero, with which programs take the tiles as they come, and not as many each; count:
@@ -581,10 +571,10 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (attend, (shared, barriers, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 0, H, RB,
-                      RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET,
+                      RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, LEFT, RIGHT, OFFSET,
                       SEGMENTS, BIAS, MASK, DROPOUT)),
             (attend, (shared, barriers, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 1, H, RB,
-                      RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, BOUNDED, LEFT, RIGHT, OFFSET,
+                      RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, LEFT, RIGHT, OFFSET,
                       SEGMENTS, BIAS, MASK, DROPOUT)),
             (copy, (shared, barriers, (q_desc, k_desc, v_desc), queries, spreads, flags, stride_flagsb, (T, S), tiles,
                     count, M, H, R, RM, GROUPS, ROWS, N, STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, MASK, SHARED)),

@@ -39,6 +39,8 @@ _BARRIERS = 2048
 _KEYS, _STAGES = 128, 2
 # Zeros that a program writes.
 _ZEROS = 1024
+# What was measured to be faster than Triton has so many queries and keys at least.
+_LONG = 4096
 # From this cap on a tangent next to 0 is computed to more digits.
 _LARGE_CAP = 1000.0
 
@@ -91,7 +93,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
     constants = dict(
         **w.sizes(), RM=w.shared(args.mask), RN=RN, SINKS=w.sinks, GROUPS=_GROUPS, ROWS=rows // _GROUPS, N=block, BD=BD,
         STAGES=stages, HELD=held, CAP=_cap(opts), NEGATIVE=w.negative,
-        BOUNDED=w.bounded, LEFT=left, RIGHT=right, OFFSET=w.flags["OFFSET"], **w.masks, DROPOUT=opts.dropout > 0,
+        LEFT=left, RIGHT=right, OFFSET=w.flags["OFFSET"], **w.masks, DROPOUT=opts.dropout > 0,
         REGISTERS=_REGISTERS, OTHERS=_OTHERS,
     )
     outputs = dict(o=output_spec(args, opts), lse=lse_spec(args, opts), count=taken if taken is None else "taken")
@@ -202,7 +204,9 @@ def loses(inv: Invocation) -> str | None:
     if reason := was_not_measured():
         return reason
     if {"bias", "mask", "seed"} & set(inv.arrays):
-        return "was not measured with biases, boolean masks and dropout"
+        return "was not measured to be faster with biases, boolean masks and dropout"
+    if min(inv.dims["T"], inv.dims["S"]) < _LONG:
+        return f"was measured to be faster from {_LONG} queries and keys on"
     if is_for_libraries(inv.arrays, inv.arrays["query"][0], inv.dims, inv.options):
         return "leaves plain and causal calls to the vendor's kernels, which have faster gradients"
     return None
