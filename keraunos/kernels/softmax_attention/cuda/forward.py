@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import PropagateNan
 
 from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
+from keraunos.kernels.softmax_attention.triton.kernels import mixed
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # Offsets are no further from 0, so that sums with windows and places stay within 32 bits.
@@ -281,14 +282,6 @@ def adorned(x, block, t, masked, bias, mask, stride_biast, stride_maskt, inner, 
             p_mask = mask + (t.to(gl.int64) * stride_maskt)[:, None] + s[None, :]
             x = gl.where(gl.load(p_mask, mask=inside, other=0) != 0, x, float("-inf"))
     return x
-
-
-@gluon.jit
-def mixed(x):
-    """A permutation of the numbers of 32 bits; ``contract.keeps`` says how the dropout follows from it."""
-    x = (x ^ (x >> 16)) * 0x21F0AAAD
-    x = (x ^ (x >> 15)) * 0x735A2D97
-    return x ^ (x >> 15)
 
 
 @gluon.jit
