@@ -5,9 +5,11 @@ import itertools
 
 import pytest
 import torch
+import triton
 
 import keraunos
 from keraunos import frontends
+from keraunos.kernels.linear_attention.cuda.gluon_names import RUN
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
 from keraunos.ops.registry import kernel_registry
@@ -93,7 +95,7 @@ def test_it_fits(name):
     used = built(CASES[name], forward_kernel)
     assert used["registers"] <= 168  # of a thread when the kernel starts, before partitions give theirs to others
     # Of what is read once for a tile; nothing in the loops of products, but for a cap beside a bias and a mask.
-    assert used["stack"] <= (160 if name == "everything else" else 64)
+    assert used["stack"] <= (192 if name == "everything else" else 64)
     assert used["shared"] <= frontends.SHARED_MEMORY
     assert used["waits"] == 0
 
@@ -136,8 +138,11 @@ def test_what_it_cannot_do_it_refuses_with_the_reason():
 
 
 @pytest.mark.parametrize(("framework", "vendor"), [("torch", "torch"), ("jax", "xla")])
-def test_auto_takes_it_for_what_the_vendors_kernels_do_not_do(framework, vendor):
+def test_auto_takes_it_for_what_the_vendors_kernels_do_not_do(framework, vendor, monkeypatch):
     pytest.importorskip(framework)
+    monkeypatch.setattr(triton, "__version__", RUN[0])
+    if reason := frontends.cannot_launch(framework, gluon=True):
+        pytest.skip(reason)
 
     def chosen(**call):
         return kernel_registry.choose(on_a_gpu(framework, **call))[0].platform
@@ -146,3 +151,5 @@ def test_auto_takes_it_for_what_the_vendors_kernels_do_not_do(framework, vendor)
     assert chosen(window=(1023, 0)) == chosen(sinks=1) == chosen(segments=True) == chosen(K=256) == "cuda"
     assert chosen(sinks=1, dtype="float32") == chosen(sinks=1, device="NVIDIA A100") == "triton"
     assert chosen(arrays={"bias": ("bfloat16", 4)}) == "triton"
+    # It was measured to be faster in long calls only.
+    assert chosen(sinks=1, T=4095) == chosen(sinks=1, T=1, S=8192) == "triton"
