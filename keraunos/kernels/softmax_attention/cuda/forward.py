@@ -34,6 +34,8 @@ from keraunos.kernels.softmax_attention.triton.kernels import mixed
 LOG2E = gl.constexpr(1.4426950408889634)
 # Offsets are no further from 0, so that sums with windows and places stay within 32 bits.
 FAR = gl.constexpr(1 << 29)
+# The partitions that multiply.
+GROUPS = gl.constexpr(2)
 # Blocks of which a warp compares the segments at once.
 AT_ONCE = gl.constexpr(32)
 
@@ -149,7 +151,7 @@ def narrowed(lo, hi, whole_lo, whole_hi, ids, inside, spreads, flags, NS, SEGMEN
 
 @gluon.jit
 def copy(shared, barriers, descriptors, queries, spreads, flags, stride_flagsb, sizes, tiles, taken, M,
-         H: gl.constexpr, R: gl.constexpr, RM: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
+         H: gl.constexpr, R: gl.constexpr, RM: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr,
          STAGES: gl.constexpr, HELD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr,
          SEGMENTS: gl.constexpr, MASK: gl.constexpr, SHARED: gl.constexpr):
     """A partition of one warp: copies tiles of queries, says which these are and which blocks they see, copies those.
@@ -277,7 +279,7 @@ def adorned(x, block, t, masked, bias, mask, stride_biast, stride_maskt, inner, 
     if BIAS:
         p_bias = bias + (t.to(gl.int64) * stride_biast)[:, None] + s[None, :]
         x += gl.load(p_bias, mask=inside, other=0.0).to(gl.float32) * LOG2E
-    if MASK:  # noqa: SIM102, which Triton knows, as it does not what follows
+    if MASK:  # noqa: SIM102 - a constant, unlike the next condition
         if masked:
             p_mask = mask + (t.to(gl.int64) * stride_maskt)[:, None] + s[None, :]
             x = gl.where(gl.load(p_mask, mask=inside, other=0) != 0, x, float("-inf"))
@@ -353,7 +355,7 @@ def weights(x, block, top, total, limits, planes, numbers, T, S, N: gl.constexpr
 @gluon.jit
 def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, tiles, M, WG: gl.constexpr,
            H: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr,
-           GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+           ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
            HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr, LEFT: gl.constexpr,
            RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr,
            DROPOUT: gl.constexpr):
@@ -488,7 +490,7 @@ def forward_kernel(
     stride_keyb, stride_sinksh, inner, unit, keep, threshold, left, right, B, T, S, M,
     o, lse, count,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr,
-    RN: gl.constexpr, SINKS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr,
+    RN: gl.constexpr, SINKS: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr,
     STAGES: gl.constexpr, HELD: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr,
     MASK: gl.constexpr, DROPOUT: gl.constexpr, REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
@@ -507,8 +509,8 @@ def forward_kernel(
 
     A program walks over tiles of GROUPS * ROWS queries of one head, HELD of which have memory; M heads are walked over
     together. taken: None, or a zero, with which programs take the tiles as they come, and not as many each; count:
-    its memory. K, V: the dimensions, in tiles of BD. REGISTERS: of a thread that
-    multiplies; OTHERS: of one that copies.
+    its memory. K, V: the dimensions, in tiles of BD. REGISTERS: of a thread that multiplies;
+    OTHERS: of one that copies.
     """
     dtype: gl.constexpr = k.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, BD], dtype)
@@ -564,13 +566,13 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (attend, (shared, barriers, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 0, H, RB,
-                      RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, LEFT, RIGHT, OFFSET,
+                      RM, RN, SINKS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, LEFT, RIGHT, OFFSET,
                       SEGMENTS, BIAS, MASK, DROPOUT)),
             (attend, (shared, barriers, goal, queries, keys, arrays, last, numbers, (T, S), tiles, M, 1, H, RB,
-                      RM, RN, SINKS, GROUPS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, LEFT, RIGHT, OFFSET,
+                      RM, RN, SINKS, ROWS, N, BD, STAGES, HELD, CAP, NEGATIVE, LEFT, RIGHT, OFFSET,
                       SEGMENTS, BIAS, MASK, DROPOUT)),
             (copy, (shared, barriers, (q_desc, k_desc, v_desc), queries, spreads, flags, stride_flagsb, (T, S), tiles,
-                    count, M, H, R, RM, GROUPS, ROWS, N, STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, MASK, SHARED)),
+                    count, M, H, R, RM, ROWS, N, STAGES, HELD, LEFT, RIGHT, OFFSET, SEGMENTS, MASK, SHARED)),
         ],
         [4, 1],
         [REGISTERS, OTHERS],

@@ -29,8 +29,8 @@ from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q", "block_k", "num_stages")
 
-# Programs that run at once; partitions that multiply; what the compiler is told of their registers and the others'.
-_PROGRAMS, _GROUPS, _REGISTERS, _OTHERS = 132, 2, 240, 24
+# Programs that run at once; registers of a thread that multiplies, and of one that copies.
+_PROGRAMS, _REGISTERS, _OTHERS = 132, 240, 24
 # Rows of a multiple of so many values begin at multiples of 16 bytes.
 _ROW = 8
 # Bytes of shared memory that barriers take at most, and what makes blocks begin where they must.
@@ -91,7 +91,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
         threshold=w.threshold, left=w.window["left"], right=w.window["right"], B=w.B, T=w.T, S=w.S, M=R,
     )
     constants = dict(
-        **w.sizes(), RM=w.shared(args.mask), RN=RN, SINKS=w.sinks, GROUPS=_GROUPS, ROWS=rows // _GROUPS, N=block, BD=BD,
+        **w.sizes(), RM=w.shared(args.mask), RN=RN, SINKS=w.sinks, ROWS=rows // 2, N=block, BD=BD,
         STAGES=stages, HELD=held, CAP=_cap(opts), NEGATIVE=w.negative,
         LEFT=left, RIGHT=right, OFFSET=w.flags["OFFSET"], **w.masks, DROPOUT=opts.dropout > 0,
         REGISTERS=_REGISTERS, OTHERS=_OTHERS,
