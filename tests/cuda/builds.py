@@ -29,6 +29,15 @@ CALLS = {
     "128 and 64": (small(K=128, V=64, B=1, T=2048, H=4, gate="scalar", gate_dtype="bfloat16"), ()),
     "constant 128 and 64": (small(K=128, V=64, B=1, T=100, H=4, gamma=1, state=True), ("g_gamma",)),
     "64 and 128": (small(K=64, V=128, B=1, T=100, H=4, gamma=1, state=True), ()),
+    "dimensions": (small(B=1, T=100, H=4, gate="vector", gate_dtype="bfloat16", state=True), ("g",)),
+    "dimensions, everything": (
+        small(H=4, lengths=(60, 40), gamma=1, gate="vector", state=True, reverse=True), ()
+    ),
+    "dimensions, segments": (small(B=1, T=2048, H=4, gate="vector"), ("g",)),
+    "dimensions, learned": (small(B=1, T=100, H=4, gate="vector", gate_dtype="bfloat16"), ()),
+    "dimensions, shared": (small(B=1, T=100, H=4, G=2, HQ=1, gate="vector", gate_dtype="bfloat16"), ()),
+    "dimensions, 64": (small(K=64, V=64, B=1, T=2048, H=4, gate="vector", gate_dtype="bfloat16"), ()),
+    "dimensions, 96 and 40": (small(K=96, V=40, B=1, T=100, H=4, gate="vector", state=True), ()),
     "96 and 40": (small(K=96, V=40, H=4, G=2, lengths=(60, 40), gamma=1, gate="scalar", state=True), ()),
 }
 # Whether the pool is stored as [slots, H, V, K], and whether the output goes where copies of blocks cannot take it.
@@ -51,10 +60,15 @@ def most(call):
     """The budgets of a call's kernels.
 
     Bytes of stack are registers that did not fit: those of addresses and the like, outside of products; and where heads
-    share an array, whose gradients of each head are not copied out but stored. Triton 3.9 has another assembler.
+    share an array, whose gradients of each head are not copied out but stored; and in strong chunks with gates per
+    dimension. Triton 3.9 has another assembler.
     """
     stack = 160 if triton.__version__.startswith("3.9") else 112
-    return dict(registers=168, stack=176 if call == "shared" else stack, shared=frontends.SHARED_MEMORY, waits=0)
+    # Wide gates per dimension come from memory, by many pointers.
+    more = {"shared": 176, "dimensions, shared": 640, "dimensions, everything": 976, "dimensions, segments": 720,
+            "dimensions, 96 and 40": 640, "dimensions": 656, "dimensions, learned": 656}
+    stack = more.get(call, 592 if call.startswith("dimensions") else stack)
+    return dict(registers=168, stack=stack, shared=frontends.SHARED_MEMORY, waits=0)
 
 
 def launched(run):

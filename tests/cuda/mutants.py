@@ -9,7 +9,11 @@ from pathlib import Path
 
 from keraunos.kernels.linear_attention import cuda
 
-FILES = ("walk", "outputs", "gradients")
+FILES = ("walk", "outputs", "gradients", "dimensions", "dimensions_queries", "dimensions_keys",
+         "dimensions_gates")
+KERNELS = dict(outputs="outputs_kernel", gradients="gradients_kernel", dimensions="dimensions_kernel",
+               dimensions_queries="queries_kernel", dimensions_keys="keys_kernel",
+               dimensions_gates="gates_kernel")
 _FOLDER = Path(cuda.__file__).parent
 _STEP = re.compile(
     r"^( +)(?:fence_async_shared\(\)|thread_barrier\(\)|mbarrier\.(?:wait|arrive|init|expect)\(.*\)|"
@@ -46,10 +50,10 @@ def kernels(step: tuple[str, int], folder: Path) -> dict:
         (folder / package / f"{file}.py").write_text(text)
     sys.path.insert(0, str(folder))
     try:
-        outputs, gradients = (importlib.import_module(f"{package}.{file}") for file in ("outputs", "gradients"))
+        modules = {file: importlib.import_module(f"{package}.{file}") for file in KERNELS}
     finally:
         sys.path.remove(str(folder))
-    return dict(outputs_kernel=outputs.outputs_kernel, gradients_kernel=gradients.gradients_kernel)
+    return {kernel: getattr(modules[file], kernel) for file, kernel in KERNELS.items()}
 
 
 def _text(name: str) -> str:

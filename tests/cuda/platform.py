@@ -59,8 +59,9 @@ def run(case, gradients=True, *, mode="late", seed=0, constant=(), replaced=None
             grads = torch_tensor(doutput), torch_tensor(dstate) if case.dstate else None
             got += list(passes.backward(args, residuals, grads, opts))[:6]
     got = [tensor_array(x) for x in got]
-    if gradients and "g_gamma" in constant:
-        got[6] = LEFT_OUT
+    for i, name in ((5, "g"), (6, "g_gamma")) if gradients else ():
+        if name in constant:
+            got[i] = LEFT_OUT
     return got
 
 

@@ -29,16 +29,18 @@ def launches(fn, *args):
     return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text().count("triton_kernel_call")
 
 
-def test_forward_and_gradients(gla):
-    gates = jax.ShapeDtypeStruct(SHAPE[:3], jnp.bfloat16)
+@pytest.mark.parametrize("shape", [SHAPE[:3], SHAPE], ids=["a gate per token", "gates per dimension"])
+def test_forward_and_gradients(gla, shape):
+    gates = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     gamma, state = jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.float32)
 
     def loss(q, k, v, g, gamma, state):
         output, final = gla(q, k, v, g, gamma, initial_state=state)
         return output.astype(jnp.float32).sum() + final.sum()
 
-    # The walk forward, the two of the gradients, the sum of the decays' over the batch.
-    assert launches(jax.value_and_grad(loss, range(6)), TOKENS, TOKENS, TOKENS, gates, gamma, state) == 4
+    # The walk forward, the two of the gradients, for gates per dimension one of theirs, the sum of the decays' over the
+    # batch.
+    assert launches(jax.value_and_grad(loss, range(6)), TOKENS, TOKENS, TOKENS, gates, gamma, state) == len(shape) + 1
 
 
 def test_vmap_is_one_launch(gla):

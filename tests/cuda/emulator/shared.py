@@ -62,7 +62,7 @@ class Allocation:
         self.address = self.bytes.__array_interface__["data"][0]
         self.regions: dict = {}
         self.barriers: dict = {}  # By their address.
-        self.form = None  # The type, shape and layout under which it was last written.
+        self.form = None  # The width of a value, the shape and the layout under which it was last written.
 
 
 class View:
@@ -170,7 +170,7 @@ class View:
 
         def make():
             data = self.data.reshape(-1).view(np.uint8)[:size].view(numpy_type(dtype)).reshape(shape)
-            return View(self.allocation, self.name, data, dtype, layout, (dtype, shape, layout))
+            return View(self.allocation, self.name, data, dtype, layout, (data.itemsize, shape, layout))
 
         return self._view(("reinterpret", str(dtype), shape, layout), make)
 
@@ -205,7 +205,7 @@ def allocate(dtype, shape, layout, value=None) -> View:
     here.allocations.append(allocation)
     data = allocation.bytes.view(numpy_type(dtype)).reshape(shape)
     data[...] = poison(dtype)
-    view = View(allocation, name, data, dtype, layout, (dtype, shape, layout))
+    view = View(allocation, name, data, dtype, layout, (data.itemsize, shape, layout))
     if value is not None:
         view.store(value)
     return view

@@ -9,7 +9,7 @@ from keraunos.kernels.linear_attention.cuda.walk import CLOSED, LOG2E, natural_d
 
 
 @gluon.jit
-def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, KV: gl.constexpr,
+def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, KV: gl.constexpr, WIDTH: gl.constexpr,
           BACKWARDS: gl.constexpr):
     """What the i-th piece leaves, and its decay, base 2; beyond the last of ``count``, nothing and none."""
     pieces = gl.cdiv(T, L)
@@ -19,8 +19,10 @@ def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, K
     if sums is None:
         across = decay * (gl.minimum(T - i_p * L, L) * there.to(gl.int32)).to(gl.float32)
         there = there & (reach(decay, (i_p % P if BACKWARDS else P - 1 - i_p % P) * L) >= 0)
-    else:
+    elif WIDTH == KV:
         across = gl.load(sums + slot, mask=there, other=0.0)
+    else:
+        across = gl.load(sums + slot * (KV // WIDTH) + o // WIDTH, mask=(o >= 0) & there, other=0.0)
     return gl.load(local + slot * KV + o, mask=(o >= 0) & there, other=0.0), across
 
 
@@ -40,12 +42,14 @@ def enter(i, count, state, found, o, p_starts, T, L, P, H: gl.constexpr, KV: gl.
 def starts_kernel(
     local, sums, gamma, h0, stride_gamma_b, T, L, P,
     starts,
-    H: gl.constexpr, KV: gl.constexpr, BD: gl.constexpr, AT_ONCE: gl.constexpr, BACKWARDS: gl.constexpr,
+    H: gl.constexpr, KV: gl.constexpr, WIDTH: gl.constexpr, BD: gl.constexpr, AT_ONCE: gl.constexpr,
+    BACKWARDS: gl.constexpr,
 ):
     """The state that each segment starts from ``[segments, H, K, V]``, of what pieces of L tokens leave from none.
 
-    P: pieces of a segment. sums: what the gates of each piece come to; gamma: constant decays. h0: the state that the
-    first segment starts from, in the order of the walk. A program joins BD of the KV values of a state.
+    P: pieces of a segment. sums: what the gates of each piece come to, each for WIDTH of the KV values of a state;
+    gamma: constant decays. h0: the state that the first segment starts from, in the order of the walk. A program joins
+    BD of the values.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([BD // 128], [32], [4], [0])
     i_x = gl.program_id(0) % (KV // BD)
@@ -65,7 +69,7 @@ def starts_kernel(
     for i in range(0, count, AT_ONCE):
         found = ()
         for j in gl.static_range(AT_ONCE):
-            x = piece(i + j, count, local, sums, decay, i_n, i_h, o, T, L, P, H, KV, BACKWARDS)
+            x = piece(i + j, count, local, sums, decay, i_n, i_h, o, T, L, P, H, KV, WIDTH, BACKWARDS)
             found += (x,)  # type: ignore[assignment]
         for j in gl.static_range(AT_ONCE):
             state = enter(i + j, count, state, found[j], o, p_starts, T, L, P, H, KV, BACKWARDS)

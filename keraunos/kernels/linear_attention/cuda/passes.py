@@ -21,6 +21,10 @@ import numpy as np
 from keraunos import frontends
 from keraunos.kernels.linear_attention.contract import Args, Options, state_spec
 from keraunos.kernels.linear_attention.contract import kernels as implementations
+from keraunos.kernels.linear_attention.cuda.dimensions import dimensions_kernel
+from keraunos.kernels.linear_attention.cuda.dimensions_gates import gates_kernel, room_of
+from keraunos.kernels.linear_attention.cuda.dimensions_keys import keys_kernel
+from keraunos.kernels.linear_attention.cuda.dimensions_queries import queries_kernel
 from keraunos.kernels.linear_attention.cuda.gluon_names import cannot_run, was_not_measured
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
@@ -33,10 +37,10 @@ FIELDS = ("num_stages",)
 # Dimensions of a tile are as few or as many as these; rows of a multiple of so many begin at multiples of 16 bytes.
 _LEAST_TILE, _MOST_DIMS, _ROW, _CHUNK = 64, 128, 8, 64
 # Stages that the shared memory holds: of a walk that makes outputs, of one with gates or their gradients, and of the
-# one that makes the gradients of keys and values; and of one that only makes states.
-_STAGES, _STAGES_GATES, _STAGES_GRADIENTS, _STAGES_STATES = 3, 2, 2, 3
-# Chunks from one state that the gradients of gates begin from to the next.
-_GROUP = 16
+# one that makes the gradients of keys and values; of one that only makes states; with gates per dimension.
+_STAGES, _STAGES_GATES, _STAGES_GRADIENTS, _STAGES_STATES, _STAGES_DIMENSIONS = 3, 2, 2, 3, 2
+# Chunks from one state that the gradients of gates begin from to the next; with gates per dimension.
+_GROUP, _GROUP_DIMENSIONS = 16, 8
 
 
 # Programs that run at once; segments of a sequence at most, where its heads alone are about as many; tokens that make a
@@ -107,14 +111,20 @@ class _Call:
         self.stages: Any = opts.cfg.num_stages
         self.packed = specs.cu_seqlens is not None
         self.N = specs.cu_seqlens.shape[0] - 1 if self.packed else self.B
+        # Gates are per token and dimension.
+        self.vector = specs.g is not None and len(specs.g.shape) == 4
         self.learned = opts.needs(specs, "g") or opts.needs(specs, "g_gamma")
         gamma = specs.g_gamma
         self.stride_gamma_b = self.H if gamma is not None and len(gamma.shape) == 2 else 0
         # Tokens per segment (0: sequences are whole), pieces of each, and walks.
         self.L, self.P = (0, 1) if self.packed else segmentation(self.T, self.N * self.H, specs.g is None)
         self.walks = self.N * -(-self.T // self.L) if self.L else self.N
-        tokens = _GROUP * _CHUNK
-        self.groups = self.T // tokens + self.N if self.packed else self.walks * -(-(self.L or self.T) // tokens)
+        self.group = _GROUP_DIMENSIONS if self.vector else _GROUP
+        self.chunks, self.groups = self._slots(_CHUNK), self._slots(self.group * _CHUNK)
+
+    def _slots(self, tokens: int) -> int:
+        """Of all walks' groups of so many tokens."""
+        return self.T // tokens + self.N if self.packed else self.walks * -(-(self.L or self.T) // tokens)
 
     def ratio(self, x: Spec | None) -> int:
         """How many heads share each of an array's; 1 for an absent one."""
@@ -128,6 +138,13 @@ class _Call:
     def dtype_of_each(self, x: Spec) -> str:
         """The dtype of a head's gradient of an array: wide where it is still to be summed over those that share."""
         return "float32" if self.ratio(x) > 1 else x.dtype
+
+    def left(self, name: str) -> dict[str, Any]:
+        """The outputs in which walks leave products for the gradients of gates per dimension."""
+        BK = _tiles(self.K, self.V)["BK"]
+        found = {name: ((self.chunks, self.H, 2, room_of(BK // 2)), "float16"),
+                 "room": ((self.walks, self.H, _CHUNK, BK), "float32")}
+        return found if self.learned else dict.fromkeys(found)
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -214,6 +231,95 @@ def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, 
 
 
 @remember
+def _dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, final: bool) -> _Plan:
+    g = call.specs.g
+    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"), **call.numbers, "P": 1}
+    outputs = dict(
+        o=((call.B, call.T, call.H, call.V), call.dtype),
+        ht=((call.N, *call.state), "float32") if final else None,
+        sums=None,
+    )
+    constants = dict(
+        H=call.H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **_tiles(call.K, call.V),
+        C=_CHUNK, STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
+        INIT_WALK=call.L > 0, stride_sk=call.V, stride_sv=1, BACKWARDS=call.reverse,
+    )
+    return _Plan(dimensions_kernel, (call.walks * call.H,), numbers, outputs, constants)
+
+
+@remember
+def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
+    g, dtype, tiles = call.specs.g, call.dtype_of_each(call.specs.query), _tiles(call.K, call.V)
+    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(do, "o"), **_strides(g, "g")}
+    outputs = dict(
+        dq=((call.B, call.T, call.H, call.K), dtype),
+        **call.left("products"),
+        bases=((call.groups, call.H, tiles["BK"]), "float32") if call.learned else None,
+    )
+    constants = dict(
+        H=call.H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **tiles, C=_CHUNK,
+        STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
+        INIT_WALK=call.L > 0, STORED=dtype != call.dtype, GROUP=call.group,
+    )
+    return _Plan(queries_kernel, (call.walks * call.H,), {**numbers, **call.numbers}, outputs, constants)
+
+
+@remember
+def _gates_plan(call: _Call) -> _Plan:
+    needs, specs, N = call.opts.needs, call.specs, call.N
+    outputs = dict(
+        dg=((call.B, call.T, call.H, call.K), call.dtype_of_each(specs.g)) if needs(specs, "g") else None,
+        dgamma=((call.groups, 2, call.H), "float32") if needs(specs, "g_gamma") else None,
+    )
+    constants = dict(
+        H=call.H, K=call.K, BK=_tiles(call.K, call.V)["BK"], C=_CHUNK, GROUP=call.group, REVERSE=call.reverse,
+        PACKED=call.packed, SPLIT=call.L > 0,
+    )
+    numbers = dict(T=call.T, L=call.L, N=N, STEPS=N.bit_length())
+    return _Plan(gates_kernel, (call.groups * call.H * 2,), numbers, outputs, constants)
+
+
+@remember
+def _keys_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
+    B, T, H, specs, g = call.B, call.T, call.H, call.specs, call.specs.g
+    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(do, "o"), **_strides(g, "g")}
+    tiles = _tiles(call.K, call.V)
+    outputs = dict(
+        dk=((B, T, H, call.K), call.dtype_of_each(specs.key)),
+        dv=((B, T, H, call.V), call.dtype_of_each(specs.value)),
+        dh0=((call.N, *call.state), specs.initial_state.dtype) if specs.initial_state else None,
+        **call.left("dots"),
+        states=((call.groups, H, tiles["BK"], tiles["BV"]), call.dtype) if call.learned else None,
+    )
+    constants = dict(
+        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **tiles, C=_CHUNK,
+        STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
+        GROUP=call.group,
+    )
+    return _Plan(keys_kernel, (call.walks * H,), {**numbers, **call.numbers}, outputs, constants)
+
+
+@remember
+def _pieces_plan(call: _Call, k: Spec, v: Spec, backwards: bool) -> _Plan:
+    H, g = call.H, call.specs.g
+    L, P = call.L // call.P, call.P
+    pieces = -(-call.T // L)
+    numbers = {**_strides(None, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"), **call.numbers}
+    outputs = dict(
+        o=None,
+        ht=((call.N * pieces, *call.state), "float32"),
+        sums=((call.N * pieces, H, call.K), "float32"),
+    )
+    constants = dict(
+        H=H, RQ=1, RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **_tiles(call.K, call.V), C=_CHUNK,
+        STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=False, SPLIT=True, INIT_WALK=False,
+        stride_sk=call.V, stride_sv=1, BACKWARDS=backwards,
+    )
+    wanted = pieces - P if backwards else (-(-pieces // P) - 1) * P
+    return _Plan(dimensions_kernel, (call.N * wanted * H,), {**numbers, "L": L, "P": P}, outputs, constants)
+
+
+@remember
 def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[_Plan, _Plan]:
     H, g = call.H, call.specs.g
     L, P = call.L // call.P, call.P
@@ -230,9 +336,12 @@ def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[_Plan
     wanted = pieces - P if backwards else (-(-pieces // P) - 1) * P
     grid = (call.N * wanted * H,)
     local = _Plan(outputs_kernel, grid, {**numbers, **call.numbers, "L": L, "P": P}, outputs, constants)
+    if call.vector:
+        local = _pieces_plan(call, k, v, backwards)
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, L=L, P=P)
     BD = math.gcd(KV, _STARTS)
-    constants = dict(H=H, KV=KV, BD=BD, AT_ONCE=_at_once(call.N * H, g is None), BACKWARDS=backwards)
+    width = call.V if call.vector else KV
+    constants = dict(H=H, KV=KV, WIDTH=width, BD=BD, AT_ONCE=_at_once(call.N * H, g is None), BACKWARDS=backwards)
     grid, outputs = (call.N * H * KV // BD,), dict(starts=((call.walks, *call.state), "float32"))
     return local, _Plan(starts_kernel, grid, numbers, outputs, constants)
 
@@ -243,8 +352,12 @@ def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -
         return h0
     local_plan, plan = _starts_plans(call, spec_of(k), spec_of(v), backwards)
     gamma = args.g_gamma
-    _, local, _, _, sums = local_plan.launch(q=None, k=k, v=v, f=None, g=args.g, gamma=gamma, h0=None, products=None,
-                                             dh=None, cu_seqlens=None, slots=None, has_initial=None, into=None)
+    if call.vector:
+        _, local, sums = local_plan.launch(q=None, k=k, v=v, g=args.g, gamma=gamma, h0=None, cu_seqlens=None)
+    else:
+        _, local, _, _, sums = local_plan.launch(q=None, k=k, v=v, f=None, g=args.g, gamma=gamma, h0=None,
+                                                 products=None, dh=None, cu_seqlens=None, slots=None, has_initial=None,
+                                                 into=None)
     return plan.launch(local=local, sums=sums, gamma=gamma, h0=h0)[0]
 
 
@@ -271,10 +384,15 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple[Any, ...]
     """``((output, final_state), residuals)``."""
     if not args.query.shape[1]:
         return _no_tokens(args), (None,)
-    args = args._replace(**{name: _aligned(getattr(args, name)) for name in ("query", "key", "value")})
+    args = _all_aligned(args)
     call = _call_of(Args(*map(spec_of, args)), opts)
     starts = _starts(call, args, args.key, args.value, args.initial_state, call.reverse)
-    output, final, _, _ = _outputs(call, args, *args[:3], h0=starts, final=opts.state)
+    if call.vector:
+        q, k, v, g, gamma = args[:5]
+        plan = _dimensions_plan(call, *map(spec_of, (q, k, v)), opts.state)
+        output, final, _ = plan.launch(q=q, k=k, v=v, g=g, gamma=gamma, h0=starts, cu_seqlens=args.cu_seqlens)
+    else:
+        output, final, _, _ = _outputs(call, args, *args[:3], h0=starts, final=opts.state)
     return (output, final), (starts if call.L else None,)
 
 
@@ -305,18 +423,29 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
     if not args.query.shape[1]:
         return _no_gradients(args, grads[1])
-    args = args._replace(**{name: _aligned(getattr(args, name)) for name in ("query", "key", "value")})
+    args = _all_aligned(args)
     do, dfinal = _aligned(grads[0]), grads[1]
     call = _call_of(Args(*map(spec_of, args)), opts)
     q, k, v, g, gamma, h0, cu_seqlens = args
     starts = residuals[0] if call.L else h0
     ends = _starts(call, args, q, do, dfinal, not call.reverse)
-    plan = _gradients_plan(call, *map(spec_of, (q, k, v, do)))
-    dk, dv, dh0, products, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,
-                                                cu_seqlens=cu_seqlens)
-    query = call.dtype_of_each(call.specs.query)
-    dq, _, dg, dgamma = _outputs(call, args, do, v, k, f=q if call.learned else None, h0=starts, products=products,
-                                 dh=states, output=query, transposed=True)
+    if call.vector:
+        plan = _keys_plan(call, *map(spec_of, (q, k, v, do)))
+        dk, dv, dh0, dots, _, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,
+                                                   cu_seqlens=cu_seqlens)
+        plan = _queries_plan(call, *map(spec_of, (q, k, v, do)))
+        dq, products, _, bases = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, h0=starts, dh=states,
+                                            cu_seqlens=cu_seqlens)
+        dg = dgamma = None
+        if call.learned:
+            dg, dgamma = _gates_plan(call).launch(x=products, y=dots, bases=bases, cu_seqlens=cu_seqlens)
+    else:
+        plan = _gradients_plan(call, *map(spec_of, (q, k, v, do)))
+        dk, dv, dh0, products, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,
+                                                    cu_seqlens=cu_seqlens)
+        query = call.dtype_of_each(call.specs.query)
+        dq, _, dg, dgamma = _outputs(call, args, do, v, k, f=q if call.learned else None, h0=starts,
+                                     products=products, dh=states, output=query, transposed=True)
     dq, dk, dv, dg = (_of_own(call, *x) for x in zip((dq, dk, dv, dg), call.specs[:4], strict=True))
     if dgamma is not None:
         spec = call.specs.g_gamma
@@ -371,6 +500,12 @@ def _aligned(x: Any) -> Any:
     return x if x is None else frontends.of(x).aligned(x)
 
 
+def _all_aligned(args: Args) -> Args:
+    """The arguments, with arrays that copies can take."""
+    names = ("query", "key", "value", *(("g",) if args.g is not None and len(args.g.shape) == 4 else ()))
+    return args._replace(**{name: _aligned(getattr(args, name)) for name in names})
+
+
 def unsupported(inv: Invocation) -> str | None:
     """Why these kernels cannot run the call, or None."""
     learned = "g_gamma" in inv.arrays and "g_gamma" not in inv.constants
@@ -386,8 +521,6 @@ def cannot_walk(inv: Invocation) -> str | None:
     if reason := cannot_run(inv):
         return reason
     K, V = inv.dims["K"], inv.dims["V"]
-    if inv.arrays.get("g", (None, 0))[1] == 4:
-        return "takes gates per token [B, T, H]; the call has gates per token and dimension"
     dims = f"the call has K = {K}, V = {V}"
     if max(K, V) > _MOST_DIMS:
         return f"takes head dims up to 128: the next larger tile of a state takes 128 registers a thread; {dims}"
@@ -402,6 +535,8 @@ def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what was not measured to be faster."""
     if reason := was_not_measured():
         return reason
+    if inv.arrays.get("g", (None, 0))[1] == 4:
+        return "was not measured with gates per dimension"
     if not inv.dims["K"] == inv.dims["V"] == 128:
         return "was measured with head dims of 128"
     N, packed, forgets = inv.dims["N"], "cu_seqlens" in inv.arrays, "g" not in inv.arrays

@@ -34,6 +34,8 @@ def unsupported(inv: Invocation) -> str | None:
     """Why these kernels cannot run the call, or None."""
     if reason := linear.cannot_walk(_of_attention(inv)):
         return reason
+    if inv.arrays.get("g", ("", 0))[1] == 3:
+        return "takes gates per token [T, H]; the call has gates per token and dimension"
     return "takes no boundaries: it exports no states" if "tokens" in inv.arrays else None
 
 
