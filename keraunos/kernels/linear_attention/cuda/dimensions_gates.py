@@ -164,7 +164,7 @@ def gates_kernel(
     everything = slot.to(gl.float32) * 0.0
     for i in range(first, last):
         at = (count - 1 - i) if REVERSE else i
-        o = chunks + at.to(gl.int64) * (2 * H * ROOM)
+        o = chunks + at.to(gl.int64) * (2 * H * ROOM)  # type: ignore[union-attr]
         z = load_left(x + o, HALF, W) - load_left(y + o, HALF, W)
         part = z.to(gl.bfloat16)
         thread_barrier()

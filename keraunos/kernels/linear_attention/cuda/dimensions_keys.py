@@ -293,7 +293,7 @@ def multiply(shared, descriptors, goal, borders, remains, size, last, scale, WG:
         # None while a product is under way: the assembler would wait for it.
         mbarrier.wait(met.index(1), (i & 1) ^ 1)
         do = do_s.index(slot)
-        dots_c = dots + at.to(gl.int64) * (2 * H * room_of(BK // 2))
+        dots_c = dots + at.to(gl.int64) * (2 * H * room_of(BK // 2))  # type: ignore[union-attr]
         state = settled(state)
         if WG == 0:
             a = warpgroup_mma(k_s.index(slot), q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)

@@ -263,7 +263,7 @@ def multiply(shared, descriptors, goal, learned, h0, size, scale, state_s, WG: g
         o_o = ((at * C + rows).to(gl.int64) * (H * K))[:, None] + o_k[None, :]
         if LEARNED:
             mbarrier.wait(came_q, i & 1)
-            products_c = products + at.to(gl.int64) * (2 * H * room_of(HALF))
+            products_c = products + at.to(gl.int64) * (2 * H * room_of(HALF))  # type: ignore[union-attr]
             x = (q_c.load(W).to(gl.float32) * factor).to(dtype).to(gl.float32) * b_dq
             if strong:
                 add_up(x, room, True)

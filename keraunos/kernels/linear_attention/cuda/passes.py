@@ -435,7 +435,7 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
                                                    cu_seqlens=cu_seqlens)
         plan = _queries_plan(call, *map(spec_of, (q, k, v, do)))
         dq, products, _, bases = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, h0=starts, dh=states,
-                                            cu_seqlens=cu_seqlens)
+                                             cu_seqlens=cu_seqlens)
         dg = dgamma = None
         if call.learned:
             dg, dgamma = _gates_plan(call).launch(x=products, y=dots, bases=bases, cu_seqlens=cu_seqlens)
