@@ -37,7 +37,7 @@ FAR = gl.constexpr(1 << 29)
 # The partitions that multiply.
 GROUPS = gl.constexpr(2)
 # Blocks of which a warp compares the segments at once.
-AT_ONCE = gl.constexpr(32)
+LANES = gl.constexpr(32)
 
 
 @gluon.jit
@@ -109,8 +109,8 @@ def bounds(first, last, S, left, right, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 
 @gluon.jit
 def narrowed(lo, hi, whole_lo, whole_hi, ids, inside, spreads, flags, NS, SEGMENTS: gl.constexpr, MASK: gl.constexpr,
-             LAYOUT: gl.constexpr):
-    """:func:`bounds` without the blocks at both ends that segments or the mask hide.
+             LAYOUT: gl.constexpr, AT_ONCE: gl.constexpr):
+    """:func:`bounds` without the blocks at both ends that segments or the mask hide, AT_ONCE of which are looked at.
 
     SEGMENTS: the queries' ids are ``ids``; ``spreads`` has each block's lowest id that is no padding, highest, and
     lowest of all. MASK: ``flags`` has 0 where nothing of a block is visible, 2 where everything is. The middle is what
@@ -185,7 +185,7 @@ def copy(shared, barriers, descriptors, queries, spreads, flags, stride_flagsb, 
             p_spreads = spreads + i_b.to(gl.int64) * 3 * NS
             p_flags = flags + ((i_b * stride_flagsb + i_h // RM).to(gl.int64) * gl.cdiv(T, BT) + t0 // BT) * NS
             lo, hi, whole_lo, whole_hi = narrowed(lo, hi, whole_lo, whole_hi, ids, t < T, p_spreads, p_flags, NS,
-                                                  SEGMENTS, MASK, LINE)
+                                                  SEGMENTS, MASK, LINE, LANES)
         lo = gl.minimum(lo, NS - 1)
         count = gl.maximum(hi - lo, 1)
         slot = r % HELD
@@ -353,6 +353,25 @@ def weights(x, block, top, total, limits, planes, numbers, T, S, N: gl.constexpr
 
 
 @gluon.jit
+def with_sinks(top, total, p_sinks, SINKS: gl.constexpr):
+    """A sum times 2^top, and sinks -> (another top, the sum with the sinks, the factor of what was summed before).
+
+    The top stays near the keys' logits, whose differences from it then lose no digits, as long as the sinks' part of
+    the sum is in range.
+    """
+    most = gl.load(p_sinks).to(gl.float32)
+    for j in gl.static_range(1, SINKS):
+        most = gl.maximum(most, gl.load(p_sinks + j).to(gl.float32))
+    zero = gl.maximum(top, (most - 80.0) * LOG2E)
+    zero = gl.where(zero == float("-inf"), 0.0, zero)
+    scale = gl.exp2(top - zero)
+    total = total * scale
+    for j in gl.static_range(SINKS):
+        total += gl.exp2(gl.load(p_sinks + j).to(gl.float32) * LOG2E - zero)
+    return zero, total, scale
+
+
+@gluon.jit
 def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, tiles, M, WG: gl.constexpr,
            H: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr, RN: gl.constexpr, SINKS: gl.constexpr,
            ROWS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
@@ -439,19 +458,7 @@ def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, 
             top = top * numbers[1]
         scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, W))
         if SINKS:
-            p_sinks = sinks + (i_h // RN) * stride_sinksh
-            # The top stays near the keys' logits, whose differences from it then lose no digits, as long as the sinks'
-            # part of the sum is in range.
-            most = gl.load(p_sinks).to(gl.float32)
-            for j in gl.static_range(1, SINKS):
-                most = gl.maximum(most, gl.load(p_sinks + j).to(gl.float32))
-            zero = gl.maximum(top, (most - 80.0) * LOG2E)
-            zero = gl.where(zero == float("-inf"), 0.0, zero)
-            scale = gl.exp2(top - zero)
-            total = total * scale
-            for j in gl.static_range(SINKS):
-                total += gl.exp2(gl.load(p_sinks + j).to(gl.float32) * LOG2E - zero)
-            top = zero
+            top, total, scale = with_sinks(top, total, sinks + (i_h // RN) * stride_sinksh, SINKS)
         some = total > 0.0
         total = gl.where(some, total, 1.0)
         p_lse = lse + (i_b * H + i_h).to(gl.int64) * T + t

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.linear_attention.cuda.gluon_names import add_out, copy_in, copy_out, thread_barrier
-from keraunos.kernels.softmax_attention.cuda.forward import AT_ONCE, bounds, describe, locate, moved, narrowed, tanh
+from keraunos.kernels.softmax_attention.cuda.forward import LANES, bounds, describe, locate, moved, narrowed, tanh
 
 # The numbers that the copying partition says of a tile.
 SAID = gl.constexpr(7)
@@ -48,7 +48,7 @@ def range_kernel(key_ids, spreads, offsets, stride_keyb, left, right, T, S, NS, 
     lo, hi, whole_lo, whole_hi = bounds(s0, gl.minimum(s0 + N, S) - 1, T, right, left, RIGHT, LEFT, BT)
     p_spreads = spreads + i_b.to(gl.int64) * 3 * NT
     lo, hi, whole_lo, whole_hi = narrowed(lo, hi, whole_lo, whole_hi, ids, s < S, p_spreads, spreads, NT, True, False,
-                                          LINE)
+                                          LINE, LANES)
     p_ranges = ranges + i_b.to(gl.int64) * 4 * NS + i_s
     gl.store(p_ranges, lo)
     gl.store(p_ranges + NS, hi)
@@ -65,8 +65,8 @@ def monotone(ranges, i_s, NS, NT, LAYOUT: gl.constexpr):
     lo = i_s * 0 + NT
     behind = lo
     hi = i_s * 0
-    for first in range(0, NS, AT_ONCE):
-        n = first + gl.arange(0, AT_ONCE, layout=LAYOUT)
+    for first in range(0, NS, LANES):
+        n = first + gl.arange(0, LANES, layout=LAYOUT)
         n_lo = gl.load(ranges + n, mask=n < NS, other=0)
         n_hi = gl.load(ranges + NS + n, mask=n < NS, other=0)
         some = n_lo < n_hi
