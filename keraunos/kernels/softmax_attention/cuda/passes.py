@@ -1,7 +1,9 @@
 """Softmax attention on Hopper GPUs, in Gluon; some gradients are made by Triton's kernels, from the same logs of sums.
 
 Forward: ``block_q`` queries are a tile, half for each multiplying partition, ``block_k`` keys a block of the walk, and
-``num_stages`` blocks have memory, or as many as fit. Backward: tiles are of one size.
+``num_stages`` blocks have memory, or as many as fit. Where ``block_q`` is 64, which heuristics give calls of few
+queries, a tile has the queries of all heads that share keys, and programs share the keys out. Backward: tiles are of one
+size.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from keraunos import frontends
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.cuda.gluon_names import cannot_run, was_not_measured
 from keraunos.kernels.softmax_attention.contract import Args, Options, describe, is_for_libraries, kernel
+from keraunos.kernels.softmax_attention.cuda.decode import decode_kernel, join_kernel
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel, zero_kernel
 from keraunos.kernels.softmax_attention.cuda.gradients import gradients_kernel, queries_kernel, range_kernel
 from keraunos.kernels.softmax_attention.triton import passes as triton
@@ -37,6 +40,12 @@ _ROW = 8
 _BARRIERS = 2048
 # Keys of a block of the gradients, of which as many tiles of queries are in memory.
 _KEYS, _STAGES = 128, 2
+# Rows of a tile of few queries, of all heads that share keys; parts of the keys that are added at once.
+_ROWS, _AT_ONCE = 64, 16
+# Blocks that take as long as a program's beginning and end, about, and the fewest that a program is started for.
+_START, _LEAST = 4, 2
+# Their blocks of keys, and stages, for each tile's dimensions.
+_FEW = {64: dict(block_k=128, num_stages=3), 128: dict(block_k=64, num_stages=3), 256: dict(block_k=64, num_stages=3)}
 # Zeros that a program writes.
 _ZEROS = 1024
 # What was measured to be faster than Triton has so many queries and keys at least.
@@ -56,10 +65,10 @@ def _memory(cfg: Any, BD: int) -> tuple[int, int]:
     Raises:
         ValueError: there is none for the configuration's blocks.
     """
-    held = 1 if BD == 256 else 2
+    held = 1 if BD == 256 or cfg.block_q == _ROWS else 2
     left = frontends.SHARED_MEMORY - _BARRIERS - 2 * held * cfg.block_q * BD
     stages = min(max(cfg.num_stages, 2), left // (4 * cfg.block_k * BD))
-    if cfg.block_q not in (128, 256) or cfg.block_k not in (64, 128) or stages < 2:
+    if cfg.block_q not in (_ROWS, 128, 256) or cfg.block_k not in (64, 128) or stages < 2:
         raise ValueError(f"attention: block_q = {cfg.block_q}, block_k = {cfg.block_k}; expected 128 or 256, and 64 or"
                          f" 128, on cuda, in the shared memory with tiles of {BD} dimensions")
     return stages, held
@@ -72,6 +81,8 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
     args = args._replace(**{name: frontends.of(args.query).aligned(getattr(args, name))
                             for name in ("query", "key", "value")})
     w = Call(args, opts)
+    if w.cfg.block_q == _ROWS:
+        return _few(w)
     rows, block, BD, R = w.cfg.block_q, w.cfg.block_k, _tile(w.K, w.V), w.H // w.G
     stages, held = _memory(w.cfg, BD)
     stride_sinks, RN = w.sink_heads()
@@ -103,6 +114,75 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
 
 
 forward.residuals = triton.forward.residuals  # type: ignore[attr-defined]
+
+
+def _few(w: Call) -> tuple[tuple[Array, None], tuple]:
+    """:func:`forward` in tiles of all heads that share keys, whose keys programs share out.
+
+    Raises:
+        ValueError: something comes that their kernel does not take.
+    """
+    args, opts, block, BD, R = w.args, w.opts, w.cfg.block_k, _tile(w.K, w.V), w.H // w.G
+    if w.masks["BIAS"] or w.masks["MASK"] or opts.dropout:
+        raise ValueError(f"attention: block_q = {_ROWS}; expected 128 or 256 on cuda with biases, masks and dropout")
+    stages, _ = _memory(w.cfg, BD)
+    flags = dict(LEFT=w.flags["LEFT"], RIGHT=w.flags["RIGHT"], OFFSET=w.flags["OFFSET"], SEGMENTS=w.masks["SEGMENTS"])
+    tiles = w.B * w.G * -(-w.T * R // _ROWS)
+    own = 4 * stages * block * BD + 2 * _ROWS * BD + _BARRIERS
+    programs = _PROGRAMS * ((frontends.SHARED_MEMORY + _BARRIERS) // own)
+    parts = _parts(tiles, -(-_reach(w) // block), programs, flags)
+    stride_sinks, RN = w.sink_heads()
+    sinks = args.sinks if w.sinks else None
+    inputs = dict(
+        q=args.query, k=args.key, v=args.value, sinks=sinks, query_ids=args.query_segments, key_ids=args.key_segments,
+        spreads=w.spreads(args.key_segments, block), offsets=args.query_offset,
+        **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"), **w.ids(),
+        stride_sinksh=stride_sinks, inner=_inner(opts), unit=w.numbers["unit"], left=w.window["left"],
+        right=w.window["right"], B=w.B, T=w.T, S=w.S, parts=parts,
+    )
+    shared = dict(H=w.H, V=w.V, RN=RN, SINKS=w.sinks, BD=BD)
+    constants = dict(**shared, K=w.K, R=R, N=block, STAGES=stages, CAP=_cap(opts), NEGATIVE=w.negative, **flags,
+                     PARTS=parts > 1)
+    wanted = dict(o=output_spec(args, opts), lse=lse_spec(args, opts))
+    found = dict(o=((w.B, w.H, w.T, parts, w.V), "float32"), lse=((w.B, w.H, w.T, parts), "float32"))
+    output, lse = frontends.launch(decode_kernel, (tiles * parts,), inputs, found if parts > 1 else wanted,
+                                   constants, num_warps=4, num_stages=1)
+    if parts > 1:
+        inputs = dict(part_o=output, part_lse=lse, sinks=sinks, stride_sinksh=stride_sinks, T=w.T, parts=parts)
+        output, lse = frontends.launch(join_kernel, (w.B * w.H * w.T,), inputs, wanted,
+                                       dict(**shared, AT_ONCE=_AT_ONCE), num_warps=4, num_stages=1)
+    return (output, None), (output, lse)
+
+
+def _reach(w: Call) -> int:
+    """How many keys any query sees at most."""
+    left, right = w.window["left"], w.window["right"]
+    seen = w.S
+    if w.flags["RIGHT"] and w.flags["LEFT"]:
+        seen = min(seen, w.T + left + right)
+    if w.flags["RIGHT"] and not w.flags["OFFSET"]:
+        seen = min(seen, w.T + right)
+    return max(seen, 0)
+
+
+def _parts(tiles: int, blocks: int, programs: int, flags: dict[str, bool]) -> int:
+    """Into how many parts the blocks of keys of each tile are divided, where so many programs run at once.
+
+    All programs take about as long; where tiles may see more keys or fewer, there are more, to be taken as they come.
+    """
+    most = max(min(-(-4 * programs // max(tiles, 1)), blocks // _LEAST), 1)
+    if flags["SEGMENTS"] or (flags["OFFSET"] and not (flags["LEFT"] and flags["RIGHT"])):
+        return most
+
+    def time(parts: int) -> int:
+        return -(-tiles * parts // programs) * (-(-blocks // parts) + _START)
+
+    return min(range(1, most + 1), key=time)
+
+
+def _are_few(inv: Invocation) -> bool:
+    """Whether one tile has the queries of all heads that share keys, and nothing comes that its kernel does not take."""
+    return inv.dims["T"] * inv.dims["H"] // inv.dims["G"] <= _ROWS and not {"bias", "mask", "seed"} & set(inv.arrays)
 
 
 def _strides(x: Array, name: str) -> dict[str, int]:
@@ -205,6 +285,8 @@ def loses(inv: Invocation) -> str | None:
         return reason
     if {"bias", "mask", "seed"} & set(inv.arrays):
         return "was not measured to be faster with biases, boolean masks and dropout"
+    if _are_few(inv):
+        return "was not measured to be faster with few queries"
     if min(inv.dims["T"], inv.dims["S"]) < _LONG:
         return f"was measured to be faster from {_LONG} queries and keys on"
     if is_for_libraries(inv.arrays, inv.arrays["query"][0], inv.dims, inv.options):
@@ -213,7 +295,12 @@ def loses(inv: Invocation) -> str | None:
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
-    """Blocks of 128 keys; of 64 where shared memory, or registers beside a bias or a mask, have no room for more."""
+    """Blocks of 128 keys; of 64 where shared memory, or registers beside a bias or a mask, have no room for more.
+
+    With few queries several programs share a multiprocessor's memory, of which copies in flight have most.
+    """
+    if _are_few(inv):
+        return replace(cfg, block_q=_ROWS, **_FEW[_tile(inv.dims["K"], inv.dims["V"])])
     small = _tile(inv.dims["K"], inv.dims["V"]) == 256 or bool({"bias", "mask"} & set(inv.arrays))
     return replace(cfg, block_q=128, block_k=64 if small else 128, num_stages=4 if small else 2)
 
@@ -223,6 +310,8 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     BD = _tile(inv.dims["K"], inv.dims["V"])
     tiles = {64: ((128, 128, 2), (128, 128, 3), (128, 64, 4), (256, 64, 3)), 128: ((128, 128, 2), (128, 64, 4)),
              256: ((128, 64, 2),)}[BD]
+    if _are_few(inv):
+        tiles = tiles[:1] + {64: ((64, 128, 3), (64, 64, 6)), 128: ((64, 64, 3), (64, 128, 3)), 256: ((64, 64, 3),)}[BD]
     return [replace(cfg, block_q=rows, block_k=block, num_stages=stages) for rows, block, stages in tiles]
 
 
