@@ -1,8 +1,8 @@
 """The forward of few queries over many keys, as a cache has them: programs share out the keys of each row.
 
 The queries of all heads that share keys are rows of a tile, one tile if they are few, and keys and values are read once
-for it: row i is query i // R of head i % R of the R. A program walks over a part of the blocks of keys that these queries see, STAGES of which are on their way or in use, as
-:mod:`.forward` says it of its tiles::
+for it: row i is query i // R of head i % R of the R. A program walks over a part of the blocks of keys that the tile
+sees; STAGES of them are on their way or in use. As in :mod:`.forward`::
 
     X_j = Q K_j^T         P_j = exp2(X_j - m_j)         O_j = O_(j-1) exp2(m_(j-1) - m_j) + P_j V_j
 
@@ -152,10 +152,7 @@ def decode_kernel(
     row = (i_b * H + i_h).to(gl.int64) * T + t
     gl.store(lse + row * parts + part, gl.where(some, top + gl.log2(total), float("-inf" if PARTS else "inf")), inside)
     acc = acc * gl.convert_layout(scale / total, gl.SliceLayout(1, WO))[:, None]
-    if PARTS:
-        row = row * parts + part
-    else:
-        row = (i_b.to(gl.int64) * T + t) * H + i_h
+    row = row * parts + part if PARTS else (i_b.to(gl.int64) * T + t) * H + i_h
     row = gl.convert_layout(row, gl.SliceLayout(1, WO))
     inside = gl.convert_layout(inside, gl.SliceLayout(1, WO))
     d = gl.arange(0, BD, layout=gl.SliceLayout(0, WO))

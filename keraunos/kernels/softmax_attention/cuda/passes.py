@@ -1,9 +1,8 @@
 """Softmax attention on Hopper GPUs, in Gluon; some gradients are made by Triton's kernels, from the same logs of sums.
 
 Forward: ``block_q`` queries are a tile, half for each multiplying partition, ``block_k`` keys a block of the walk, and
-``num_stages`` blocks have memory, or as many as fit. Where ``block_q`` is 64, which heuristics give calls of few
-queries, a tile has the queries of all heads that share keys, and programs share the keys out. Backward: tiles are of one
-size.
+``num_stages`` blocks have memory, or as many as fit. Where ``block_q`` is 64, as heuristics have it for few queries, a
+tile has those of all heads that share keys, and programs share the keys out. Backward: tiles are of one size.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _ROWS, _AT_ONCE = 64, 16
 # Blocks that take as long as a program's beginning and end, about, and the fewest that a program is started for.
 _START, _LEAST = 4, 2
 # Their blocks of keys, and stages, for each tile's dimensions.
-_FEW = {64: dict(block_k=128, num_stages=3), 128: dict(block_k=64, num_stages=3), 256: dict(block_k=64, num_stages=3)}
+_FEW = {64: (128, 3), 128: (64, 3), 256: (64, 3)}
 # Zeros that a program writes.
 _ZEROS = 1024
 # What was measured to be faster than Triton has so many queries and keys at least.
@@ -126,7 +125,7 @@ def _few(w: Call) -> tuple[tuple[Array, None], tuple]:
     if w.masks["BIAS"] or w.masks["MASK"] or opts.dropout:
         raise ValueError(f"attention: block_q = {_ROWS}; expected 128 or 256 on cuda with biases, masks and dropout")
     stages, _ = _memory(w.cfg, BD)
-    flags = dict(LEFT=w.flags["LEFT"], RIGHT=w.flags["RIGHT"], OFFSET=w.flags["OFFSET"], SEGMENTS=w.masks["SEGMENTS"])
+    flags = {**{name: bool(w.flags[name]) for name in ("LEFT", "RIGHT", "OFFSET")}, "SEGMENTS": w.masks["SEGMENTS"]}
     tiles = w.B * w.G * -(-w.T * R // _ROWS)
     own = 4 * stages * block * BD + 2 * _ROWS * BD + _BARRIERS
     programs = _PROGRAMS * ((frontends.SHARED_MEMORY + _BARRIERS) // own)
@@ -181,7 +180,7 @@ def _parts(tiles: int, blocks: int, programs: int, flags: dict[str, bool]) -> in
 
 
 def _are_few(inv: Invocation) -> bool:
-    """Whether one tile has the queries of all heads that share keys, and nothing comes that its kernel does not take."""
+    """Whether a tile has the queries of all heads that share keys, and nothing comes that its kernel does not take."""
     return inv.dims["T"] * inv.dims["H"] // inv.dims["G"] <= _ROWS and not {"bias", "mask", "seed"} & set(inv.arrays)
 
 
@@ -300,7 +299,8 @@ def heuristic(inv: Invocation, cfg: Config) -> Config:
     With few queries several programs share a multiprocessor's memory, of which copies in flight have most.
     """
     if _are_few(inv):
-        return replace(cfg, block_q=_ROWS, **_FEW[_tile(inv.dims["K"], inv.dims["V"])])
+        block, stages = _FEW[_tile(inv.dims["K"], inv.dims["V"])]
+        return replace(cfg, block_q=_ROWS, block_k=block, num_stages=stages)
     small = _tile(inv.dims["K"], inv.dims["V"]) == 256 or bool({"bias", "mask"} & set(inv.arrays))
     return replace(cfg, block_q=128, block_k=64 if small else 128, num_stages=4 if small else 2)
 
