@@ -21,7 +21,7 @@ CASES = {
     "some queries": Case(T=5, S=300, H=6, G=2, B=2, causal=True, offset=(290, 100)),
     "one key": Case(T=1, S=1, H=4, G=2),
     "as many keys as blocks have": Case(T=3, S=256),
-    "many parts": Case(T=2, S=2700, H=2, G=1, D=64, programs=40, cfg=(("block_k", 64),)),
+    "many parts": Case(T=2, S=9000, H=2, G=1, D=64, programs=40, cfg=(("block_k", 64),)),
     "parts of different lengths": Case(T=1, S=1500, H=4, G=2, B=3, causal=True, offset=(1499, 700, -1)),
     "64": Case(T=1, S=500, H=8, G=2, D=64),
     "96 and 40": Case(T=2, S=400, H=4, G=2, D=96, V=40),

@@ -80,6 +80,18 @@ def test_softmax_attention(length, counts, monkeypatch):
     assert text.count("output_operand_alias<") == 1 + counts
 
 
+@pytest.mark.parametrize(("length", "count"), [(64, 1), (100_000, 2)])
+def test_softmax_attention_of_few_queries(length, count):
+    """Parts of the keys, where there are several, and what joins them."""
+    pytest.importorskip("keraunos.frontends.jax.launch", reason="needs the plugin", exc_type=ImportError)
+    attention = functools.partial(kernel_registry.get("attention", "cuda"), causal=True,
+                                  cfg=Config(block_q=64, block_k=64, num_stages=3))
+    query, cache = (jax.ShapeDtypeStruct((2, T, H, 128), jnp.bfloat16) for T, H in ((1, 8), (length, 2)))
+    offsets = jax.ShapeDtypeStruct((2,), jnp.int32)
+    call = lambda q, k, v, offsets: attention(q, k, v, query_offset=offsets)[0]  # noqa: E731
+    assert launches(call, query, cache, cache, offsets) == count
+
+
 @pytest.mark.parametrize("has_initial", [False, True])
 def test_prefill_is_one_launch_that_overwrites_its_pool(has_initial):
     pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)

@@ -39,8 +39,8 @@ _ROW = 8
 _BARRIERS = 2048
 # Keys of a block of the gradients, of which as many tiles of queries are in memory.
 _KEYS, _STAGES = 128, 2
-# Rows of a tile of few queries, of all heads that share keys; parts of the keys that are added at once.
-_ROWS, _AT_ONCE = 64, 16
+# Rows of a tile of few queries, of all heads that share keys.
+_ROWS = 64
 # Blocks that take as long as a program's beginning and end, about, and the fewest that a program is started for.
 _START, _LEAST = 4, 2
 # Their blocks of keys, and stages, for each tile's dimensions.
@@ -149,7 +149,7 @@ def _few(w: Call) -> tuple[tuple[Array, None], tuple]:
     if parts > 1:
         inputs = dict(part_o=output, part_lse=lse, sinks=sinks, stride_sinksh=stride_sinks, T=w.T, parts=parts)
         output, lse = frontends.launch(join_kernel, (w.B * w.H * w.T,), inputs, wanted,
-                                       dict(**shared, AT_ONCE=_AT_ONCE), num_warps=4, num_stages=1)
+                                       dict(**shared, AT_ONCE=8192 // BD), num_warps=4, num_stages=1)
     return (output, None), (output, lse)
 
 
