@@ -174,9 +174,12 @@ def call(case, gradients=False):
         return passes.backward(args, residuals, (case.doutput, None), opts) if gradients else residuals
 
 
-def run(case, mode="late", seed=0, gradients=False):
-    """``(output, lse)``, or the gradients of the arrays that have any, from the emulator."""
-    emulated = launcher(mode, seed)
+def run(case, mode="late", seed=0, gradients=False, replaced=None):
+    """``(output, lse)``, or the gradients of the arrays that have any, from the emulator.
+
+    replaced: other kernels in place of some, by their names.
+    """
+    emulated = launcher(mode, seed, replaced)
 
     def launch(kernel, grid, inputs, outputs, constants, **options):
         if kernel in TRITON:

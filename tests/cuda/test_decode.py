@@ -9,6 +9,8 @@ import torch
 from keraunos import frontends
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.decode import decode_kernel, join_kernel
+from tests.cuda import mutants
+from tests.cuda.emulator import EmulatorError
 from tests.cuda.softmax_attention import Case, builds, built, call, errors, run
 
 CASES = {
@@ -22,6 +24,7 @@ CASES = {
     "one key": Case(T=1, S=1, H=4, G=2),
     "as many keys as blocks have": Case(T=3, S=256),
     "many parts": Case(T=2, S=9000, H=2, G=1, D=64, programs=40, cfg=(("block_k", 64),)),
+    "parts that are longer than the ring": Case(T=2, S=900, H=4, G=2, causal=True, offset=(890,), programs=1),
     "parts of different lengths": Case(T=1, S=1500, H=4, G=2, B=3, causal=True, offset=(1499, 700, -1)),
     "64": Case(T=1, S=500, H=8, G=2, D=64),
     "96 and 40": Case(T=2, S=400, H=4, G=2, D=96, V=40),
@@ -59,13 +62,28 @@ def test_it_agrees_with_float64(name):
     assert log < 2e-5
 
 
-@pytest.mark.parametrize("name", ["one query", "everything"])
+@pytest.mark.parametrize("name", ["one query", "parts that are longer than the ring", "everything"])
 def test_every_schedule_gives_the_same_bits(name):
     first, log = run(CASES[name])
     for mode, seed in itertools.product(("late", "early", "random"), (0, 1)):
         again = run(CASES[name], mode, seed)
         assert torch.equal(first, again[0])
         assert torch.equal(log, again[1])
+
+
+# What the emulator takes for one actor, the warps of a partition, may be two here: one that makes the barriers, one that
+# gives them to copies.
+UNSEEN = mutants.steps(mutants.DECODE)[5]
+
+
+@pytest.mark.parametrize("step", mutants.steps(mutants.DECODE), ids=mutants.label)
+def test_each_missing_step_is_found(step, tmp_path):
+    if step == UNSEEN:
+        assert mutants.label(step) == "decode:thread_barrier()"
+        return
+    replaced = mutants.kernels(mutants.DECODE, step, tmp_path)
+    with pytest.raises(EmulatorError):
+        run(CASES["parts that are longer than the ring"], replaced=replaced)
 
 
 @pytest.mark.parametrize("name", ["one query", "64", "96 and 40", "256", "everything", "blocks of 128"])
