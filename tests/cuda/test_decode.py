@@ -71,8 +71,7 @@ def test_every_schedule_gives_the_same_bits(name):
         assert torch.equal(log, again[1])
 
 
-# What the emulator takes for one actor, the warps of a partition, may be two here: one that makes the barriers, one that
-# gives them to copies.
+# Two threads of a partition, which is one actor to the emulator: one makes the barriers, one may give them to copies.
 UNSEEN = mutants.steps(mutants.DECODE)[5]
 
 
