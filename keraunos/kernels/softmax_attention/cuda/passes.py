@@ -47,8 +47,8 @@ _START, _LEAST = 4, 2
 _FEW = {64: (128, 3), 128: (64, 3), 256: (64, 3)}
 # Zeros that a program writes.
 _ZEROS = 1024
-# What was measured to be faster than Triton has so many queries and keys at least.
-_LONG = 4096
+# What was measured to be faster has so many queries and keys at least; so many keys where queries are few.
+_LONG, _CACHE = 4096, 2048
 # From this cap on a tangent next to 0 is computed to more digits.
 _LARGE_CAP = 1000.0
 
@@ -284,11 +284,15 @@ def loses(inv: Invocation) -> str | None:
         return reason
     if {"bias", "mask", "seed"} & set(inv.arrays):
         return "was not measured to be faster with biases, boolean masks and dropout"
+    plain = is_for_libraries(inv.arrays, inv.arrays["query"][0], inv.dims, inv.options)
     if _are_few(inv):
-        return "was not measured to be faster with few queries"
+        if inv.dims["S"] < _CACHE:
+            return f"was measured to be faster with few queries from {_CACHE} keys on"
+        alone = plain and inv.dims["T"] == 1 and inv.framework == "torch"
+        return "leaves one query that sees all keys to PyTorch's kernels, which are as fast" if alone else None
     if min(inv.dims["T"], inv.dims["S"]) < _LONG:
         return f"was measured to be faster from {_LONG} queries and keys on"
-    if is_for_libraries(inv.arrays, inv.arrays["query"][0], inv.dims, inv.options):
+    if plain:
         return "leaves plain and causal calls to the vendor's kernels, which have faster gradients"
     return None
 
