@@ -97,8 +97,8 @@ def serving(path: Path) -> None:
 def softmax(path: Path) -> None:
     """Softmax attention, forward and backward: the vendor's kernels and ours."""
     section = read("nvidia-h200.json")["attention"]
-    kinds = {"causal": "causal", "special": "with soft cap, sinks, segments", "window": "window of 1,024 and sinks"}
-    named = {"cudnn (jax)": "cuDNN", "torch (torch)": "keraunos, auto", "triton (torch)": "keraunos, triton"}
+    kinds = {"causal": "causal", "special": "with soft cap, sinks, segments"}
+    named = {"cudnn (jax)": "cuDNN", "cuda (torch)": "keraunos, cuda", "triton (torch)": "keraunos, triton"}
     calls: dict[str, dict[str, float]] = {}
     for case in section["cases"]:
         shape, times = case["shape"], case["contestants"]
