@@ -163,9 +163,9 @@ def test_detect_platform():
         keraunos.detect_platform("gla", "nonsense")
     for name in (keraunos.Platform.PALLAS, "pallas"):
         with pytest.raises(
-            keraunos.UnsupportedError, match="attention: platform 'pallas' does not have it; expected one of"
+            keraunos.UnsupportedError, match="prefill: platform 'pallas' does not have it; expected one of"
         ):
-            keraunos.detect_platform("attention", name)
+            keraunos.detect_platform("prefill", name)
     with pytest.raises(ValueError, match="no algorithm 'nonsense'"):
         kernel_registry.get("nonsense")
 

@@ -210,8 +210,8 @@ def attention(
             too: an int, or an array of integers ``[B]``, one for each sequence; None: 0. One token on a cache of keys
             of which ``length`` are valid has ``length - 1``. An int is a constant of the compiled program, so that
             another one compiles again; an array may change from call to call. Below 0, the first queries see no key.
-        platform: ``"triton"``, ``"cuda"``, ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the best
-            that can run the call.
+        platform: ``"triton"``, ``"cuda"``, ``"xla"``, ``"torch"``, or on TPUs ``"pallas"``: that one or an error.
+            ``"auto"`` or None: the best that can run the call.
         cfg: launch configuration; wins over every cache and is never stored.
         return_weights: return the weights too, as they multiply the values; they take memory for ``B H T S`` values.
 

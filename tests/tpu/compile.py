@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 from keraunos.frontends.jax import partition
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.tpu import decays, kernels, passes
+from keraunos.kernels.softmax_attention import contract as softmax_contract
+from keraunos.kernels.softmax_attention.tpu import passes as softmax_passes
 from keraunos.ops import Config
 from keraunos.ops.registry import kernel_registry
 
@@ -52,14 +54,36 @@ def compiled(args: Args, gradients: bool, chip: str = "v5e", block_q: int = 128,
         dfinal = outputs[1] if state else None
         return outputs, passes.backward(args, kept, (doutput, dfinal), opts) if gradients else None
 
-    device = topologies.get_topology_desc(CHIPS[chip], platform="tpu").devices[0]
     doutput = jax.ShapeDtypeStruct((*args.query.shape[:2], args.heads, args.value.shape[3]), args.query.dtype)
+    with mock.patch.object(kernels, "VMEM", vmem << 20):
+        return on_chip(chip, call, args, doutput)
+
+
+def on_chip(chip: str, call, *given, **options):
+    """A function of arrays on one device, compiled for a chip."""
+    device = topologies.get_topology_desc(CHIPS[chip], platform="tpu").devices[0]
     given = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device)), (args, doutput)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device)), given
     )
-    settled = mock.patch.object(partition, "is_settled", return_value=True)
-    with settled, mock.patch.object(kernels, "VMEM", vmem << 20):
-        return jax.jit(call).lower(*given).compile()
+    with mock.patch.object(partition, "is_settled", return_value=True):
+        return jax.jit(call, **options).lower(*given).compile()
+
+
+def softmax(chip: str = "v5e", B=1, T=1024, S=None, H=8, G=None, K=128, V=None, dtype="bfloat16", segments=False,
+            soft_cap=None, left=None, right=None):
+    """Softmax attention and its gradients by JAX's kernel."""
+    x, S, G, V = jax.ShapeDtypeStruct, S or T, G or H, V or K
+    ids = (x((B, T), "int32"), x((B, S), "int32")) if segments else (None, None)
+    args = softmax_contract.Args(x((B, T, H, K), dtype), x((B, S, G, K), dtype), x((B, S, G, V), dtype),
+                                 query_segments=ids[0], key_segments=ids[1])
+    cfg = softmax_passes.heuristic(None, Config())
+    opts = softmax_contract.Options(K**-0.5, soft_cap, left, right, 0.0, "float32", False, cfg)
+
+    def call(args, doutput):
+        outputs, kept = softmax_passes.forward(args, opts)
+        return outputs[0], softmax_passes.backward(args, kept, (doutput, None), opts)[:3]
+
+    return on_chip(chip, call, args, x((B, T, H, V), dtype))
 
 
 def sharded(shape: tuple[int, ...]):

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-from tests.tpu.compile import CHIPS, arrays, compiled, sharded
+from tests.tpu.compile import CHIPS, arrays, compiled, sharded, softmax
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: test-tpu-compile")
 
@@ -61,3 +61,25 @@ def test_shards_of_batch_and_heads():
 def test_what_does_not_fit_is_an_error():
     with pytest.raises(Exception, match="vmem"):
         compiled(arrays("vector"), gradients=True, vmem=1)
+
+
+SOFTMAX = {
+    "plain, in a batch": dict(B=2),
+    "causal, shared keys": dict(T=4096, G=2, right=0),
+    "window, segments, soft cap": dict(B=2, G=1, segments=True, soft_cap=30.0, left=100, right=0),
+    "lengths that are no blocks, any head dims": dict(T=1000, S=77, H=3, K=40, V=96, left=3, right=0),
+    "K = V = 256": dict(K=256, segments=True, right=0),
+    "float32, K = V = 256": dict(K=256, dtype="float32", segments=True, right=0, soft_cap=30.0),
+}
+
+
+@pytest.mark.parametrize("sizes", SOFTMAX.values(), ids=SOFTMAX)
+def test_softmax_attention(sizes):
+    text = softmax(**sizes).as_text()
+    assert len(re.findall(r"custom_call_target=.tpu_custom_call", text)) == 3
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_softmax_attention_on_every_chip(chip):
+    softmax(chip, **SOFTMAX["float32, K = V = 256"])
+    softmax(chip, **SOFTMAX["window, segments, soft cap"])

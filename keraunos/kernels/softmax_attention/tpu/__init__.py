@@ -1,0 +1,1 @@
+"""Softmax attention on TPUs, by the kernels that JAX ships for them."""

@@ -1,0 +1,108 @@
+"""Softmax attention by JAX's kernel for TPUs, in Pallas' interpreter: output and gradients, and what is refused."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+
+import keraunos
+from keraunos.frontends.jax import partition
+from keraunos.kernels.softmax_attention.tpu import passes
+from keraunos.ops.registry import kernel_registry
+from keraunos.types import MaskInfo
+from tests.linear_attention.cases import GPU
+from tests.softmax_attention.cases import Case
+
+pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    """The platform runs on the CPU, as if it were one device: the interpreter cannot be partitioned."""
+    target = "keraunos.kernels.softmax_attention.tpu.passes:attention"
+    kernel_registry.register("attention", "pallas", "cpu", 1, frameworks=("jax",))(target)
+    make = functools.partial(passes.splash.make_splash_mha, interpret=True)
+    alone = mock.patch.object(partition, "is_settled", return_value=True)
+    with alone, mock.patch.object(passes.splash, "make_splash_mha", make):
+        yield
+    kernel_registry.unregister(next(row for row in kernel_registry.rows("attention") if row.backend == "cpu"))
+
+
+CASES = {
+    "plain, lengths that no block divides": dict(T=40, S=150, block=128),
+    "causal, shared keys, bfloat16": dict(causal=True, T=200, G=1, K=64, V=128, dtype="bfloat16", block=128),
+    "causal, more keys than queries": dict(causal=True, T=20, S=300, offset=280, window=(30, 0), block=128),
+    "window, soft cap, a scale that is rounded": dict(window=(5, 3), soft_cap=2.0, scale=-0.7, dtype="bfloat16", K=40),
+    "segments with padding, and ids that the other side has not": dict(B=2, segments=True, causal=True, soft_cap=2.0),
+    "the last queries see nothing, in whole blocks": dict(T=300, S=40, window=(10, 0), H=1, block=128),
+    "the first queries see nothing, in whole blocks": dict(T=150, S=150, causal=True, offset=-140, H=1, block=128),
+    "no query sees anything": dict(causal=True, offset=-60),
+}
+
+
+@pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
+def test_values_and_gradients(sizes):
+    Case(**{"B": 1, "T": 50, "H": 2, **sizes}).check("pallas", "jax")
+
+
+def test_queries_that_see_nothing_give_zeros():
+    q = jnp.ones((1, 130, 1, 16))
+    ids = jnp.where(jnp.arange(130) < 3, -1, jnp.arange(130) // 64)[None]
+    info = MaskInfo.from_segments(ids, jnp.where(ids == 1, 7, ids))
+
+    def call(q):
+        return keraunos.attention(q, q, q, mask_info=info, dtype=None, platform="pallas")
+
+    output, pull = jax.vjp(call, q)
+    seen = np.isin(ids[0], (0, 2))
+    assert not np.asarray(output[0, ~seen]).any()
+    np.testing.assert_allclose(output[0, seen], 1, rtol=1e-6)
+    assert np.isfinite(pull(q)[0]).all()
+
+
+def test_vmap():
+    case = Case(B=2, T=20, H=1, segments=True)
+    args = case.arrays[0]
+
+    def call(q, k, v, own, other):
+        info = MaskInfo.from_segments(own, other)
+        return keraunos.attention(q, k, v, mask_info=info, causal=True, dtype=None, platform="pallas")
+
+    given = [jnp.asarray(x) for x in (*args[:3], *args[6:8])]
+    together = jax.vmap(call)(*(x[:, None] for x in given))
+    np.testing.assert_allclose(together[:, 0], call(*given), rtol=1e-6)
+
+
+def refusal(arrays=(), options=(), **sizes):
+    """Why the platform refuses a call."""
+    inv = keraunos.Attention().invocation("jax", **{"T": 4096, "H": 8, "K": 128, **sizes})
+    inv = dataclasses.replace(inv, arrays={**inv.arrays, **dict(arrays)}, options={**inv.options, **dict(options)})
+    return passes.attention.unsupported(inv)
+
+
+def test_refusals_have_reasons():
+    assert refusal() is None
+    assert refusal(causal=True, window=4, soft_cap=True, segments=True, G=2, K=40, V=256, S=77) is None
+    assert "takes bfloat16 and float32" in refusal(dtype="float16")
+    assert "takes head dims up to 256; the call has K = 512" in refusal(K=512)
+    assert "gradient JAX's kernel sums" in refusal(sinks=1)
+    for name, words in (("bias", "no bias"), ("mask", "no boolean mask"), ("seed", "no dropout"),
+                        ("query_offset", "no query_offset that is an array")):
+        assert f"takes {words}" in refusal({name: ("float32", 4)})
+    assert "takes segment ids of int32; the call has int64" in refusal({"key_segments": ("int64", 2)})
+    assert "not in float64" in refusal(options={"softmax_dtype": "float64"})
+    assert "never forms the weights" in refusal(options={"return_weights": True})
+
+
+def test_a_tpu_gets_it_by_name_only():
+    inv = keraunos.Attention().invocation("jax", T=4096, H=8, K=128, causal=True)
+    inv = dataclasses.replace(inv, backend="tpu", device="TPU v5e")
+    assert kernel_registry.choose(inv)[0].platform == "xla"
+    assert kernel_registry.choose(inv, "pallas")[0].backend == "tpu"
