@@ -161,11 +161,11 @@ def test_detect_platform():
     assert keraunos.detect_platform("gla", "xla") == "xla"
     with pytest.raises(ValueError, match="unknown platform 'nonsense'"):
         keraunos.detect_platform("gla", "nonsense")
-    for name in (keraunos.Platform.PALLAS, "pallas"):
+    for name in (keraunos.Platform.CUDA, "cuda"):
         with pytest.raises(
-            keraunos.UnsupportedError, match="prefill: platform 'pallas' does not have it; expected one of"
+            keraunos.UnsupportedError, match="decode: platform 'cuda' does not have it; expected one of"
         ):
-            keraunos.detect_platform("prefill", name)
+            keraunos.detect_platform("decode", name)
     with pytest.raises(ValueError, match="no algorithm 'nonsense'"):
         kernel_registry.get("nonsense")
 

@@ -377,7 +377,8 @@ for _platform, _frameworks, _priority, _least, _of_platform in (
             )(_target)
 
 # On TPUs by name only: these kernels were compiled for them, and run in an interpreter, but on none.
-for _algorithm, _family in {**_LINEAR, "attention": "softmax_attention"}.items():
+_POOL = dict.fromkeys(_FAMILIES["state_pool"], "state_pool")
+for _algorithm, _family in {**_LINEAR, **_POOL, "attention": "softmax_attention"}.items():
     kernel_registry.register(_algorithm, Platform.PALLAS, Backend.TPU, 5, frameworks=("jax",))(
         f"keraunos.kernels.{_family}.tpu.passes:{_algorithm}"
     )

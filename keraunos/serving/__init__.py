@@ -132,8 +132,8 @@ def decode(
             ``g``. (In :func:`prefill` one per request and head becomes a gate per token and head.)
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         out: ``[N, H, V]``, where the output goes (PyTorch).
-        platform: ``"triton"``, ``"xla"``, ``"torch"``, or for :func:`prefill` on Hopper GPUs ``"cuda"``: that one or an
-            error. ``"auto"`` or None: the best that can.
+        platform: ``"triton"``, ``"xla"``, ``"torch"``, on TPUs ``"pallas"``, or for :func:`prefill` on Hopper GPUs
+            ``"cuda"``: that one or an error. ``"auto"`` or None: the best that can.
         cfg: launch configuration.
 
     Returns:

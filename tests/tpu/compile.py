@@ -24,6 +24,7 @@ from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.tpu import decays, kernels, passes
 from keraunos.kernels.softmax_attention import contract as softmax_contract
 from keraunos.kernels.softmax_attention.tpu import passes as softmax_passes
+from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops import Config
 from keraunos.ops.registry import kernel_registry
 
@@ -99,6 +100,30 @@ def sharded(shape: tuple[int, ...]):
     gradients = jax.grad(total, argnums=(0, 1, 2, 3))
     mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 4)
     return jax.jit(mapped).lower(x, x, x, x).compile()
+
+
+def pool(op: str, chip: str = "v5e", N=64, T=4, slots=256, H=16, G=None, K=128, V=128, dtype="bfloat16",
+         states="float32", gate="constant", steps=0):
+    """A call on a pool that is given up; ``steps``: as many in a loop, on one pool."""
+    x, G, rows = jax.ShapeDtypeStruct, G or H, {"decode": (N,), "prefill": (T,)}.get(op, (N, T))
+    g = {"constant": None, "scalar": x((*rows, H), "float32"), "vector": x((*rows, H, K), dtype)}[gate]
+    args = pool_contract.Args(
+        x((*rows, G, K), dtype), x((*rows, G, V), dtype), None if op == "commit" else x((*rows, H, K), dtype), g,
+        x((H,), "float32") if gate == "constant" else None, None, x((N,), "int32"),
+        x((N,), "int32") if op == "commit" else None, *(x((n,), d) for n, d in ((N + 1, "int32"), (N, "bool"))),
+    )
+    args = args if op == "prefill" else args._replace(cu_seqlens=None, has_initial=None)
+    fn = kernel_registry.get(op, "pallas")
+    opts = pool_contract.Options(op, K**-0.5, Config(block_q=128))
+
+    def call(pool, args):
+        return fn.passes("jax")[0](args._replace(states=pool), opts)
+
+    def loop(pool, args):
+        return jax.lax.scan(lambda pool, _: call(pool, args)[::-1], pool, None, steps)
+
+    given_up = {} if op == "verify" else {"donate_argnums": 0}
+    return on_chip(chip, loop if steps else call, x((slots, H, K, V), states), args, **given_up)
 
 
 def moved(args: Args, gradients: bool) -> tuple[int, int]:

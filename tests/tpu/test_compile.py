@@ -3,11 +3,12 @@
 import importlib.util
 import re
 
+import numpy as np
 import pytest
 
 pytest.importorskip("jax")
 
-from tests.tpu.compile import CHIPS, arrays, compiled, sharded, softmax
+from tests.tpu.compile import CHIPS, arrays, compiled, pool, sharded, softmax
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: test-tpu-compile")
 
@@ -83,3 +84,35 @@ def test_softmax_attention(sizes):
 def test_softmax_attention_on_every_chip(chip):
     softmax(chip, **SOFTMAX["float32, K = V = 256"])
     softmax(chip, **SOFTMAX["window, segments, soft cap"])
+
+
+POOL = {
+    "decode": dict(op="decode"),
+    "decode, gates per token, shared keys, bfloat16": dict(op="decode", gate="scalar", G=2, states="bfloat16"),
+    "decode, gates per dimension, K = V = 256": dict(op="decode", gate="vector", K=256, V=256, H=12, slots=64),
+    "decode, a head of K = 40": dict(op="decode", H=1, K=40),
+    "decode, K = 192, V = 384, float16": dict(op="decode", H=20, K=192, V=384, dtype="float16", slots=64),
+    "decode in a loop": dict(op="decode", steps=5),
+    "verify": dict(op="verify", gate="scalar"),
+    "commit": dict(op="commit", gate="vector", states="bfloat16"),
+    "prefill": dict(op="prefill", T=3000),
+    "prefill, gates per dimension, a pool of bfloat16": dict(op="prefill", T=3000, gate="vector", states="bfloat16"),
+    "prefill in a loop, K = 64": dict(op="prefill", T=300, K=64, gate="scalar", G=2, steps=3),
+}
+
+
+@pytest.mark.parametrize("sizes", POOL.values(), ids=POOL)
+def test_no_copy_of_the_pool(sizes):
+    made = pool(**sizes)
+    memory, text = made.memory_analysis(), made.as_text()
+    size = sizes.get("slots", 256) * np.prod([sizes.get(x, n) for x, n in (("H", 16), ("K", 128), ("V", 128))])
+    size *= 2 if sizes.get("states") else 4
+    assert memory.alias_size_in_bytes >= (0 if sizes["op"] == "verify" else size)
+    assert memory.temp_size_in_bytes < size / 8
+    assert len(re.findall(r"custom_call_target=.tpu_custom_call", text)) == 1
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_serving_on_every_chip(chip):
+    for op, gate in (("decode", "constant"), ("verify", "scalar"), ("commit", "vector"), ("prefill", "vector")):
+        pool(op, chip, gate=gate)

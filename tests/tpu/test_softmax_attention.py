@@ -36,13 +36,13 @@ def interpreted():
 
 
 CASES = {
-    "plain, lengths that no block divides": dict(T=40, S=150, block=128),
-    "causal, shared keys, bfloat16": dict(causal=True, T=200, G=1, K=64, V=128, dtype="bfloat16", block=128),
-    "causal, more keys than queries": dict(causal=True, T=20, S=300, offset=280, window=(30, 0), block=128),
+    "plain, lengths that no block divides, shared keys, bfloat16": dict(T=40, S=150, H=2, G=1, K=64, V=128, block=128,
+                                                                        dtype="bfloat16"),
+    "causal, more keys than queries": dict(causal=True, T=20, S=300, offset=280, window=(30, 0), block=128, H=1),
     "window, soft cap, a scale that is rounded": dict(window=(5, 3), soft_cap=2.0, scale=-0.7, dtype="bfloat16", K=40),
     "segments with padding, and ids that the other side has not": dict(B=2, segments=True, causal=True, soft_cap=2.0),
-    "the last queries see nothing, in whole blocks": dict(T=300, S=40, window=(10, 0), H=1, block=128),
-    "the first queries see nothing, in whole blocks": dict(T=150, S=150, causal=True, offset=-140, H=1, block=128),
+    "the first and the last queries see nothing, whole blocks": dict(T=300, S=40, window=(10, 0), offset=-140, H=1,
+                                                                     block=128),
     "no query sees anything": dict(causal=True, offset=-60),
 }
 
@@ -50,21 +50,6 @@ CASES = {
 @pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
 def test_values_and_gradients(sizes):
     Case(**{"B": 1, "T": 50, "H": 2, **sizes}).check("pallas", "jax")
-
-
-def test_queries_that_see_nothing_give_zeros():
-    q = jnp.ones((1, 130, 1, 16))
-    ids = jnp.where(jnp.arange(130) < 3, -1, jnp.arange(130) // 64)[None]
-    info = MaskInfo.from_segments(ids, jnp.where(ids == 1, 7, ids))
-
-    def call(q):
-        return keraunos.attention(q, q, q, mask_info=info, dtype=None, platform="pallas")
-
-    output, pull = jax.vjp(call, q)
-    seen = np.isin(ids[0], (0, 2))
-    assert not np.asarray(output[0, ~seen]).any()
-    np.testing.assert_allclose(output[0, seen], 1, rtol=1e-6)
-    assert np.isfinite(pull(q)[0]).all()
 
 
 def test_vmap():

@@ -37,7 +37,7 @@ class Visit(NamedTuple):
     begin: Any  # the first of its rows
     end: Any  # one past the last
     sequence: Any  # whose states it reads and writes
-    first: Any  # whether it starts from the initial state
+    first: Any  # whether it starts from the initial state; 2: from zeros
     last: Any  # whether it ends in the final one
     live: Any  # whether the tokens are of a sequence; others get zeros
 
@@ -57,6 +57,7 @@ class Walk(NamedTuple):
     scale: float
     whole: bool  # every visit has all of its block
     packed: bool
+    pooled: bool = False  # states are those of a pool, where they are left, too
 
     def share(self, n: int) -> int:
         """How many of an array's n heads a group of heads has."""
@@ -95,6 +96,23 @@ def turned(plan: jax.Array) -> jax.Array:
     """The visits of a walk the other way."""
     block, begin, end, sequence, first, last, live = plan[:, ::-1]
     return jnp.stack([block, begin, end, sequence, last, first, live])
+
+
+def pooled(plan: jax.Array, slots: jax.Array, fresh: jax.Array, size: int) -> jax.Array:
+    """The visits of sequences whose states are in slots of a pool of that size; ``fresh``: those that begin with zeros.
+
+    Tokens of a sequence without a slot belong to none. Their visits have the slot of the visit before, or the first
+    that there is: what a program is given is written back when the next one has another slot.
+    """
+    visit = Visit(*plan)
+    slot = slots[visit.sequence]
+    live = (visit.live == 1) & (slot >= 0) & (slot < size)
+    last = jax.lax.cummax(jnp.where(live, jnp.arange(len(slot)), -1))
+    slot = jnp.where(live.any(), slot[jnp.where(last < 0, jnp.argmax(live), last)], 0)
+    # Others begin with zeros, too: nothing of a state may be left in their outputs, not even times zero.
+    first = jnp.where(live, visit.first * (1 + fresh[visit.sequence]), 2)
+    rows = visit._replace(sequence=slot, first=first, last=live * visit.last, live=live)
+    return jnp.stack([x.astype(jnp.int32) for x in rows])
 
 
 class _Specs:
@@ -187,10 +205,17 @@ class _Program:
         """Start from given states ``[heads, K, V]``, or from zeros, where the flag is set."""
         state, given = self["state"], self[name]
 
-        @pl.when(flag == 1)
-        def _() -> None:
+        def from_zeros() -> None:
             for h in range(self.walk.heads):
-                state[h] = jnp.zeros(state.shape[1:], state.dtype) if given is None else given[0, h].T
+                state[h] = jnp.zeros(state.shape[1:], state.dtype)
+
+        def from_given() -> None:
+            for h in range(self.walk.heads):
+                state[h] = given[0, h].astype(state.dtype).T
+
+        pl.when(flag == 1)(from_zeros if given is None else from_given)
+        if self.walk.pooled:
+            pl.when(flag == 2)(from_zeros)
 
     def leave(self, name: str, flag: jax.Array) -> None:
         """Write the states where they are wanted and the flag is set."""
@@ -201,7 +226,7 @@ class _Program:
         @pl.when(flag == 1)
         def _() -> None:
             for h in range(self.walk.heads):
-                wanted[0, h] = state[h].T
+                wanted[0, h] = state[h].T.astype(wanted.dtype)
 
     def under(self, run: Callable[[Any, Any], None]) -> None:
         """Run a function of every head and its decay, for the kind of gates that the chunk has."""
@@ -224,6 +249,12 @@ class _Program:
 
 
 def _forward(p: _Program) -> None:
+    if p.walk.pooled:
+        # No sequence may be left there.
+        @pl.when(pl.program_id(2) == 0)
+        def _() -> None:
+            p["final"][...] = p["initial"][...]
+
     p.enter("initial", p.visit.first)
     state, kept, output = p["state"], p["kept"], p.heads["o"]
     if kept is not None:
@@ -297,6 +328,8 @@ def _launch(body: Callable, walk: Walk, visits: jax.Array, given: dict[str, tupl
         kernel, grid_spec=grid_spec, compiler_params=params, name=f"linear_attention{body.__name__}",
         # Inside ``shard_map`` they vary as the inputs do.
         out_shape=jax.eval_shape(lambda: [zeros(shape, dtype, like) for shape, dtype, _ in made.values()]),
+        # Inputs are counted with the plan.
+        input_output_aliases={[*given].index("initial") + 1: [*made].index("final")} if walk.pooled else {},
     )(vary(visits, varying(like)), *(vary(x, varying(like)) for x, _ in given.values()))
     return dict(zip(made, found, strict=True))
 
@@ -316,12 +349,13 @@ def forward(walk: Walk, visits: jax.Array, arrays: dict[str, Any], N: int, final
 
     Args:
         arrays: q, k, v; g, or a ``[B, H, T]``; gamma ``[1 or B, H, K]``, with g; initial; each but q, k, v or None.
-        N: sequences.
+        N: sequences, or slots of the pool: ``initial``, whose memory ``final`` gets.
     """
     w, specs, dtype = walk, _Specs(walk), arrays["q"].dtype
     made: dict[str, Any] = dict(
         o=((w.B, w.T, w.H, w.V), dtype, specs.tokens(w.H, w.V)),
-        final=((N, w.H, w.K, w.V), jnp.float32, specs.states()) if final else None,
+        final=((N, w.H, w.K, w.V), arrays["initial"].dtype if w.pooled else jnp.float32, specs.states())
+        if final else None,
         kept=((w.B * w.visits, w.H, w.V, w.K), dtype, specs.kept(back=False)) if kept else None,
     )
     return _launch(_forward, walk, visits, dict(_inputs(walk, arrays)), made)

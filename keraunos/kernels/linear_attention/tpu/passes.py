@@ -40,9 +40,9 @@ def group(H: int, *counts: int) -> int:
 
 
 class _Call:
-    """One call: its sizes, its plan and its arrays."""
+    """One call: its sizes, its plan and its arrays; ``pool``: the slots of its states, and which begin with zeros."""
 
-    def __init__(self, args: Args, opts: Options):
+    def __init__(self, args: Args, opts: Options, pool: tuple[jax.Array, jax.Array] | None = None):
         self.args, self.opts = args, opts
         (B, T, _, K), V, H = args.query.shape, args.value.shape[3], args.heads
         C: Any = opts.cfg.block_q
@@ -51,6 +51,9 @@ class _Call:
         self.N = cu.shape[0] - 1 if packed else B
         self.visits = kernels.plan(cu if packed else jnp.array([0, T], jnp.int32), T, C, packed)
         self.visits = kernels.turned(self.visits) if opts.reverse else self.visits
+        if pool is not None:
+            self.N = args.initial_state.shape[0]
+            self.visits = kernels.pooled(self.visits, *pool, self.N)
         gate = "vector" if args.g is not None and args.g.ndim == 4 else "scalar"
         tokens = [x for x in args[:4] if x is not None and x.ndim == 4]
         heads = group(H, *(x.shape[2] for x in tokens))
@@ -61,10 +64,10 @@ class _Call:
                                     for name, x in zip(Args._fields[:4], args[:4], strict=True) if x is not None})
         shape = decays.Shape(C, args.query.dtype, opts.reverse)
         self.walk = kernels.Walk(shape, B, T, H, K, V, heads, self.visits.shape[1], gate, opts.softmax_scale,
-                                 T % C == 0 and not packed, packed)
+                                 T % C == 0 and not packed, packed, pool is not None)
         state = args.initial_state
         self.arrays = dict(q=args.query, k=args.key, v=args.value, **self.gates(args, gate),
-                           initial=None if state is None else state.astype(jnp.float32))
+                           initial=state if state is None or pool is not None else state.astype(jnp.float32))
 
     def gates(self, args: Args, gate: str) -> dict[str, Any]:
         """The decays as kernels take them."""
@@ -123,6 +126,22 @@ def forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array | Non
     kept = opts.kept and partition.is_settled()
     made = _Call(args, opts).forward(opts.state, kept)
     return (made["o"], made.get("final")), (made.get("kept"),)
+
+
+def prefill(args: Args, opts: Options, slots: jax.Array, fresh: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``(output, pool)`` of packed sequences whose states are in slots of a pool, ``args.initial_state``.
+
+    Args:
+        slots: ``[N]``; -1: a sequence without a state, of whose tokens nothing is computed.
+        fresh: ``[N]``, bool: which begin with zeros, whatever their slot holds.
+    """
+    if not args.query.shape[1]:
+        args = args._replace(**{name: jnp.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2))
+                                for name, x in zip(Args._fields[:4], args[:4], strict=True) if x is not None})
+        output, pool = prefill(args, opts, slots, fresh)
+        return output[:, :0], pool
+    made = _Call(args, opts, (slots, fresh)).forward(True, False)
+    return made["o"], made["final"]
 
 
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:

@@ -1,0 +1,110 @@
+"""The serving functions on TPUs, in Pallas: the arrays that kernels are given.
+
+decode, verify and commit are one kernel. Nothing but the state's bytes matters to it: what a token has is widened to
+float32 and to a copy for each head before, and decays are made there. prefill is the walk of linear attention, which
+reads the states that requests come with from the pool and leaves theirs there.
+
+No TPU has run this: values are from Pallas' interpreter, and compilers for TPUs take it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from keraunos.kernels.linear_attention import contract as linear_contract
+from keraunos.kernels.linear_attention.tpu import passes as linear
+from keraunos.kernels.state_pool import contract
+from keraunos.kernels.state_pool.contract import Args, Options
+from keraunos.kernels.state_pool.tpu import steps
+from keraunos.ops.invocation import Invocation
+
+# Bytes of a program's states, in float32: where there are more of them its steps are no faster; and the most that fit.
+_ENOUGH, _MOST = 1 << 20, 8 << 20
+# A tile of memory has so many rows and columns.
+_TILE, _LANES = 8, 128
+
+
+def group(H: int, K: int, V: int) -> int:
+    """How many of H heads a program takes: whole tiles of tokens' heads, or all; 0: no number will do."""
+    sizes = [n for n in range(_TILE, H, _TILE) if H % n == 0] + [H]
+    fit = [n for n in sizes if 4 * n * K * V <= _ENOUGH] or sizes[:1]
+    return fit[-1] if 4 * fit[-1] * K * V <= _MOST else 0
+
+
+def _steps(args: Args, opts: Options) -> tuple[jax.Array | None, jax.Array | None]:
+    """``(output, pool)`` of decode, verify or commit."""
+    (size, H, K, V), N, one = args.states.shape, args.slots.shape[0], opts.op_id == "decode"
+
+    def tokens(x: jax.Array) -> jax.Array:
+        """``[N, T, H, ...]`` in float32."""
+        x = (x[:, None] if one else x).astype(jnp.float32)
+        return jnp.repeat(x, H // x.shape[2], 2)
+
+    given = dict(key=tokens(args.key), value=tokens(args.value))
+    if opts.reads:
+        given["query"] = tokens(args.query)
+    gate = None if args.g is None else tokens(args.g)
+    if args.g_gamma is not None:
+        gamma = args.g_gamma.astype(jnp.float32)
+        gamma = gamma.reshape(*(gamma.shape[:-1] or (1,)), 1, H, *(1,) * (gate is not None and gate.ndim == 4))
+        gate = jnp.broadcast_to(gamma, given["key"].shape[:3]) if gate is None else gate + gamma
+    if gate is not None:
+        given["decay" if gate.ndim == 3 else "decays"] = jnp.exp(gate if gate.ndim == 4 else gate[..., None])
+    T = given["key"].shape[1]
+    made = dict(output=jnp.zeros((0, T, H, V)), pool=args.states)
+    if N:
+        counts = jnp.full(N, T) if args.counts is None else jnp.clip(args.counts, 0, T)
+        call = steps.Steps(group(H, K, V), opts.softmax_scale, opts.reads, opts.writes)
+        made = steps.run(call, steps.plan(args.slots, counts, size), args.states, given)
+    output = None
+    if opts.reads:
+        output = (made["output"][:, 0] if one else made["output"]).astype(args.query.dtype)
+    return output, made["pool"] if opts.writes else None
+
+
+def _prefill(args: Args, opts: Options) -> tuple[jax.Array, jax.Array]:
+    """``(output, pool)``: the packed tokens of all requests, by the walk of linear attention."""
+    q, k, v, g = (x if x is None else x[None] for x in (args.query, args.key, args.value, args.g))
+    row = linear_contract.Args(q, k, v, g, args.g_gamma, args.states, args.cu_seqlens)
+    options = linear_contract.Options(opts.softmax_scale, False, opts.cfg, kept=False)
+    fresh = jnp.zeros(args.slots.shape, bool) if args.has_initial is None else ~args.has_initial
+    output, pool = linear.prefill(row, options, args.slots, fresh)
+    return output[0], pool
+
+
+def _copies(inv: Invocation) -> str | None:
+    """Why the kernels would be given a copy of the pool, which XLA lays out in another way, or None."""
+    K, V = inv.dims["K"], inv.dims["V"]
+    if K % _TILE or V % _LANES:
+        return (f"takes K of multiples of {_TILE} and V of multiples of {_LANES}: of other pools the compiler makes a"
+                f" copy; the call has K = {K}, V = {V}")
+    return None
+
+
+def unsupported(inv: Invocation) -> str | None:
+    """Why the kernel of steps cannot run the call, or None."""
+    H, K, V = (inv.dims[name] for name in "HKV")
+    if not group(H, K, V):
+        fit = f"takes states of which 8 heads, or all, fit in {_MOST >> 20} MiB"
+        return f"{fit}; the call has H = {H}, K = {K}, V = {V}"
+    return _copies(inv)
+
+
+def _cannot_prefill(inv: Invocation) -> str | None:
+    """Why the walk cannot run the call, or None."""
+    if "tokens" in inv.arrays:
+        return "takes no boundaries: it exports no states"
+    return linear.unsupported(inv) or _copies(inv)
+
+
+decode, verify, commit = (
+    contract.implementation(
+        op_id, _steps, (), platform="pallas", source=__file__, unsupported=unsupported, heuristic=lambda inv, cfg: cfg
+    )
+    for op_id in ("decode", "verify", "commit")
+)
+prefill = contract.implementation(
+    "prefill", _prefill, linear.FIELDS, platform="pallas", source=__file__, unsupported=_cannot_prefill,
+    heuristic=linear.heuristic,
+)
