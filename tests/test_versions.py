@@ -54,7 +54,7 @@ def test_torch_for_cuda_comes_with_the_triton_that_was_run():
 
 
 def test_the_tritons_that_are_compiled_with_are_those_that_are_known():
-    names = pytest.importorskip("keraunos.kernels.linear_attention.cuda.gluon_names")
+    names = pytest.importorskip("keraunos.kernels.gluon")
     (listed,) = re.findall(r"^TRITONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert tuple(listed.split()) == names.KNOWN
     assert set(re.findall(r"\b(\d+\.\d+)\.\d+: \d+, \d+", PAGE)) == set(names.KNOWN)

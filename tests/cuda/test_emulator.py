@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from tests.cuda import attention
 from tests.cuda.compile import descriptor as signature
 from tests.cuda.compile import resources

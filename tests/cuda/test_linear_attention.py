@@ -15,9 +15,10 @@ import triton
 import keraunos
 from keraunos import frontends
 from keraunos.frontends.torch import launch as torch_launch
+from keraunos.kernels import gluon
+from keraunos.kernels.gluon import RUN
 from keraunos.kernels.linear_attention.contract import Args, Options, describe
 from keraunos.kernels.linear_attention.cuda import passes
-from keraunos.kernels.linear_attention.cuda.gluon_names import RUN
 from keraunos.ops.invocation import Config
 from keraunos.ops.registry import kernel_registry
 from tests.cuda import builds, mutants
@@ -301,8 +302,8 @@ def on_a_gpu(B, T, H, **sizes):
 
 @pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "3.10.0", "4.0.0+git1"])
 def test_auto_leaves_versions_of_triton_that_are_not_known(version, monkeypatch):
-    home = passes.__package__
-    for name in [name for name in sys.modules if f"{name}.".startswith(f"{home}.")]:
+    homes = f"{passes.__package__}.", f"{gluon.__name__}."
+    for name in [name for name in sys.modules if f"{name}.".startswith(homes)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(triton, "__version__", version)
     # Without what these rows have imported before.

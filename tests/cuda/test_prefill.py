@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 import triton
 
-from keraunos.kernels.linear_attention.cuda.gluon_names import RUN
+from keraunos.kernels.gluon import RUN
 from keraunos.kernels.state_pool.contract import Args, describe
 from keraunos.kernels.state_pool.cuda import passes
 from keraunos.ops.registry import kernel_registry

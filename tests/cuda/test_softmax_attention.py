@@ -9,7 +9,7 @@ import triton
 
 import keraunos
 from keraunos import frontends
-from keraunos.kernels.linear_attention.cuda.gluon_names import RUN
+from keraunos.kernels.gluon import RUN
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
 from keraunos.ops.registry import kernel_registry

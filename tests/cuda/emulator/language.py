@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from keraunos.kernels.linear_attention.cuda import gluon_names
+from keraunos.kernels import gluon as gluon_names
 
 from . import barriers, copies, machine, memory, products, shared, tensors, values
 from .errors import CompileError, UnsupportedError

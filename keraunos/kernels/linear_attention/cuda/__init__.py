@@ -3,13 +3,12 @@
 ``passes.py`` says which kernel runs when. ``outputs.py`` walks in the order of the recurrence and makes outputs, the
 queries' gradients, and the states that segments start from; ``gradients.py`` walks the other way and makes the
 gradients of keys and values in one pass. In each, two partitions of a program multiply, one copies, one adds up gates,
-one the gradients of gates. ``dimensions.py``, ``dimensions_queries.py`` and ``dimensions_keys.py`` do so with gates per
-dimension, of which nothing makes the gradients yet: ``passes.py`` refuses them. ``walk.py`` has what the walks share,
-``joins.py`` the small kernels that join programs' results, ``gluon_names.py`` the versions of Triton that are known. A
-program makes the descriptors of its own tokens, so that lengths, strides and packed sequences are numbers of run time.
-Tiles have 64 or 128 dimensions: copies read zeros after an array's own and write nothing there, and loads and stores of
-states are masked.
+one the gradients of gates. With gates per dimension ``dimensions.py``, ``dimensions_queries.py`` and
+``dimensions_keys.py`` do so, and ``dimensions_gates.py`` makes the gates' gradients of what they leave. ``walk.py`` has
+what the walks share, ``joins.py`` the small kernels that join programs' results. A program makes the descriptors of its
+own tokens, so that lengths, strides and packed sequences are numbers of run time. Tiles have 64 or 128 dimensions:
+copies read zeros after an array's own and write nothing there, and loads and stores of states are masked.
 """
 
 # Before the kernels, which import what versions that are not known may lack.
-from keraunos.kernels.linear_attention.cuda import gluon_names as gluon_names
+from keraunos.kernels import gluon as gluon

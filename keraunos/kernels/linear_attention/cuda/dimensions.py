@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
     FAINT,
     LOG2E,

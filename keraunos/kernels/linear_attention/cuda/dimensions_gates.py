@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from keraunos.kernels.linear_attention.cuda.gluon_names import thread_barrier
+from keraunos.kernels.gluon import thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import group_slot, locate, within
 
 

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
     LEVELS,
@@ -42,7 +43,6 @@ from keraunos.kernels.linear_attention.cuda.dimensions import (
 )
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import add_up, added_up, leave_halves, room_of
 from keraunos.kernels.linear_attention.cuda.dimensions_queries import MILD
-from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
     FAINT,
     LOG2E,

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
     LEVELS,
@@ -34,7 +35,6 @@ from keraunos.kernels.linear_attention.cuda.dimensions import (
     within_blocks,
 )
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import add_up, added_up, leave, room_of
-from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
     FAINT,
     LOG2E,

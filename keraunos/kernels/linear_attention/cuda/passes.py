@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keraunos import frontends
+from keraunos.kernels.gluon import cannot_run, was_not_measured
 from keraunos.kernels.linear_attention.contract import Args, Options, state_spec
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.cuda.dimensions import dimensions_kernel
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import gates_kernel, room_of
 from keraunos.kernels.linear_attention.cuda.dimensions_keys import keys_kernel
 from keraunos.kernels.linear_attention.cuda.dimensions_queries import queries_kernel
-from keraunos.kernels.linear_attention.cuda.gluon_names import cannot_run, was_not_measured
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
 from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel

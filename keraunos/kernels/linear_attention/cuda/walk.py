@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from keraunos.kernels.linear_attention.cuda.gluon_names import thread_barrier
+from keraunos.kernels.gluon import thread_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # The log of less than any 16-bit value. Sums of a chunk's gates stay small enough that their differences are as good as

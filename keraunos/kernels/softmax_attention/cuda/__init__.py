@@ -7,4 +7,4 @@ blocks of keys, the next of which are copied meanwhile. ``decode.py`` is the for
 """
 
 # Before the kernels, which import what versions that are not known may lack.
-from keraunos.kernels.linear_attention.cuda import gluon_names as gluon_names
+from keraunos.kernels import gluon as gluon

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, thread_barrier
+from keraunos.kernels.gluon import copy_in, thread_barrier
 from keraunos.kernels.softmax_attention.cuda.forward import bounds, describe, moved, narrowed, weigh, with_sinks
 
 # Rows of a tile: queries times the heads that share keys.

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import PropagateNan
 
-from keraunos.kernels.linear_attention.cuda.gluon_names import copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from keraunos.kernels.softmax_attention.triton.kernels import mixed
 
 LOG2E = gl.constexpr(1.4426950408889634)

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.linear_attention.cuda.gluon_names import add_out, copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import add_out, copy_in, copy_out, thread_barrier
 from keraunos.kernels.softmax_attention.cuda.forward import LANES, bounds, describe, locate, moved, narrowed, tanh
 
 # The numbers that the copying partition says of a tile.

@@ -13,7 +13,7 @@ from typing import Any
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
-from keraunos.kernels.linear_attention.cuda.gluon_names import cannot_run, was_not_measured
+from keraunos.kernels.gluon import cannot_run, was_not_measured
 from keraunos.kernels.softmax_attention.contract import Args, Options, describe, is_for_libraries, kernel
 from keraunos.kernels.softmax_attention.cuda.decode import decode_kernel, join_kernel
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel, zero_kernel
