@@ -42,7 +42,7 @@ module = importlib.import_module("keraunos.modules.attention")
     ((Q, KV, KV), {"dropout_prob": 0.1, "deterministic": False}, ValueError, "dropout_rng is None"),
     ((Q, KV, KV, None, 42), {"dropout_prob": 0.1, "deterministic": False}, TypeError,
      r"dropout_rng is of type int; expected a key of jax\.random"),
-    ((Q, KV, KV), {"platform": "pallas"}, keraunos.UnsupportedError, "platform 'pallas' does not have it"),
+    ((Q, KV, KV), {"platform": "pallas"}, keraunos.UnsupportedError, "pallas: needs a tpu device"),
     ((Q, KV, KV), {"causal": "no"}, TypeError, "causal is 'no'; expected True or False"),
     ((Q, KV, KV), {"deterministic": "no"}, TypeError, "deterministic is 'no'; expected True or False"),
     ((Q, KV, KV), {"return_weights": 1}, TypeError, "return_weights is 1; expected True or False"),
