@@ -248,11 +248,7 @@ def unharmed(name, case):
 # Launches
 
 
-# Of the others ``python -m tests.cuda.builds`` has a table: they take seconds each.
-BUILDS = [call for call in builds.NAMES if call not in ("dimensions, segments", "dimensions, shared")]
-
-
-@pytest.mark.parametrize("call", BUILDS)
+@pytest.mark.parametrize("call", builds.NAMES)
 def test_kernels_stay_within_their_budgets(call):
     most = builds.most(call)
     for name, used in builds.of(call):
