@@ -143,6 +143,7 @@ def do_strong(q_c, k_c, x_s, y_s, factors_c, g_c, ready, met, sums_s, strong_s, 
     seen = (columns <= rows) if REVERSE else (columns >= rows)
     mbarrier.wait(x_empty, (LEVELS + 1) & 1)
     q_c.slice(0, C, 1).store(gl.where(seen, pairs, 0.0).to(dtype))
+    fence_async_shared()  # The next copy comes here.
     thread_barrier()
     mbarrier.arrive(x_full, count=1)
 
