@@ -121,7 +121,8 @@ def test_gradients_of_gates_that_begin_anew(mode, seed, reverse, short_groups):
 
 
 def test_strong_chunks_one_after_the_other():
-    small(B=1, T=5 * CHUNK, H=1, gate="vector", decay="infinite").check(run)
+    """Gradients that heads share are stored: no copy out of theirs comes between a chunk's pairs and the next chunk."""
+    small(B=1, T=5 * CHUNK, H=2, HQ=1, G=1, gate="vector", decay="infinite").check(run)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
