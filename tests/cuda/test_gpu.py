@@ -60,6 +60,19 @@ CASES = {
     "96 and 40, shared heads": case(K=96, V=40, H=4, G=2, HQ=1, HV=4, HG=2, T=150, gate="scalar", gamma=1),
     "40 and 120": case(K=40, V=120, B=2, T=200, gate="scalar"),
     "64, no tokens": case(K=64, V=64, T=0, gamma=1),
+    "dimensions": case(T=321, gate="vector", gate_dtype="bfloat16"),
+    "dimensions, wide gates": case(B=2, T=333, gate="vector", gamma=2, reverse=True),
+    "dimensions, one token": case(T=1, gate="vector", state=False),
+    "dimensions, strong": case(T=500, gate="vector", gate_dtype="bfloat16", decay="strong", state=False),
+    "dimensions, infinite": case(T=500, gate="vector", decay="infinite", gamma=1),
+    "dimensions, segments": case(T=3333, gate="vector", state=False),
+    "dimensions, strong segments": case(T=3000, gate="vector", decay="strong", reverse=True),
+    "dimensions, packed": case(lengths=(70, 0, 1, 64, 63, 300, 0), gate="vector", gamma=1, gate_dtype="bfloat16"),
+    "dimensions, strong and packed": case(lengths=(70, 0, 1, 64, 63, 1300), gate="vector", decay="strong"),
+    "dimensions, shared heads": case(H=4, G=2, HQ=1, HV=4, HG=2, T=350, gate="vector", decay="strong"),
+    "dimensions, 64": case(K=64, V=64, B=2, T=321, gate="vector", gamma=2, reverse=True),
+    "dimensions, 96 and 40": case(K=96, V=40, T=1321, gate="vector", decay="strong", gate_dtype="bfloat16"),
+    "dimensions, no tokens": case(T=0, gate="vector"),
 }
 
 

@@ -332,6 +332,6 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(monkeypatch):
         assert chosen(*call) == "triton"
         assert chosen(*call, gate="scalar") == "cuda"
     assert chosen(1, 66000, 64, N=1000) == "triton"
-    assert chosen(2, 16384, 64, gate="vector") != "cuda"
+    assert chosen(2, 16384, 64, gate="vector") == chosen(1, 32768, 8, gate="vector") == "cuda"
     assert chosen(2, 16384, 64, K=64) != "cuda"
     assert chosen(2, 16384, 64, V=64) != "cuda"

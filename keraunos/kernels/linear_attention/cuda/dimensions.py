@@ -41,7 +41,12 @@ from keraunos.kernels.linear_attention.cuda.walk import (
 # The least sum of the gates of a block, of which a chunk has so many: the factors of mild chunks stay far from the ends
 # of float32.
 MILD = gl.constexpr(-16.0)
+# The same for the walks that make gradients: half of the gates of all blocks, base 2, is no less than -12, and float16
+# holds what outputs are multiplied by in full.
+MILD_GRADIENTS = gl.constexpr(-4.15)
 BLOCKS = gl.constexpr(4)
+# What strong chunks' factors, which are not above 1, are stored in float16 times, so that small ones have all digits.
+MAGNIFIED = gl.constexpr(32768.0)
 # The levels of a chunk's tree.
 LEVELS = gl.constexpr(6)
 
@@ -106,10 +111,10 @@ def put_sums(x, sums_s, least_s):
 
 
 @gluon.jit
-def are_strong(least_s, LEAST: gl.constexpr):
-    """Whether the gates of any block come to less than LEAST."""
+def least_of(least_s):
+    """The least sum of the gates of any block."""
     EACH: gl.constexpr = gl.BlockedLayout([BLOCKS, 2], [32, 1], [8, 1], [1, 0])
-    return gl.min(gl.min(least_s.load(EACH), 1), 0) < LEAST
+    return gl.min(gl.min(least_s.load(EACH), 1), 0)
 
 
 @gluon.jit
@@ -223,10 +228,10 @@ def do_strong(q_c, k_c, g_s, tiles, pairs_s, strong_s, g, stride_t, gamma, at, s
 
 
 @gluon.jit
-def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, size, scale, sums, C: gl.constexpr,
-                  K: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
-                  BACKWARDS: gl.constexpr, OUTPUT: gl.constexpr, SUM: gl.constexpr, GAMMA: gl.constexpr,
-                  COPIED: gl.constexpr):
+def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, size, scale, sums, strong,
+                  C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
+                  BACKWARDS: gl.constexpr, OUTPUT: gl.constexpr, SUM: gl.constexpr, FLAG_WALK: gl.constexpr,
+                  GAMMA: gl.constexpr, COPIED: gl.constexpr):
     """A partition of two warpgroups: works the gates of each chunk into its q and k, in shared memory.
 
     ``vectors`` get, for each stage: what the state is to be multiplied by before the chunk reads it and, of a strong
@@ -244,6 +249,7 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
     dtype: gl.constexpr = k_s.dtype
     mids = gl.zeros([BK], gl.float32, COLUMNS)
     everything = mids
+    least_of_all = scale * 0
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
@@ -275,7 +281,9 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
         else:
             q = q_c.load(LAYOUT)
             total, before = around(sums_s, F, REVERSE)[:2]
-            if are_strong(least_s, MILD):
+            least = least_of(least_s)
+            least_of_all = gl.minimum(least_of_all, least)
+            if least < MILD:
                 strong_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
                 before_s.index(slot).store(gl.exp2(mids))
                 after_s.index(slot).store(gl.exp2(total))
@@ -300,6 +308,8 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
     if SUM:
         o_k = gl.arange(0, BK, layout=COLUMNS)
         gl.store(sums + o_k, everything, mask=o_k < K)
+    if FLAG_WALK:
+        gl.store(strong, (least_of_all < MILD_GRADIENTS).to(gl.int32))
 
 
 @gluon.jit
@@ -401,7 +411,7 @@ def dimensions_kernel(
     q, k, v, g, gamma, h0, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, L, P,
-    o, ht, sums,
+    o, ht, sums, strong,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, INIT_WALK: gl.constexpr,
@@ -414,6 +424,8 @@ def dimensions_kernel(
     q: None where only states are wanted: those that pieces of L tokens, P of them to a segment, leave from none; then
     ``sums`` ``[walks, H, K]`` are what their gates come to. BACKWARDS: walk against the order of the recurrence, and
     make the gradients of states, with k as queries and v as the gradients of outputs. Otherwise it is REVERSE.
+
+    strong ``[walks, H]`` gets 1 where a walk has chunks that are strong to the walks that make gradients, else 0.
 
     Otherwise as in ``outputs_kernel``, with g ``[B, T, H, K]``.
     """
@@ -475,6 +487,7 @@ def dimensions_kernel(
     p_h0 = k
     p_ht = k
     p_sums = k
+    p_strong = k
     if OUTPUT:
         q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
         q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
@@ -493,6 +506,8 @@ def dimensions_kernel(
         p_h0 = h0 + ((i_o if INIT_WALK else i_n).to(gl.int64) * H + i_h) * K * V
     if FINAL:
         p_ht = ht + ((i_n if OUTPUT else i_o).to(gl.int64) * H + i_h) * K * V
+    if strong is not None:
+        p_strong = strong + i_o * H + i_h
     if SUM:
         p_sums = sums + (i_o.to(gl.int64) * H + i_h) * K
     for i in gl.static_range(STAGES):
@@ -515,8 +530,9 @@ def dimensions_kernel(
                         BV, STAGES, REVERSE, BACKWARDS, stride_sk, stride_sv, OUTPUT, INIT, FINAL, COPIED)),
             (multiply, (shared, descriptors, goal, (p_h0, p_ht), size, last, scale, state_s.index(1), 1, C, K, V, BK,
                         BV, STAGES, REVERSE, BACKWARDS, stride_sk, stride_sv, OUTPUT, INIT, FINAL, COPIED)),
-            (work_in_gates, (stages, arrivals, ready, tiles, vectors, p_g, stride_gt, natural, size, scale, p_sums, C,
-                             K, BK, STAGES, REVERSE, BACKWARDS, OUTPUT, SUM, gamma is not None, COPIED)),
+            (work_in_gates, (stages, arrivals, ready, tiles, vectors, p_g, stride_gt, natural, size, scale, p_sums,
+                             p_strong, C, K, BK, STAGES, REVERSE, BACKWARDS, OUTPUT, SUM, strong is not None,
+                             gamma is not None, COPIED)),
         ],
         [4, 8],
         [152, 104],

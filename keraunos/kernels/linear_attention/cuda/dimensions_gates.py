@@ -145,11 +145,11 @@ def gates_kernel(
     count = gl.cdiv(size, C)
     first = group * GROUP
     last = gl.minimum(first + GROUP, count)
-    # Sums each token's values and later ones' of a chunk.
+    # Sums the values of the tokens before each of a chunk.
     t = gl.arange(0, C, layout=gl.SliceLayout(1, ONES))[:, None]
     other = gl.arange(0, C, layout=gl.SliceLayout(0, ONES))[None, :]
     ones_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16))
-    ones_s.store(gl.where((other <= t) if REVERSE else (other >= t), 1.0, 0.0).to(gl.bfloat16))
+    ones_s.store(gl.where((other > t) if REVERSE else (other < t), 1.0, 0.0).to(gl.bfloat16))
     PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, HALF], gl.bfloat16)
     parts_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, HALF], PART)
 
@@ -175,10 +175,10 @@ def gates_kernel(
         sums = gl.zeros([C, HALF], gl.float32, W)
         sums = warpgroup_mma(ones_s, parts_s.index(0), sums, is_async=True)
         sums = warpgroup_mma(ones_s, parts_s.index(1), sums, is_async=True)
-        # That of the next chunk's first token: the sums end there.
-        base -= gl.sum(z, 0)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        dx = gl.convert_layout(base[None, :] + sums, ROWS)
+        dx = gl.convert_layout(base[None, :] - sums, ROWS)
+        # That of the next chunk's first token.
+        base -= gl.sum(z, 0)
         inside = within((rows < size - at * C)[:, None], o_k[None, :], K, BK)
         if dg is not None:
             o_o = ((at * C + rows).to(gl.int64) * (H * K))[:, None] + o_k[None, :]

@@ -32,17 +32,18 @@ from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
     LEVELS,
-    are_strong,
+    MAGNIFIED,
+    MILD_GRADIENTS,
     around,
     ends,
     flat,
     halves_meet,
+    least_of,
     load_gates,
     put_sums,
     within_blocks,
 )
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import add_up, added_up, leave_halves, room_of
-from keraunos.kernels.linear_attention.cuda.dimensions_queries import MILD
 from keraunos.kernels.linear_attention.cuda.walk import (
     FAINT,
     LOG2E,
@@ -105,7 +106,7 @@ def do_strong(q_c, k_c, x_s, y_s, factors_c, g_c, ready, met, sums_s, strong_s, 
     total, before, behind, beside = around(sums_s, F, REVERSE)
     odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
     factor = gl.exp2(flat((out * LOG2E + behind)[:, None, :] - F * LOG2E, LAYOUT))
-    factors_c.store(factor.to(factors_c.dtype))
+    factors_c.store((factor * MAGNIFIED).to(factors_c.dtype))
     thread_barrier()
     mbarrier.arrive(ready, count=1)
     mbarrier.wait(x_empty, 0)
@@ -154,8 +155,9 @@ def work_in_gates(stages, factors_s, arrivals, ready, met, tiles, vectors, g, st
                   GAMMA: gl.constexpr, COPIED: gl.constexpr):
     """A partition of two warpgroups: works the gates of each chunk into its q and k, in shared memory.
 
-    ``factors_s`` get what dk is to be multiplied by; ``vectors`` what the state is to be multiplied by before the chunk
-    reads it, after the last chunk once more, and for each stage ``LOG2E`` if the chunk is strong, else 0.
+    ``factors_s`` get what dk is to be multiplied by, of a strong chunk MAGNIFIED; ``vectors`` what the state is to be
+    multiplied by before the chunk reads it, after the last chunk once more, and for each stage ``LOG2E`` if the chunk
+    is strong, else 0.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([C // BLOCKS, BK // 64], [1, 32], [BLOCKS, 2], [1, 0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -185,7 +187,7 @@ def work_in_gates(stages, factors_s, arrivals, ready, met, tiles, vectors, g, st
         # What the chunk before reads has been read.
         mbarrier.wait(met.index(0), (i & 1) ^ 1)
         # Each thread puts factors where it has read gates.
-        if are_strong(least_s, MILD):
+        if least_of(least_s) < MILD_GRADIENTS:
             strong_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
             before_s.store(gl.exp2(mids))
             mids = gl.zeros([BK], gl.float32, COLUMNS)
@@ -348,7 +350,7 @@ def multiply(shared, descriptors, goal, borders, remains, size, last, scale, WG:
                 # Only this partition read v, and has.
                 pairs_s = v_s.index(slot).slice(0, C, 1)
                 pairs_s.store(pairs)
-                o = o * factors_s.index(slot).load(WD).to(gl.float32)
+                o = o * (factors_s.index(slot).load(WD).to(gl.float32) / MAGNIFIED)
                 if LEARNED:
                     add_up(o * k_s.index(slot).load(WD).to(gl.float32), room, True)
                 pairs = pairs_s.load(W)
@@ -386,7 +388,7 @@ def multiply(shared, descriptors, goal, borders, remains, size, last, scale, WG:
         if LEARNED:  # noqa: SIM102
             if (count - 1 - i) % GROUP == 0:
                 p_state = states + ((count - 1 - i) // GROUP).to(gl.int64) * (H * BK * BV)
-                gl.store(p_state + ((o_k * BV)[:, None] + o_v[None, :]), state.to(dtype))
+                gl.store(p_state + ((o_v * BK)[None, :] + o_k[:, None]), state.to(dtype))
     if not STORED:
         tma.store_wait(0)
     mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
@@ -415,7 +417,7 @@ def keys_kernel(
     Two partitions of a warpgroup multiply, one of two works the gates in. Otherwise as ``gradients_kernel``.
 
     dots ``[chunks, H, 2, room_of(BK // 2)]`` get the products of k with dk, of a strong chunk without a token's pair
-    with itself, which it adds up in room ``[walks, H, C, BK]``; states ``[groups, H, BK, BV]`` the gradients of the
+    with itself, which it adds up in room ``[walks, H, C, BK]``; states ``[groups, H, BV, BK]`` the gradients of the
     state before each GROUP chunks, but for the ``exp2(G_total / 2)`` of a mild first one.
     """
     i_h = gl.program_id(0) % H

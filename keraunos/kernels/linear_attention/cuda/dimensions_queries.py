@@ -25,11 +25,13 @@ from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
     LEVELS,
-    are_strong,
+    MAGNIFIED,
+    MILD_GRADIENTS,
     around,
     ends,
     flat,
     halves_meet,
+    least_of,
     load_gates,
     put_sums,
     within_blocks,
@@ -46,10 +48,6 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     settled,
     within,
 )
-
-# The least sum of the gates of a block in a mild chunk: half of those of all blocks, base 2, is no less than -12, and
-# float16 holds what outputs are multiplied by in full.
-MILD = gl.constexpr(-4.15)
 
 
 @gluon.jit
@@ -96,8 +94,7 @@ def do_strong(k_c, x_s, factors_c, g_c, ready, tree, sums_s, strong_s, used, g, 
     odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
     t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     factor = gl.exp2(flat(F * LOG2E + (into * LOG2E + before)[:, None, :], LAYOUT))
-    mbarrier.wait(x_empty, (used & 1) ^ 1)
-    factors_c.store(factor.to(factors_c.dtype))
+    factors_c.store((factor * MAGNIFIED).to(factors_c.dtype))
     factor = gl.exp2(flat((out * LOG2E + behind)[:, None, :] - F * LOG2E, LAYOUT))
     x_s.store((k_c.load(LAYOUT).to(gl.float32) * factor).to(dtype))
     fence_async_shared()  # As those do who read it, after they have written more.
@@ -124,14 +121,15 @@ def do_strong(k_c, x_s, factors_c, g_c, ready, tree, sums_s, strong_s, used, g, 
 
 
 @gluon.jit
-def work_in_gates(stages, factors_s, arrivals, ready, tree, tiles, vectors, g, stride_t, gamma, size, scale,
-                  C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
-                  GAMMA: gl.constexpr, COPIED: gl.constexpr):
-    """A partition of two warpgroups: works the gates of each chunk into its k, in shared memory.
+def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors, descriptors, queries, g, stride_t,
+                  gamma, size, scale, C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+                  REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr, LEARNED: gl.constexpr,
+                  STRONG: gl.constexpr):
+    """A partition of two warpgroups: copies each chunk into the ring of stages, and works its gates into its k there.
 
-    ``factors_s`` get what outputs are to be multiplied by; ``vectors``, for each stage: what the state is to be
-    multiplied by before the chunk reads it and, of a strong chunk, before it adds to it; ``LOG2E`` if it is,
-    else 0.
+    ``factors_s`` get what outputs are to be multiplied by, of a strong chunk MAGNIFIED; ``vectors``, for each stage:
+    what the state is to be multiplied by before the chunk reads it and, of a strong chunk, before it adds to it;
+    ``LOG2E`` if it is, else 0.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([C // BLOCKS, BK // 64], [1, 32], [BLOCKS, 2], [1, 0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -141,14 +139,27 @@ def work_in_gates(stages, factors_s, arrivals, ready, tree, tiles, vectors, g, s
     given, full, _ = arrivals
     sums_s, least_s = tiles
     before_s, after_s, strong_s = vectors
+    q_s, q_desc, came_q = queries
     dtype: gl.constexpr = k_s.dtype
     mids = gl.zeros([BK], gl.float32, COLUMNS)
     used = size * 0
     count = gl.cdiv(size, C)
+    # So many chunks' queries.
+    asked = gl.minimum(count, 1)
+    if LEARNED:  # noqa: SIM102
+        if count > 0:
+            fetch_queries(0, count, q_s, q_desc, came_q, C, REVERSE)
     for i in range(count):
         slot = i % STAGES
         at = (count - 1 - i) if REVERSE else i
         k_c = k_s.index(slot)
+        if i >= STAGES:
+            mbarrier.wait(read.index(slot), ((i // STAGES) & 1) ^ 1)
+            if LEARNED:  # noqa: SIM102
+                if asked <= i + 1 - STAGES:
+                    fetch_queries(asked, count, q_s, q_desc, came_q, C, REVERSE)
+                    asked += 1
+        fetch(i, count, stages, arrivals, descriptors, C, STAGES, REVERSE, COPIED)
         if COPIED:
             mbarrier.wait(given.index(slot), (i // STAGES) & 1)
         x = load_gates(g_s.index(slot), g, stride_t, gamma, at, size, C, K, BK, GAMMA, COPIED, LAYOUT)
@@ -159,11 +170,18 @@ def work_in_gates(stages, factors_s, arrivals, ready, tree, tiles, vectors, g, s
         k = k_c.load(LAYOUT)
         total, before = around(sums_s, F, REVERSE)[:2]
         # Each thread puts factors where it has read gates.
-        if are_strong(least_s, MILD):
+        if STRONG and least_of(least_s) < MILD_GRADIENTS:
             strong_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
             before_s.index(slot).store(gl.exp2(mids))
             after_s.index(slot).store(gl.exp2(total))
             mids = gl.zeros([BK], gl.float32, COLUMNS)
+            if i > 0:
+                # The tree, too, and the queries, for which those who read them would wait in this one.
+                mbarrier.wait(read.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
+            if LEARNED:  # noqa: SIM102
+                if asked <= i:
+                    fetch_queries(i, count, q_s, q_desc, came_q, C, REVERSE)
+                    asked += 1
             # It loads all again, which would stay in registers else.
             do_strong(k_c, k_s.index(STAGES), factors_s.index(slot), g_s.index(slot), ready.index(slot), tree,
                       sums_s, strong_s.index(slot), used, g, stride_t, gamma, at, size, scale, K, REVERSE, GAMMA,
@@ -181,24 +199,25 @@ def work_in_gates(stages, factors_s, arrivals, ready, tree, tiles, vectors, g, s
             fence_async_shared()  # As those do who read it, after they have written more.
             thread_barrier()
             mbarrier.arrive(ready.index(slot), count=1)
+    if LEARNED:
+        for i in range(asked, count):
+            mbarrier.wait(read.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
+            fetch_queries(i, count, q_s, q_desc, came_q, C, REVERSE)
 
 
 @gluon.jit
-def multiply(shared, descriptors, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, H: gl.constexpr,
+def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, H: gl.constexpr,
              C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
              STAGES: gl.constexpr, REVERSE: gl.constexpr, STORED: gl.constexpr, INIT: gl.constexpr,
-             COPIED: gl.constexpr, LEARNED: gl.constexpr, GROUP: gl.constexpr):
-    """A partition of one warpgroup: half of the keys' dimensions, for which it has the state in registers.
-
-    The first one copies chunks into the ring of stages, too, once the other has read what was there.
-    """
+             COPIED: gl.constexpr, LEARNED: gl.constexpr, GROUP: gl.constexpr, STRONG: gl.constexpr):
+    """A partition of one warpgroup: half of the keys' dimensions, for which it has the state in registers."""
     stages, factors_s, arrivals, ready, read, tree, vectors = shared
     do_s, v_s, k_s, _ = stages
     x_full, x_empty = tree
     before_s, after_s, strong_s = vectors
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_s, o_desc, o = goal
-    q_s, q_desc, came_q, products, room, dh, bases = learned
+    q_s, _, came_q, products, room, dh, bases = learned
     HALF: gl.constexpr = BK // 2
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
@@ -214,16 +233,10 @@ def multiply(shared, descriptors, goal, learned, h0, size, scale, state_s, WG: g
     if INIT:
         state = load_state(h0 + ((o_k * V)[None, :] + o_v[:, None]), o_v, o_k, V, K, BV, BK)
     x_p = k_s.index(STAGES).slice(WG * HALF, HALF, 1)
-    o_dh = (o_k * BV)[None, :] + o_v[:, None]
+    o_dh = (o_v * BK)[:, None] + o_k[None, :]
     used = size * 0
     count = gl.cdiv(size, C)
     q_c = q_s.slice(WG * HALF, HALF, 1)
-    if WG == 0:
-        for i in range(gl.minimum(STAGES, count)):
-            fetch(i, count, stages, arrivals, descriptors, C, STAGES, REVERSE, COPIED)
-        if LEARNED:  # noqa: SIM102
-            if count > 0:
-                fetch_queries(0, count, q_s, q_desc, came_q, C, REVERSE)
     for i in range(count):
         slot = i % STAGES
         at = (count - 1 - i) if REVERSE else i
@@ -231,11 +244,11 @@ def multiply(shared, descriptors, goal, learned, h0, size, scale, state_s, WG: g
         mbarrier.wait(arrivals[2].index(slot), (i // STAGES) & 1)
         mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
         seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
-        strong = gl.max(strong_s.index(slot).load(FLAG), 0) != 0
+        strong = gl.max(strong_s.index(slot).load(FLAG), 0) != 0 if STRONG else False
         mild = strong == 0
         do = do_s.index(slot)
         v = v_s.index(slot)
-        k = k_s.index(gl.where(strong, STAGES, slot)).slice(WG * HALF, HALF, 1)
+        k = k_s.index(gl.where(strong, STAGES, slot) if STRONG else slot).slice(WG * HALF, HALF, 1)
         state = settled(state)
         a = warpgroup_mma(do, v.permute((1, 0)), none, use_acc=False, is_async=True)
         state = state * before_s.index(slot).slice(WG * HALF, HALF, 0).load(COLUMNS)[None, :]
@@ -246,7 +259,7 @@ def multiply(shared, descriptors, goal, learned, h0, size, scale, state_s, WG: g
                 group = (i // GROUP).to(gl.int64) * H
                 p_dh = dh + group * (BK * BV) + o_dh
                 gl.store(bases + group * BK + o_k, gl.sum(state * gl.load(p_dh).to(gl.float32), 0))
-        if strong:
+        if STRONG and strong:
             state = state * after_s.index(slot).slice(WG * HALF, HALF, 0).load(COLUMNS)[None, :]
         fence_async_shared()
         thread_barrier()
@@ -254,23 +267,24 @@ def multiply(shared, descriptors, goal, learned, h0, size, scale, state_s, WG: g
         pairs = gl.where(seen, a, 0.0).to(dtype)
         # Nothing comes of it in a strong chunk: else there were two kinds of pairs in registers.
         b_dq = warpgroup_mma(gl.convert_layout(pairs, LEFT), k, nothing, use_acc=False, is_async=True)
-        b_dq = warpgroup_mma(do, state_s, b_dq, use_acc=mild, is_async=True)
+        b_dq = warpgroup_mma(do, state_s, b_dq, use_acc=mild if STRONG else True, is_async=True)
         if not STORED:
             tma.store_wait(0)
         b_dq, state = warpgroup_mma_wait(0, deps=[b_dq, state])
-        factor = factors_s.index(slot).slice(WG * HALF, HALF, 1).load(W).to(gl.float32) * scale
+        unit = gl.where(strong, scale / MAGNIFIED, scale) if STRONG else scale
+        factor = factors_s.index(slot).slice(WG * HALF, HALF, 1).load(W).to(gl.float32) * unit
         inside = within((rows < left)[:, None], o_k[None, :], K, BK)
         o_o = ((at * C + rows).to(gl.int64) * (H * K))[:, None] + o_k[None, :]
         if LEARNED:
             mbarrier.wait(came_q, i & 1)
             products_c = products + at.to(gl.int64) * (2 * H * room_of(HALF))  # type: ignore[union-attr]
             x = (q_c.load(W).to(gl.float32) * factor).to(dtype).to(gl.float32) * b_dq
-            if strong:
+            if STRONG and strong:
                 add_up(x, room, True)
             else:
                 leave(x, products_c)
         b_dq = b_dq * factor
-        if strong:
+        if STRONG and strong:
             thread_barrier()
             mbarrier.arrive(x_empty, count=1)
             used += 1
@@ -301,16 +315,35 @@ def multiply(shared, descriptors, goal, learned, h0, size, scale, state_s, WG: g
         thread_barrier()
         if not STORED:
             copy_out(o_desc, [at * C, WG * HALF], o_s)
-        if WG == 1:
-            mbarrier.arrive(read.index(slot), count=1)
-        elif i + (1 if LEARNED else STAGES) < count:
-            mbarrier.wait(read.index(slot), (i // STAGES) & 1)
-            if LEARNED:
-                fetch_queries(i + 1, count, q_s, q_desc, came_q, C, REVERSE)
-            if i + STAGES < count:
-                fetch(i + STAGES, count, stages, arrivals, descriptors, C, STAGES, REVERSE, COPIED)
+        mbarrier.arrive(read.index(slot), count=1)
     if not STORED:
         tma.store_wait(0)
+
+
+@gluon.jit
+def walk(parts, size, scale, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr,
+         BV: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, STORED: gl.constexpr, INIT: gl.constexpr,
+         COPIED: gl.constexpr, LEARNED: gl.constexpr, GROUP: gl.constexpr, GAMMA: gl.constexpr, STRONG: gl.constexpr):
+    """The partitions. STRONG: with the code for strong chunks, which takes registers from that for mild ones."""
+    shared, descriptors, goal, learned, h0, tiles, state_s, g, stride_t, gamma = parts
+    stages, factors_s, arrivals, ready, read, tree, vectors = shared
+    o_s, o_desc, o = goal
+    q_s, q_desc, came_q, products, room, dh, bases = learned
+    HALF: gl.constexpr = BK // 2
+    others = (q_s, q_desc, came_q, products + room_of(HALF), room + C * HALF, dh, bases)
+    gl.warp_specialize(
+        [
+            (multiply, (shared, (o_s.index(0), o_desc, o), learned, h0, size, scale, state_s.index(0), 0, H, C, K, V,
+                        BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, STRONG)),
+            (multiply, (shared, (o_s.index(1), o_desc, o), others, h0, size, scale, state_s.index(1), 1, H, C, K, V,
+                        BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, STRONG)),
+            (work_in_gates, (stages, factors_s, arrivals, ready, read, tree, tiles, vectors, descriptors,
+                             (q_s, q_desc, came_q), g, stride_t, gamma, size, scale, C, K, BK, STAGES, REVERSE,
+                             GAMMA, COPIED, LEARNED, STRONG)),
+        ],
+        [4, 8],
+        [176, 80],
+    )
 
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
@@ -320,7 +353,7 @@ _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "st
 
 @gluon.jit(do_not_specialize=_LENGTHS)
 def queries_kernel(
-    q, k, v, do, g, gamma, h0, dh, cu_seqlens,
+    q, k, v, do, g, gamma, h0, dh, strong, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, L,
     dq, products, room, bases,
@@ -331,7 +364,8 @@ def queries_kernel(
 ):
     """The gradients of one head's queries in one sequence, or in a segment of it, with gates ``[B, T, H, K]``.
 
-    Two partitions of a warpgroup multiply, each for half of k's dimensions, one of two works the gates in.
+    Two partitions of a warpgroup multiply, each for half of k's dimensions, one of two works the gates in. strong
+    ``[walks, H]`` says which walks have strong chunks.
 
     h0: the states ``[.., H, K, V]`` that walks (INIT_WALK) or sequences start from. Where the gradients of gates are
     wanted, dh are the states of ``keys_kernel``, products ``[chunks, H, 2, room_of(BK // 2)]`` get those of q with dq,
@@ -417,7 +451,7 @@ def queries_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(came.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(read.index(i), count=1)
+        mbarrier.init(read.index(i), count=2)
     mbarrier.init(met.index(0), count=1)
     mbarrier.init(met.index(1), count=2)
     mbarrier.init(met.index(2), count=1)
@@ -429,19 +463,12 @@ def queries_kernel(
     tiles = (sums_s, least_s)
     shared = (stages, factors_s, arrivals, ready, read, tree, vectors)
     descriptors = (do_desc, v_desc, k_desc, g_desc)
-    gl.warp_specialize(
-        [
-            (multiply, (shared, descriptors, (o_s.index(0), o_desc, p_o),
-                        (q_s, q_desc, met.index(2), p_products, p_room, p_dh, p_bases), p_h0, size, scale,
-                        state_s.index(0), 0, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED,
-                        GROUP)),
-            (multiply, (shared, descriptors, (o_s.index(1), o_desc, p_o),
-                        (q_s, q_desc, met.index(2), p_products + room_of(HALF), p_room + C * HALF, p_dh, p_bases), p_h0,
-                        size, scale, state_s.index(1), 1, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED,
-                        LEARNED, GROUP)),
-            (work_in_gates, (stages, factors_s, arrivals, ready, tree, tiles, vectors, p_g, stride_gt, natural, size,
-                             scale, C, K, BK, STAGES, REVERSE, gamma is not None, COPIED)),
-        ],
-        [4, 8],
-        [176, 80],
-    )
+    learned = (q_s, q_desc, met.index(2), p_products, p_room, p_dh, p_bases)
+    goal = (o_s, o_desc, p_o)
+    parts = (shared, descriptors, goal, learned, p_h0, tiles, state_s, p_g, stride_gt, natural)
+    GAMMA: gl.constexpr = gamma is not None
+    if gl.load(strong + i_o * H + i_h) != 0:
+        walk(parts, size, scale, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, GAMMA, True)
+    else:
+        walk(parts, size, scale, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, GAMMA,
+             False)
