@@ -28,7 +28,7 @@ class Case:
     """A call; ``segments``: ``(lengths of the queries' segments, of the keys')``, -n: as long, but padding.
 
     programs: as many run at once. cfg: what differs from the heuristic's configuration. exact: caps have the tangent
-    that is exact next to 0, as large ones always have.
+    that is exact next to 0, as large ones always have. learned: a gradient of the bias is wanted.
     """
 
     T: int = 200
@@ -52,6 +52,7 @@ class Case:
     programs: int = 3
     cfg: tuple[tuple[str, int], ...] = ()
     exact: bool = False
+    learned: bool = False
 
     @functools.cached_property
     def arrays(self):
@@ -167,7 +168,8 @@ def call(case, gradients=False):
     args = Args(**case.arrays)
     cfg = dataclasses.replace(passes.heuristic(describe(args), Config()), **dict(case.cfg))
     scale = case.D**-0.5 if case.scale is None else case.scale
-    opts = Options(scale, case.soft_cap, *sides(case.causal, case.window), case.dropout, "float32", False, cfg)
+    opts = Options(scale, case.soft_cap, *sides(case.causal, case.window), case.dropout, "float32", False, cfg,
+                   () if case.learned else ("bias",))
     large = 0 if case.exact else passes._LARGE_CAP
     with mock.patch.multiple(passes, _PROGRAMS=case.programs, _LARGE_CAP=large):
         residuals = passes.forward(args, opts)[1]

@@ -25,6 +25,13 @@ CASES = {
     "lengths of keys": Case(T=140, S=300, B=2, H=1, G=1, segments=((140,), (170, -130))),
     "segments in no order": Case(T=400, H=1, G=1, segments=((100, -100, 200), (40, 160, 200))),
     "all hidden": Case(T=140, S=130, H=1, G=1, segments=((-140,), (130,))),
+    "mask": Case(T=300, S=260, mask=(1, 1), window=(280, 20)),
+    "mask, shared keys": Case(B=2, H=4, mask=(2, 2), soft_cap=20.0, sinks=1, causal=True, offset=(-40, 30)),
+    "dropout": Case(dropout=0.3, causal=True),
+    "dropout, shared keys, float16": Case(T=230, H=4, G=1, dropout=0.3, segments=PACKED, dtype="float16"),
+    "bias": Case(B=2, H=4, bias=(2, 2), window=(60, 20)),
+    "bias, shared keys": Case(T=150, S=170, B=2, H=4, G=1, bias=(1, 4), scale=-0.1, sinks=2, dtype="float16"),
+    "bias, dropout, cap, 64": Case(H=4, D=64, bias=(1, 1), dropout=0.6, soft_cap=30.0, causal=True, offset=(60,)),
     "everything": Case(**EVERYTHING),
     "everything, float16, 64": Case(**EVERYTHING | dict(window=(90, 10), offset=(7,), dtype="float16", D=64)),
 }

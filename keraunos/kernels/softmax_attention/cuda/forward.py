@@ -287,13 +287,12 @@ def adorned(x, block, t, masked, bias, mask, stride_biast, stride_maskt, inner, 
 
 
 @gluon.jit
-def dropped(p, block, t, i_bh, seed, threshold, N: gl.constexpr, W: gl.constexpr):
-    """The weights of a block that the dropout keeps, and zeros."""
-    s = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, W))
+def kept(seed, i_bh, t, s, threshold):
+    """Which weights of a tile the dropout keeps; queries t and keys s have an axis of 1, so that they broadcast to it."""
     head = gl.load(seed).to(gl.uint32) + i_bh.to(gl.uint32)
     row = mixed(mixed(head) ^ mixed(gl.load(seed + 1).to(gl.uint32) + t.to(gl.uint32)))
     key = mixed(s.to(gl.uint32) + 0x1E3779B9)
-    return gl.where((mixed(row[:, None] ^ key[None, :]) >> 1).to(gl.int32) >= threshold, p, 0.0)
+    return (mixed(row ^ key) >> 1).to(gl.int32) >= threshold
 
 
 @gluon.jit
@@ -348,7 +347,8 @@ def weights(x, block, top, total, limits, planes, numbers, T, S, N: gl.constexpr
                                  (block, t, own, p_ids, left, right), S, N, 0 if ADORNED else CAP,
                                  NEGATIVE and not ADORNED, LEFT, RIGHT, SEGMENTS, W)
     if DROPOUT:
-        x = dropped(x, block, t, i_bh, seed, threshold, N, W)
+        s = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, W))
+        x = gl.where(kept(seed, i_bh, t[:, None], s[None, :], threshold), x, 0.0)
     return x, top, total, decay
 
 

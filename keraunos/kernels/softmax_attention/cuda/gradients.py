@@ -29,7 +29,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.gluon import add_out, copy_in, copy_out, thread_barrier
-from keraunos.kernels.softmax_attention.cuda.forward import LANES, bounds, describe, locate, moved, narrowed, tanh
+from keraunos.kernels.softmax_attention.cuda.forward import (
+    LANES,
+    LOG2E,
+    bounds,
+    describe,
+    kept,
+    locate,
+    moved,
+    narrowed,
+    tanh,
+)
 
 # The numbers that the copying partition says of a tile.
 SAID = gl.constexpr(7)
@@ -264,6 +274,17 @@ def hidden(x, s, t, own, other, S, left, right, LEFT: gl.constexpr, RIGHT: gl.co
 
 
 @gluon.jit
+def plane(x, strides, i_b, i_h, i_t, s, sizes, R: gl.constexpr, BT: gl.constexpr, W: gl.constexpr):
+    """A tile of a bias or a mask ``[1 or B, H / R, T, S]``, keys s as rows and queries as columns; 0 past the ends."""
+    stride_b, stride_h, stride_t = strides
+    T, S = sizes
+    t = i_t * BT + gl.arange(0, BT, layout=gl.SliceLayout(0, W))
+    x += i_b.to(gl.int64) * stride_b + (i_h // R).to(gl.int64) * stride_h
+    inside = (s < S)[:, None] & (t < T)[None, :]
+    return gl.load(x + (t.to(gl.int64) * stride_t)[None, :] + s[:, None], mask=inside, other=0)
+
+
+@gluon.jit
 def logits(k, q_s, full, c, none, BT: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr):
     """The product of 64 keys and the c-th tile of queries, under way."""
     mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
@@ -272,15 +293,18 @@ def logits(k, q_s, full, c, none, BT: gl.constexpr, BD: gl.constexpr, STAGES: gl
 
 
 @gluon.jit
-def differentiate(shared, barriers, queries, keys, numbers, sizes, tiles, M, WG: gl.constexpr, H: gl.constexpr,
-                  R: gl.constexpr, N: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
-                  CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, OFFSET: gl.constexpr,
-                  SEGMENTS: gl.constexpr):
+def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, sizes, tiles, M, WG: gl.constexpr,
+                  H: gl.constexpr, R: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr, N: gl.constexpr,
+                  BT: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr, LEFT: gl.constexpr,
+                  RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr,
+                  MASK: gl.constexpr, DROPOUT: gl.constexpr):
     """A partition of one warpgroup: 64 keys of each block, and half of what the block adds to queries' gradients."""
     q_s, do_s, k_s, v_s, number_s, plan_s, dx_s, dq_s = shared
     held, done, full, empty, whole, over, summed, added = barriers
     query_ids, stride_queryb, offsets, left, right = queries
     key_ids, stride_keyb = keys
+    bias, strides_bias, mask, strides_mask = planes
+    seed, keep, threshold = dropout
     scale, inner, unit = numbers
     T, S = sizes
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
@@ -299,7 +323,7 @@ def differentiate(shared, barriers, queries, keys, numbers, sizes, tiles, M, WG:
     mbarrier.wait(held, 0)
     n = said(plan_s, r, 0, 4)
     while n < tiles:
-        i_b, _, s0 = locate(n, S, M, H // R, N)
+        i_b, i_g, s0 = locate(n, S, M, H // R, N)
         far_left, far_right = moved(left, right, offsets, i_b, OFFSET)
         lo = said(plan_s, r, 1, 4)
         count = said(plan_s, r, 2, 4)
@@ -314,6 +338,12 @@ def differentiate(shared, barriers, queries, keys, numbers, sizes, tiles, M, WG:
         x = logits(k, q_s, full, c, none, BT, BD, STAGES)
         x = warpgroup_mma_wait(0, deps=[x])
         i_t = lo
+        i_h = i_g * R
+        # Biases and masks are loaded while the product that they are for is under way.
+        if BIAS:
+            b_bias = plane(bias, strides_bias, i_b, i_h, i_t, s, sizes, RB, BT, W)
+        if MASK:
+            b_seen = plane(mask, strides_mask, i_b, i_h, i_t, s, sizes, RM, BT, W)
         for _ in range(count * R):
             stage = c % STAGES
             q = q_s.index(stage).reshape([BT, BD])
@@ -321,6 +351,10 @@ def differentiate(shared, barriers, queries, keys, numbers, sizes, tiles, M, WG:
             if CAP:
                 x = tanh(x * inner, CAP)
             p = x * unit - number_s.index(2 * stage).load(ROW)[None, :]
+            if BIAS:
+                p += b_bias.to(gl.float32) * LOG2E
+            if MASK:
+                p = gl.where(b_seen != 0, p, float("-inf"))
             if (i_t < whole_lo) | (i_t >= whole_hi):
                 t = i_t * BT + gl.arange(0, BT, layout=ROW)
                 own = t
@@ -328,13 +362,23 @@ def differentiate(shared, barriers, queries, keys, numbers, sizes, tiles, M, WG:
                     own = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
                 p = hidden(p, s, t, own, other, S, far_left, far_right, LEFT, RIGHT, SEGMENTS)
             p = gl.exp2(p)
-            weights = gl.convert_layout(p.to(dtype), LEFT_OF)
+            if DROPOUT:
+                # A weight that is left out is below 0 until its gradient is made.
+                columns = i_t * BT + gl.arange(0, BT, layout=ROW)
+                p = gl.where(kept(seed, i_b * H + i_h, columns[None, :], s[:, None], threshold), p, -p)
+                weights = gl.convert_layout(gl.maximum(p, 0.0).to(dtype), LEFT_OF)
+            else:
+                weights = gl.convert_layout(p.to(dtype), LEFT_OF)
             if CAP:
                 p = p * (1.0 - x * x)
             y = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
             dv = warpgroup_mma(weights, do, dv, is_async=True)
             y = warpgroup_mma_wait(1, deps=[y])
-            dx = (p * (y - number_s.index(2 * stage + 1).load(ROW)[None, :])).to(dtype)
+            mean = number_s.index(2 * stage + 1).load(ROW)[None, :]
+            if DROPOUT:
+                dx = (p * gl.where(p > 0.0, y * keep - mean, mean)).to(dtype)
+            else:
+                dx = (p * (y - mean)).to(dtype)
             dx_s.index(c & 1).slice(64 * WG, 64, 0).store(dx)
             fence_async_shared()
             thread_barrier()
@@ -358,13 +402,20 @@ def differentiate(shared, barriers, queries, keys, numbers, sizes, tiles, M, WG:
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(summed, count=1)
-            i_t = gl.where(i_t == lo + count - 1, lo, i_t + 1)
+            ends = i_t == lo + count - 1
+            i_t = gl.where(ends, lo, i_t + 1)
+            # After the last tile, the one of which nothing is made is any.
+            i_h = gl.minimum(gl.where(ends, i_h + 1, i_h), i_g * R + R - 1)
+            if BIAS:
+                b_bias = plane(bias, strides_bias, i_b, i_h, i_t, s, sizes, RB, BT, W)
+            if MASK:
+                b_seen = plane(mask, strides_mask, i_b, i_h, i_t, s, sizes, RM, BT, W)
             x = warpgroup_mma_wait(0, deps=[x])
         thread_barrier()
         mbarrier.arrive(over, count=1)
         mbarrier.wait(over, r & 1)
         k.store((dk * scale).to(dtype))
-        v.store(dv.to(dtype))
+        v.store(((dv * keep) if DROPOUT else dv).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(done, count=1)
@@ -376,19 +427,22 @@ def differentiate(shared, barriers, queries, keys, numbers, sizes, tiles, M, WG:
 
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_dob", "stride_dot", "stride_doh", "stride_queryb", "stride_keyb", "left", "right",
+            "stride_vh", "stride_dob", "stride_dot", "stride_doh", "stride_biasb", "stride_biash", "stride_biast",
+            "stride_maskb", "stride_maskh", "stride_maskt", "stride_queryb", "stride_keyb", "threshold", "left", "right",
             "B", "T", "S", "M"]
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
 def gradients_kernel(
-    q, k, v, query_ids, key_ids, ranges, offsets, do, lse, mean, counts,
+    q, k, v, bias, mask, query_ids, key_ids, ranges, seed, offsets, do, lse, mean, counts,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_dob, stride_dot, stride_doh, stride_queryb, stride_keyb, scale, inner, unit, left, right, B, T, S, M,
+    stride_dob, stride_dot, stride_doh, stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh,
+    stride_maskt, stride_queryb, stride_keyb, scale, inner, unit, keep, threshold, left, right, B, T, S, M,
     dq, dk, dv, counted,
-    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, N: gl.constexpr, BT: gl.constexpr,
-    BD: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
+    H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr,
+    N: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr, LEFT: gl.constexpr,
+    RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr,
+    DROPOUT: gl.constexpr, REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
 ):
     """``dk``, ``dv``, and ``dq [B, H, T, K]`` in float32 without the scale, not written where no block meets a query.
 
@@ -447,6 +501,12 @@ def gradients_kernel(
         query_ids = lse
         key_ids = lse
         ranges = lse
+    if not BIAS:
+        bias = lse
+    if not MASK:
+        mask = lse
+    if not DROPOUT:
+        seed = lse
     if not OFFSET:
         offsets = lse
     tiles = B * G * gl.cdiv(S, N)
@@ -455,14 +515,16 @@ def gradients_kernel(
     barriers = (held, done, full, empty, whole, over, summed, added)
     queries = (query_ids, stride_queryb, offsets, left, right)
     keys = (key_ids, stride_keyb)
+    planes = (bias, (stride_biasb, stride_biash, stride_biast), mask, (stride_maskb, stride_maskh, stride_maskt))
+    dropout = (seed, keep, threshold)
     numbers = (scale, inner, unit)
     descriptors = (q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc)
     gl.warp_specialize(
         [
-            (differentiate, (shared, barriers, queries, keys, numbers, (T, S), tiles, M, 0, H, R, N, BT, BD, STAGES,
-                             CAP, LEFT, RIGHT, OFFSET, SEGMENTS)),
-            (differentiate, (shared, barriers, queries, keys, numbers, (T, S), tiles, M, 1, H, R, N, BT, BD, STAGES,
-                             CAP, LEFT, RIGHT, OFFSET, SEGMENTS)),
+            (differentiate, (shared, barriers, queries, keys, planes, dropout, numbers, (T, S), tiles, M, 0, H, R, RB,
+                             RM, N, BT, BD, STAGES, CAP, LEFT, RIGHT, OFFSET, SEGMENTS, BIAS, MASK, DROPOUT)),
+            (differentiate, (shared, barriers, queries, keys, planes, dropout, numbers, (T, S), tiles, M, 1, H, R, RB,
+                             RM, N, BT, BD, STAGES, CAP, LEFT, RIGHT, OFFSET, SEGMENTS, BIAS, MASK, DROPOUT)),
             (copy, (ring, (held, done, full, empty), descriptors, (lse, mean), (offsets, left, right), ranges, (T, S),
                     tiles, counted, M, H, R, N, BT, STAGES, LEFT, RIGHT, OFFSET, SEGMENTS)),
             (add, (dq_s, plan_s, held, summed, added, dq_desc, counted + 1, (T, S), tiles, M, H, R, N, BT)),

@@ -192,7 +192,7 @@ def _strides(x: Array, name: str) -> dict[str, int]:
 
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args`` from that of the output."""
-    if _are_for_triton(args, opts):
+    if _are_for_triton(args):
         return triton.backward(args, residuals, grads, _of_triton(args, opts))
     (output, lse), aligned = residuals, frontends.of(args.query).aligned
     args, do = args._replace(query=aligned(args.query), key=aligned(args.key), value=aligned(args.value)), grads[0]
@@ -213,32 +213,33 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
             dict(ranges=((w.B, 4, NS), "int32")), dict(N=_KEYS, BT=BT, **limits), num_warps=1, num_stages=1,
         )
     inputs = dict(
-        q=args.query, k=args.key, v=args.value, query_ids=args.query_segments, key_ids=args.key_segments,
-        ranges=ranges, offsets=offsets, do=do, lse=lse, mean=mean, counts=_zeros(1 + w.B * w.H * NT, do),
+        q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, query_ids=args.query_segments,
+        key_ids=args.key_segments, ranges=ranges, seed=args.seed, offsets=offsets, do=do, lse=lse, mean=mean,
+        counts=_zeros(1 + w.B * w.H * NT, do),
         **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"), **_strides(do, "do"),
-        **ids, scale=opts.softmax_scale, inner=_inner(opts), unit=(-1 if w.negative else 1) * w.numbers["unit"],
-        left=left, right=right, B=w.B, T=w.T, S=w.S,
+        **w.plane("bias", args.bias), **w.plane("mask", args.mask), **ids, scale=opts.softmax_scale,
+        inner=_inner(opts), unit=(-1 if w.negative else 1) * w.numbers["unit"], keep=w.numbers["keep"],
+        threshold=w.threshold, left=left, right=right, B=w.B, T=w.T, S=w.S,
         # Without a limit on the right, a head's blocks begin one after the other: programs are busy with four heads.
         M=1 if limits["RIGHT"] else math.gcd(4, w.B * w.G),
     )
     outputs = dict(dq=((w.B, w.H, w.T, w.K), "float32"), dk=(tuple(args.key.shape), w.dtype),
                    dv=(tuple(args.value.shape), w.dtype), counted="counts")
-    constants = dict(H=w.H, K=w.K, V=w.V, R=w.H // w.G, N=_KEYS, BT=BT, BD=BD, STAGES=_STAGES, CAP=_cap(opts), **limits,
-                     SEGMENTS=w.masks["SEGMENTS"], REGISTERS=_REGISTERS, OTHERS=_OTHERS)
+    constants = dict(**w.sizes(), RM=w.shared(args.mask), N=_KEYS, BT=BT, BD=BD, STAGES=_STAGES, CAP=_cap(opts),
+                     **limits, **w.masks, DROPOUT=opts.dropout > 0, REGISTERS=_REGISTERS, OTHERS=_OTHERS)
     sums, dk, dv, counted = frontends.launch(gradients_kernel, (min(w.B * w.G * NS, _PROGRAMS),), inputs, outputs,
                                              constants, num_warps=4, num_stages=1)
     (dq,) = frontends.launch(
         queries_kernel, (w.B * w.H * NT,), dict(sums=sums, counted=counted, scale=opts.softmax_scale, T=w.T, NT=NT),
         dict(dq=(tuple(args.query.shape), w.dtype)), dict(H=w.H, K=w.K, BT=BT, BK=BD), num_warps=4, num_stages=1,
     )
-    return Args(dq, dk, dv, None, dsinks)
+    dbias = triton.bias_gradient(w, do, lse, mean) if opts.needs(args, "bias") else None
+    return Args(dq, dk, dv, dbias, dsinks)
 
 
-def _are_for_triton(args: Args, opts: Options) -> bool:
-    """Whether Triton's kernels make the gradients: those with biases, masks, dropout and wide heads, and of nothing."""
-    arrays = args.query, args.key, args.value
-    return (any(0 in x.shape or x.shape[3] > 128 for x in arrays) or args.bias is not None or args.mask is not None
-            or opts.dropout > 0)
+def _are_for_triton(args: Args) -> bool:
+    """Whether Triton's kernels make the gradients: those of wide heads, and of nothing."""
+    return any(0 in x.shape or x.shape[3] > 128 for x in (args.query, args.key, args.value))
 
 
 def _zeros(n: int, like: Array) -> Array:

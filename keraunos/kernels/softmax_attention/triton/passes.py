@@ -106,11 +106,11 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
         w.mask_flags(args.mask, rows, columns), w.spreads(args.key_segments, columns),
         dict(dq=(tuple(args.query.shape), w.dtype)), dict(constants, BT=rows, BS=columns),
     )
-    dbias = _bias(w, do, lse, mean) if opts.needs(args, "bias") else None
+    dbias = bias_gradient(w, do, lse, mean) if opts.needs(args, "bias") else None
     return Args(dq, dk, dv, dbias, dsinks)
 
 
-def _bias(w: Call, do: Array, lse: Array, mean: Array) -> Array:
+def bias_gradient(w: Call, do: Array, lse: Array, mean: Array) -> Array:
     """The gradient of the bias."""
     args = w.args
     strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
