@@ -9,7 +9,8 @@ import torch
 
 from keraunos import frontends
 from keraunos.kernels.softmax_attention.cuda.gradients import gradients_kernel
-from tests.cuda.softmax_attention import Case, builds, built, run
+from keraunos.kernels.softmax_attention.triton.gradients import bias_kernel
+from tests.cuda.softmax_attention import TRITON, Case, builds, built, run
 
 PACKED = (100, 60, -20, 50), (100, 60, -20, 50)
 EVERYTHING = dict(T=230, causal=True, soft_cap=30.0, sinks=1, segments=PACKED)
@@ -60,13 +61,30 @@ def test_how_many_programs_there_are_changes_no_bit():
     assert all(map(torch.equal, gradients("other lengths"), gradients("other lengths", programs=1)))
 
 
-@pytest.mark.parametrize("name", ["other lengths", "causal", "64, float16", "large cap", "everything"])
+@pytest.mark.parametrize("name", ["other lengths", "causal", "64, float16", "large cap", "everything", "mask",
+                                  "dropout", "bias", "bias, dropout, cap, 64"])
 def test_they_fit(name):
     used = built(CASES[name], gradients_kernel)
     assert used["registers"] <= 168  # of a thread when the kernel starts, before partitions give theirs to others
     assert used["stack"] <= 440
     assert used["shared"] <= frontends.SHARED_MEMORY
     assert used["waits"] == 0
+
+
+def test_a_bias_has_a_gradient_where_it_is_learned(monkeypatch):
+    made = []
+
+    def gradient(inputs, outputs, constants):
+        made.append(torch.ones(*outputs["dbias"][0]))
+        return made
+
+    monkeypatch.setitem(TRITON, bias_kernel, gradient)
+    others = gradients("bias")
+    assert not made
+    *first, dbias = gradients("bias", learned=True)
+    assert dbias is made[0]
+    assert dbias.shape == CASES["bias"].arrays["bias"].shape
+    assert all(map(torch.equal, first, others))
 
 
 def test_nothing_is_compiled_for_a_length():

@@ -287,10 +287,13 @@ def adorned(x, block, t, masked, bias, mask, stride_biast, stride_maskt, inner, 
 
 
 @gluon.jit
-def kept(seed, i_bh, t, s, threshold):
-    """Which weights of a tile the dropout keeps; queries t and keys s have an axis of 1, so that they broadcast to it."""
-    head = gl.load(seed).to(gl.uint32) + i_bh.to(gl.uint32)
-    row = mixed(mixed(head) ^ mixed(gl.load(seed + 1).to(gl.uint32) + t.to(gl.uint32)))
+def kept(first, second, i_bh, t, s, threshold):
+    """Which weights of a tile the dropout keeps, by the two numbers of its seed.
+
+    Places t of queries and s of keys have an axis of 1, so that they broadcast to the tile.
+    """
+    head = first.to(gl.uint32) + i_bh.to(gl.uint32)
+    row = mixed(mixed(head) ^ mixed(second.to(gl.uint32) + t.to(gl.uint32)))
     key = mixed(s.to(gl.uint32) + 0x1E3779B9)
     return (mixed(row ^ key) >> 1).to(gl.int32) >= threshold
 
@@ -348,7 +351,7 @@ def weights(x, block, top, total, limits, planes, numbers, T, S, N: gl.constexpr
                                  NEGATIVE and not ADORNED, LEFT, RIGHT, SEGMENTS, W)
     if DROPOUT:
         s = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, W))
-        x = gl.where(kept(seed, i_bh, t[:, None], s[None, :], threshold), x, 0.0)
+        x = gl.where(kept(gl.load(seed), gl.load(seed + 1), i_bh, t[:, None], s[None, :], threshold), x, 0.0)
     return x, top, total, decay
 
 

@@ -7,7 +7,8 @@ make each weight once, with keys as rows, so that weights are left operands wher
     Y^T = V dO_i^T        dX^T = P^T (Y^T - mean)         dK += dX^T Q_i
                                                           dQ_i += dX K
 
-``mean`` is ``sum_v o do``, each query's. With a cap, ``dX`` takes the tangent's slope. For ``dX K`` the partitions
+``mean`` is ``sum_v o do``, each query's. With a cap, ``dX`` takes the tangent's slope; with dropout, ``P`` of the first
+product and ``Y`` are what is kept of them. For ``dX K`` the partitions
 put ``dX^T`` side by side into shared memory, and each makes 64 columns, or 64 rows, of the product.
 
 ``dQ`` is a sum over blocks of keys, which programs make at once. A partition of one warp adds the blocks' parts to
@@ -312,9 +313,14 @@ def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, siz
     WQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT_OF: gl.constexpr = gl.DotOperandLayout(0, WD, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, W)
+    # What the dropout keeps takes long enough to find out for a product, where registers have room for it.
+    EARLY: gl.constexpr = DROPOUT and BT == 64
     dtype: gl.constexpr = q_s.dtype
     none = gl.zeros([64, BT], gl.float32, W)
     nothing = gl.zeros([64, 64], gl.float32, WQ)
+    if DROPOUT:
+        first = gl.load(seed)
+        second = gl.load(seed + 1)
     k_all = k_s.reshape([N, BD])
     k = k_all.slice(64 * WG, 64, 0)
     v = v_s.reshape([N, BD]).slice(64 * WG, 64, 0)
@@ -348,6 +354,8 @@ def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, siz
             stage = c % STAGES
             q = q_s.index(stage).reshape([BT, BD])
             do = do_s.index(stage).reshape([BT, BD])
+            if EARLY:
+                y = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
             if CAP:
                 x = tanh(x * inner, CAP)
             p = x * unit - number_s.index(2 * stage).load(ROW)[None, :]
@@ -365,20 +373,19 @@ def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, siz
             if DROPOUT:
                 # A weight that is left out is below 0 until its gradient is made.
                 columns = i_t * BT + gl.arange(0, BT, layout=ROW)
-                p = gl.where(kept(seed, i_b * H + i_h, columns[None, :], s[:, None], threshold), p, -p)
+                p = gl.where(kept(first, second, i_b * H + i_h, columns[None, :], s[:, None], threshold), p, -p)
                 weights = gl.convert_layout(gl.maximum(p, 0.0).to(dtype), LEFT_OF)
             else:
                 weights = gl.convert_layout(p.to(dtype), LEFT_OF)
             if CAP:
                 p = p * (1.0 - x * x)
-            y = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
+            if not EARLY:
+                y = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
             dv = warpgroup_mma(weights, do, dv, is_async=True)
             y = warpgroup_mma_wait(1, deps=[y])
             mean = number_s.index(2 * stage + 1).load(ROW)[None, :]
-            if DROPOUT:
-                dx = (p * gl.where(p > 0.0, y * keep - mean, mean)).to(dtype)
-            else:
-                dx = (p * (y - mean)).to(dtype)
+            y = gl.where(p > 0.0, y * keep - mean, mean) if DROPOUT else y - mean
+            dx = (p * y).to(dtype)
             dx_s.index(c & 1).slice(64 * WG, 64, 0).store(dx)
             fence_async_shared()
             thread_barrier()
@@ -428,8 +435,8 @@ def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, siz
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
             "stride_vh", "stride_dob", "stride_dot", "stride_doh", "stride_biasb", "stride_biash", "stride_biast",
-            "stride_maskb", "stride_maskh", "stride_maskt", "stride_queryb", "stride_keyb", "threshold", "left", "right",
-            "B", "T", "S", "M"]
+            "stride_maskb", "stride_maskh", "stride_maskt", "stride_queryb", "stride_keyb", "threshold", "left",
+            "right", "B", "T", "S", "M"]
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)

@@ -1,4 +1,4 @@
-"""Softmax attention on Hopper GPUs, in Gluon; some gradients are made by Triton's kernels, from the same logs of sums.
+"""Softmax attention on Hopper GPUs, in Gluon; Triton's kernels make gradients of wide heads, and those of biases.
 
 Forward: ``block_q`` queries are a tile, half for each multiplying partition, ``block_k`` keys a block of the walk, and
 ``num_stages`` blocks have memory, or as many as fit. Where ``block_q`` is 64, as heuristics have it for few queries, a
@@ -49,6 +49,8 @@ _FEW = {64: (128, 3), 128: (64, 3), 256: (64, 3)}
 _ZEROS = 1024
 # What was measured to be faster has so many queries and keys at least; so many keys where queries are few.
 _LONG, _CACHE = 4096, 2048
+# Arrays with which "auto" leaves calls to others: their gradients were not timed here.
+_UNMEASURED = {"bias", "mask", "seed"}
 # From this cap on a tangent next to 0 is computed to more digits.
 _LARGE_CAP = 1000.0
 
@@ -283,7 +285,7 @@ def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None."""
     if reason := was_not_measured():
         return reason
-    if {"bias", "mask", "seed"} & set(inv.arrays):
+    if _UNMEASURED & set(inv.arrays):
         return "was not measured to be faster with biases, boolean masks and dropout"
     plain = is_for_libraries(inv.arrays, inv.arrays["query"][0], inv.dims, inv.options)
     if _are_few(inv):
