@@ -18,20 +18,25 @@ from tests.linear_attention.cases import torch_tensor
 from tests.sanitizer import limit_time
 from tests.serving.cases import arguments
 
-# The last is cut into segments of two pieces.
+# The last two are cut into segments of two pieces.
 CALLS = [
     (small(B=2, T=150, H=2, gamma=1, state=True), ("g_gamma",)),
     (small(H=2, lengths=(70, 0, 1, 129), gate="scalar", gamma=1, state=True, reverse=True), ()),
     (small(B=1, T=150, H=4, G=2, HQ=1, HV=4, HG=2, gate="scalar", gamma=1, gate_dtype="bfloat16"), ()),
     (small(K=128, V=64, B=1, T=150, H=4, G=2, HQ=1, HV=4, HG=2, gate="scalar", gamma=1, state=True), ()),
     (small(K=96, V=40, H=2, lengths=(70, 0, 1, 129), gate="scalar", gamma=1, state=True, reverse=True), ()),
+    (small(B=2, T=150, H=2, gate="vector", gate_dtype="bfloat16", state=True), ()),
+    (small(H=2, lengths=(70, 0, 1, 129), gate="vector", gamma=1, decay="strong", state=True, reverse=True), ()),
+    (small(K=96, V=40, B=1, T=150, H=4, G=2, HQ=1, HV=4, HG=2, gate="vector", decay="strong"), ()),
+    (small(B=1, T=600, H=2, gate="vector", state=True), ()),
     (small(B=1, T=600, H=2, gate="scalar", gamma=1, state=True), ()),
 ]
 PREFILLS = [
     small_prefill(lengths=(70, 0, 129, 1), fresh=(1,), tail=70, gate="scalar"),
     small_prefill(K=96, V=40, slots=(-1, 3), lengths=(65, 3), pool="bfloat16"),
 ]
-KERNELS = {"outputs_kernel", "gradients_kernel", "starts_kernel", "sum_kernel"}
+KERNELS = {"outputs_kernel", "gradients_kernel", "starts_kernel", "sum_kernel", "dimensions_kernel", "keys_kernel",
+           "queries_kernel", "gates_kernel"}
 
 
 def main() -> None:
