@@ -171,7 +171,7 @@ def call(case, gradients=False):
     opts = Options(scale, case.soft_cap, *sides(case.causal, case.window), case.dropout, "float32", False, cfg,
                    () if case.learned else ("bias",))
     large = 0 if case.exact else passes._LARGE_CAP
-    with mock.patch.multiple(passes, _PROGRAMS=case.programs, _LARGE_CAP=large, _WIDEST=256):
+    with mock.patch.multiple(passes, _PROGRAMS=case.programs, _LARGE_CAP=large):
         residuals = passes.forward(args, opts)[1]
         return passes.backward(args, residuals, (case.doutput, None), opts) if gradients else residuals
 

@@ -109,7 +109,7 @@ def test_nothing_is_compiled_for_a_length():
 
 @pytest.mark.parametrize("cfg", [(("block_q", 32),), (("block_k", 256),), (("block_q", 256),)], ids=str)
 def test_blocks_that_it_does_not_have_are_refused(cfg):
-    with pytest.raises(ValueError, match=r"attention: block_q = \d+, .* expected 128 or 256, and 64 or 128"):
+    with pytest.raises(ValueError, match=r"attention: block_q = \d+, .* expected 64, 128 or 256, and 64 or 128"):
         call(Case(cfg=cfg))
 
 

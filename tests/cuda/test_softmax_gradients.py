@@ -33,11 +33,6 @@ CASES = {
     "bias": Case(B=2, H=4, bias=(2, 2), window=(60, 20)),
     "bias, shared keys": Case(T=150, S=170, B=2, H=4, G=1, bias=(1, 4), scale=-0.1, sinks=2, dtype="float16"),
     "bias, dropout, cap, 64": Case(H=4, D=64, bias=(1, 1), dropout=0.6, soft_cap=30.0, causal=True, offset=(60,)),
-    "256": Case(D=256),
-    "200 and 136, shared keys": Case(T=150, S=170, H=4, G=1, D=200, V=136, causal=True, dtype="float16"),
-    "256, everything, float16": Case(**EVERYTHING, D=256, dtype="float16"),
-    "256, mask, dropout": Case(D=256, mask=(1, 1), dropout=0.3, causal=True, offset=(-40,)),
-    "256, bias": Case(D=256, bias=(1, 2), window=(60, 20), dtype="float16"),
     "everything": Case(**EVERYTHING),
     "everything, float16, 64": Case(**EVERYTHING | dict(window=(90, 10), offset=(7,), dtype="float16", D=64)),
 }
@@ -56,11 +51,10 @@ def test_they_agree_with_float64(name):
         assert error < (4e-3 if case.dtype == "bfloat16" else 8e-4)
 
 
-@pytest.mark.parametrize("name", ["everything", "256, mask, dropout"])
-def test_every_schedule_gives_the_same_bits(name):
-    first = gradients(name)
+def test_every_schedule_gives_the_same_bits():
+    first = gradients("everything")
     for mode, seed in itertools.product(("late", "early", "random"), (0, 1)):
-        assert all(map(torch.equal, first, gradients(name, mode, seed)))
+        assert all(map(torch.equal, first, gradients("everything", mode, seed)))
 
 
 def test_how_many_programs_there_are_changes_no_bit():

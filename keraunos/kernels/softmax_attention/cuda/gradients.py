@@ -7,13 +7,9 @@ make each weight once, with keys as rows, so that weights are left operands wher
     Y^T = V dO_i^T        dX^T = P^T (Y^T - mean)         dK += dX^T Q_i
                                                           dQ_i += dX K
 
-``mean`` is ``sum_v o do``, each query's. With a cap, ``dX`` takes the tangent's slope; with dropout, ``dV`` has what it
-keeps of ``P``, and ``dX`` what it keeps of ``Y``. For ``dX K`` the partitions put ``dX^T`` side by side into shared
-memory, and each makes 64 columns, or 64 rows, of the product.
-
-With more than 128 dimensions registers hold the sums of 64 keys only. Each partition then makes the weights of all of
-them for half of a tile's queries, puts these and ``dX^T`` into shared memory, and has half of the dimensions of all
-three gradients. Shared memory has one tile of ``dO``, and half of a tile of ``dQ``, which leaves in two parts.
+``mean`` is ``sum_v o do``, each query's. With a cap, ``dX`` takes the tangent's slope; with dropout, ``P`` of the first
+product and ``Y`` are what is kept of them. For ``dX K`` the partitions
+put ``dX^T`` side by side into shared memory, and each makes 64 columns, or 64 rows, of the product.
 
 ``dQ`` is a sum over blocks of keys, which programs make at once. A partition of one warp adds the blocks' parts to
 float32 in memory, always from the last block to the first: each waits until the block behind it has added its part.
@@ -94,7 +90,7 @@ def monotone(ranges, i_s, NS, NT, LAYOUT: gl.constexpr):
 @gluon.jit
 def copy(shared, barriers, descriptors, means, queries, ranges, sizes, tiles, taken, M, H: gl.constexpr,
          R: gl.constexpr, N: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr,
-         RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, WIDE: gl.constexpr):
+         RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr):
     """A partition of one warp: takes blocks of keys, says what they are, copies them and their tiles of queries.
 
     It also copies out the gradients of keys and values, which lie where these were. The first queries of a block come
@@ -102,7 +98,7 @@ def copy(shared, barriers, descriptors, means, queries, ranges, sizes, tiles, ta
     walk some others do. A block always has a tile of queries: of one that nobody sees nothing is added.
     """
     q_s, do_s, k_s, v_s, number_s, plan_s = shared
-    held, done, full, empty, given, spent = barriers
+    held, done, full, empty = barriers
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc = descriptors
     lse, mean = means
     offsets, left, right = queries
@@ -150,16 +146,9 @@ def copy(shared, barriers, descriptors, means, queries, ranges, sizes, tiles, ta
             number_s.index(2 * stage + 1).store(some_mean)
             thread_barrier()
             arrived = full.index(stage)
-            if WIDE:
-                mbarrier.expect(arrived, q_desc.block_type.nbytes)
-                copy_in(q_desc, [i_b, i_h, row, 0], arrived, q_s.index(stage))
-                mbarrier.wait(spent, (c & 1) ^ 1)
-                mbarrier.expect(given, do_desc.block_type.nbytes)
-                copy_in(do_desc, [i_b, i_h, row, 0], given, do_s.index(0))
-            else:
-                mbarrier.expect(arrived, 2 * q_desc.block_type.nbytes)
-                copy_in(q_desc, [i_b, i_h, row, 0], arrived, q_s.index(stage))
-                copy_in(do_desc, [i_b, i_h, row, 0], arrived, do_s.index(stage))
+            mbarrier.expect(arrived, 2 * q_desc.block_type.nbytes)
+            copy_in(q_desc, [i_b, i_h, row, 0], arrived, q_s.index(stage))
+            copy_in(do_desc, [i_b, i_h, row, 0], arrived, do_s.index(stage))
             c += 1
             i_t += 1
             if i_t == lo + count:
@@ -214,7 +203,7 @@ def tell(turn, number, PENDING: gl.constexpr):
 
 @gluon.jit
 def add(dq_s, plan_s, held, summed, added, dq_desc, turns, sizes, tiles, M, H: gl.constexpr, R: gl.constexpr,
-        N: gl.constexpr, BT: gl.constexpr, WIDE: gl.constexpr):
+        N: gl.constexpr, BT: gl.constexpr):
     """A partition of one warp: adds a block's parts to the gradients of queries, when it is the block's turn.
 
     ``turns [B, H, NT]``: of each tile of queries, how many blocks from the end have been there. It is written when the
@@ -244,22 +233,20 @@ def add(dq_s, plan_s, held, summed, added, dq_desc, turns, sizes, tiles, M, H: g
                 at = gl.atomic_add(turn, 0, sem="acquire", scope="gpu")
                 while at != number - 1:
                     at = gl.atomic_add(turn, 0, sem="acquire", scope="gpu")
-            for part in gl.static_range(2 if WIDE else 1):
-                mbarrier.wait(summed, part if WIDE else c & 1)
-                if real:
-                    for w in gl.static_range(2):
-                        # Two halves of 64 rows, or of 64 columns; of wide heads half of each half's columns.
-                        row = i_t * BT + (w * 64 if BT == 128 else 0)
-                        column = 0 if BT == 128 else w * 128 + part * 64 if WIDE else w * 64
-                        if follows:
-                            add_out(dq_desc, [i_b, i_h, row, column], dq_s.index(w))
-                        else:
-                            copy_out(dq_desc, [i_b, i_h, row, column], dq_s.index(w))
-                tma.store_wait(0)
-                mbarrier.arrive(added, count=1)
-                if part == 0:  # noqa: SIM102 - a constant, unlike the next condition
-                    if real & (i > 0):
-                        tell(before, number, 2)
+            mbarrier.wait(summed, c & 1)
+            if real:
+                for w in gl.static_range(2):
+                    # Two halves of 64 rows, or of 64 columns.
+                    row = i_t * BT + (w * 64 if BT == 128 else 0)
+                    column = 0 if BT == 128 else w * 64
+                    if follows:
+                        add_out(dq_desc, [i_b, i_h, row, column], dq_s.index(w))
+                    else:
+                        copy_out(dq_desc, [i_b, i_h, row, column], dq_s.index(w))
+            tma.store_wait(0)
+            mbarrier.arrive(added, count=1)
+            if real & (i > 0):
+                tell(before, number, 2)
             before = turn
             c += 1
             i_t += 1
@@ -288,60 +275,21 @@ def hidden(x, s, t, own, other, S, left, right, LEFT: gl.constexpr, RIGHT: gl.co
 
 
 @gluon.jit
-def plane(x, strides, i_b, i_h, t0, s, sizes, R: gl.constexpr, BT: gl.constexpr, W: gl.constexpr):
-    """A bias or a mask ``[1 or B, H / R, T, S]`` of keys s, as rows, and BT queries from t0 on; 0 past the ends."""
+def plane(x, strides, i_b, i_h, i_t, s, sizes, R: gl.constexpr, BT: gl.constexpr, W: gl.constexpr):
+    """A tile of a bias or a mask ``[1 or B, H / R, T, S]``, keys s as rows and queries as columns; 0 past the ends."""
     stride_b, stride_h, stride_t = strides
     T, S = sizes
-    t = t0 + gl.arange(0, BT, layout=gl.SliceLayout(0, W))
+    t = i_t * BT + gl.arange(0, BT, layout=gl.SliceLayout(0, W))
     x += i_b.to(gl.int64) * stride_b + (i_h // R).to(gl.int64) * stride_h
     inside = (s < S)[:, None] & (t < T)[None, :]
     return gl.load(x + (t.to(gl.int64) * stride_t)[None, :] + s[:, None], mask=inside, other=0)
 
 
 @gluon.jit
-def weigh(x, lse_s, b_bias, b_seen, tile, t0, row, s, other, limits, dropout, numbers, T, S, BT: gl.constexpr,
-          CAP: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr,
-          MASK: gl.constexpr, DROPOUT: gl.constexpr, ROW: gl.constexpr):
-    """Products of keys s and BT queries from t0 on -> (weights, below 0 if the dropout leaves them out; tangents)."""
-    i_t, whole_lo, whole_hi = tile
-    i_b, i_bh, query_ids, stride_queryb = row
-    far_left, far_right = limits
-    first, second, threshold = dropout
-    inner, unit = numbers
-    if CAP:
-        x = tanh(x * inner, CAP)
-    p = x * unit - lse_s.load(ROW)[None, :]
-    if BIAS:
-        p += b_bias.to(gl.float32) * LOG2E
-    if MASK:
-        p = gl.where(b_seen != 0, p, float("-inf"))
-    if (i_t < whole_lo) | (i_t >= whole_hi):
-        t = t0 + gl.arange(0, BT, layout=ROW)
-        own = t
-        if SEGMENTS:
-            own = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
-        p = hidden(p, s, t, own, other, S, far_left, far_right, LEFT, RIGHT, SEGMENTS)
-    p = gl.exp2(p)
-    if DROPOUT:
-        columns = t0 + gl.arange(0, BT, layout=ROW)
-        p = gl.where(kept(first, second, i_bh, columns[None, :], s[:, None], threshold), p, -p)
-    return p, x
-
-
-@gluon.jit
-def slope(p, y, mean_s, keep, DROPOUT: gl.constexpr, ROW: gl.constexpr):
-    """The gradient of logits from :func:`weigh`'s weights and those of the weights."""
-    mean = mean_s.load(ROW)[None, :]
-    y = gl.where(p > 0.0, y * keep - mean, mean) if DROPOUT else y - mean
-    return p * y
-
-
-@gluon.jit
-def logits(k, q_s, full, c, none, BT: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
-           OWN: gl.constexpr):
-    """The product of 64 keys and OWN queries of the c-th tile from FIRST on, under way."""
+def logits(k, q_s, full, c, none, BT: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr):
+    """The product of 64 keys and the c-th tile of queries, under way."""
     mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-    q = q_s.index(c % STAGES).reshape([BT, BD]).slice(FIRST, OWN, 0)
+    q = q_s.index(c % STAGES).reshape([BT, BD])
     return warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
@@ -350,143 +298,113 @@ def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, siz
                   H: gl.constexpr, R: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr, N: gl.constexpr,
                   BT: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr, LEFT: gl.constexpr,
                   RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr,
-                  MASK: gl.constexpr, DROPOUT: gl.constexpr, WIDE: gl.constexpr):
-    """A partition of one warpgroup: 64 keys of each block, and half of what the block adds to queries' gradients.
-
-    WIDE: weights of all keys with half of each tile's queries, and half of the dimensions of all gradients. ``given``:
-    the output's gradient is there, ``spent``: it is no longer needed.
-    """
+                  MASK: gl.constexpr, DROPOUT: gl.constexpr):
+    """A partition of one warpgroup: 64 keys of each block, and half of what the block adds to queries' gradients."""
     q_s, do_s, k_s, v_s, number_s, plan_s, dx_s, dq_s = shared
-    held, done, full, empty, given, spent, whole, over, summed, added = barriers
+    held, done, full, empty, whole, over, summed, added = barriers
     query_ids, stride_queryb, offsets, left, right = queries
     key_ids, stride_keyb = keys
     bias, strides_bias, mask, strides_mask = planes
     seed, keep, threshold = dropout
     scale, inner, unit = numbers
     T, S = sizes
-    OWN: gl.constexpr = BT // 2 if WIDE else BT
-    FIRST: gl.constexpr = OWN * WG if WIDE else 0
-    KEY: gl.constexpr = 0 if WIDE else 64 * WG
-    HALF: gl.constexpr = BD // 2 if WIDE else BD
-    COLUMN: gl.constexpr = HALF * WG if WIDE else 0
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
-    WD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    WD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     WQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT_OF: gl.constexpr = gl.DotOperandLayout(0, WD, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, W)
     # What the dropout keeps takes long enough to find out for a product, where registers have room for it.
-    EARLY: gl.constexpr = WIDE or (DROPOUT and BT == 64)
+    EARLY: gl.constexpr = DROPOUT and BT == 64
     dtype: gl.constexpr = q_s.dtype
-    none = gl.zeros([64, OWN], gl.float32, W)
+    none = gl.zeros([64, BT], gl.float32, W)
     nothing = gl.zeros([64, 64], gl.float32, WQ)
-    first = threshold
-    second = threshold
     if DROPOUT:
         first = gl.load(seed)
         second = gl.load(seed + 1)
     k_all = k_s.reshape([N, BD])
-    k = k_all.slice(KEY, 64, 0)
-    v_all = v_s.reshape([N, BD])
-    v = v_all.slice(KEY, 64, 0)
+    k = k_all.slice(64 * WG, 64, 0)
+    v = v_s.reshape([N, BD]).slice(64 * WG, 64, 0)
     c = tiles * 0
     r = c
     mbarrier.wait(held, 0)
     n = said(plan_s, r, 0, 4)
     while n < tiles:
         i_b, i_g, s0 = locate(n, S, M, H // R, N)
-        limits = moved(left, right, offsets, i_b, OFFSET)
+        far_left, far_right = moved(left, right, offsets, i_b, OFFSET)
         lo = said(plan_s, r, 1, 4)
         count = said(plan_s, r, 2, 4)
         whole_lo = said(plan_s, r, 3, 4)
         whole_hi = said(plan_s, r, 4, 4)
-        s = s0 + KEY + gl.arange(0, 64, layout=gl.SliceLayout(1, W))
+        s = s0 + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, W))
         other = s
         if SEGMENTS:
             other = gl.load(key_ids + i_b.to(gl.int64) * stride_keyb + s, mask=s < S, other=-1)
-        dk = gl.zeros([64, HALF], gl.float32, WD)
-        dv = gl.zeros([64, HALF], gl.float32, WD)
-        x = logits(k, q_s, full, c, none, BT, BD, STAGES, FIRST, OWN)
+        dk = gl.zeros([64, BD], gl.float32, WD)
+        dv = gl.zeros([64, BD], gl.float32, WD)
+        x = logits(k, q_s, full, c, none, BT, BD, STAGES)
         x = warpgroup_mma_wait(0, deps=[x])
         i_t = lo
         i_h = i_g * R
         # Biases and masks are loaded while the product that they are for is under way.
-        b_bias = none
-        b_seen = none
         if BIAS:
-            b_bias = plane(bias, strides_bias, i_b, i_h, i_t * BT + FIRST, s, sizes, RB, OWN, W)
+            b_bias = plane(bias, strides_bias, i_b, i_h, i_t, s, sizes, RB, BT, W)
         if MASK:
-            b_seen = plane(mask, strides_mask, i_b, i_h, i_t * BT + FIRST, s, sizes, RM, OWN, W)
+            b_seen = plane(mask, strides_mask, i_b, i_h, i_t, s, sizes, RM, BT, W)
         for _ in range(count * R):
             stage = c % STAGES
             q = q_s.index(stage).reshape([BT, BD])
-            do = do_s.index(0 if WIDE else stage).reshape([BT, BD])
-            if WIDE:
-                mbarrier.wait(given, c & 1)
+            do = do_s.index(stage).reshape([BT, BD])
             if EARLY:
-                y = warpgroup_mma(v, do.slice(FIRST, OWN, 0).permute((1, 0)), none, use_acc=False, is_async=True)
-            p, x = weigh(x, number_s.index(2 * stage).slice(FIRST, OWN, 0), b_bias, b_seen, (i_t, whole_lo, whole_hi),
-                         i_t * BT + FIRST, (i_b, i_b * H + i_h, query_ids, stride_queryb), s, other, limits,
-                         (first, second, threshold), (inner, unit), T, S, OWN, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK,
-                         DROPOUT, ROW)
-            weights = (gl.maximum(p, 0.0) if DROPOUT else p).to(dtype)
+                y = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
+            if CAP:
+                x = tanh(x * inner, CAP)
+            p = x * unit - number_s.index(2 * stage).load(ROW)[None, :]
+            if BIAS:
+                p += b_bias.to(gl.float32) * LOG2E
+            if MASK:
+                p = gl.where(b_seen != 0, p, float("-inf"))
+            if (i_t < whole_lo) | (i_t >= whole_hi):
+                t = i_t * BT + gl.arange(0, BT, layout=ROW)
+                own = t
+                if SEGMENTS:
+                    own = gl.load(query_ids + i_b.to(gl.int64) * stride_queryb + t, mask=t < T, other=-1)
+                p = hidden(p, s, t, own, other, S, far_left, far_right, LEFT, RIGHT, SEGMENTS)
+            p = gl.exp2(p)
+            if DROPOUT:
+                # A weight that is left out is below 0 until its gradient is made.
+                columns = i_t * BT + gl.arange(0, BT, layout=ROW)
+                p = gl.where(kept(first, second, i_b * H + i_h, columns[None, :], s[:, None], threshold), p, -p)
+                weights = gl.convert_layout(gl.maximum(p, 0.0).to(dtype), LEFT_OF)
+            else:
+                weights = gl.convert_layout(p.to(dtype), LEFT_OF)
             if CAP:
                 p = p * (1.0 - x * x)
-            mean_s = number_s.index(2 * stage + 1).slice(FIRST, OWN, 0)
-            if WIDE:
-                weights_s = dx_s.index(2 * (c & 1))
-                slopes_s = dx_s.index(2 * (c & 1) + 1)
-                weights_s.slice(FIRST, OWN, 1).store(weights)
-                y = warpgroup_mma_wait(0, deps=[y])
-                slopes_s.slice(FIRST, OWN, 1).store(slope(p, y, mean_s, keep, DROPOUT, ROW).to(dtype))
-                fence_async_shared()
-                thread_barrier()
-                mbarrier.arrive(whole, count=1)
-                mbarrier.wait(whole, c & 1)
-                dq = warpgroup_mma(slopes_s.permute((1, 0)), k_all.slice(COLUMN, 64, 1), nothing, use_acc=False,
-                                   is_async=True)
-                dv = warpgroup_mma(weights_s, do.slice(COLUMN, HALF, 1), dv, is_async=True)
-                dk = warpgroup_mma(slopes_s, q.slice(COLUMN, HALF, 1), dk, is_async=True)
-                dq = warpgroup_mma_wait(2, deps=[dq])
-                mbarrier.wait(added, 1)
-                dq_s.index(WG).reshape([64, 64]).store(dq)
-                fence_async_shared()
-                thread_barrier()
-                mbarrier.arrive(summed, count=1)
-                dq = warpgroup_mma(slopes_s.permute((1, 0)), k_all.slice(COLUMN + 64, 64, 1), nothing, use_acc=False,
-                                   is_async=True)
+            if not EARLY:
+                y = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
+            dv = warpgroup_mma(weights, do, dv, is_async=True)
+            y = warpgroup_mma_wait(1, deps=[y])
+            mean = number_s.index(2 * stage + 1).load(ROW)[None, :]
+            y = gl.where(p > 0.0, y * keep - mean, mean) if DROPOUT else y - mean
+            dx = (p * y).to(dtype)
+            dx_s.index(c & 1).slice(64 * WG, 64, 0).store(dx)
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(whole, count=1)
+            dk = warpgroup_mma(gl.convert_layout(dx, LEFT_OF), q, dk, is_async=True)
+            dv = warpgroup_mma_wait(1, deps=[dv])
+            mbarrier.wait(whole, c & 1)
+            if BT == 128:
+                dq = warpgroup_mma(dx_s.index(c & 1).slice(64 * WG, 64, 1).permute((1, 0)), k_all, nothing,
+                                   use_acc=False, is_async=True)
             else:
-                weights = gl.convert_layout(weights, LEFT_OF)
-                if not EARLY:
-                    y = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
-                dv = warpgroup_mma(weights, do, dv, is_async=True)
-                y = warpgroup_mma_wait(1, deps=[y])
-                dx = slope(p, y, mean_s, keep, DROPOUT, ROW).to(dtype)
-                dx_s.index(c & 1).slice(64 * WG, 64, 0).store(dx)
-                fence_async_shared()
-                thread_barrier()
-                mbarrier.arrive(whole, count=1)
-                dk = warpgroup_mma(gl.convert_layout(dx, LEFT_OF), q, dk, is_async=True)
-                dv = warpgroup_mma_wait(1, deps=[dv])
-                mbarrier.wait(whole, c & 1)
-                if BT == 128:
-                    dq = warpgroup_mma(dx_s.index(c & 1).slice(64 * WG, 64, 1).permute((1, 0)), k_all, nothing,
-                                       use_acc=False, is_async=True)
-                else:
-                    dq = warpgroup_mma(dx_s.index(c & 1).permute((1, 0)), k_all.slice(64 * WG, 64, 1), nothing,
-                                       use_acc=False, is_async=True)
+                dq = warpgroup_mma(dx_s.index(c & 1).permute((1, 0)), k_all.slice(64 * WG, 64, 1), nothing,
+                                   use_acc=False, is_async=True)
             c += 1
-            x = logits(k, q_s, full, c, none, BT, BD, STAGES, FIRST, OWN)
-            if WIDE:
-                dv, dk = warpgroup_mma_wait(2, deps=[dv, dk])
-                thread_barrier()
-                mbarrier.arrive(spent, count=1)
-                mbarrier.arrive(empty.index(stage), count=1)
-                dq = warpgroup_mma_wait(1, deps=[dq])
-            else:
-                dq, dk = warpgroup_mma_wait(1, deps=[dq, dk])
-                thread_barrier()
-                mbarrier.arrive(empty.index(stage), count=1)
-            mbarrier.wait(added, 0 if WIDE else c & 1)
+            x = logits(k, q_s, full, c, none, BT, BD, STAGES)
+            dq, dk = warpgroup_mma_wait(1, deps=[dq, dk])
+            thread_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.wait(added, c & 1)
             dq_s.index(WG).reshape([64, 64]).store(dq)
             fence_async_shared()
             thread_barrier()
@@ -496,19 +414,15 @@ def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, siz
             # After the last tile, the one of which nothing is made is any.
             i_h = gl.minimum(gl.where(ends, i_h + 1, i_h), i_g * R + R - 1)
             if BIAS:
-                b_bias = plane(bias, strides_bias, i_b, i_h, i_t * BT + FIRST, s, sizes, RB, OWN, W)
+                b_bias = plane(bias, strides_bias, i_b, i_h, i_t, s, sizes, RB, BT, W)
             if MASK:
-                b_seen = plane(mask, strides_mask, i_b, i_h, i_t * BT + FIRST, s, sizes, RM, OWN, W)
+                b_seen = plane(mask, strides_mask, i_b, i_h, i_t, s, sizes, RM, BT, W)
             x = warpgroup_mma_wait(0, deps=[x])
         thread_barrier()
         mbarrier.arrive(over, count=1)
         mbarrier.wait(over, r & 1)
-        if WIDE:
-            k_all.slice(COLUMN, HALF, 1).store((dk * scale).to(dtype))
-            v_all.slice(COLUMN, HALF, 1).store(((dv * keep) if DROPOUT else dv).to(dtype))
-        else:
-            k.store((dk * scale).to(dtype))
-            v.store(((dv * keep) if DROPOUT else dv).to(dtype))
+        k.store((dk * scale).to(dtype))
+        v.store(((dv * keep) if DROPOUT else dv).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(done, count=1)
@@ -517,8 +431,6 @@ def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, siz
         n = said(plan_s, r, 0, 4)
     # The product of what follows the last walk is not made.
     mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-    if WIDE:
-        mbarrier.wait(given, c & 1)
 
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
@@ -546,17 +458,15 @@ def gradients_kernel(
     memory: how many blocks are taken, and turns of each tile of queries.
     Other arguments are as for ``forward_kernel``; without a cap ``unit`` is the scale, base 2, with its sign.
 
-    Programs take blocks of N keys as they come, those of M heads of keys together, and walk over tiles of BT queries:
-    128 keys and 128 queries of 64 dimensions (BD), 128 and 64 of 128, 64 and 64 of 256. M must divide ``B H / R``;
-    without RIGHT all blocks of a head begin at its first queries, one after the other, and several heads keep programs
-    busy.
+    Programs take blocks of N = 128 keys as they come, those of M heads of keys together, and walk over tiles of BT
+    queries: 64 of 128 dimensions (BD), 128 of 64. M must divide ``B H / R``; without RIGHT all blocks of a head begin
+    at its first queries, one after the other, and several heads keep programs busy.
     """
     dtype: gl.constexpr = k.dtype.element_ty
-    WIDE: gl.constexpr = BD == 256
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BT, BD], dtype)
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, N, BD], dtype)
     SUM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.float32)
-    ACROSS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, BT // 2 if WIDE else BT], dtype)
+    ACROSS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, BT], dtype)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     G: gl.constexpr = H // R
@@ -568,10 +478,10 @@ def gradients_kernel(
     dv_desc = describe(dv, B, S, G, S.to(gl.int64) * (G * V), G * V, V, V, N, BD, BLOCK)
     dq_desc = describe(dq, B, T, H, T.to(gl.int64) * (H * K), K, T.to(gl.int64) * K, K, 64, 64, SUM)
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BD], TILE)
-    do_s = gl.allocate_shared_memory(dtype, [1 if WIDE else STAGES, 1, 1, BT, BD], TILE)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BD], TILE)
     k_s = gl.allocate_shared_memory(dtype, [1, 1, N, BD], BLOCK)
     v_s = gl.allocate_shared_memory(dtype, [1, 1, N, BD], BLOCK)
-    dx_s = gl.allocate_shared_memory(dtype, [4 if WIDE else 2, N, BT], ACROSS)
+    dx_s = gl.allocate_shared_memory(dtype, [2, N, BT], ACROSS)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], SUM)
     number_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BT], PLAIN)
     plan_s = gl.allocate_shared_memory(gl.int32, [2 * SAID, 1], PLAIN)
@@ -586,13 +496,6 @@ def gradients_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    given = held
-    spent = held
-    if WIDE:
-        given = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        spent = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-        mbarrier.init(given, count=1)
-        mbarrier.init(spent, count=2)
     mbarrier.init(held, count=1)
     mbarrier.init(done, count=2)
     mbarrier.init(whole, count=2)
@@ -616,7 +519,7 @@ def gradients_kernel(
     tiles = B * G * gl.cdiv(S, N)
     ring = (q_s, do_s, k_s, v_s, number_s, plan_s)
     shared = (q_s, do_s, k_s, v_s, number_s, plan_s, dx_s, dq_s)
-    barriers = (held, done, full, empty, given, spent, whole, over, summed, added)
+    barriers = (held, done, full, empty, whole, over, summed, added)
     queries = (query_ids, stride_queryb, offsets, left, right)
     keys = (key_ids, stride_keyb)
     planes = (bias, (stride_biasb, stride_biash, stride_biast), mask, (stride_maskb, stride_maskh, stride_maskt))
@@ -626,12 +529,12 @@ def gradients_kernel(
     gl.warp_specialize(
         [
             (differentiate, (shared, barriers, queries, keys, planes, dropout, numbers, (T, S), tiles, M, 0, H, R, RB,
-                             RM, N, BT, BD, STAGES, CAP, LEFT, RIGHT, OFFSET, SEGMENTS, BIAS, MASK, DROPOUT, WIDE)),
+                             RM, N, BT, BD, STAGES, CAP, LEFT, RIGHT, OFFSET, SEGMENTS, BIAS, MASK, DROPOUT)),
             (differentiate, (shared, barriers, queries, keys, planes, dropout, numbers, (T, S), tiles, M, 1, H, R, RB,
-                             RM, N, BT, BD, STAGES, CAP, LEFT, RIGHT, OFFSET, SEGMENTS, BIAS, MASK, DROPOUT, WIDE)),
-            (copy, (ring, (held, done, full, empty, given, spent), descriptors, (lse, mean), (offsets, left, right),
-                    ranges, (T, S), tiles, counted, M, H, R, N, BT, STAGES, LEFT, RIGHT, OFFSET, SEGMENTS, WIDE)),
-            (add, (dq_s, plan_s, held, summed, added, dq_desc, counted + 1, (T, S), tiles, M, H, R, N, BT, WIDE)),
+                             RM, N, BT, BD, STAGES, CAP, LEFT, RIGHT, OFFSET, SEGMENTS, BIAS, MASK, DROPOUT)),
+            (copy, (ring, (held, done, full, empty), descriptors, (lse, mean), (offsets, left, right), ranges, (T, S),
+                    tiles, counted, M, H, R, N, BT, STAGES, LEFT, RIGHT, OFFSET, SEGMENTS)),
+            (add, (dq_s, plan_s, held, summed, added, dq_desc, counted + 1, (T, S), tiles, M, H, R, N, BT)),
         ],
         [4, 1, 1],
         [REGISTERS, OTHERS, OTHERS],
@@ -642,8 +545,7 @@ def gradients_kernel(
 def queries_kernel(sums, counted, scale, T, NT, dq, H: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
                    BK: gl.constexpr):
     """``dq [B, T, H, K]``: the sums ``[B, H, T, K]`` times the scale, 0 of tiles that nobody has added to."""
-    LANES_K: gl.constexpr = min(BK // 4, 32)
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES_K, LANES_K], [4, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [32 * 4 // BK, BK // 4], [4, 1], [1, 0])
     i_bh, i_t = gl.program_id(0) // NT, gl.program_id(0) % NT
     i_b, i_h = (i_bh // H).to(gl.int64), i_bh % H
     t = i_t * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, L))

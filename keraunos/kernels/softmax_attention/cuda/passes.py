@@ -37,10 +37,8 @@ _PROGRAMS, _REGISTERS, _OTHERS = 132, 240, 24
 _ROW = 8
 # Bytes of shared memory that barriers take at most, and what makes blocks begin where they must.
 _BARRIERS = 2048
-# Queries of a tile and keys of a block of the gradients, for each tile's dimensions; so many tiles have memory.
-_BACKWARD, _STAGES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}, 2
-# The most dimensions whose gradients are made here. The kernel takes 256 and is right; Triton's is faster there.
-_WIDEST = 128
+# Keys of a block of the gradients, of which as many tiles of queries are in memory.
+_KEYS, _STAGES = 128, 2
 # Rows of a tile of few queries, of all heads that share keys.
 _ROWS = 64
 # Blocks that take as long as a program's beginning and end, about, and the fewest that a program is started for.
@@ -72,8 +70,8 @@ def _memory(cfg: Any, BD: int) -> tuple[int, int]:
     left = frontends.SHARED_MEMORY - _BARRIERS - 2 * held * cfg.block_q * BD
     stages = min(max(cfg.num_stages, 2), left // (4 * cfg.block_k * BD))
     if cfg.block_q not in (_ROWS, 128, 256) or cfg.block_k not in (64, 128) or stages < 2:
-        raise ValueError(f"attention: block_q = {cfg.block_q}, block_k = {cfg.block_k}; expected 128 or 256, and 64 or"
-                         f" 128, on cuda, in the shared memory with tiles of {BD} dimensions")
+        raise ValueError(f"attention: block_q = {cfg.block_q}, block_k = {cfg.block_k}; expected 64, 128 or 256, and 64"
+                         f" or 128, on cuda, in the shared memory with tiles of {BD} dimensions")
     return stages, held
 
 
@@ -204,8 +202,8 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     mean, dsinks = triton.means(w, output, do, lse)
     do = aligned(do)
     BD = _tile(w.K, w.V)
-    BT, N = _BACKWARD[BD]
-    NT, NS = -(-w.T // BT), -(-w.S // N)
+    BT = 8192 // BD
+    NT, NS = -(-w.T // BT), -(-w.S // _KEYS)
     limits = dict(LEFT=w.flags["LEFT"], RIGHT=w.flags["RIGHT"], OFFSET=w.flags["OFFSET"])
     left, right, offsets, ids = w.window["left"], w.window["right"], args.query_offset, w.ids()
     ranges = None
@@ -214,7 +212,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
             range_kernel, (w.B * NS,),
             dict(key_ids=args.key_segments, spreads=w.spreads(args.query_segments, BT), offsets=offsets,
                  stride_keyb=ids["stride_keyb"], left=left, right=right, T=w.T, S=w.S, NS=NS, NT=NT),
-            dict(ranges=((w.B, 4, NS), "int32")), dict(N=N, BT=BT, **limits), num_warps=1, num_stages=1,
+            dict(ranges=((w.B, 4, NS), "int32")), dict(N=_KEYS, BT=BT, **limits), num_warps=1, num_stages=1,
         )
     inputs = dict(
         q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, query_ids=args.query_segments,
@@ -229,7 +227,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     )
     outputs = dict(dq=((w.B, w.H, w.T, w.K), "float32"), dk=(tuple(args.key.shape), w.dtype),
                    dv=(tuple(args.value.shape), w.dtype), counted="counts")
-    constants = dict(**w.sizes(), RM=w.shared(args.mask), N=N, BT=BT, BD=BD, STAGES=_STAGES, CAP=_cap(opts),
+    constants = dict(**w.sizes(), RM=w.shared(args.mask), N=_KEYS, BT=BT, BD=BD, STAGES=_STAGES, CAP=_cap(opts),
                      **limits, **w.masks, DROPOUT=opts.dropout > 0, REGISTERS=_REGISTERS, OTHERS=_OTHERS)
     sums, dk, dv, counted = frontends.launch(gradients_kernel, (min(w.B * w.G * NS, _PROGRAMS),), inputs, outputs,
                                              constants, num_warps=4, num_stages=1)
@@ -243,7 +241,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
 
 def _are_for_triton(args: Args) -> bool:
     """Whether Triton's kernels make the gradients: those of wide heads, and of nothing."""
-    return any(0 in x.shape or x.shape[3] > _WIDEST for x in (args.query, args.key, args.value))
+    return any(0 in x.shape or x.shape[3] > 128 for x in (args.query, args.key, args.value))
 
 
 def _zeros(n: int, like: Array) -> Array:
