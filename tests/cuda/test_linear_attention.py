@@ -300,8 +300,9 @@ def test_what_it_cannot_do_it_refuses_with_the_reason():
     assert "float16" in refused(dtype=torch.float16, g_gamma=torch.zeros(2))
 
 
-def on_a_gpu(B, T, H, **sizes):
-    inv = keraunos.GLAttention().invocation("torch", **{"B": B, "T": T, "H": H, "K": 128, "gate": "constant", **sizes})
+def on_a_gpu(B, T, H, framework="torch", **sizes):
+    sizes = {"B": B, "T": T, "H": H, "K": 128, "gate": "constant", **sizes}
+    inv = keraunos.GLAttention().invocation(framework, **sizes)
     return dataclasses.replace(inv, backend="gpu", device="NVIDIA H200")
 
 
@@ -316,6 +317,13 @@ def test_auto_leaves_versions_of_triton_that_are_not_known(version, monkeypatch)
     row, reasons = kernel_registry.choose(on_a_gpu(2, 16384, 64))
     assert row.platform != "cuda"
     assert f"cuda: cannot be imported: knows Triton 3.6, 3.7, 3.8, 3.9; this is {version}" in reasons
+
+
+def test_small_gradients_of_gates_are_not_lost_beside_large_products():
+    """The last token's product of k with dk is not small: what comes of the final state has no gate."""
+    strong = dict(gate="vector", gate_dtype="bfloat16", gamma=1, decay="strong")
+    small(K=40, V=40, B=2, T=2, H=1, **strong).check(run)
+    small(K=64, V=64, B=1, T=7, H=1, reverse=True, **strong).check(run)
 
 
 def test_auto_takes_it_where_it_was_measured_to_be_faster(monkeypatch):
@@ -333,5 +341,6 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(monkeypatch):
         assert chosen(*call, gate="scalar") == "cuda"
     assert chosen(1, 66000, 64, N=1000) == "triton"
     assert chosen(2, 16384, 64, gate="vector") == chosen(1, 32768, 8, gate="vector") == "cuda"
+    assert "pallas with gates per dimension" in passes.loses(on_a_gpu(2, 16384, 64, framework="jax", gate="vector"))
     assert chosen(2, 16384, 64, K=64) != "cuda"
     assert chosen(2, 16384, 64, V=64) != "cuda"

@@ -144,8 +144,8 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
     mids = gl.zeros([BK], gl.float32, COLUMNS)
     used = size * 0
     count = gl.cdiv(size, C)
-    # So many chunks' queries.
-    asked = gl.minimum(count, 1)
+    # How many chunks' queries were fetched.
+    fetched = gl.minimum(count, 1)
     if LEARNED:  # noqa: SIM102
         if count > 0:
             fetch_queries(0, count, q_s, q_desc, came_q, C, REVERSE)
@@ -156,9 +156,9 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
         if i >= STAGES:
             mbarrier.wait(read.index(slot), ((i // STAGES) & 1) ^ 1)
             if LEARNED:  # noqa: SIM102
-                if asked <= i + 1 - STAGES:
-                    fetch_queries(asked, count, q_s, q_desc, came_q, C, REVERSE)
-                    asked += 1
+                if fetched <= i + 1 - STAGES:
+                    fetch_queries(fetched, count, q_s, q_desc, came_q, C, REVERSE)
+                    fetched += 1
         fetch(i, count, stages, arrivals, descriptors, C, STAGES, REVERSE, COPIED)
         if COPIED:
             mbarrier.wait(given.index(slot), (i // STAGES) & 1)
@@ -176,12 +176,13 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
             after_s.index(slot).store(gl.exp2(total))
             mids = gl.zeros([BK], gl.float32, COLUMNS)
             if i > 0:
-                # The tree, too, and the queries, for which those who read them would wait in this one.
+                # The tiles of the tree and of queries are free when the chunk before is done. This chunk's queries are
+                # fetched now: whoever reads them meets this partition in the tree.
                 mbarrier.wait(read.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
             if LEARNED:  # noqa: SIM102
-                if asked <= i:
+                if fetched <= i:
                     fetch_queries(i, count, q_s, q_desc, came_q, C, REVERSE)
-                    asked += 1
+                    fetched += 1
             # It loads all again, which would stay in registers else.
             do_strong(k_c, k_s.index(STAGES), factors_s.index(slot), g_s.index(slot), ready.index(slot), tree,
                       sums_s, strong_s.index(slot), used, g, stride_t, gamma, at, size, scale, K, REVERSE, GAMMA,
@@ -200,7 +201,7 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
             thread_barrier()
             mbarrier.arrive(ready.index(slot), count=1)
     if LEARNED:
-        for i in range(asked, count):
+        for i in range(fetched, count):
             mbarrier.wait(read.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
             fetch_queries(i, count, q_s, q_desc, came_q, C, REVERSE)
 
