@@ -210,6 +210,7 @@ def test_gates_may_be_expanded():
 
 GATES = small(B=1, T=3 * CHUNK + 3, H=1, gate="scalar", gamma=1, state=True)
 SHARED = small(B=1, T=5 * CHUNK + 3, H=2, HQ=1, G=1, HV=2, gamma=1, dstate=False)
+MILD = small(B=1, T=3 * CHUNK + 3, H=1, gate="vector", gate_dtype="bfloat16", state=True)
 STRONG = some_strong(gate_dtype="bfloat16")
 STRONG_SHARED = some_strong(H=2, HQ=1, G=1, HV=2, reverse=True)
 
@@ -221,7 +222,8 @@ def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
     cases = (("gates", GATES), ("shared", SHARED))
     if ".dimensions" in step[0]:
         # Products that happen late hide how far one partition may get ahead of another.
-        cases = (("strong", STRONG), ("strong, shared", STRONG_SHARED), ("strong, early", STRONG))
+        cases = (("mild", MILD), ("strong", STRONG), ("strong, constant", STRONG), ("strong, shared", STRONG_SHARED),
+                 ("strong, early", STRONG))
 
     def check():
         for name, case in cases:
@@ -235,7 +237,7 @@ def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
 
 def whole_or_cut(name, case, monkeypatch, replaced=None):
     """The results of a case, of which one is cut into segments; a gradient that is left out is none."""
-    constant = ("g_gamma",) if name == "shared" else ()
+    constant = ("g_gamma",) if name == "shared" else ("g",) if "constant" in name else ()
     with monkeypatch.context() as patch:
         if "shared" in name:
             patch.setattr(passes, "segmentation", lambda T, heads, forgets: (4 * CHUNK, 1))

@@ -118,12 +118,12 @@ def least_of(least_s):
 
 
 @gluon.jit
-def around(sums_s, like, REVERSE: gl.constexpr):
-    """What a chunk's gates come to, base 2: all; before each block, after it, and in its neighbour of the same half."""
+def around(sums_s, like, unit, REVERSE: gl.constexpr):
+    """Sums of blocks, times a unit: of all; before each block, after it, and in its neighbour of the same half."""
     BK: gl.constexpr = like.shape[2]
     ALL: gl.constexpr = gl.BlockedLayout([1, BLOCKS, BK // 64], [1, 1, 32], [BLOCKS, 1, 2], [2, 1, 0])
     OWN: gl.constexpr = gl.SliceLayout(1, like.type.layout)
-    blocks = sums_s.load(gl.SliceLayout(0, ALL)) * LOG2E
+    blocks = sums_s.load(gl.SliceLayout(0, ALL)) * unit
     one = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None]
     other = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, ALL)))[None, :]
     lower = gl.convert_layout(gl.sum(gl.where((other < one)[:, :, None], blocks[None, :, :], 0.0), 1), OWN)
@@ -195,7 +195,7 @@ def do_strong(q_c, k_c, g_s, tiles, pairs_s, strong_s, g, stride_t, gamma, at, s
     F = within_blocks(x, REVERSE)
     own = gl.sum(x, 1)
     out, into = ends(own, REVERSE)
-    before, behind, beside = around(sums_s, F, REVERSE)[1:]
+    before, behind, beside = around(sums_s, F, LOG2E, REVERSE)[1:]
     odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
     for level in gl.static_range(LEVELS):
         # Loaded anew, so that what follows from it does not wait in registers from the first level on.
@@ -267,7 +267,7 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         k = k_c.load(LAYOUT)
         if not OUTPUT:
-            total, before = around(sums_s, F, REVERSE)[:2]
+            total, before = around(sums_s, F, LOG2E, REVERSE)[:2]
             after_s.index(slot).store(gl.exp2(total))
             if SUM:
                 everything += total
@@ -280,7 +280,7 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
             k_c.store((k.to(gl.float32) * flat(factor, LAYOUT)).to(dtype))
         else:
             q = q_c.load(LAYOUT)
-            total, before = around(sums_s, F, REVERSE)[:2]
+            total, before = around(sums_s, F, LOG2E, REVERSE)[:2]
             least = least_of(least_s)
             least_of_all = gl.minimum(least_of_all, least)
             if least < MILD:

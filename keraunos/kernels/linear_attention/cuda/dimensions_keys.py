@@ -103,7 +103,7 @@ def do_strong(q_c, k_c, x_s, y_s, factors_c, g_c, ready, met, sums_s, strong_s, 
     F = within_blocks(x, REVERSE)
     own = gl.sum(x, 1)
     out, into = ends(own, REVERSE)
-    total, before, behind, beside = around(sums_s, F, REVERSE)
+    total, before, behind, beside = around(sums_s, F, LOG2E, REVERSE)
     odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
     factor = gl.exp2(flat((out * LOG2E + behind)[:, None, :] - F * LOG2E, LAYOUT))
     factors_c.store((factor * MAGNIFIED).to(factors_c.dtype))
@@ -183,7 +183,7 @@ def work_in_gates(stages, factors_s, arrivals, ready, met, tiles, vectors, g, st
         mbarrier.wait(arrivals.index(STAGES + slot), (i // STAGES) & 1)
         q = q_c.load(LAYOUT)
         k = k_c.load(LAYOUT)
-        total, before = around(sums_s, F, REVERSE)[:2]
+        total, before = around(sums_s, F, LOG2E, REVERSE)[:2]
         # What the chunk before reads has been read.
         mbarrier.wait(met.index(0), (i & 1) ^ 1)
         # Each thread puts factors where it has read gates.
@@ -237,6 +237,8 @@ def put(x, goal, at, left, H: gl.constexpr, D: gl.constexpr, BD: gl.constexpr, S
     if STORED:
         store_rows(x, o, at, left, H, D, BD)
     else:
+        # Not earlier: copies out come after those in that were begun before.
+        tma.store_wait(0)
         o_s.store(x.to(o_s.dtype))
         fence_async_shared()
     thread_barrier()
@@ -330,8 +332,6 @@ def multiply(shared, descriptors, goal, borders, remains, size, last, scale, WG:
             o = warpgroup_mma(gl.convert_layout(pairs, LEFT), x, nothing, use_acc=False, is_async=True)
             o = warpgroup_mma(v_s.index(slot), state_s.permute((1, 0)), o, use_acc=mild, is_async=True)
         state = warpgroup_mma(x.permute((1, 0)), do.slice(WG * HALF, HALF, 1), state, is_async=True)
-        if not STORED:
-            tma.store_wait(0)
         o, state = warpgroup_mma_wait(0, deps=[o, state])
         thread_barrier()
         mbarrier.arrive(met.index(1), count=1)

@@ -6,7 +6,7 @@ shared memory, and leave what outputs are to be multiplied by in the place of th
 in ``dimensions``. A strong chunk reads and makes the state with a copy of its k. Then, for each level of the tree, the
 pairs of its halves multiply ``k_j exp2(G_mid - G_j)``, and what comes out ``exp2(G_i - G_mid)``.
 
-For the gradients of gates it leaves the products of q with dq, and some of those of states: see ``dimensions_gates``.
+With the products that the walk for k and v has left it makes the gradients of gates, too: see ``dimensions_gates``.
 """
 
 from __future__ import annotations
@@ -36,15 +36,24 @@ from keraunos.kernels.linear_attention.cuda.dimensions import (
     put_sums,
     within_blocks,
 )
-from keraunos.kernels.linear_attention.cuda.dimensions_gates import add_up, added_up, leave, room_of
+from keraunos.kernels.linear_attention.cuda.dimensions_gates import (
+    add_up,
+    added_up,
+    chain,
+    load_left,
+    of_left,
+    room_of,
+)
 from keraunos.kernels.linear_attention.cuda.walk import (
     FAINT,
     LOG2E,
+    cut,
     describe,
     group_slot,
     load_state,
     locate,
     natural_decay,
+    rounded,
     settled,
     within,
 )
@@ -78,6 +87,56 @@ def fetch_queries(i, count, q_s, q_desc, came, C: gl.constexpr, REVERSE: gl.cons
 
 
 @gluon.jit
+def release(gates, STORED_G: gl.constexpr, DG: gl.constexpr):
+    """Says that the tiles of what gates' gradients are made of are free, when those are copied out."""
+    if DG and not STORED_G:
+        tma.store_wait(0)
+    mbarrier.arrive(gates[4], count=1)
+
+
+@gluon.jit
+def finish(i, count, gates, queries, sums_s, base, everything, size, C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
+           H: gl.constexpr, REVERSE: gl.constexpr, STORED_G: gl.constexpr, DG: gl.constexpr, DGAMMA: gl.constexpr,
+           GROUP: gl.constexpr, STRONG: gl.constexpr):
+    """Makes the gradients of the gates of chunk i, and copies them out from the place of what they are made of.
+
+    Returns the gradient for the next chunk's first token, and the sum of all. Copies the next chunk's queries, too.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([C // BLOCKS, BK // 64], [1, 32], [BLOCKS, 2], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, C // BLOCKS, BK // 64], [1, 1, 32], [BLOCKS, 1, 2], [2, 1, 0])
+    high_s, low_s, base_s, z_full, z_empty, dg_s, dg_desc, dg, _ = gates
+    q_s, q_desc, came_q = queries
+    at = (count - 1 - i) if REVERSE else i
+    mbarrier.wait(z_full, i & 1)
+    z = high_s.load(LAYOUT).to(gl.float32) + low_s.load(LAYOUT).to(gl.float32)
+    fence_async_shared()
+    thread_barrier()
+    if i + 1 < count:
+        fetch_queries(i + 1, count, q_s, q_desc, came_q, C, REVERSE)
+    z = gl.convert_layout(z.reshape([BLOCKS, C // BLOCKS, BK]), ROWS)
+    if i % GROUP == 0:
+        base = base_s.load(base.type.layout)
+    x, base = chain(z, base, sums_s, REVERSE)
+    x = flat(x, LAYOUT)
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
+    inside = within((rows < size - at * C)[:, None], o_k[None, :], K, BK)
+    if DGAMMA:
+        everything += gl.sum(gl.sum(gl.where(inside, x, 0.0), 0), 0)
+    if DG and STORED_G:
+        gl.store(dg + ((at * C + rows).to(gl.int64) * (H * K))[:, None] + o_k[None, :], x, mask=inside)
+    elif DG:
+        dg_s.store(x.to(dg_s.dtype))
+    fence_async_shared()
+    thread_barrier()
+    if DG and not STORED_G:
+        copy_out(dg_desc, [at * C, 0], dg_s)
+    if STRONG:
+        release(gates, STORED_G, DG)
+    return base, everything
+
+
+@gluon.jit
 def do_strong(k_c, x_s, factors_c, g_c, ready, tree, sums_s, strong_s, used, g, stride_t, gamma, at, size, scale,
               K: gl.constexpr, REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr):
     """Works the gates of a strong chunk into a copy of its k, for the state, and then for each level of the tree."""
@@ -90,7 +149,7 @@ def do_strong(k_c, x_s, factors_c, g_c, ready, tree, sums_s, strong_s, used, g, 
     F = within_blocks(x, REVERSE)
     own = gl.sum(x, 1)
     out, into = ends(own, REVERSE)
-    before, behind, beside = around(sums_s, F, REVERSE)[1:]
+    before, behind, beside = around(sums_s, F, LOG2E, REVERSE)[1:]
     odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
     t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     factor = gl.exp2(flat(F * LOG2E + (into * LOG2E + before)[:, None, :], LAYOUT))
@@ -121,15 +180,16 @@ def do_strong(k_c, x_s, factors_c, g_c, ready, tree, sums_s, strong_s, used, g, 
 
 
 @gluon.jit
-def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors, descriptors, queries, g, stride_t,
-                  gamma, size, scale, C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-                  REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr, LEARNED: gl.constexpr,
-                  STRONG: gl.constexpr):
+def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors, descriptors, queries, gates, g,
+                  stride_t, gamma, size, scale, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
+                  STAGES: gl.constexpr, REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr,
+                  LEARNED: gl.constexpr, STORED_G: gl.constexpr, DG: gl.constexpr, DGAMMA: gl.constexpr,
+                  GROUP: gl.constexpr, STRONG: gl.constexpr):
     """A partition of two warpgroups: copies each chunk into the ring of stages, and works its gates into its k there.
 
     ``factors_s`` get what outputs are to be multiplied by, of a strong chunk MAGNIFIED; ``vectors``, for each stage:
     what the state is to be multiplied by before the chunk reads it and, of a strong chunk, before it adds to it;
-    ``LOG2E`` if it is, else 0.
+    ``LOG2E`` if it is, else 0. LEARNED: it makes the gradients of the gates of a chunk when all else of it is done.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([C // BLOCKS, BK // 64], [1, 32], [BLOCKS, 2], [1, 0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -137,73 +197,81 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
     COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, ALL))
     _, _, k_s, g_s = stages
     given, full, _ = arrivals
-    sums_s, least_s = tiles
+    sums_s, least_s, totals_s = tiles
     before_s, after_s, strong_s = vectors
     q_s, q_desc, came_q = queries
     dtype: gl.constexpr = k_s.dtype
     mids = gl.zeros([BK], gl.float32, COLUMNS)
+    # The gradient of the gates of a chunk's first token; the sum of all; how many chunks have theirs.
+    base = mids
+    everything = scale * 0
+    finished = size * 0
     used = size * 0
     count = gl.cdiv(size, C)
-    # How many chunks' queries were fetched.
-    fetched = gl.minimum(count, 1)
     if LEARNED:  # noqa: SIM102
         if count > 0:
             fetch_queries(0, count, q_s, q_desc, came_q, C, REVERSE)
-    for i in range(count):
+    for i in range(count + (STAGES if LEARNED else 0)):
         slot = i % STAGES
-        at = (count - 1 - i) if REVERSE else i
-        k_c = k_s.index(slot)
-        if i >= STAGES:
-            mbarrier.wait(read.index(slot), ((i // STAGES) & 1) ^ 1)
-            if LEARNED:  # noqa: SIM102
-                if fetched <= i + 1 - STAGES:
-                    fetch_queries(fetched, count, q_s, q_desc, came_q, C, REVERSE)
-                    fetched += 1
-        fetch(i, count, stages, arrivals, descriptors, C, STAGES, REVERSE, COPIED)
-        if COPIED:
-            mbarrier.wait(given.index(slot), (i // STAGES) & 1)
-        x = load_gates(g_s.index(slot), g, stride_t, gamma, at, size, C, K, BK, GAMMA, COPIED, LAYOUT)
-        F = within_blocks(x, REVERSE)
-        into = ends(gl.sum(x, 1), REVERSE)[1]
-        put_sums(x, sums_s, least_s)
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        k = k_c.load(LAYOUT)
-        total, before = around(sums_s, F, REVERSE)[:2]
-        # Each thread puts factors where it has read gates.
-        if STRONG and least_of(least_s) < MILD_GRADIENTS:
-            strong_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
-            before_s.index(slot).store(gl.exp2(mids))
-            after_s.index(slot).store(gl.exp2(total))
-            mids = gl.zeros([BK], gl.float32, COLUMNS)
-            if i > 0:
-                # The tiles of the tree and of queries are free when the chunk before is done. This chunk's queries are
-                # fetched now: whoever reads them meets this partition in the tree.
-                mbarrier.wait(read.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
-            if LEARNED:  # noqa: SIM102
-                if fetched <= i:
-                    fetch_queries(i, count, q_s, q_desc, came_q, C, REVERSE)
-                    fetched += 1
-            # It loads all again, which would stay in registers else.
-            do_strong(k_c, k_s.index(STAGES), factors_s.index(slot), g_s.index(slot), ready.index(slot), tree,
-                      sums_s, strong_s.index(slot), used, g, stride_t, gamma, at, size, scale, K, REVERSE, GAMMA,
-                      COPIED, LAYOUT)
-            used += LEVELS + 1
-        else:
-            strong_s.index(slot).store(gl.full([1], 0.0, gl.float32, FLAG))
-            half = total * 0.5
-            before_s.index(slot).store(gl.exp2(mids + half))
-            mids = half
-            half = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
-            apart = flat(F * LOG2E + (into * LOG2E + before - half[None, :])[:, None, :], LAYOUT)
-            factors_s.index(slot).store(gl.exp2(apart).to(factors_s.dtype))
-            k_c.store((k.to(gl.float32) * gl.exp2(-apart)).to(dtype))
-            fence_async_shared()  # As those do who read it, after they have written more.
-            thread_barrier()
-            mbarrier.arrive(ready.index(slot), count=1)
-    if LEARNED:
-        for i in range(fetched, count):
-            mbarrier.wait(read.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
-            fetch_queries(i, count, q_s, q_desc, came_q, C, REVERSE)
+        if i < count:
+            if i >= STAGES:
+                mbarrier.wait(read.index(slot), ((i // STAGES) & 1) ^ 1)
+            fetch(i, count, stages, arrivals, descriptors, C, STAGES, REVERSE, COPIED)
+        if LEARNED:  # noqa: SIM102
+            if finished <= i - STAGES and finished < count:
+                base, everything = finish(finished, count, gates, queries, totals_s, base, everything, size, C, K, BK,
+                                          H, REVERSE, STORED_G, DG, DGAMMA, GROUP, STRONG)
+                finished += 1
+        if i < count:
+            at = (count - 1 - i) if REVERSE else i
+            k_c = k_s.index(slot)
+            if COPIED:
+                mbarrier.wait(given.index(slot), (i // STAGES) & 1)
+            x = load_gates(g_s.index(slot), g, stride_t, gamma, at, size, C, K, BK, GAMMA, COPIED, LAYOUT)
+            F = within_blocks(x, REVERSE)
+            into = ends(gl.sum(x, 1), REVERSE)[1]
+            put_sums(x, sums_s, least_s)
+            if LEARNED and not STRONG:  # noqa: SIM102
+                if i >= STAGES:
+                    release(gates, STORED_G, DG)
+            mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+            k = k_c.load(LAYOUT)
+            total, before = around(sums_s, F, LOG2E, REVERSE)[:2]
+            # Each thread puts factors where it has read gates.
+            if STRONG and least_of(least_s) < MILD_GRADIENTS:
+                strong_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
+                before_s.index(slot).store(gl.exp2(mids))
+                after_s.index(slot).store(gl.exp2(total))
+                mids = gl.zeros([BK], gl.float32, COLUMNS)
+                # The tile of the tree is free when the chunk before is done.
+                if i > 0:
+                    if not LEARNED:
+                        mbarrier.wait(read.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
+                    else:
+                        base, everything = finish(finished, count, gates, queries, totals_s, base, everything, size, C,
+                                                  K, BK, H, REVERSE, STORED_G, DG, DGAMMA, GROUP, STRONG)
+                        finished += 1
+                # It loads all again, which would stay in registers else.
+                do_strong(k_c, k_s.index(STAGES), factors_s.index(slot), g_s.index(slot), ready.index(slot), tree,
+                          sums_s, strong_s.index(slot), used, g, stride_t, gamma, at, size, scale, K, REVERSE, GAMMA,
+                          COPIED, LAYOUT)
+                used += LEVELS + 1
+            else:
+                strong_s.index(slot).store(gl.full([1], 0.0, gl.float32, FLAG))
+                half = total * 0.5
+                before_s.index(slot).store(gl.exp2(mids + half))
+                mids = half
+                half = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
+                apart = flat(F * LOG2E + (into * LOG2E + before - half[None, :])[:, None, :], LAYOUT)
+                factors_s.index(slot).store(gl.exp2(apart).to(factors_s.dtype))
+                k_c.store((k.to(gl.float32) * gl.exp2(-apart)).to(dtype))
+                fence_async_shared()  # As those do who read it, after they have written more.
+                thread_barrier()
+                mbarrier.arrive(ready.index(slot), count=1)
+        elif LEARNED and not STRONG and i >= STAGES:
+            release(gates, STORED_G, DG)
+    if DGAMMA:
+        gl.store(gates[8], everything)
 
 
 @gluon.jit
@@ -211,14 +279,18 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
              C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
              STAGES: gl.constexpr, REVERSE: gl.constexpr, STORED: gl.constexpr, INIT: gl.constexpr,
              COPIED: gl.constexpr, LEARNED: gl.constexpr, GROUP: gl.constexpr, STRONG: gl.constexpr):
-    """A partition of one warpgroup: half of the keys' dimensions, for which it has the state in registers."""
+    """A partition of one warpgroup: half of the keys' dimensions, for which it has the state in registers.
+
+    What the gradients of gates are made of, in two parts of 16 bits, is put where the tree and queries were.
+    """
     stages, factors_s, arrivals, ready, read, tree, vectors = shared
     do_s, v_s, k_s, _ = stages
     x_full, x_empty = tree
     before_s, after_s, strong_s = vectors
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_s, o_desc, o = goal
-    q_s, _, came_q, products, room, dh, bases = learned
+    q_s, came_q, y, room, dh, z = learned
+    high_s, low_s, base_s, z_full, z_empty = z
     HALF: gl.constexpr = BK // 2
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
@@ -257,11 +329,12 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
         a = warpgroup_mma_wait(0, deps=[a])
         if LEARNED:  # noqa: SIM102
             if i % GROUP == 0:
-                group = (i // GROUP).to(gl.int64) * H
-                p_dh = dh + group * (BK * BV) + o_dh
-                gl.store(bases + group * BK + o_k, gl.sum(state * gl.load(p_dh).to(gl.float32), 0))
+                p_dh = dh + (i // GROUP).to(gl.int64) * (H * BK * BV) + o_dh
+                base_s.slice(WG * HALF, HALF, 0).store(gl.sum(state * gl.load(p_dh).to(gl.float32), 0))
         if STRONG and strong:
             state = state * after_s.index(slot).slice(WG * HALF, HALF, 0).load(COLUMNS)[None, :]
+        if LEARNED:
+            y_c = load_left(y + at.to(gl.int64) * (2 * H * room_of(HALF)), HALF)  # type: ignore[union-attr]
         fence_async_shared()
         thread_barrier()
         state = warpgroup_mma(v.permute((1, 0)), k, state, is_async=True)
@@ -269,8 +342,6 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
         # Nothing comes of it in a strong chunk: else there were two kinds of pairs in registers.
         b_dq = warpgroup_mma(gl.convert_layout(pairs, LEFT), k, nothing, use_acc=False, is_async=True)
         b_dq = warpgroup_mma(do, state_s, b_dq, use_acc=mild if STRONG else True, is_async=True)
-        if not STORED:
-            tma.store_wait(0)
         b_dq, state = warpgroup_mma_wait(0, deps=[b_dq, state])
         unit = gl.where(strong, scale / MAGNIFIED, scale) if STRONG else scale
         factor = factors_s.index(slot).slice(WG * HALF, HALF, 1).load(W).to(gl.float32) * unit
@@ -278,12 +349,9 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
         o_o = ((at * C + rows).to(gl.int64) * (H * K))[:, None] + o_k[None, :]
         if LEARNED:
             mbarrier.wait(came_q, i & 1)
-            products_c = products + at.to(gl.int64) * (2 * H * room_of(HALF))  # type: ignore[union-attr]
-            x = (q_c.load(W).to(gl.float32) * factor).to(dtype).to(gl.float32) * b_dq
+            x = rounded(q_c.load(W).to(gl.float32) * factor, dtype) * b_dq
             if STRONG and strong:
                 add_up(x, room, True)
-            else:
-                leave(x, products_c)
         b_dq = b_dq * factor
         if STRONG and strong:
             thread_barrier()
@@ -307,16 +375,26 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
                 mbarrier.arrive(x_empty, count=1)
                 used += 1
             if LEARNED:
-                leave(added_up(room, HALF, W), products_c)
+                x = added_up(room, HALF, W)
+        if LEARNED:
+            x -= of_left(y_c, W)
+            high = cut(x)
+            mbarrier.wait(z_empty, (i & 1) ^ 1)
+            high_s.slice(WG * HALF, HALF, 1).store(high.to(gl.bfloat16))
+            low_s.slice(WG * HALF, HALF, 1).store((x - high).to(gl.bfloat16))
         if STORED:
             gl.store(o + o_o, b_dq, mask=inside)
         else:
+            # Not earlier: copies out come after those in that were begun before.
+            tma.store_wait(0)
             o_s.store(b_dq.to(dtype))
             fence_async_shared()
         thread_barrier()
         if not STORED:
             copy_out(o_desc, [at * C, WG * HALF], o_s)
         mbarrier.arrive(read.index(slot), count=1)
+        if LEARNED:
+            mbarrier.arrive(z_full, count=1)
     if not STORED:
         tma.store_wait(0)
 
@@ -324,23 +402,31 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
 @gluon.jit
 def walk(parts, size, scale, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr,
          BV: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, STORED: gl.constexpr, INIT: gl.constexpr,
-         COPIED: gl.constexpr, LEARNED: gl.constexpr, GROUP: gl.constexpr, GAMMA: gl.constexpr, STRONG: gl.constexpr):
+         COPIED: gl.constexpr, LEARNED: gl.constexpr, STORED_G: gl.constexpr, DG: gl.constexpr, DGAMMA: gl.constexpr,
+         GROUP: gl.constexpr, GAMMA: gl.constexpr, STRONG: gl.constexpr):
     """The partitions. STRONG: with the code for strong chunks, which takes registers from that for mild ones."""
-    shared, descriptors, goal, learned, h0, tiles, state_s, g, stride_t, gamma = parts
+    shared, descriptors, goal, learned, h0, tiles, state_s, queries, gates, g, stride_t, gamma = parts
     stages, factors_s, arrivals, ready, read, tree, vectors = shared
     o_s, o_desc, o = goal
-    q_s, q_desc, came_q, products, room, dh, bases = learned
+    y, room, dh = learned
     HALF: gl.constexpr = BK // 2
-    others = (q_s, q_desc, came_q, products + room_of(HALF), room + C * HALF, dh, bases)
+    q_s, _, came_q = queries
+    high_s, low_s, base_s, z_full, z_empty, _, _, _, _ = gates
+    z = (high_s, low_s, base_s, z_full, z_empty)
+    of_first = (q_s, came_q, y, room, dh, z)
+    of_second = (q_s, came_q, y + room_of(HALF), room + C * HALF, dh, z)
     gl.warp_specialize(
         [
-            (multiply, (shared, (o_s.index(0), o_desc, o), learned, h0, size, scale, state_s.index(0), 0, H, C, K, V,
-                        BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, STRONG)),
-            (multiply, (shared, (o_s.index(1), o_desc, o), others, h0, size, scale, state_s.index(1), 1, H, C, K, V,
-                        BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, STRONG)),
-            (work_in_gates, (stages, factors_s, arrivals, ready, read, tree, tiles, vectors, descriptors,
-                             (q_s, q_desc, came_q), g, stride_t, gamma, size, scale, C, K, BK, STAGES, REVERSE,
-                             GAMMA, COPIED, LEARNED, STRONG)),
+            (multiply, (shared, (o_s.index(0), o_desc, o), of_first, h0, size, scale,
+                        state_s.index(0), 0, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP,
+                        STRONG)),
+            (multiply, (shared, (o_s.index(1), o_desc, o),
+                        of_second, h0, size, scale,
+                        state_s.index(1), 1, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP,
+                        STRONG)),
+            (work_in_gates, (stages, factors_s, arrivals, ready, read, tree, tiles, vectors, descriptors, queries,
+                             gates, g, stride_t, gamma, size, scale, H, C, K, BK, STAGES, REVERSE, GAMMA, COPIED,
+                             LEARNED, STORED_G, DG, DGAMMA, GROUP, STRONG)),
         ],
         [4, 8],
         [176, 80],
@@ -354,14 +440,14 @@ _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "st
 
 @gluon.jit(do_not_specialize=_LENGTHS)
 def queries_kernel(
-    q, k, v, do, g, gamma, h0, dh, strong, cu_seqlens,
+    q, k, v, do, g, gamma, h0, y, dh, strong, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, L,
-    dq, products, room, bases,
+    dq, room, dg, dgamma,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, INIT_WALK: gl.constexpr, STORED: gl.constexpr,
-    GROUP: gl.constexpr,
+    STORED_G: gl.constexpr, GROUP: gl.constexpr,
 ):
     """The gradients of one head's queries in one sequence, or in a segment of it, with gates ``[B, T, H, K]``.
 
@@ -369,9 +455,8 @@ def queries_kernel(
     ``[walks, H]`` says which walks have strong chunks.
 
     h0: the states ``[.., H, K, V]`` that walks (INIT_WALK) or sequences start from. Where the gradients of gates are
-    wanted, dh are the states of ``keys_kernel``, products ``[chunks, H, 2, room_of(BK // 2)]`` get those of q with dq,
-    which strong chunks add up in room ``[walks, H, C, BK]``, and bases ``[groups, H, BK]`` the sums of products of
-    states with dh.
+    wanted, dg ``[B, T, H, K]`` and dgamma ``[walks, H]``, y are the dots and dh the states of ``keys_kernel``, and
+    strong chunks add up the products of q with dq in room ``[walks, H, C, BK]``.
     Otherwise as ``outputs_kernel``.
     """
     i_h = gl.program_id(0) % H
@@ -390,6 +475,8 @@ def queries_kernel(
     VECTORS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     INIT: gl.constexpr = h0 is not None
     LEARNED: gl.constexpr = dh is not None
+    DG: gl.constexpr = dg is not None
+    DGAMMA: gl.constexpr = dgamma is not None
 
     k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, PART)
     v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, V, BV, VALUES)
@@ -420,17 +507,24 @@ def queries_kernel(
     read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     sums_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, BK], VECTORS)
     least_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, 2], VECTORS)
-    met = gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER)
+    totals_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, BK], VECTORS)
+    base_s = gl.allocate_shared_memory(gl.float32, [BK], VECTOR)
+    met = gl.allocate_shared_memory(gl.int64, [5, 1], BARRIER)
     o_desc = k_desc
     o_s = k_s
     p_o = k
     p_h0 = k
-    p_products = k
     p_room = k
     p_dh = k
-    p_bases = k
     q_desc = k_desc
     q_s = k_s.index(0)
+    high_s = q_s
+    low_s = q_s
+    dg_s = q_s
+    dg_desc = k_desc
+    p_y = k
+    p_dg = k
+    p_dgamma = k
     of_token = (i_b.to(gl.int64) * T + token) * H + i_h
     if STORED:
         p_o = dq + of_token * K
@@ -444,9 +538,18 @@ def queries_kernel(
         q_s = gl.allocate_shared_memory(dtype, [C, BK], PART)
         group = group_slot(i_o, token, T, L, GROUP * C, PACKED, SPLIT) * H + i_h
         p_dh = dh + group * (BK * BV)
-        p_bases = bases + group * BK
-        p_products = products + (group_slot(i_o, token, T, L, C, PACKED, SPLIT) * H + i_h) * (2 * room_of(HALF))
+        p_y = y + (group_slot(i_o, token, T, L, C, PACKED, SPLIT) * H + i_h) * (2 * room_of(HALF))
         p_room = room + gl.program_id(0).to(gl.int64) * (C * BK)
+        # What outlasts no chunk has the tile of the tree, and that of queries.
+        high_s = k_s._reinterpret(gl.bfloat16, [STAGES + 1, C, BK], PART).index(STAGES)
+        low_s = q_s._reinterpret(gl.bfloat16, [C, BK], PART)
+    if DG:
+        p_dg = dg + of_token * K
+        if not STORED_G:
+            dg_s = k_s._reinterpret(dg.dtype.element_ty, [STAGES + 1, C, BK], PART).index(STAGES)
+            dg_desc = describe(dg, i_b, token, i_h, size, T.to(gl.int64) * (H * K), H * K, K, C, K, BK, PART)
+    if DGAMMA:
+        p_dgamma = dgamma + i_o * H + i_h
     for i in gl.static_range(STAGES):
         mbarrier.init(given.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
@@ -456,20 +559,25 @@ def queries_kernel(
     mbarrier.init(met.index(0), count=1)
     mbarrier.init(met.index(1), count=2)
     mbarrier.init(met.index(2), count=1)
+    mbarrier.init(met.index(3), count=2)
+    mbarrier.init(met.index(4), count=1)
     fence_async_shared()
     stages = (do_s, v_s, k_s, g_s)
     tree = (met.index(0), met.index(1))
     vectors = (before_s, after_s, strong_s)
     arrivals = (given, full, came)
-    tiles = (sums_s, least_s)
+    tiles = (sums_s, least_s, totals_s)
     shared = (stages, factors_s, arrivals, ready, read, tree, vectors)
     descriptors = (do_desc, v_desc, k_desc, g_desc)
-    learned = (q_s, q_desc, met.index(2), p_products, p_room, p_dh, p_bases)
+    learned = (p_y, p_room, p_dh)
+    queries = (q_s, q_desc, met.index(2))
+    gates = (high_s, low_s, base_s, met.index(3), met.index(4), dg_s, dg_desc, p_dg, p_dgamma)
     goal = (o_s, o_desc, p_o)
-    parts = (shared, descriptors, goal, learned, p_h0, tiles, state_s, p_g, stride_gt, natural)
+    parts = (shared, descriptors, goal, learned, p_h0, tiles, state_s, queries, gates, p_g, stride_gt, natural)
     GAMMA: gl.constexpr = gamma is not None
     if gl.load(strong + i_o * H + i_h) != 0:
-        walk(parts, size, scale, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, GAMMA, True)
+        walk(parts, size, scale, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, STORED_G, DG,
+             DGAMMA, GROUP, GAMMA, True)
     else:
-        walk(parts, size, scale, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, GAMMA,
-             False)
+        walk(parts, size, scale, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, STORED_G, DG,
+             DGAMMA, GROUP, GAMMA, False)

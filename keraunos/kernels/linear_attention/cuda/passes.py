@@ -23,7 +23,7 @@ from keraunos.kernels.gluon import cannot_run, was_not_measured
 from keraunos.kernels.linear_attention.contract import Args, Options, state_spec
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.cuda.dimensions import dimensions_kernel
-from keraunos.kernels.linear_attention.cuda.dimensions_gates import gates_kernel, room_of
+from keraunos.kernels.linear_attention.cuda.dimensions_gates import room_of
 from keraunos.kernels.linear_attention.cuda.dimensions_keys import keys_kernel
 from keraunos.kernels.linear_attention.cuda.dimensions_queries import queries_kernel
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
@@ -40,7 +40,7 @@ _LEAST_TILE, _MOST_DIMS, _ROW, _CHUNK = 64, 128, 8, 64
 # one that makes the gradients of keys and values; of one that only makes states; with gates per dimension.
 _STAGES, _STAGES_GATES, _STAGES_GRADIENTS, _STAGES_STATES, _STAGES_DIMENSIONS = 3, 2, 2, 3, 2
 # Chunks from one state that the gradients of gates begin from to the next; with gates per dimension.
-_GROUP, _GROUP_DIMENSIONS = 16, 8
+_GROUP, _GROUP_DIMENSIONS = 16, 32
 
 
 # Programs that run at once; segments of a sequence at most, where its heads alone are about as many; tokens that make a
@@ -139,12 +139,10 @@ class _Call:
         """The dtype of a head's gradient of an array: wide where it is still to be summed over those that share."""
         return "float32" if self.ratio(x) > 1 else x.dtype
 
-    def left(self, name: str) -> dict[str, Any]:
-        """The outputs in which walks leave products for the gradients of gates per dimension."""
-        BK = _tiles(self.K, self.V)["BK"]
-        found = {name: ((self.chunks, self.H, 2, room_of(BK // 2)), "float16"),
-                 "room": ((self.walks, self.H, _CHUNK, BK), "float32")}
-        return found if self.learned else dict.fromkeys(found)
+    @property
+    def room(self) -> tuple[tuple[int, ...], str] | None:
+        """Where walks add up products for the gradients of gates per dimension, in strong chunks."""
+        return ((self.walks, self.H, _CHUNK, _tiles(self.K, self.V)["BK"]), "float32") if self.learned else None
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -252,32 +250,20 @@ def _dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, final: bool) -> _Pl
 def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
     g, dtype, tiles = call.specs.g, call.dtype_of_each(call.specs.query), _tiles(call.K, call.V)
     numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(do, "o"), **_strides(g, "g")}
+    needs, of_each = call.opts.needs, (call.B, call.T, call.H, call.K)
+    dtype_g = call.dtype_of_each(g)
     outputs = dict(
-        dq=((call.B, call.T, call.H, call.K), dtype),
-        **call.left("products"),
-        bases=((call.groups, call.H, tiles["BK"]), "float32") if call.learned else None,
+        dq=(of_each, dtype),
+        room=call.room,
+        dg=(of_each, dtype_g) if needs(call.specs, "g") else None,
+        dgamma=((call.walks, call.H), "float32") if needs(call.specs, "g_gamma") else None,
     )
     constants = dict(
         H=call.H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **tiles, C=_CHUNK,
         STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
-        INIT_WALK=call.L > 0, STORED=dtype != call.dtype, GROUP=call.group,
+        INIT_WALK=call.L > 0, STORED=dtype != call.dtype, STORED_G=dtype_g == "float32", GROUP=call.group,
     )
     return _Plan(queries_kernel, (call.walks * call.H,), {**numbers, **call.numbers}, outputs, constants)
-
-
-@remember
-def _gates_plan(call: _Call) -> _Plan:
-    needs, specs, N = call.opts.needs, call.specs, call.N
-    outputs = dict(
-        dg=((call.B, call.T, call.H, call.K), call.dtype_of_each(specs.g)) if needs(specs, "g") else None,
-        dgamma=((call.groups, 2, call.H), "float32") if needs(specs, "g_gamma") else None,
-    )
-    constants = dict(
-        H=call.H, K=call.K, BK=_tiles(call.K, call.V)["BK"], C=_CHUNK, GROUP=call.group, REVERSE=call.reverse,
-        PACKED=call.packed, SPLIT=call.L > 0,
-    )
-    numbers = dict(T=call.T, L=call.L, N=N, STEPS=N.bit_length())
-    return _Plan(gates_kernel, (call.groups * call.H * 2,), numbers, outputs, constants)
 
 
 @remember
@@ -289,7 +275,8 @@ def _keys_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
         dk=((B, T, H, call.K), call.dtype_of_each(specs.key)),
         dv=((B, T, H, call.V), call.dtype_of_each(specs.value)),
         dh0=((call.N, *call.state), specs.initial_state.dtype) if specs.initial_state else None,
-        **call.left("dots"),
+        dots=((call.chunks, H, 2, room_of(tiles["BK"] // 2)), "float16") if call.learned else None,
+        room=call.room,
         states=((call.groups, H, tiles["BV"], tiles["BK"]), call.dtype) if call.learned else None,
     )
     constants = dict(
@@ -446,11 +433,8 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
         dk, dv, dh0, dots, _, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,
                                                    cu_seqlens=cu_seqlens)
         plan = _queries_plan(call, *map(spec_of, (q, k, v, do)))
-        dq, products, _, bases = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, h0=starts, dh=states,
-                                             strong=residuals[1], cu_seqlens=cu_seqlens)
-        dg = dgamma = None
-        if call.learned:
-            dg, dgamma = _gates_plan(call).launch(x=products, y=dots, bases=bases, cu_seqlens=cu_seqlens)
+        dq, _, dg, dgamma = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, h0=starts, y=dots, dh=states,
+                                        strong=residuals[1], cu_seqlens=cu_seqlens)
     else:
         plan = _gradients_plan(call, *map(spec_of, (q, k, v, do)))
         dk, dv, dh0, products, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,

@@ -71,6 +71,23 @@ def group_slot(i_o, token, T, L, tokens, PACKED: gl.constexpr, SPLIT: gl.constex
 
 
 @gluon.jit
+def cut(x):
+    """The first 8 of a float32's 24 bits, which bfloat16 has."""
+    return (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x rounded to a dtype of 16 bits, but for ties, in float32.
+
+    A conversion there and back takes the slow unit that exponentials need.
+    """
+    if dtype != gl.bfloat16:
+        return x.to(dtype).to(gl.float32)
+    return cut((x.to(gl.int32, bitcast=True) + 32768).to(gl.float32, bitcast=True))
+
+
+@gluon.jit
 def describe(x, i_b, token, i_h, size, stride_b, stride_t, stride_h, C: gl.constexpr, D: gl.constexpr,
              BD: gl.constexpr, LAYOUT: gl.constexpr):
     """A descriptor of the tokens of a walk ``[size, D]``, in blocks of C tokens and BD dimensions."""
