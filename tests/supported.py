@@ -1,6 +1,6 @@
 """What each platform can run, asked of the registry, as the page ``docs/supported.md``.
 
-``python -m tests.supported`` writes the page; it needs both frameworks, and jax 0.11 for the column of pallas.
+``python -m tests.supported`` writes the page; it needs both frameworks.
 ``tests/test_supported.py`` compares the page with what the platforms say that can be imported.
 """
 
@@ -21,7 +21,6 @@ DEVICE = "NVIDIA H200"
 # Platform, framework.
 COLUMNS = [
     ("xla", "jax"), ("torch", "torch"), ("triton", "jax"), ("triton", "torch"), ("cuda", "jax"), ("cuda", "torch"),
-    ("pallas", "jax"), ("pallas", "torch"),
 ]
 FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch"}
 

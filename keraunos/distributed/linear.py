@@ -132,7 +132,7 @@ class _Borders:
 
 @functools.cache
 def _sharded(framework: str, passes: Callable[[str], tuple[Callable, ...]],
-             segment: tuple[int, bool] | None) -> Callable:
+             segment: int | None) -> Callable:
     """``prepare(opts, shards, args)`` of a platform's forward and backward: ``args -> outputs``, with a gradient.
 
     Where the platform cuts sequences into segments, the pass over their pieces that it would make serves the exchange
@@ -150,7 +150,7 @@ def _sharded(framework: str, passes: Callable[[str], tuple[Callable, ...]],
         def launch(flat: list) -> tuple:
             *x, start, plan = flat
             if segment:
-                return stretches.leave_pieces(stretches.Stretch(*x), start, plan, way, segment[0], copies)
+                return stretches.leave_pieces(stretches.Stretch(*x), start, plan, way, segment, copies)
             return (stretches.leave(stretches.Stretch(*x), start, plan, way, copies),)
 
         return remembered(launch)
@@ -161,7 +161,7 @@ def _sharded(framework: str, passes: Callable[[str], tuple[Callable, ...]],
             left, start, plan, *pieces = flat
             if segment:
                 local, total, seen = pieces
-                return (stretches.starts(left, local, total, seen, start, plan, way, *segment),)
+                return (stretches.starts(left, local, total, seen, start, plan, way, segment),)
             return (stretches.arrive(left, start, plan, way, sizes),)
 
         return remembered(launch)
@@ -187,28 +187,12 @@ def _sharded(framework: str, passes: Callable[[str], tuple[Callable, ...]],
             dtype = "float64" if borders.frontend.dtype_name(x.key) == "float64" else "float32"
             return borders.frontend.zeros((0, way.heads, x.key.shape[-1], x.value.shape[-1]), dtype, x.key)
         start, plan = borders.leaving(states, way.right)
-        shards, packed = borders.shards, borders.cu is not None
+        shards = borders.shards
         copies = shards.copies if stretches.is_for_gpu(x.key) else 1
-
-        def gathered(x: stretches.Stretch, start: Array | None, plan: Array) -> Array:
-            left, *pieces = leave(way, copies)([*x, start, plan])
-            left = _gather(shards, left, copies, way.right)
-            sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
-            return arrive(way, sizes)([left, None if packed else start, plan, *pieces])[0]
-
-        def handed_over(x: stretches.Stretch, start: Array | None, plan: Array) -> Array:
-            # Only the kernel asks which shard this is, of rows that are not packed.
-            own = plan if packed else np.array([0, borders.T, 0, 0], np.int32)
-            cut: dict[str, Any] = dict(pieces=None, walked=True)
-            if segment:
-                cut = dict(pieces=stretches.pieces(segment[0]), walked=segment[1])
-            same = x.g is None and not packed
-            tokens = segment[0] if segment else 0
-            return shards.hand_over(x, own, start, way, tokens, plan if packed else None, same=same, **cut)
-
-        if copies > 1 and stretches.gates(x) == 1 and shards.hands_over(x.key.shape[-1] * x.value.shape[-1]):
-            return shards.exchange(handed_over, gathered, x, start, plan)
-        return gathered(x, start, plan)
+        left, *pieces = leave(way, copies)([*x, start, plan])
+        left = shards.gather(left.reshape(copies, -1) if copies > 1 else left, way.right)
+        sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
+        return arrive(way, sizes)([left, start if borders.cu is None else None, plan, *pieces])[0]
 
     def way(args: Args, opts: Options) -> stretches.Way:
         return stretches.Way(args.heads, not opts.reverse, False)
@@ -242,11 +226,6 @@ def _sharded(framework: str, passes: Callable[[str], tuple[Callable, ...]],
         return grads._replace(initial_state=dinitial, cu_seqlens=None)
 
     return frontend.differentiable(forward, backward)
-
-
-def _gather(shards: Any, left: Array, copies: int, right: bool) -> Array:
-    """What all shards left ``[shards, n]``, of what this one did, which is there so often."""
-    return shards.gather(left.reshape(copies, -1) if copies > 1 else left, right)
 
 
 class _OverShards(LinearOperation):

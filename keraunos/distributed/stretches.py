@@ -231,34 +231,22 @@ def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, 
     )
 
 
-def leave_local(x: Stretch, plan: Array, way: Way, segment: int) -> tuple[Any, Any, Any]:
-    """On a GPU: the states that pieces of a stretch leave, the sums of their gates, and which have any.
+def leave_pieces(x: Stretch, start: Array | None, plan: Array, way: Way, segment: int,
+                 copies: int = 1) -> tuple[Any, ...]:
+    """On a GPU: what :func:`leave` gives, and what :func:`starts` needs for segments of so many tokens.
 
-    Pieces are in the order of the way, ``[B, P, H, ...]``; with ``segment`` all segments have as many, some of which
-    may have no tokens.
+    That is the states that pieces of a stretch leave, the sums of their gates, and which have any. Pieces are in the
+    order of the way, ``[B, P, H, ...]``; with ``segment`` all segments have as many, some of which may have no tokens.
     """
     k, v, g, gamma = map(spec_of, x)
-    local = total = seen = None
+    local: Any = None
+    total = seen = None
     for launch in _leave_plans(k, v, g, gamma, way, segment, frontends.shared_memory(x.key) < LITTLE):
         local, total, seen = launch.launch(k=x.key, v=x.value, g=x.g, gamma=x.g_gamma, plan=plan, local_given=local,
                                            total_given=total, seen_given=seen)
-    return local, total, seen
-
-
-def leave_pieces(x: Stretch, start: Array | None, plan: Array, way: Way, segment: int,
-                 copies: int = 1) -> tuple[Any, ...]:
-    """On a GPU: what :func:`leave` gives, and what :func:`starts` needs for segments of so many tokens."""
-    found = leave_local(x, plan, way, segment)
-    return merge(*found, start, plan, way, copies), *found
-
-
-def merge(local: Array, total: Array, seen: Array | None, start: Array | None, plan: Array, way: Way,
-          copies: int = 1) -> Array:
-    """What :func:`leave` gives, of what :func:`leave_local` gave."""
     B, P, *sizes = local.shape
-    gates = total.shape[3] if total.ndim == 4 else 1
-    launch = _merge_plan((B, *sizes), gates, P, 0, way, start is not None, copies)
-    return launch.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0]
+    merge = _merge_plan((B, *sizes), gates(x), P, 0, way, start is not None, copies)
+    return merge.launch(local=local, total=total, seen=seen, start=start, plan=plan)[0], local, total, seen
 
 
 def _arrive_on_gpu(left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple[int, ...]) -> Array:
@@ -274,28 +262,30 @@ def pieces(segment: int) -> int:
 
 
 def starts(left: Array, local: Array, total: Array, seen: Array | None, start: Array | None, plan: Array, way: Way,
-           segment: int, walked: bool) -> Array:
+           segment: int) -> Array:
     """What each segment of this stretch starts from ``[B * segments, H, K, V]``, after the stretches before it.
+
+    Segments lie in the order of their tokens.
 
     Args:
         left, start, plan, way: as for :func:`arrive`; local, total, seen: what :func:`leave_pieces` gave.
-        segment: its tokens. walked: segments lie in the order in which they are walked, not in that of their tokens.
+        segment: its tokens.
     """
     B, P, *sizes = local.shape
     launch = _starts_plan((B, *sizes), total.shape[-1] if total.ndim == 4 else 1, P, pieces(segment), left.shape[0],
-                          left.shape[1], way, start is not None, walked)
+                          left.shape[1], way, start is not None)
     return launch.launch(left=left, local=local, total=total, seen=seen, start=start, plan=plan)[0]
 
 
 @functools.lru_cache(maxsize=4096)
 def _starts_plan(
-    sizes: tuple[int, ...], gates: int, P: int, N: int, R: int, row: int, way: Way, start: bool, walked: bool
+    sizes: tuple[int, ...], gates: int, P: int, N: int, R: int, row: int, way: Way, start: bool
 ) -> Plan:
     """The launch; P pieces, N to a segment; R stretches, row: values of each."""
     from keraunos.distributed import stretches_kernels
 
     B, H, K, V = sizes
     M, BK, S = B * H, 8, P // N
-    constants = dict(H=H, K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start, WALKED=walked)
+    constants = dict(H=H, K=K, V=V, KD=gates, BK=BK, BV=pow2(V), RIGHT=way.right, START=start)
     return Plan(stretches_kernels.starts_kernel, (M * -(-K // BK),), dict(stride_left=row, R=R, N=N, S=S, M=M),
                 dict(starts=((B * S, H, K, V), "float32")), constants, 4, 2)

@@ -210,12 +210,12 @@ def starts_kernel(
     left, local, total, seen, start, plan, stride_left, R, N, S, M,
     starts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    RIGHT: tl.constexpr, START: tl.constexpr, WALKED: tl.constexpr,
+    RIGHT: tl.constexpr, START: tl.constexpr,
 ):
     """The state that each of S segments of a stretch starts from ``[B * S, H, K, V]``.
 
     ``left`` is of all R stretches, as for ``merge_kernel``; ``local``, ``total`` and ``seen`` are of this one's pieces,
-    N to a segment. WALKED: segments lie in the order in which they are walked, not in that of their tokens.
+    N to a segment. Segments lie in the order of their tokens.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     i_m, M = (tl.program_id(0) // NK).to(tl.int64), tl.cast(M, tl.int64)
@@ -237,12 +237,12 @@ def starts_kernel(
     # Nobody needs the pieces of the segment that is walked last.
     for i in tl.range((S - 1) * N, num_stages=8):
         i_s = i_m * 0 + i // N
-        i_slot = i_s if RIGHT or WALKED else (S - 1 - i_s)
+        i_slot = i_s if RIGHT else (S - 1 - i_s)
         tl.store(p_starts + i_slot * (H * K * V), b_s, mask=m_s & (i % N == 0))
         i_p = ((i_m // H) * S * N + i) * H + i_m % H
         m_l = m_s & (tl.load(seen + i_p) != 0)
         b_total = tl.load(total + i_p * KD + o_d, mask=o_k < K, other=0.0)
         b_local = tl.load(local + i_p * (K * V) + o_s, mask=m_l, other=0.0)
         b_s = after(b_s, b_total, b_local)
-    i_last = S - 1 if RIGHT or WALKED else 0
+    i_last = S - 1 if RIGHT else 0
     tl.store(p_starts + i_last * (H * K * V), b_s, mask=m_s)

@@ -93,8 +93,8 @@ def gla_attention(
         reverse: run from the last token to the first; ``initial_state`` enters after the last token.
         return_state: return the final state too.
         state_v_first: initial_state and the returned state are ``[N, H, V, K]``, as some libraries have them.
-        platform: ``"triton"``, ``"xla"``, ``"torch"``, or on Hopper GPUs ``"cuda"`` (kernels in Gluon), ``"pallas"``
-            (on TPUs too): that one or an error. ``"auto"`` or None: the best that can run the call.
+        platform: ``"triton"``, ``"xla"``, ``"torch"``, on Hopper GPUs ``"cuda"`` (kernels in Gluon), or on TPUs
+            ``"pallas"``: that one or an error. ``"auto"`` or None: the best that can run the call.
         cfg: launch configuration; wins over every cache and is never stored.
 
     Returns:

@@ -54,8 +54,7 @@ class Implementation:
         defaults: options of the low-level function that are its own.
         passes: ``framework -> functions``, of which it is made, forward and backward mostly: for those who put
             something in between, and for PyTorch's operators.
-        segment: ``(args, options) -> (tokens, walked)`` of the segments that it cuts sequences into, which lie in the
-            order in which they are walked, or in that of their tokens; None: into none.
+        segment: ``(args, options) -> tokens`` of the segments that it cuts sequences into; None: into none.
     """
 
     algorithm: str
@@ -68,7 +67,7 @@ class Implementation:
     source: str | Callable | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     passes: Callable[[str], tuple[Callable, ...]] | None = None
-    segment: Callable[..., tuple[int, bool] | None] | None = None
+    segment: Callable[..., int | None] | None = None
     loses: Callable[[Invocation], str | None] = _no_limits
 
     def __call__(self, *args: Any, cfg: Config | None = None, **options: Any) -> Any:
@@ -293,17 +292,19 @@ class KernelRegistry:
         rows, name = self.find(inv.op_id, platform, backend), public_name(inv.op_id)
         if backend not in (Backend.ANY, inv.backend):
             raise UnsupportedError(f"{name}: asked for backend {backend!r}; the arrays are on {inv.backend}")
-        served = {row.platform for row in rows if inv.framework in row.frameworks}
         for row in rows:
-            if inv.framework not in row.frameworks and row.platform in served:
-                continue
             reason = row.unsupported(inv)
             if reason is None:
                 # A platform may have several rows, and one of those that could not run the call is no platform less.
                 passed.pop(row.platform, None)
                 return row, _by_platform(passed)
             passed.setdefault(row.platform, {})[reason] = None
-        raise UnsupportedError(f"{name}: no platform can run this call. {'; '.join(_by_platform(passed))}")
+        reasons = "; ".join(_by_platform(passed))
+        if not any(row.backend in (Backend.ANY, inv.backend) for row in rows):
+            # A platform for other devices was named: say which ones can be named here.
+            able = dict.fromkeys(r.platform for r in self.rows(inv.op_id) if r.unsupported(inv) is None)
+            reasons += f"; on {inv.backend}, {' or '.join(able)} can run it" if able else ""
+        raise UnsupportedError(f"{name}: no platform can run this call. {reasons}")
 
     def passes(self, algorithm: str, platform: str) -> tuple[Callable, ...]:
         """The functions of a platform of which PyTorch's operator is made.
@@ -360,28 +361,19 @@ for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
         f"keraunos.kernels.softmax_attention.{_platform}:preferred_attention"
     )
 HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
-_LINEAR = {"gla": "linear_attention", "lightning_attn": "linear_attention"}
-_RECURRENT = {**_LINEAR, "prefill": "state_pool"}
-# Where each is the fastest, and everything that it can run. In JAX Pallas is as fast, and takes few heads better.
-for _platform, _frameworks, _priority, _least, _of_platform in (
-    (Platform.CUDA, ("torch",), 45, 15, _RECURRENT),
-    (Platform.PALLAS, ("jax", "torch"), 40, 20, _LINEAR),
-    (Platform.CUDA, ("jax",), 35, 15, _RECURRENT),
-    (Platform.CUDA, ("jax", "torch"), 45, 15, {"attention": "softmax_attention"}),
-):
-    for _algorithm, _family in _of_platform.items():
-        for _name, _rank in ((f"preferred_{_algorithm}", _priority), (_algorithm, _least)):
-            _target = f"keraunos.kernels.{_family}.{_platform}.passes:{_name}"
-            kernel_registry.register(
-                _algorithm, _platform, Backend.GPU, _rank, frameworks=_frameworks, devices=HOPPER
-            )(_target)
-
-# On TPUs by name only: these kernels were compiled for them, and run in an interpreter, but on none.
-_POOL = dict.fromkeys(_FAMILIES["state_pool"], "state_pool")
-for _algorithm, _family in {**_LINEAR, **_POOL, "attention": "softmax_attention"}.items():
-    kernel_registry.register(_algorithm, Platform.PALLAS, Backend.TPU, 5, frameworks=("jax",))(
-        f"keraunos.kernels.{_family}.tpu.passes:{_algorithm}"
-    )
+for _family, _algorithms in _FAMILIES.items():
+    for _algorithm in _algorithms:
+        _in_family = f"keraunos.kernels.{_family}"
+        if _algorithm not in ("decode", "verify", "commit"):
+            # Calls that it computes the fastest, and everything that it can run.
+            for _name, _rank in ((f"preferred_{_algorithm}", 45), (_algorithm, 15)):
+                kernel_registry.register(_algorithm, Platform.CUDA, Backend.GPU, _rank, devices=HOPPER)(
+                    f"{_in_family}.cuda.passes:{_name}"
+                )
+        # By name only: these kernels were compiled for TPUs, and run in an interpreter, but on none.
+        kernel_registry.register(_algorithm, Platform.PALLAS, Backend.TPU, 5, frameworks=("jax",))(
+            f"{_in_family}.tpu.passes:{_algorithm}"
+        )
 
 
 # What describes the calls of each algorithm.

@@ -67,9 +67,9 @@ def case(**more):
         figures = dict.fromkeys(("host_s", "in_a_row_s", "first_call_s"), seconds) | {"peak_ratio": 1.43} | other
         return {"name": name, "framework": framework, "median_s": seconds, "errors": {"output": 2.1e-3}, **figures}
 
-    reason = "takes head dims of 64, 128 and 256; [the call] has K = 96, V = 96, " + "and so on " * 8
+    reason = "takes head dims up to 128; [the call] has K = 256, V = 256, " + "and so on " * 8
     found = [
-        *({"name": "pallas", "framework": framework, "skipped": reason} for framework in ("jax", "torch")),
+        *({"name": "cuda", "framework": framework, "skipped": reason} for framework in ("jax", "torch")),
         timed("xla", "jax", 0.0018), timed("torch", "torch", 321.5, host_s=0.4321, peak_ratio=None, note="timed once"),
         timed("cudnn", "jax", 0.0014), {"name": "sdpa", "framework": "torch", "skipped": "needs \x1b[31m a GPU"},
     ]
@@ -94,15 +94,15 @@ def test_results_fit_into_terminals_and_reasons_stand_below(columns):
     assert ["contestant", "ms", "floor", "cudnn", "xla", "µs", "ms", "peak", "error", "s"] in rows
     assert [row[0] for row in rows[-3:]] == ["cudnn", "xla", "torch"]
     assert "(torch) 321,500 846,053 0.00 0.00 432,100 321,500 2.1e-03 321.5" in " ".join(rows[-1])
-    assert "pallas" not in table
+    assert "cuda" not in table
     words = " ".join(below.split())
-    assert words.count("pallas (jax, torch) takes head dims of 64, 128 and 256; [the call] has K = 96") == 1
+    assert words.count("cuda (jax, torch) takes head dims up to 128; [the call] has K = 256") == 1
     assert "sdpa (torch) needs ·[31m a GPU" in words
     assert "torch (torch) timed once" in words
     console.print(report.show(case(), [], told))
     again = console.export_text()
     assert "torch (torch)" in again
-    assert "pallas" not in again, "a reason is told once"
+    assert "cuda" not in again, "a reason is told once"
 
 
 def test_without_times_there_is_no_table():

@@ -106,7 +106,7 @@ def test_what_is_wrong_is_said(run, arguments, message):
 
 def test_what_could_not_be_done_is_the_exit_code(run, tmp_path, monkeypatch):
     (tuned,) = run("tune", "gla", "--shape", SHAPE, "--platform", "pallas", "--json", code=1)["tuned"]
-    assert "pallas: needs a gpu device" in tuned["error"]
+    assert "pallas: needs a tpu device" in tuned["error"]
     (tuned,) = run("tune", "attention", "--shape", "T=8,H=1,K=16", "--platform", "pallas", "--json", code=1)["tuned"]
     assert "pallas: needs a tpu device" in tuned["error"]
 

@@ -93,14 +93,14 @@ def reasons(rank, size, facts, failing):
 
 
 def test_what_the_user_wants_is_0_or_1(monkeypatch, caplog):
-    from keraunos.distributed import peers
+    from keraunos.distributed.torch import peers
 
-    peers._checked.cache_clear()
-    for value, found in (("0", (True, False)), ("1", (False, True)), ("off", (False, False)), ("off", (False, False))):
+    peers._refuses.cache_clear()
+    for value, found in (("0", True), ("1", False), ("off", False), ("off", False)):
         monkeypatch.setenv("KERAUNOS_PEERS", value)
-        assert (peers.refused(), peers.demanded()) == found
+        assert peers._refused() == found
     monkeypatch.delenv("KERAUNOS_PEERS")
-    assert (peers.refused(), peers.demanded()) == (False, False)
+    assert not peers._refused()
     assert [x.getMessage() for x in caplog.records] == [
         "KERAUNOS_PEERS is 'off'; expected 0 or 1: it counts as not set"
     ]

@@ -122,9 +122,8 @@ def test_only_some_tokens_count_and_what_is_before_a_beginning_does_not(framewor
 
 @pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs the Triton kernels")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("walked", [False, True])
 @pytest.mark.parametrize(("gates", "right"), [({"gamma": 1}, True), ({"gamma": 1}, False), ({"gate": "vector"}, False)])
-def test_segments_start_from_what_all_before_them_leave(framework, gates, right, walked):
+def test_segments_start_from_what_all_before_them_leave(framework, gates, right):
     case, segment = Case(**gates, B=2, T=600, G=1, V=40, state=True, reverse=not right, decay="weak"), 128
     args, way, made = case.arrays[0], stretches.Way(2, right, False), []
     for begin in (0, 300):
@@ -136,7 +135,7 @@ def test_segments_start_from_what_all_before_them_leave(framework, gates, right,
         made.append((stretches.leave_pieces(stretch, start, plan, way, segment), start, plan))
     left = stack(framework, [pieces[0] for pieces, _, _ in made])
     for shard, ((_, *pieces), start, plan) in enumerate(made):
-        state = stretches.starts(left, *pieces, start, plan, way, segment, walked)
+        state = stretches.starts(left, *pieces, start, plan, way, segment)
         got = np.asarray(state.cpu() if hasattr(state, "cpu") else state).reshape(2, 3, 2, 16, 40)
         for i in range(3):
             begin, end = 300 * shard + segment * i, 300 * shard + min(segment * (i + 1), 300)
@@ -146,6 +145,5 @@ def test_segments_start_from_what_all_before_them_leave(framework, gates, right,
                 part = dataclasses.replace(case, T=before.stop - before.start)
                 cut = cut._replace(g=None if args.g is None else args.g[:, before])
                 part.__dict__["arrays"] = (cut, case.arrays[1][:, before], case.arrays[2])
-                slot = 2 - i if walked and not right else i
-                assert_within_rule(["start"], [got[:, slot]], [part.reference()[0][1]],
+                assert_within_rule(["start"], [got[:, i]], [part.reference()[0][1]],
                                    [part.reference(np.float32)[0][1]], ["float32"])

@@ -9,20 +9,17 @@ import os
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 from keraunos.kernels.linear_attention.contract import Args
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
 from keraunos.numerics import coarser, working_dtype
-from keraunos.ops.invocation import UnsupportedError
 from tests.numerics import assert_within_rule
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
 GPU = os.environ.get("KERAUNOS_TEST_GPU") == "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Platforms that take a decay per head as a constant: a NumPy array. In place of a constant's gradient is LEFT_OUT.
-CONSTANT_DECAY = ("pallas",)
+# In place of a gradient that the call does not make.
 LEFT_OUT = object()
 
 
@@ -32,11 +29,6 @@ def platforms() -> list[tuple[str, str]]:
         return [("triton", "torch")]
     pairs = [("xla", "jax"), ("torch", "torch")] + ([("triton", "jax"), ("triton", "torch")] if GPU else [])
     return [pair for pair in pairs if importlib.util.find_spec(pair[1])]
-
-
-def lightning_platforms() -> list[tuple[str, str]]:
-    """The platforms that run a constant decay, on the machine's kind of GPU where they are for one."""
-    return platforms() + ([("pallas", "jax")] if GPU and importlib.util.find_spec("jax") else [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,26 +137,16 @@ def run_jax(platform, function, case, gradients):
     import jax.numpy as jnp
 
     args, doutput, dstate = case.arrays
-    constant = args.g_gamma if platform in CONSTANT_DECAY else None
-    args = [None if x is None or x is constant else jnp.asarray(x) for x in args]
+    args = [None if x is None else jnp.asarray(x) for x in args]
     doutput, dstate = jnp.asarray(doutput), jnp.asarray(dstate)
 
     def call(*floats):
-        given = [*floats, args[6]]
-        if constant is not None:
-            given[4] = constant
-        return function(tuple(given), case, platform)
+        return function((*floats, args[6]), case, platform)
 
-    try:
-        if not gradients:
-            return [np.asarray(x) for x in call(*args[:6])]
-        outputs, pull = jax.vjp(call, *args[:6])
-    except UnsupportedError as error:
-        if platform in CONSTANT_DECAY:
-            pytest.skip(str(error))
-        raise
-    got = [None if x is None else np.asarray(x) for x in (*outputs, *pull((doutput, dstate)))]
-    return got if constant is None else [*got[:6], LEFT_OUT, *got[7:]]
+    if not gradients:
+        return [np.asarray(x) for x in call(*args[:6])]
+    outputs, pull = jax.vjp(call, *args[:6])
+    return [None if x is None else np.asarray(x) for x in (*outputs, *pull((doutput, dstate)))]
 
 
 def torch_tensor(x, device="cpu"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import keraunos
 from keraunos.kernels.linear_attention import contract
-from tests.linear_attention.cases import GPU, INTERPRETED, Case, lightning_platforms, platforms, runner
+from tests.linear_attention.cases import GPU, INTERPRETED, Case, platforms, runner
 from tests.numerics import assert_within_rule
 
 # Small shapes where every operation is slow; the GPU takes the large ones too.
@@ -68,7 +68,7 @@ def run_gla_in_two(request):
     return runner(*request.param, gla_in_two)
 
 
-@pytest.fixture(params=lightning_platforms(), ids="-".join)
+@pytest.fixture(params=platforms(), ids="-".join)
 def run_lightning(request):
     return runner(*request.param, lightning)
 

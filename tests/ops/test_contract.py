@@ -50,21 +50,6 @@ def watched(cfg):
     return made
 
 
-def record_pallas(launches, monkeypatch):
-    """In PyTorch JAX's kernels are lowered, but neither assembled nor launched, which takes a GPU."""
-    pytest.importorskip("jax_cuda13_plugin")
-    from keraunos.frontends.torch import pallas
-
-    def build(module):
-        launch_c, function = zlib.crc32(module), None
-        return (lambda: (launch_c, function)), None
-
-    monkeypatch.setattr(pallas, "_build", build)
-    monkeypatch.setattr(pallas, "_make_current", lambda index: None)
-    monkeypatch.setattr(pallas, "_made", functools.cache(pallas._Program))
-    monkeypatch.setattr(pallas._Program, "__call__", lambda self, addresses: launches.append(str(self.start)))
-
-
 def program(row, framework, cfg, gate, monkeypatch):
     """What forward and backward do for a configuration, as text: each Triton launch, and the framework's operations."""
     kernel = KERNELS[row.algorithm]()
@@ -83,8 +68,6 @@ def program(row, framework, cfg, gate, monkeypatch):
     for module in ("keraunos.frontends", "keraunos.kernels.linear_attention.triton.call"):
         if module in sys.modules:
             monkeypatch.setattr(f"{module}.launch", launch)
-    if (row.platform, framework) == ("pallas", "torch"):
-        record_pallas(launches, monkeypatch)
     run = functools.partial(kernel.run, cfg=cfg, **kwargs)
     cotangents = [measure.normal(shape, dtype, 7, "cpu") for shape, dtype in measure.results(run, args)]
     launches.clear()

@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+import dataclasses
 import pickle
+import re
 import threading
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import keraunos
+from keraunos import frontends
 from keraunos.ops import AutotunePolicy, Config, ConfigCache
 from keraunos.ops import cache as cache_module
 from keraunos.ops.cache import PersistentCache, split_key
@@ -203,6 +206,23 @@ def test_all_reasons_of_a_platform_are_told(toy):
     assert choose(run, toy, X).passed == ["pallas: is slow; and is out of order"]
     with pytest.raises(ValueError, match=r"run this call\. pallas: is slow; and is out of order$"):
         run(toy, X, platform="pallas")
+
+
+@pytest.mark.parametrize("operation", [keraunos.GLAttention(), keraunos.Attention()])
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_a_platform_for_other_devices_says_which_are_for_these(framework, operation):
+    pytest.importorskip("triton")
+    if reason := frontends.cannot_launch(framework, gluon=True):
+        pytest.skip(reason)
+    inv = operation.invocation(framework, "bfloat16", T=4096, H=16, K=128)
+    there = {"NVIDIA H200": {"cuda", "triton", {"jax": "xla"}.get(framework, framework)}}
+    there["NVIDIA A100-SXM4-80GB"] = there["NVIDIA H200"] - {"cuda"}
+    for device, able in there.items():
+        with pytest.raises(ValueError, match=r"\. pallas: ") as error:
+            keraunos.kernel_registry.choose(dataclasses.replace(inv, backend="gpu", device=device), "pallas")
+        told = re.search("; on gpu, (.*) can run it$", str(error.value))
+        assert told
+        assert {*told[1].split(" or ")} == able
 
 
 def test_explain_measures_nothing(monkeypatch):

@@ -142,7 +142,7 @@ def leave(dtype, K, V, gate) -> set[str]:
         for to in (way, way.adjoint):
             stretches.leave(x, args.initial_state, plan, to)
             left, *pieces = stretches.leave_pieces(x, args.initial_state, plan, to, 128)
-            stretches.starts(torch.stack([left, left]), *pieces, args.initial_state, plan, to, 128, False)
+            stretches.starts(torch.stack([left, left]), *pieces, args.initial_state, plan, to, 128)
     return launched
 
 

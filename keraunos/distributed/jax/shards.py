@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from keraunos.distributed import agreement, stretches
+from keraunos.distributed import agreement
 from keraunos.frontends import alone
 from keraunos.frontends.jax import as_written, vary, varying
 from keraunos.kernels.linear_attention.contract import Options
@@ -54,40 +53,6 @@ class Shards:
         if x.ndim > 1:
             return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
         return jax.lax.all_gather(x, self.axis)
-
-    def hands_over(self, values: int) -> bool:
-        """Whether there is a kernel that hands over states of so many values, where devices reach each other."""
-        if jax.__version_info__ < (0, 11) or not isinstance(self.axis, str):
-            return False
-        from keraunos.distributed.jax import exchange
-
-        return values % exchange.PART == 0
-
-    def hand_over(self, x: stretches.Stretch, plan: jax.Array | np.ndarray, start: jax.Array | None,
-                  way: stretches.Way, segment: int, packed: jax.Array | None, **options: Any) -> jax.Array:
-        """The state that each segment of this device's tokens starts from, by the kernel that :meth:`hands_over` names.
-
-        A kernel before it computes the states that this device's pieces of segments leave.
-
-        Args:
-            x, plan, start, way, segment: see :mod:`keraunos.distributed.stretches`.
-            packed: the plan, of packed sequences, else None.
-        """
-        from keraunos.distributed.jax import exchange
-
-        more = dict(axis=self.axis, size=self.size, right=way.right, **options)
-        if packed is None and exchange.leaves(x, segment):
-            local, total, seen = exchange.leave(x, way, segment)
-            more |= dict(tokens=segment // stretches.pieces(segment))
-        else:
-            local, total, seen = stretches.leave_local(x, plan, way, segment)
-        return exchange.hand_over(local, total, seen, start, packed, **more)
-
-    def exchange(self, directly: Callable, otherwise: Callable, *args: Any) -> jax.Array:
-        """One of two ways: see :func:`keraunos.distributed.jax.peers.exchange`."""
-        from keraunos.distributed.jax import peers
-
-        return peers.exchange(directly, otherwise, *args)
 
     def together(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """``arrays``, none of which a later operation can read before all of them are computed.

@@ -6,6 +6,7 @@ one kernel (:mod:`keraunos.distributed.torch.exchange`), on memory that PyTorch 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import logging
@@ -20,7 +21,6 @@ import torch.distributed as dist
 
 from keraunos import frontends
 from keraunos.distributed import agreement
-from keraunos.distributed.peers import REFUSED, refused, without_atomics
 from keraunos.frontends.torch.launch import INTERPRETED, fixed, recorded, remembered
 
 # Values of a vector at most: each rank has room for two of every rank's.
@@ -28,6 +28,8 @@ _VALUES = 1 << 22
 # Values that a program has at a time, and its warps.
 _BLOCK, _WARPS = 2048, 8
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+# Of the driver's attributes of two devices: one can do atomic operations in the memory of the other.
+_ATOMIC = 3
 
 _log = logging.getLogger("keraunos")
 
@@ -63,7 +65,7 @@ class Peers:
         hosts, gpus, programs, refusals = zip(*every, strict=True)
         self.programs = min(programs)
         reason = "the ranks are on several hosts" if len({*hosts}) > 1 else _unreachable(device, gpus)
-        self.reason = self._agree(REFUSED if any(refusals) else reason)
+        self.reason = self._agree("KERAUNOS_PEERS is 0" if any(refusals) else reason)
         _log.info("states of %d ranks go %s", self.size, f"through NCCL: {self.reason}" if self.reason else "directly")
 
     def _all(self, own: Any) -> list[Any]:
@@ -117,7 +119,7 @@ class Peers:
         (x,), n = flat, len(flat[0])
         place, memory = self.place(n), cast(Any, self.memory[self.place(n)])
         own, addresses, counts = map(fixed, memory[:3])
-        recorded(self._turn, [x], [], addresses=False)
+        recorded(self._turn, [x], [])
         part, patience = -(-n // (16 * self.programs)) * 16, int(self.patience * 1e9)
         inputs = dict(x=x, own=own, peers=addresses, counts=counts, late=fixed(self.late), n=n, part=part, place=place,
                       patience=patience)
@@ -142,7 +144,29 @@ def _facts(device: torch.device) -> tuple[str, str, int, bool]:
     """What the others have to know of a rank: its host, its GPU, the programs that run there at once, its refusal."""
     properties, boot = torch.cuda.get_device_properties(device), Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
-    return host, str(properties.uuid), properties.multi_processor_count, refused()
+    return host, str(properties.uuid), properties.multi_processor_count, _refused()
+
+
+def _refused() -> bool:
+    """Whether the user wants no memory to be shared."""
+    return _refuses(os.environ.get("KERAUNOS_PEERS", ""))
+
+
+@functools.cache
+def _refuses(value: str) -> bool:
+    """Whether it is 0; others than 0 and 1 get a warning, once. An error on one rank would leave the others waiting."""
+    if value not in ("", "0", "1"):
+        _log.warning("KERAUNOS_PEERS is %r; expected 0 or 1: it counts as not set", value)
+    return value == "0"
+
+
+def _without_atomics(device: int, others: set[int]) -> str:
+    """Why a GPU cannot write, and count, in the memory of others, all by CUDA's numbers; empty if it can."""
+    driver, able = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    for other in others - {device}:
+        if driver.cuDeviceGetP2PAttribute(ctypes.byref(able), _ATOMIC, device, other) or not able.value:
+            return "the GPUs have no atomic operations in each other's memory"
+    return ""
 
 
 def _unreachable(device: torch.device, gpus: tuple[str, ...]) -> str:
@@ -154,7 +178,7 @@ def _unreachable(device: torch.device, gpus: tuple[str, ...]) -> str:
     found = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if unseen := {*gpus} - {*found}:
         return f"a rank does not see {len(unseen)} of the {len(gpus)} GPUs"
-    return without_atomics(device.index, {found[gpu] for gpu in gpus})
+    return _without_atomics(device.index, {found[gpu] for gpu in gpus})
 
 
 def _shared(values: int, device: torch.device, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:

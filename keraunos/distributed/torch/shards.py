@@ -57,7 +57,7 @@ class Shards:
             if near.ready(len(x)):
                 return near.gather(right)([x])[0]
         run = functools.partial(self._gather, right)
-        return recorded(run, [x], [((self.size, len(x)), x.dtype)], addresses=False)[0]
+        return recorded(run, [x], [((self.size, len(x)), x.dtype)])[0]
 
     def _gather(self, right: bool, x: torch.Tensor, made: torch.Tensor) -> None:
         with agreement.exchange(self.group):

@@ -42,13 +42,6 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def rounded(x: jax.Array, dtype: str) -> jax.Array:
-    """The values, of float32, rounded to those of a narrower dtype."""
-    info = jnp.finfo(dtype)
-    # Not by a cast and back, which the compiler may drop as excess precision.
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
-
-
 def aligned(x: jax.Array) -> jax.Array:
     """The array, whose rows begin at multiples of 16 bytes if they are as long: JAX's do."""
     return x
@@ -57,11 +50,6 @@ def aligned(x: jax.Array) -> jax.Array:
 def pad(x: jax.Array, axis: int, after: int, before: int = 0) -> jax.Array:
     """With so many zeros at the ends of an axis."""
     return jnp.pad(x, [(before, after) if i == axis else (0, 0) for i in range(x.ndim)]) if before or after else x
-
-
-def permute(x: jax.Array, *axes: int) -> jax.Array:
-    """With its axes in another order."""
-    return x.transpose(axes)
 
 
 def stack(arrays: Sequence[jax.Array], axis: int) -> jax.Array:

@@ -25,11 +25,11 @@ def constant(x: np.ndarray, device: torch.device) -> torch.Tensor:
     if is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         # What is made now belongs to a graph or a transformation, and must not outlive it.
         return torch.tensor(x.tolist(), dtype=DTYPES[x.dtype.name], device=device)
-    return kept_constant(x.tobytes(), x.dtype.str, x.shape, device)
+    return _kept_constant(x.tobytes(), x.dtype.str, x.shape, device)
 
 
 @functools.lru_cache(maxsize=1024)
-def kept_constant(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _kept_constant(data: bytes, dtype: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A constant on the device, from its bytes; it is kept, also for calls that gradients follow."""
     with torch.inference_mode(False):
         return torch.from_numpy(np.frombuffer(data, dtype).reshape(shape).copy()).to(device)
@@ -60,21 +60,11 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.double() @ b.double()).to(a.dtype)
 
 
-def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The values, of float32, rounded to those of a narrower dtype."""
-    return x.to(DTYPES[dtype]).to(x.dtype)
-
-
 def pad(x: torch.Tensor, axis: int, after: int, before: int = 0) -> torch.Tensor:
     """With so many zeros at the ends of an axis."""
     if not (before or after):
         return x
     return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [before, after])
-
-
-def permute(x: torch.Tensor, *axes: int) -> torch.Tensor:
-    """With its axes in another order, in memory too."""
-    return x.permute(axes).contiguous()
 
 
 def stack(tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:

@@ -48,20 +48,15 @@ def launch(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: 
     return made
 
 
-def recorded(run: Callable, inputs: list[torch.Tensor], outputs: list[tuple[tuple[int, ...], torch.dtype] | int],
-             addresses: bool = True) -> tuple:
-    """Allocate outputs of these shapes and dtypes, ``run(*inputs, *outputs)``, return them.
-
-    Args:
-        outputs: a number in place of shape and dtype is an input's, which ``run`` overwrites.
-        addresses: ``run`` does the same when it is given addresses on the device.
-    """
+def recorded(run: Callable, inputs: list[torch.Tensor],
+             outputs: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[torch.Tensor, ...]:
+    """Allocate outputs of these shapes and dtypes, ``run(*inputs, *outputs)``, return them."""
     device, recording = inputs[0].device, getattr(_local, "recording", None)
-    made = tuple(inputs[x] if isinstance(x, int) else torch.empty(x[0], dtype=x[1], device=device) for x in outputs)
-    with current_device(device):
+    made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs)
+    with _current_device(device):
         run(*inputs, *made)
     if recording is not None:
-        recording.add(run, inputs, outputs, made, [], addresses=addresses)
+        recording.add(run, inputs, outputs, made, [], addresses=False)
     return made
 
 
@@ -110,7 +105,7 @@ def _build(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[st
 
     def build(num_stages: int) -> tuple[Callable, Any]:
         run = functools.partial(kernel[grid], **{**options, "num_stages": num_stages})
-        with current_device(device):
+        with _current_device(device):
             return run, _allocating(_scratch, run, *args)
 
     return in_shared_memory(build, kernel.__name__, options["num_stages"])
@@ -136,7 +131,7 @@ class _Rehearsal:
         """Begin to build for a launch; what fails is built once more when it is launched."""
 
         def build() -> None:
-            with current_device(self.device):
+            with _current_device(self.device):
                 # What launches it is compiled, too, when it is asked for.
                 _ = kernel.warmup(*args, grid=grid, **options).run
 
@@ -209,7 +204,7 @@ def _scratch(size: int, alignment: int = 1, stream: int | None = None) -> torch.
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-def current_device(device: torch.device) -> Any:
+def _current_device(device: torch.device) -> Any:
     """Triton launches on the current device, which need not be the tensors'."""
     return torch.cuda.device(device.index if device.type == "cuda" else -1)
 
@@ -312,7 +307,7 @@ class _Launches(NamedTuple):
         """Launch everything on other tensors of the same kind."""
         on_gpu = device.type == "cuda"
         if on_gpu and device.index != torch._C._cuda_getDevice():
-            with current_device(device):
+            with _current_device(device):
                 return self.repeat(tensors, device)
         slots = tensors.copy()
         for run, args, arrays, outputs, spent, addresses in self.steps:

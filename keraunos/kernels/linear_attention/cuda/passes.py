@@ -531,8 +531,6 @@ def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what was not measured to be faster."""
     if reason := was_not_measured():
         return reason
-    if inv.framework == "jax" and inv.arrays.get("g", (None, 0))[1] == 4:
-        return "was measured to be slower than pallas with gates per dimension and gradients"
     if not inv.dims["K"] == inv.dims["V"] == 128:
         return "was measured with head dims of 128"
     N, packed, forgets = inv.dims["N"], "cu_seqlens" in inv.arrays, "g" not in inv.arrays
@@ -543,10 +541,10 @@ def loses(inv: Invocation) -> str | None:
     return None
 
 
-def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
+def segment(args: Args, opts: Options) -> int | None:
     """The tokens of a segment, if rows of one length are cut into several."""
     call = _call_of(Args(*map(spec_of, args)), opts)
-    return (call.L, False) if call.L else None
+    return call.L or None
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:

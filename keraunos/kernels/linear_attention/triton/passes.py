@@ -464,10 +464,10 @@ def _sum(x: Array, M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, l
     return _sum_plan(M, R, D, shape, dtype, last).launch(x=x)[0]
 
 
-def segment(args: Args, opts: Options) -> tuple[int, bool] | None:
+def segment(args: Args, opts: Options) -> int | None:
     """The tokens of a segment, if rows of one length are cut into several."""
     call = call_of(Args(*map(spec_of, args)), opts)
-    return (call.L, False) if call.L and not call.packed else None
+    return call.L if call.L and not call.packed else None
 
 
 def unsupported(inv: Invocation) -> str | None:
