@@ -72,8 +72,8 @@ test-tpu-compile: export PYTHONPATH = build/libtpu
 test-tpu-compile: export JAX_PLATFORMS = cpu
 test-tpu-compile: export TPU_SKIP_MDS_QUERY = 1
 test-tpu-compile: build/libtpu
-	$(PY) -m pytest tests/tpu/test_compile.py
-	$(PY) -m tests.tpu.compile
+	$(PY) -m pytest tests/pallas/test_compile.py
+	$(PY) -m tests.pallas.compile
 
 build/libtpu: | $(VENV)/test.stamp
 	rm -rf $@.part

@@ -372,7 +372,7 @@ for _family, _algorithms in _FAMILIES.items():
                 )
         # By name only: these kernels were compiled for TPUs, and run in an interpreter, but on none.
         kernel_registry.register(_algorithm, Platform.PALLAS, Backend.TPU, 5, frameworks=("jax",))(
-            f"{_in_family}.tpu.passes:{_algorithm}"
+            f"{_in_family}.pallas.passes:{_algorithm}"
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-from tests.tpu.compile import CHIPS, arrays, compiled, pool, sharded, softmax
+from tests.pallas.compile import CHIPS, arrays, compiled, pool, sharded, softmax
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: test-tpu-compile")
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from keraunos.frontends.jax import partition
 from keraunos.kernels.linear_attention.contract import Args, Options, head_counts
 from keraunos.kernels.linear_attention.contract import kernels as implementations
-from keraunos.kernels.linear_attention.tpu import decays, kernels
+from keraunos.kernels.linear_attention.pallas import decays, kernels
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import keraunos
 from keraunos.frontends.jax import partition
-from keraunos.kernels.softmax_attention.tpu import passes
+from keraunos.kernels.softmax_attention.pallas import passes
 from keraunos.ops.registry import kernel_registry
 from keraunos.types import MaskInfo
 from tests.linear_attention.cases import GPU
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run witho
 @pytest.fixture(autouse=True)
 def interpreted():
     """The platform runs on the CPU, as if it were one device: the interpreter cannot be partitioned."""
-    target = "keraunos.kernels.softmax_attention.tpu.passes:attention"
+    target = "keraunos.kernels.softmax_attention.pallas.passes:attention"
     kernel_registry.register("attention", "pallas", "cpu", 1, frameworks=("jax",))(target)
     make = functools.partial(passes.splash.make_splash_mha, interpret=True)
     alone = mock.patch.object(partition, "is_settled", return_value=True)

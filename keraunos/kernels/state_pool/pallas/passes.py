@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from keraunos.kernels.linear_attention import contract as linear_contract
-from keraunos.kernels.linear_attention.tpu import passes as linear
+from keraunos.kernels.linear_attention.pallas import passes as linear
 from keraunos.kernels.state_pool import contract
 from keraunos.kernels.state_pool.contract import Args, Options
-from keraunos.kernels.state_pool.tpu import steps
+from keraunos.kernels.state_pool.pallas import steps
 from keraunos.ops.invocation import Invocation
 
 # Bytes of a program's states, in float32: where there are more of them its steps are no faster; and the most that fit.

@@ -1,4 +1,4 @@
-"""Compile the kernels for TPUs without one: ``python -m tests.tpu.compile`` prints what the compiler made for a v5e.
+"""Compile the kernels for TPUs without one: ``python -m tests.pallas.compile`` prints what the compiler made for a v5e.
 
 It needs ``libtpu``, which ``make test-tpu-compile`` puts into a folder of its own.
 """
@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from keraunos.frontends.jax import partition
 from keraunos.kernels.linear_attention.contract import Args, Options
-from keraunos.kernels.linear_attention.tpu import decays, kernels, passes
+from keraunos.kernels.linear_attention.pallas import decays, kernels, passes
 from keraunos.kernels.softmax_attention import contract as softmax_contract
-from keraunos.kernels.softmax_attention.tpu import passes as softmax_passes
+from keraunos.kernels.softmax_attention.pallas import passes as softmax_passes
 from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops import Config
 from keraunos.ops.registry import kernel_registry
@@ -175,5 +175,5 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as folder:
             options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
             os.environ |= {"KERAUNOS_TPU_DUMP": folder, "LIBTPU_INIT_ARGS": options}
-            os.execv(sys.executable, [sys.executable, "-m", "tests.tpu.compile"])
+            os.execv(sys.executable, [sys.executable, "-m", "tests.pallas.compile"])
     main()

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from keraunos.frontends.jax.arrays import vary, varying, zeros
-from keraunos.kernels.linear_attention.tpu import decays
+from keraunos.kernels.linear_attention.pallas import decays
 
 # What a kernel may take of a core's fast memory: all of v5e, v6e and v5p have at least twice that, tpu7x has 64 MiB.
 VMEM = 56 << 20

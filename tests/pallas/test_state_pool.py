@@ -10,7 +10,7 @@ pytest.importorskip("jax")
 from jax.experimental.pallas import tpu as pltpu
 
 import keraunos
-from keraunos.kernels.state_pool.tpu import passes
+from keraunos.kernels.state_pool.pallas import passes
 from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU
 from tests.serving.cases import Case, run_jax
@@ -23,7 +23,7 @@ OPS = ("decode", "verify", "commit", "prefill")
 def interpreted():
     """The platform runs on the CPU."""
     for op in OPS:
-        target = f"keraunos.kernels.state_pool.tpu.passes:{op}"
+        target = f"keraunos.kernels.state_pool.pallas.passes:{op}"
         kernel_registry.register(op, "pallas", "cpu", 1, frameworks=("jax",))(target)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         yield
