@@ -49,7 +49,7 @@ def measure(operation: str, fla: str | None) -> dict[str, Any]:
     log_decay = workload.log_decay()
     true = truth(workload, inputs, cotangents, log_decay)
     found: dict[str, Any] = {"rounded": errors([x.bfloat16() for x in true], true)}
-    for c in find(operation, ["pallas", "triton"], ["fla"]):
+    for c in find(operation, ["cuda", "triton"], ["fla"]):
         name, frontend = label(c), frontends.get(f"{c.framework}.measure")
         reason = fla if c.name == "fla" else c.unsupported(workload)
         if reason is None:

@@ -54,16 +54,11 @@ def workloads(operation: str) -> list[Workload]:
 
 
 def contestants(workload: Workload, fla: dict[int, str]) -> list[Contestant | Absent]:
-    """Triton and Pallas, XLA on some shapes, and fla unless its first call took too long."""
+    """Triton and CUDA, XLA on some shapes, and fla unless its first call took too long."""
     chosen: list[Contestant | Absent] = []
     for c in find(workload.operation, [], ["fla"]):
-        through_torch = (c.name, c.framework) == ("pallas", "torch")
-        slow = through_torch and workload.operation == "gla_attention" and workload.backward
-        if (c.name == "xla" or through_torch) and str(workload.shape) not in SOME_SHAPES:
+        if c.name == "xla" and str(workload.shape) not in SOME_SHAPES:
             chosen.append(Absent(c.name, c.framework, f"left out: measured at {' and '.join(SOME_SHAPES)} only"))
-        elif slow and str(workload.shape) != SOME_SHAPES[0]:
-            reason = f"left out: compiling takes longer than timing; measured at {SOME_SHAPES[0]} only"
-            chosen.append(Absent(c.name, c.framework, reason))
         elif c.name == "torch":
             chosen.append(Absent(c.name, c.framework, "left out: made for other devices"))
         elif c.name == "fla" and workload.shape.H in fla:

@@ -1,6 +1,6 @@
 """Training steps of examples/language_model at a size that fills a GPU: tokens per second, by the attention's platform.
 
-    PYTHONPATH=. python3 benchmarks/training.py [--platforms cuda,pallas,triton,xla] [--width 2048] [--layers 8] ...
+    PYTHONPATH=. python3 benchmarks/training.py [--platforms cuda,triton,xla] [--width 2048] [--layers 8] ...
     PYTHONPATH=. python3 benchmarks/training.py --framework torch       the same model in PyTorch
 
 Everything but the attention is the same: lightning attention in every block, parameters in float32, the model computed
@@ -130,7 +130,7 @@ def main() -> None:
     """Measure each platform, write after each."""
     sizes = dict(width=2048, heads=16, layers=8, context=8192, batch=4, steps=10)
     parser = harness.parser(__doc__, "training")
-    parser.add_argument("--platforms", default="cuda,pallas,triton,xla")
+    parser.add_argument("--platforms", default="cuda,triton,xla")
     parser.add_argument("--framework", choices=("jax", "torch"), default="jax")
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)

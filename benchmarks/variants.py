@@ -1,6 +1,6 @@
 """Linear attention on a GPU where calls have more than queries, keys, values and constant decays, or other sizes.
 
-    PYTHONPATH=. python3 benchmarks/variants.py [--platforms pallas,triton] [--seconds 150] [--out FILE]
+    PYTHONPATH=. python3 benchmarks/variants.py [--platforms cuda,triton] [--seconds 150] [--out FILE]
 
 Packed sequences, gates, learned decays, head dims of 256, from JAX, forward and with gradients: the device's own times,
 and times the floor, the fewest bytes that memory must move over the bandwidth of a large copy in the same run. Results
@@ -117,7 +117,7 @@ def measure(call: Call, platforms: list[str], backward: bool, bandwidth: float) 
 def main() -> None:
     """Measure each call, write after each."""
     parser = harness.parser(__doc__, "variants", seconds=150)
-    parser.add_argument("--platforms", default="pallas,triton")
+    parser.add_argument("--platforms", default="cuda,triton")
     options = parser.parse_args()
     run = harness.Run(options, "jax")
     about = run.measured()
