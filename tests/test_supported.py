@@ -12,7 +12,7 @@ def test_the_page_says_what_the_platforms_say(operation):
     assert found
     for (platform, framework), answers in found.items():
         head = f"`{platform}`, {FRAMEWORKS[framework]}"
-        assert written[head] == answers, f"{head}: run python -m tests.supported (with jax 0.11) to write the page"
+        assert written[head] == answers, f"{head}: run python -m tests.supported to write the page"
 
 
 def test_the_page_says_what_was_run_and_what_was_compiled():
