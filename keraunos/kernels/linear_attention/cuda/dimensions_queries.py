@@ -104,7 +104,7 @@ def finish(i, count, gates, queries, sums_s, base, everything, size, C: gl.const
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([C // BLOCKS, BK // 64], [1, 32], [BLOCKS, 2], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1, C // BLOCKS, BK // 64], [1, 1, 32], [BLOCKS, 1, 2], [2, 1, 0])
-    high_s, low_s, base_s, z_full, z_empty, dg_s, dg_desc, dg, _ = gates
+    high_s, low_s, base_s, z_full, _, dg_s, dg_desc, dg, _ = gates
     q_s, q_desc, came_q = queries
     at = (count - 1 - i) if REVERSE else i
     mbarrier.wait(z_full, i & 1)
@@ -349,7 +349,7 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
         o_o = ((at * C + rows).to(gl.int64) * (H * K))[:, None] + o_k[None, :]
         if LEARNED:
             mbarrier.wait(came_q, i & 1)
-            x = rounded(q_c.load(W).to(gl.float32) * factor, dtype) * b_dq
+            x = rounded(q_c.load(W).to(gl.float32) * factor) * b_dq
             if STRONG and strong:
                 add_up(x, room, True)
         b_dq = b_dq * factor
@@ -370,7 +370,7 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
                 f = x_p.load(W).to(gl.float32)
                 b_dq += b * f
                 if LEARNED:
-                    add_up(b * (q_c.load(W).to(gl.float32) * f).to(dtype).to(gl.float32), room, False)
+                    add_up(b * rounded(q_c.load(W).to(gl.float32) * f), room, False)
                 thread_barrier()
                 mbarrier.arrive(x_empty, count=1)
                 used += 1

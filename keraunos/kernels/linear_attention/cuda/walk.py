@@ -77,13 +77,11 @@ def cut(x):
 
 
 @gluon.jit
-def rounded(x, dtype: gl.constexpr):
-    """x rounded to a dtype of 16 bits, but for ties, in float32.
+def rounded(x):
+    """A float32 rounded to bfloat16, but for ties.
 
     A conversion there and back takes the slow unit that exponentials need.
     """
-    if dtype != gl.bfloat16:
-        return x.to(dtype).to(gl.float32)
     return cut((x.to(gl.int32, bitcast=True) + 32768).to(gl.float32, bitcast=True))
 
 
