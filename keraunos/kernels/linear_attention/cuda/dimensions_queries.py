@@ -370,7 +370,7 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
                 f = x_p.load(W).to(gl.float32)
                 b_dq += b * f
                 if LEARNED:
-                    add_up(b * rounded(q_c.load(W).to(gl.float32) * f), room, False)
+                    add_up(b * (q_c.load(W).to(gl.float32) * f).to(dtype).to(gl.float32), room, False)
                 thread_barrier()
                 mbarrier.arrive(x_empty, count=1)
                 used += 1

@@ -78,7 +78,7 @@ def cut(x):
 
 @gluon.jit
 def rounded(x):
-    """A float32 rounded to bfloat16, but for ties.
+    """A float32 rounded to bfloat16; of two as near, the larger one: for products that have many bits.
 
     A conversion there and back takes the slow unit that exponentials need.
     """
