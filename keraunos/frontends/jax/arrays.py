@@ -18,6 +18,11 @@ def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     return vary(jnp.zeros(shape, dtype), varying(like))
 
 
+def empty(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """As :func:`zeros`, with any values."""
+    return vary(jax.lax.empty(shape, dtype), varying(like))
+
+
 def array(x: np.ndarray, like: jax.Array) -> jax.Array:
     """A NumPy array as one of JAX."""
     return jnp.asarray(x)

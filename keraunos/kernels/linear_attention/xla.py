@@ -40,7 +40,7 @@ _PRECISION = {"bfloat16": jax.lax.Precision.DEFAULT, "float16": jax.lax.Precisio
 # How many rows (a sequence's heads) with strong gates are computed at once.
 _TILE = 8
 # How many tokens, at most, walk back together from one state that was kept.
-_GROUP = 512
+_GROUP = 1024
 # Tokens per chunk. Longer chunks spend the time on pairs inside the chunk, shorter ones waste wide matrix units, which
 # CPUs lack.
 _CHUNK = {"cpu": 32, "gpu": 64, "tpu": 128}
@@ -64,25 +64,25 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
 
 
 class _Chunks(NamedTuple):
-    """Where each step of the scans works: chunks in the order of the recurrence, in groups of equal size."""
+    """Where each step of the scans works, on one chunk or several: in the order of the recurrence, in equal groups."""
 
-    begin: Any  # [groups, group] first token
+    begin: Any  # [groups, steps] first token
     end: Any  # one past its last token; begin == end: nothing to do
     sequence: Any  # whose state it continues; N: nobody's
     first: Any  # bool: starts from the initial state
     last: Any  # bool: ends in the final state
 
 
-def _chunks(args: Args, opts: Options, C: int) -> _Chunks:
+def _chunks(args: Args, opts: Options, C: int, groups: int, steps: int) -> _Chunks:
+    """The work of each step, which takes C tokens."""
     T = args.query.shape[1]
     if args.cu_seqlens is None:
         cu, N = jnp.stack([jnp.int32(0), jnp.asarray(T, jnp.int32)]), 1
     else:
         cu, N = args.cu_seqlens.astype(jnp.int32), args.cu_seqlens.shape[0] - 1
-    count = -(-(cu[1:] - cu[:-1]) // C)  # chunks of each sequence
+    count = -(-(cu[1:] - cu[:-1]) // C)  # steps of each sequence
     stop = jnp.cumsum(count)
-    groups, group = _groups(args, C)
-    i = jnp.arange(groups * group, dtype=jnp.int32).reshape(groups, group)
+    i = jnp.arange(groups * steps, dtype=jnp.int32).reshape(groups, steps)
     sequence = jnp.searchsorted(stop, i, side="right").astype(jnp.int32)
     s = jnp.minimum(sequence, N - 1)
     local = i - (stop - count)[s]
@@ -98,23 +98,34 @@ def _chunk(T: int, block_q: int) -> int:
     return block_q if frontend.is_symbol(T) else min(block_q, 1 << (T.bit_length() - 1))
 
 
-def _groups(args: Args, C: int) -> tuple[int, int]:
-    """How many groups of chunks there are, and chunks in each, the last of which may be empty."""
+def _groups(args: Args, C: int) -> tuple[int, int, int]:
+    """How many groups of chunks there are, the last of which may be empty, steps in each, and chunks at each step.
+
+    Chunks as short as a CPU's are taken one by one, which its caches like; so are those of packed sequences, which
+    begin anywhere. Others are taken all at once, as fast matrix units wait for nothing as long as for the next step.
+    """
     T, packed = args.query.shape[1], args.cu_seqlens is not None
     N = args.cu_seqlens.shape[0] - 1 if packed else 0
+    one_by_one = packed or C <= _CHUNK["cpu"]
     if frontend.is_symbol(T):
         # As many groups whatever the chunk: packed sequences have up to N chunks that are not whole.
-        return -(-T // _GROUP) + -(-N // 4), max(_GROUP // C, 4)
-    n = T // C + N if packed else -(-T // C)
-    # Groups with the fewest empty chunks; none at all where every chunk is whole, as then nothing need be masked.
-    longest = min(max(_GROUP // C, 1), n)
-    shortest = 1 if not packed and T % C == 0 else longest // 2 + 1
-    group = min(range(longest, shortest - 1, -1), key=lambda g: -n % g)
-    return -(-n // group), group
+        groups, group = -(-T // _GROUP) + -(-N // 4), max(_GROUP // C, 4 if packed else 1)
+    else:
+        n = T // C + N if packed else -(-T // C)
+        # Groups with the fewest empty chunks; none at all where every chunk is whole, as then nothing need be masked,
+        # unless that made many steps of few.
+        longest = min(max(_GROUP // C, 1), n)
+        shortest = 1 if one_by_one and not packed and T % C == 0 else longest // 2 + 1
+        group = min(range(longest, shortest - 1, -1), key=lambda g: -n % g)
+        groups = -(-n // group)
+    return (groups, group, 1) if one_by_one else (groups, 1, group)
 
 
 class _Walker:
-    """Reads and writes chunks of the arrays of one call as ``[B, H, C, dim]`` in the order of the recurrence."""
+    """Reads and writes chunks of the arrays of one call as ``[B * n, H, C, dim]`` in the order of the recurrence.
+
+    n are the chunks that one step takes.
+    """
 
     def __init__(self, args: Args, opts: Options):
         self.opts = opts
@@ -125,12 +136,14 @@ class _Walker:
         self.dtype = jnp.promote_types(args.query.dtype, jnp.float32)
         self.precision = _PRECISION.get(args.query.dtype.name, jax.lax.Precision.HIGHEST)
         self.far = _FAR if args.query.dtype.name in _PRECISION else _MILD
-        self.chunks = _chunks(args, opts, self.C)
-        self.whole = args.cu_seqlens is None and not symbolic and self.chunks.begin.size * self.C == self.T
-        # A length that is not known may be shorter than a window: the arrays that are read and written are longer.
-        self.room = -(-self.T // self.C) * self.C if symbolic else self.T
+        groups, steps, self.n = _groups(args, self.C)
+        self.span = self.n * self.C  # tokens of a step
+        self.chunks = _chunks(args, opts, self.span, groups, steps)
+        self.whole = args.cu_seqlens is None and not symbolic and groups * steps * self.span == self.T
+        # Where the tokens are fewer than a window's, or may be, the arrays that are read and written are longer.
+        self.room = -(-self.T // self.span) * self.span if symbolic else max(self.T, self.span)
         tokens = {name: getattr(args, name) for name in ("query", "key", "value", "g")}
-        self.args = args._replace(**{name: self.pad(x) for name, x in tokens.items() if x is not None})
+        self.args = args._replace(**{name: self.room_for(x) for name, x in tokens.items() if x is not None})
 
     def mm(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(equation, a, b, precision=self.precision)
@@ -138,42 +151,69 @@ class _Walker:
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> jax.Array:
         return frontend.zeros(shape, dtype or self.dtype, self.args.query)
 
-    def pad(self, x: jax.Array) -> jax.Array:
-        """``[B, T, ...]`` with zeros up to the room that windows need."""
-        return frontend.pad(x, 1, self.room - self.T) if frontend.is_symbol(self.T) else x
+    def room_for(self, x: jax.Array) -> jax.Array:
+        """``[B, T, ...]`` as it is read: ``[B, chunks, C, ...]`` if whole, else with zeros where windows need them."""
+        if self.whole:
+            return x.reshape(x.shape[0], -1, self.C, *x.shape[2:])
+        return frontend.pad(x, 1, self.room - self.T)
 
     def buffer(self, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """Zeros to write into, of the shape and dtype of an array of the tokens."""
-        return frontend.zeros((self.B, self.room, *x.shape[2:]), x.dtype, self.args.query)
+        """As much room to write an array into: zeros, if tokens may be no sequence's."""
+        make = frontend.empty if self.args.cu_seqlens is None else frontend.zeros
+        shape = (self.T // self.C, self.C) if self.whole else (self.room,)
+        return make((self.B, *shape, *x.shape[2:]), x.dtype, self.args.query)
+
+    def written(self, buffer: jax.Array) -> jax.Array:
+        """``[B, T, ...]`` of what was written."""
+        return buffer.reshape(self.B, self.T, *buffer.shape[3:]) if self.whole else buffer[:, : self.T]
 
     def rows(self, chunk: _Chunks) -> tuple[jax.Array, jax.Array | None]:
-        """The window's start, and which of its rows belong to the chunk (None: all), in the order of the recurrence."""
-        start = jnp.minimum(chunk.begin, self.room - self.C)
+        """The window's start, and which of its rows belong to the step (None: all), in the order of the recurrence."""
+        start = jnp.minimum(chunk.begin, self.room - self.span)
         if self.whole:
             return start, None
-        row = start + jnp.arange(self.C)
+        row = start + jnp.arange(self.span)
         valid = (row >= chunk.begin) & (row < chunk.end)
         return start, valid[::-1] if self.opts.reverse else valid
 
+    def fold(self, x: jax.Array) -> jax.Array:
+        """``[B, n * C, heads, ...] or [B, n, C, heads, ...] -> [B * n, heads, C, ...]``."""
+        heads = x.shape[3 if self.whole else 2 :]
+        return jnp.swapaxes(x.reshape(x.shape[0] * self.n, self.C, *heads), 1, 2)
+
+    def mask(self, valid: jax.Array) -> jax.Array:
+        """``[n * C] -> [B * n or 1, 1, C]``."""
+        return self.fold(jnp.broadcast_to(valid[:, None], (1 if self.n == 1 else self.B, *valid.shape, 1)))
+
     def read(self, x: jax.Array, chunk: _Chunks) -> jax.Array:
-        """``[B, T, heads(, dim)] -> [B, H, C(, dim)]``; rows outside the chunk are zero."""
+        """``[B * n, H, C(, dim)]`` of an array of the tokens; rows outside the chunks are zero."""
         start, valid = self.rows(chunk)
-        x = jax.lax.dynamic_slice_in_dim(x, start, self.C, axis=1)
-        x = x[:, ::-1] if self.opts.reverse else x
-        x = jnp.swapaxes(x, 1, 2).astype(self.dtype)
+        if self.whole:
+            x = jax.lax.dynamic_slice_in_dim(x, start // self.C, self.n, axis=1)
+            x = x[:, ::-1, ::-1] if self.opts.reverse else x
+        else:
+            x = jax.lax.dynamic_slice_in_dim(x, start, self.span, axis=1)
+            x = x[:, ::-1] if self.opts.reverse else x
+        x = self.fold(x).astype(self.dtype)
         if valid is not None:
-            x = jnp.where(valid[:, None] if x.ndim == 4 else valid, x, 0)
+            valid = self.mask(valid)
+            x = jnp.where(valid[..., None] if x.ndim == 4 else valid, x, 0)
         return jnp.repeat(x, self.H // x.shape[1], axis=1)
 
     def write(self, buffer: jax.Array, x: jax.Array, chunk: _Chunks) -> jax.Array:
-        """Put ``[B, H, C(, dim)]`` back into ``[B, T, heads(, dim)]``, summed over the heads that share one."""
+        """Put ``[B * n, H, C(, dim)]`` where it belongs, summed over the heads that share one."""
         start, valid = self.rows(chunk)
-        heads = buffer.shape[2]
+        heads = buffer.shape[3 if self.whole else 2]
         if heads != self.H:
-            x = x.reshape(self.B, heads, self.H // heads, *x.shape[2:]).sum(2)
+            x = x.reshape(x.shape[0], heads, self.H // heads, *x.shape[2:]).sum(2)
         x = jnp.swapaxes(x, 1, 2).astype(buffer.dtype)
+        if self.whole:
+            x = x.reshape(self.B, self.n, *x.shape[1:])
+            x = x[:, ::-1, ::-1] if self.opts.reverse else x
+            return jax.lax.dynamic_update_slice_in_dim(buffer, x, start // self.C, axis=1)
+        x = x.reshape(self.B, self.span, *x.shape[2:])
         if valid is not None:
-            old = jax.lax.dynamic_slice_in_dim(buffer, start, self.C, axis=1)
+            old = jax.lax.dynamic_slice_in_dim(buffer, start, self.span, axis=1)
             old = old[:, ::-1] if self.opts.reverse else old
             x = jnp.where(valid.reshape(1, -1, *[1] * (x.ndim - 2)), x, old)
         x = x[:, ::-1] if self.opts.reverse else x
@@ -186,24 +226,25 @@ class _Walker:
     def decay(self) -> Callable:
         """A function ``(chunk, f, *arrays) -> f(decay inside the chunk, *arrays)``, with arrays ``[B, H, ...]``.
 
-        A constant decay is computed once, outside the scan.
+        B is that of what :meth:`read` gives. A constant decay is computed once, outside the scan.
         """
         g, gamma = self.args.g, self.args.g_gamma
-        gamma = jnp.zeros((1, self.H), self.dtype) if gamma is None else gamma.astype(self.dtype)
+        gamma = jnp.zeros(self.H, self.dtype) if gamma is None else gamma.astype(self.dtype)
         gamma = jnp.broadcast_to(jnp.maximum(gamma, _CLOSED)[..., None], (*gamma.shape, self.C))
-        gamma = gamma if gamma.ndim == 3 else gamma[None]  # [1 or B, H, C]
+        gamma = jnp.repeat(gamma, self.n, axis=0) if gamma.ndim == 3 else gamma[None]  # [1 or B, H, C]
         if g is None and self.whole:
             constant = _Scalar(self, gamma)
             return lambda chunk, f, *arrays: f(constant, *arrays)
 
         def under(chunk: _Chunks, f: Callable, *arrays: jax.Array) -> Any:
             _, valid = self.rows(chunk)
-            a = gamma if valid is None else jnp.where(valid, gamma, 0)
+            a = gamma if valid is None else jnp.where(self.mask(valid), gamma, 0)
             if g is None:
                 return f(_Scalar(self, a), *arrays)
-            a = jnp.maximum(self.read(g, chunk), _CLOSED) + (a if g.ndim == 3 else a[..., None])
-            if g.ndim == 3:
-                return f(_Scalar(self, a), *arrays)
+            gates = jnp.maximum(self.read(g, chunk), _CLOSED)
+            if gates.ndim == 3:
+                return f(_Scalar(self, gates + a), *arrays)
+            a = gates + a[..., None]
             n = min(self.C, 2)
             halves = a.reshape(*a.shape[:2], n, self.C // n, self.K).sum(3)
             strong = (halves.min((2, 3)) <= -self.far) | (a.min((2, 3)) <= -_MILD)
@@ -229,6 +270,21 @@ class _Walker:
         if self.args.cu_seqlens is None:
             return state
         return states.at[chunk.sequence].set(state[0], mode="drop")
+
+    def through(self, state: jax.Array, total: jax.Array, k: jax.Array, v: jax.Array,
+                reverse: bool = False) -> tuple[jax.Array, jax.Array]:
+        """The state ``[B, H, K, V]`` after a step's chunks, and before each of them, ``[B * n, H, K, V]``.
+
+        Each chunk leaves ``total``, ``[B * n or 1, H, K or 1, 1]``, of the state, and adds the products of its keys,
+        decayed up to its end, and values.
+        """
+        total, k, v = (x.reshape(-1, self.n if len(x) > 1 else 1, *x.shape[1:]) for x in (total, k, v))
+        before = []
+        for i in range(self.n)[:: -1 if reverse else 1]:
+            before.append(state)
+            state = total[:, i % total.shape[1]] * state + self.mm("bhjk,bhjv->bhkv", k[:, i], v[:, i])
+        before = before[::-1] if reverse else before
+        return state, jnp.stack(before, axis=1).reshape(-1, *state.shape[1:])
 
     def carry(self, states: jax.Array) -> jax.Array:
         """What the scan over chunks starts with: batch rows walk together, packed sequences one after another."""
@@ -485,11 +541,6 @@ def _join(left: jax.Array | None, right: jax.Array | None) -> jax.Array:
     return jnp.stack(halves, axis=3).reshape(B, H, n * 2 * m, dim)
 
 
-def _advance(w: _Walker, decay: _Decay, state: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The state after a chunk."""
-    return decay.total * state + w.mm("bhjk,bhjv->bhkv", k * decay.leave, v)
-
-
 def _by_device(fn: Callable, opts: Options, args: Args, *others: Any) -> Any:
     """``fn(opts, args, ...)``; with the chunks of the device that it is lowered for, where these are nobody's choice.
 
@@ -536,15 +587,16 @@ def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tu
     w = _Walker(args, opts)
     under = w.decay()
 
-    def pass_chunk(decay: _Decay, state: jax.Array, q: jax.Array, k: jax.Array,
-                   v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        o = decay.inside(q, k, v) + w.mm("bhik,bhkv->bhiv", q * decay.enter, state)
-        return o, _advance(w, decay, state, k, v)
+    def pass_chunks(decay: _Decay, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        return decay.inside(q, k, v), q * decay.enter, k * decay.leave, decay.total
 
     def step(carry: tuple, chunk: _Chunks) -> tuple[tuple, None]:
         state, states, output = carry
         state = w.enter(state, states, chunk.first, chunk)
-        o, state = under(chunk, pass_chunk, state, *w.qkv(chunk))
+        q, k, v = w.qkv(chunk)
+        o, q, k, total = under(chunk, pass_chunks, q, k, v)
+        state, before = w.through(state, total, k, v)
+        o = o + w.mm("bhik,bhkv->bhiv", q, before)
         return (state, w.leave(state, states, chunk), w.write(output, o, chunk)), None
 
     def walk(carry: tuple, group: _Chunks) -> tuple[tuple, jax.Array]:
@@ -553,7 +605,7 @@ def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tu
     states = w.initial()
     output = w.buffer(jax.ShapeDtypeStruct((w.B, w.T, w.H, w.V), args.query.dtype))
     (_, states, output), before = jax.lax.scan(walk, (w.carry(states), states, output), w.chunks)
-    return (output[:, : w.T], states), (before,)
+    return (w.written(output), states), (before,)
 
 
 def _no_tokens(args: Args) -> tuple[jax.Array, jax.Array]:
@@ -565,13 +617,16 @@ def _no_tokens(args: Args) -> tuple[jax.Array, jax.Array]:
 
 
 def _states_before(w: _Walker, under: Callable, group: _Chunks, state: jax.Array) -> jax.Array:
-    """The state before each chunk of a group, ``[group, B, H, K, V]``, from the one before its first."""
+    """The state before each step of a group, ``[steps, B, H, K, V]``, from the one before its first."""
+    if group.begin.shape[0] == 1:
+        return state[None]
     states = w.initial()
 
     def step(state: jax.Array, chunk: _Chunks) -> tuple[jax.Array, jax.Array]:
         state = w.enter(state, states, chunk.first, chunk)
         k, v = w.read(w.args.key, chunk), w.read(w.args.value, chunk)
-        return under(chunk, functools.partial(_advance, w), state, k, v), state
+        total, k = under(chunk, lambda decay, k: (decay.total, k * decay.leave), k)
+        return w.through(state, total, k, v)
 
     return jax.lax.scan(step, state, group)[1]
 
@@ -585,25 +640,34 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
         return jax.vjp(_no_tokens, args)[1]((doutput, dfinal))[0]
     w = _Walker(args, opts)
     under = w.decay()
-    doutput = w.pad(doutput)
+    doutput = w.room_for(doutput)
     need_gate = opts.needs(args, "g") or opts.needs(args, "g_gamma")
 
-    def pass_chunk(decay: _Decay, state: jax.Array, dstate: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
-                   do: jax.Array) -> tuple:
-        q_enter, k_leave = q * decay.enter, k * decay.leave
+    def ends(decay: _Decay, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+        return q * decay.enter, k * decay.leave, decay.total
+
+    def pass_chunks(decay: _Decay, state: jax.Array, dstate: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
+                    do: jax.Array) -> tuple:
+        q_enter, k_leave, total = ends(decay, q, k)
         dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
-        crossing = q_enter * dq_enter, k_leave * dk_leave, decay.total * state * dstate
+        crossing = q_enter * dq_enter, k_leave * dk_leave, total * state * dstate
         dq, dk, dv, da = decay.backward(q, k, v, do, crossing if need_gate else None)
         dq, dk = dq + decay.enter * dq_enter, dk + decay.leave * dk_leave
         dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
-        return dq, dk, dv, da, decay.total * dstate + w.mm("bhik,bhiv->bhkv", q_enter, do)
+        return dq, dk, dv, da, q_enter, total
 
     def step(carry: tuple, xs: tuple) -> tuple[tuple, None]:
         dstate, dstates, dgamma, (dq_, dk_, dv_, dg_) = carry
         chunk, state = xs
         dstate = w.enter(dstate, dstates, chunk.last, chunk)
-        given = state, dstate, *w.qkv(chunk), w.read(doutput, chunk)
-        dq, dk, dv, da, dstate = under(chunk, pass_chunk, *given)
+        (q, k, v), do, after = w.qkv(chunk), w.read(doutput, chunk), dstate
+        if w.n > 1:
+            q_enter, k_leave, total = under(chunk, ends, q, k)
+            state = w.through(state, total, k_leave, v)[1]
+            dstate, after = w.through(dstate, total, q_enter, do, reverse=True)
+        dq, dk, dv, da, q_enter, total = under(chunk, pass_chunks, state, after, q, k, v, do)
+        if w.n == 1:
+            dstate = w.through(dstate, total, q_enter, do)[0]
         if need_gate:
             dgamma = dgamma + _gamma_gradient(w, da, chunk)
             dg_ = None if dg_ is None else w.write(dg_, da, chunk)
@@ -625,15 +689,16 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
     if opts.needs(args, "g_gamma"):
         dgamma = total if args.g_gamma.ndim == 2 else total.sum(0)
     dinitial = None if args.initial_state is None else dstates
-    grads = (*(None if x is None else x[:, : w.T] for x in buffers), dgamma, dinitial, None)
+    grads = (*(None if x is None else w.written(x) for x in buffers), dgamma, dinitial, None)
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, grads, strict=True)))
 
 
 def _gamma_gradient(w: _Walker, da: jax.Array, chunk: _Chunks) -> jax.Array:
-    """The sum of the gates' gradients over the chunk's own tokens, ``[B, H]``."""
+    """The sum of the gates' gradients over the step's own tokens, ``[B, H]``."""
     _, valid = w.rows(chunk)
     da = da if da.ndim == 3 else _sum(da)
-    return _sum(da if valid is None else jnp.where(valid, da, 0))
+    total = _sum(da if valid is None else jnp.where(w.mask(valid), da, 0))
+    return total if w.n == 1 else total.reshape(w.B, w.n, w.H).sum(1)
 
 
 gla, lightning_attn = kernels(
