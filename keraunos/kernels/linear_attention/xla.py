@@ -245,10 +245,10 @@ class _Walker:
             if gates.ndim == 3:
                 return f(_Scalar(self, gates + a), *arrays)
             a = gates + a[..., None]
-            n = min(self.C, 2)
-            halves = a.reshape(*a.shape[:2], n, self.C // n, self.K).sum(3)
+            between = _between(a)
+            halves = jnp.concatenate([a[:, :, :1] - between[:, :, :1], between[:, :, -1:]], axis=2)
             strong = (halves.min((2, 3)) <= -self.far) | (a.min((2, 3)) <= -_MILD)
-            return _by_strength(self, f, strong, a, *arrays)
+            return _by_strength(self, f, strong, a, between, *arrays)
 
         return under
 
@@ -291,17 +291,18 @@ class _Walker:
         return states if self.args.cu_seqlens is None else self.zeros((1, self.H, self.K, self.V))
 
 
-def _by_strength(walker: _Walker, f: Callable, strong: jax.Array, a: jax.Array, *arrays: jax.Array) -> Any:
-    """``f(decay, *arrays)`` for gates ``a: [B, H, C, K]``, whose rows ``[B, H]`` are strong or mild.
+def _by_strength(walker: _Walker, f: Callable, strong: jax.Array, *arrays: jax.Array) -> Any:
+    """``f(decay, ...)`` for gates ``[B, H, C, K]``, their sums from the middle, and more, whose rows are strong or mild.
 
     Arrays and results are ``[B, H, ...]``. No kind of row is computed that there is none of; what a row gets does not
     depend on which others are strong.
     """
 
-    def mild_rows(strong: jax.Array, a: jax.Array, *arrays: jax.Array) -> Any:
-        return f(_MildVector(walker, jnp.where(strong[..., None, None], 0, a)), *arrays)
+    def mild_rows(strong: jax.Array, a: jax.Array, between: jax.Array, *arrays: jax.Array) -> Any:
+        first, between = (jnp.where(strong[..., None, None], 0, x) for x in (a[:, :, :1], between))
+        return f(_MildVector(walker, first, between), *arrays)
 
-    def strong_rows(a: jax.Array, *arrays: jax.Array) -> Any:
+    def strong_rows(a: jax.Array, between: jax.Array, *arrays: jax.Array) -> Any:
         return f(_Vector(walker, a), *arrays)
 
     def everywhere(strong: jax.Array, *arrays: jax.Array, mild: Any = None) -> Any:
@@ -356,7 +357,7 @@ def _by_strength(walker: _Walker, f: Callable, strong: jax.Array, a: jax.Array, 
     def second_order(primals: tuple, tangents: tuple) -> tuple:
         return jax.jvp(everywhere, primals, tangents)
 
-    return call(strong, a, *arrays)
+    return call(strong, *arrays)
 
 
 class _Scalar:
@@ -398,20 +399,17 @@ class _Scalar:
 
 
 class _MildVector:
-    """Decay inside a chunk for a gate per key dimension, ``a: [B, H, C, K]``, none of them strong.
+    """Decay inside a chunk for a gate per key dimension, none of them strong.
 
     The decay from j to i is exp(gates from the chunk's middle to i) * exp(-gates from there to j), where gates before
-    the middle count negative: two factors, neither too large nor too small, and one matrix product for all pairs.
+    the middle count negative, ``between: [B, H, C, K]``: two factors, neither too large nor too small, and one matrix
+    product for all pairs. ``first: [B, H, 1, K]`` are the gates of the first token.
     """
 
-    def __init__(self, walker: _Walker, a: jax.Array):
-        self.mm, C, i = walker.mm, walker.C, jnp.arange(walker.C)
-        # One copy a head, as a product of all heads with the same triangle transposes them all twice.
-        self.since = jnp.broadcast_to((i[:, None] <= i).astype(a.dtype), (*a.shape[:2], C, C))
-        sign = jnp.swapaxes(self.since, -1, -2) - (i < C // 2)
-        between = _exact("bhts,bhsk->bhtk", sign, a)
+    def __init__(self, walker: _Walker, first: jax.Array, between: jax.Array):
+        self.mm = walker.mm
         self.to, self.back = jnp.exp(between), jnp.exp(-between)
-        early, late = (jnp.exp(x.sum(2, keepdims=True)) for x in (a[:, :, : C // 2], a[:, :, C // 2 :]))
+        early, late = jnp.exp(first - between[:, :, :1]), self.to[:, :, -1:]
         self.enter, self.leave = self.to * early, self.back * late
         self.total = jnp.swapaxes(early * late, -1, -2)  # [B, H, K, 1]
 
@@ -438,8 +436,9 @@ class _MildVector:
         da = None
         if crossing is not None:
             x, y, z = crossing
-            da = _exact("bhts,bhsk->bhtk", self.since, x + q * dq - k * dk)
-            da = da + _exact("bhts,bhsk->bhtk", 1 - self.since, y) + _sum(z)[..., None, :]
+            since = _since(x)
+            da = _exact("bhts,bhsk->bhtk", since, x + q * dq - k * dk)
+            da = da + _exact("bhts,bhsk->bhtk", 1 - since, y) + _sum(z)[..., None, :]
         return (dq + diagonal * k) * self.to, (dk + diagonal * q) * self.back, dv, da
 
 
@@ -509,6 +508,21 @@ class _Vector:
                 by_query = by_query + jnp.where(is_right, q * dqk, 0)
                 by_key = by_key + jnp.where(is_right, 0, k * dqk)
         return dq, dk, dv, None if crossing is None else da + by_query
+
+
+def _since(a: jax.Array) -> jax.Array:
+    """``[B, H, C, C]``: 1 for tokens s from each token t on, for ``a: [B, H, C, K]``; else 0.
+
+    One copy a head, as a product of all heads with the same triangle transposes them all twice.
+    """
+    i = jnp.arange(a.shape[2])
+    return jnp.broadcast_to((i[:, None] <= i).astype(a.dtype), (*a.shape[:3], len(i)))
+
+
+def _between(a: jax.Array) -> jax.Array:
+    """The gates' sums from the chunk's middle to each token, ``[B, H, C, K]``; those before the middle count negative."""
+    sign = jnp.swapaxes(_since(a), -1, -2) - (jnp.arange(a.shape[2]) < a.shape[2] // 2)
+    return _exact("bhts,bhsk->bhtk", sign, a)
 
 
 def _exact(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
