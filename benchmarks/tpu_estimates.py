@@ -19,7 +19,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
@@ -55,12 +54,8 @@ def costs(text: str) -> list[tuple[float, int, str]]:
             if loop := re.search(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)", line):
                 bounds = [int(n) for n in re.findall(r"constant\((\d+)\)", "\n".join(program[loop[1]]))]
                 walk(loop[2], runs * max(bounds, default=1))
-            elif branch := re.search(r" conditional\(.*false_computation=%([\w.-]+)", line):
+            elif branch := re.search(r" conditional\(.*(?:false_computation=|branch_computations=\{)%([\w.-]+)", line):
                 walk(branch[1], runs)
-            elif branch := re.search(r" conditional\(.*branch_computations=\{%([\w.-]+)", line):
-                walk(branch[1], runs)
-            elif called := re.search(r" call\(.*to_apply=%([\w.-]+)", line):
-                walk(called[1], runs)
 
     walk("ENTRY", 1)
     return rows
@@ -96,7 +91,8 @@ def main() -> None:
         for gradients in (False, True):
             rows = costs(compiled(name, gradients))
             total = sum(cycles * runs for cycles, runs, _ in rows)
-            print(f"{name}, {'forward + backward' if gradients else 'forward'}: {1e3 * total / CLOCK:.2f} ms", flush=True)
+            what = "forward + backward" if gradients else "forward"
+            print(f"{name}, {what}: {1e3 * total / CLOCK:.2f} ms", flush=True)
             for cycles, runs, line in sorted(rows, key=lambda row: -row[0] * row[1])[: 30 if options.names else 0]:
                 what = line.split(", metadata")[0].removeprefix("ROOT ")
                 source = re.search(r'op_name="([^"]*)"', line)

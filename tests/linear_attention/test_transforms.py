@@ -373,9 +373,22 @@ def test_the_digits_of_a_tpu_are_enough(monkeypatch, dtype, case):
     case.check(functools.partial(run_jax, "xla", lambda args, case, platform: call(*args[:6])))
 
 
+@of_batching
+@pytest.mark.parametrize("case", [
+    Case(gate="vector", gamma=1, T=130, H=4, G=2, state=True), Case(gamma=2, T=256, state=True, reverse=True),
+    Case(gate="scalar", T=1200, H=1, reverse=True), Case(gate="vector", decay="infinite", T=192, state=True),
+], ids=str)
+def test_several_chunks_at_once(case):
+    """As on GPUs and TPUs: less than one group of chunks, a whole one, more, and rows with strong gates."""
+    fn = functools.partial(keraunos.gla_attention, reverse=case.reverse, return_state=True,
+                           cfg=keraunos.Config(block_q=64, platform="xla"))
+    call = jax.jit(lambda *floats: fn(*floats[:5], initial_state=floats[5]))
+    case.check(functools.partial(run_jax, "xla", lambda args, case, platform: call(*args[:6])))
+
+
 def chunk_lengths(text):
     """How many tokens the chunks of a program have, by its matrices of pairs of tokens."""
-    return {int(n) for n in re.findall(r"tensor<2x1x(\d+)x\1xf32>", text)} - {1}
+    return {int(n) for n in re.findall(r"tensor<\d+x1x(\d+)x\1xf32>", text)} - {1}
 
 
 @of_batching

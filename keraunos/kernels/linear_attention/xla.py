@@ -4,9 +4,12 @@ Within a chunk every pair (query i, key j <= i) is a matrix product weighted by 
 chunk only the state ``[K, V]`` travels. A decay is a product of factors, each over exactly the tokens it spans, and no
 difference of long sums, so nothing overflows or cancels for any gate <= 0.
 
-The forward keeps the state before every 512th token or so. The backward takes these groups of chunks from the last to
+The forward keeps the state before every 1024th token or so. The backward takes these groups of chunks from the last to
 the first, recomputes the states inside a group, and walks its chunks back with the gradient of the state: memory grows
-by ``K * V / 512`` values a token and head, not by ``K * V``.
+by ``K * V / 1024`` values a token and head, not by ``K * V``.
+
+A CPU walks from chunk to chunk. Where chunks are longer, for GPUs and TPUs, all chunks of a group are computed at once
+but for the products that the state gathers: few and large operations.
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ def _groups(args: Args, C: int) -> tuple[int, int, int]:
     """
     T, packed = args.query.shape[1], args.cu_seqlens is not None
     N = args.cu_seqlens.shape[0] - 1 if packed else 0
-    one_by_one = packed or C <= _CHUNK["cpu"]
+    at_once = not packed and _CHUNK["cpu"] < C
     if frontend.is_symbol(T):
         # As many groups whatever the chunk: packed sequences have up to N chunks that are not whole.
         groups, group = -(-T // _GROUP) + -(-N // 4), max(_GROUP // C, 4 if packed else 1)
@@ -115,10 +118,10 @@ def _groups(args: Args, C: int) -> tuple[int, int, int]:
         # Groups with the fewest empty chunks; none at all where every chunk is whole, as then nothing need be masked,
         # unless that made many steps of few.
         longest = min(max(_GROUP // C, 1), n)
-        shortest = 1 if one_by_one and not packed and T % C == 0 else longest // 2 + 1
+        shortest = 1 if not packed and not at_once and T % C == 0 else longest // 2 + 1
         group = min(range(longest, shortest - 1, -1), key=lambda g: -n % g)
         groups = -(-n // group)
-    return (groups, group, 1) if one_by_one else (groups, 1, group)
+    return (groups, 1, group) if at_once else (groups, group, 1)
 
 
 class _Walker:
@@ -278,13 +281,15 @@ class _Walker:
         Each chunk leaves ``total``, ``[B * n or 1, H, K or 1, 1]``, of the state, and adds the products of its keys,
         decayed up to its end, and values.
         """
-        total, k, v = (x.reshape(-1, self.n if len(x) > 1 else 1, *x.shape[1:]) for x in (total, k, v))
+        total, k, v = (
+            x[:, None] if x.shape[0] == 1 else x.reshape(self.B, self.n, *x.shape[1:]) for x in (total, k, v)
+        )
         before = []
         for i in range(self.n)[:: -1 if reverse else 1]:
             before.append(state)
             state = total[:, i % total.shape[1]] * state + self.mm("bhjk,bhjv->bhkv", k[:, i], v[:, i])
         before = before[::-1] if reverse else before
-        return state, jnp.stack(before, axis=1).reshape(-1, *state.shape[1:])
+        return state, jnp.stack(before, axis=1).reshape(self.B * self.n, *state.shape[1:])
 
     def carry(self, states: jax.Array) -> jax.Array:
         """What the scan over chunks starts with: batch rows walk together, packed sequences one after another."""
@@ -292,7 +297,7 @@ class _Walker:
 
 
 def _by_strength(walker: _Walker, f: Callable, strong: jax.Array, *arrays: jax.Array) -> Any:
-    """``f(decay, ...)`` for gates ``[B, H, C, K]``, their sums from the middle, and more, whose rows are strong or mild.
+    """``f(decay, ...)`` for gates ``[B, H, C, K]``, their sums from the middle, and more; rows are strong or mild.
 
     Arrays and results are ``[B, H, ...]``. No kind of row is computed that there is none of; what a row gets does not
     depend on which others are strong.
@@ -520,7 +525,7 @@ def _since(a: jax.Array) -> jax.Array:
 
 
 def _between(a: jax.Array) -> jax.Array:
-    """The gates' sums from the chunk's middle to each token, ``[B, H, C, K]``; those before the middle count negative."""
+    """The gates' sums from the chunk's middle to each token, ``[B, H, C, K]``; those before it count negative."""
     sign = jnp.swapaxes(_since(a), -1, -2) - (jnp.arange(a.shape[2]) < a.shape[2] // 2)
     return _exact("bhts,bhsk->bhtk", sign, a)
 
