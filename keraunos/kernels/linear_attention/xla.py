@@ -274,20 +274,22 @@ class _Walker:
             return state
         return states.at[chunk.sequence].set(state[0], mode="drop")
 
-    def through(self, state: jax.Array, total: jax.Array, k: jax.Array, v: jax.Array,
+    def through(self, state: jax.Array, total: jax.Array, decay: jax.Array, k: jax.Array, v: jax.Array,
                 reverse: bool = False) -> tuple[jax.Array, jax.Array]:
         """The state ``[B, H, K, V]`` after a step's chunks, and before each of them, ``[B * n, H, K, V]``.
 
-        Each chunk leaves ``total``, ``[B * n or 1, H, K or 1, 1]``, of the state, and adds the products of its keys,
-        decayed up to its end, and values.
+        Each chunk leaves ``total``, ``[B * n or 1, H, K or 1, 1]``, of the state, and adds the products of its values
+        with its keys, times their ``decay`` up to its end. Each for itself, as slices of what was multiplied are laid
+        out anew on a TPU.
         """
-        total, k, v = (
-            x[:, None] if x.shape[0] == 1 else x.reshape(self.B, self.n, *x.shape[1:]) for x in (total, k, v)
+        total, decay, k, v = (
+            x[:, None] if x.shape[0] == 1 else x.reshape(self.B, self.n, *x.shape[1:]) for x in (total, decay, k, v)
         )
         before = []
         for i in range(self.n)[:: -1 if reverse else 1]:
             before.append(state)
-            state = total[:, i % total.shape[1]] * state + self.mm("bhjk,bhjv->bhkv", k[:, i], v[:, i])
+            key = k[:, i] * decay[:, i % decay.shape[1]]
+            state = total[:, i % total.shape[1]] * state + self.mm("bhjk,bhjv->bhkv", key, v[:, i])
         before = before[::-1] if reverse else before
         return state, jnp.stack(before, axis=1).reshape(self.B * self.n, *state.shape[1:])
 
@@ -607,14 +609,14 @@ def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tu
     under = w.decay()
 
     def pass_chunks(decay: _Decay, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        return decay.inside(q, k, v), q * decay.enter, k * decay.leave, decay.total
+        return decay.inside(q, k, v), q * decay.enter, decay.total, decay.leave
 
     def step(carry: tuple, chunk: _Chunks) -> tuple[tuple, None]:
         state, states, output = carry
         state = w.enter(state, states, chunk.first, chunk)
         q, k, v = w.qkv(chunk)
-        o, q, k, total = under(chunk, pass_chunks, q, k, v)
-        state, before = w.through(state, total, k, v)
+        o, q, total, leave = under(chunk, pass_chunks, q, k, v)
+        state, before = w.through(state, total, leave, k, v)
         o = o + w.mm("bhik,bhkv->bhiv", q, before)
         return (state, w.leave(state, states, chunk), w.write(output, o, chunk)), None
 
@@ -644,8 +646,7 @@ def _states_before(w: _Walker, under: Callable, group: _Chunks, state: jax.Array
     def step(state: jax.Array, chunk: _Chunks) -> tuple[jax.Array, jax.Array]:
         state = w.enter(state, states, chunk.first, chunk)
         k, v = w.read(w.args.key, chunk), w.read(w.args.value, chunk)
-        total, k = under(chunk, lambda decay, k: (decay.total, k * decay.leave), k)
-        return w.through(state, total, k, v)
+        return w.through(state, *under(chunk, lambda decay: (decay.total, decay.leave)), k, v)
 
     return jax.lax.scan(step, state, group)[1]
 
@@ -662,18 +663,15 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
     doutput = w.room_for(doutput)
     need_gate = opts.needs(args, "g") or opts.needs(args, "g_gamma")
 
-    def ends(decay: _Decay, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
-        return q * decay.enter, k * decay.leave, decay.total
-
     def pass_chunks(decay: _Decay, state: jax.Array, dstate: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
                     do: jax.Array) -> tuple:
-        q_enter, k_leave, total = ends(decay, q, k)
+        q_enter, k_leave, total = q * decay.enter, k * decay.leave, decay.total
         dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
         crossing = q_enter * dq_enter, k_leave * dk_leave, total * state * dstate
         dq, dk, dv, da = decay.backward(q, k, v, do, crossing if need_gate else None)
         dq, dk = dq + decay.enter * dq_enter, dk + decay.leave * dk_leave
         dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
-        return dq, dk, dv, da, q_enter, total
+        return dq, dk, dv, da, total, decay.enter
 
     def step(carry: tuple, xs: tuple) -> tuple[tuple, None]:
         dstate, dstates, dgamma, (dq_, dk_, dv_, dg_) = carry
@@ -681,12 +679,12 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
         dstate = w.enter(dstate, dstates, chunk.last, chunk)
         (q, k, v), do, after = w.qkv(chunk), w.read(doutput, chunk), dstate
         if w.n > 1:
-            q_enter, k_leave, total = under(chunk, ends, q, k)
-            state = w.through(state, total, k_leave, v)[1]
-            dstate, after = w.through(dstate, total, q_enter, do, reverse=True)
-        dq, dk, dv, da, q_enter, total = under(chunk, pass_chunks, state, after, q, k, v, do)
+            total, enter, leave = under(chunk, lambda decay: (decay.total, decay.enter, decay.leave))
+            state = w.through(state, total, leave, k, v)[1]
+            dstate, after = w.through(dstate, total, enter, q, do, reverse=True)
+        dq, dk, dv, da, total, enter = under(chunk, pass_chunks, state, after, q, k, v, do)
         if w.n == 1:
-            dstate = w.through(dstate, total, q_enter, do)[0]
+            dstate = w.through(dstate, total, enter, q, do)[0]
         if need_gate:
             dgamma = dgamma + _gamma_gradient(w, da, chunk)
             dg_ = None if dg_ is None else w.write(dg_, da, chunk)
