@@ -646,7 +646,8 @@ def _states_before(w: _Walker, under: Callable, group: _Chunks, state: jax.Array
     def step(state: jax.Array, chunk: _Chunks) -> tuple[jax.Array, jax.Array]:
         state = w.enter(state, states, chunk.first, chunk)
         k, v = w.read(w.args.key, chunk), w.read(w.args.value, chunk)
-        return w.through(state, *under(chunk, lambda decay: (decay.total, decay.leave)), k, v)
+        total, leave = under(chunk, lambda decay: (decay.total, decay.leave))
+        return w.through(state, total, leave, k, v)
 
     return jax.lax.scan(step, state, group)[1]
 
