@@ -46,7 +46,7 @@ _TILE = 8
 _GROUP = 1024
 # Tokens per chunk. Longer chunks spend the time on pairs inside the chunk, shorter ones waste wide matrix units, which
 # CPUs lack.
-_CHUNK = {"cpu": 32, "gpu": 64, "tpu": 128}
+_CHUNK = {"cpu": 32, "gpu": 128, "tpu": 128}
 
 
 # The decay inside a chunk: for one gate per token, or one per dimension, of which none or some are strong.
