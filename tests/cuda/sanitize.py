@@ -36,7 +36,7 @@ PREFILLS = [
     small_prefill(K=96, V=40, slots=(-1, 3), lengths=(65, 3), pool="bfloat16"),
 ]
 KERNELS = {"outputs_kernel", "gradients_kernel", "starts_kernel", "sum_kernel", "dimensions_kernel", "keys_kernel",
-           "queries_kernel", "gates_kernel"}
+           "queries_kernel"}
 
 
 def main() -> None:
