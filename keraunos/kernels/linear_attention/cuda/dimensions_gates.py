@@ -120,10 +120,10 @@ def add_before(sums, x, sums_of_later, later):
 
 
 @gluon.jit
-def chain(z, base, sums_s, REVERSE: gl.constexpr):
-    """dg of a chunk from ``z = x - y``, in blocks of tokens, and from that of its first token; that of the next one's.
+def dg_of(z, base, sums_s, REVERSE: gl.constexpr):
+    """dg of a chunk, and that of the next one's first token, from ``z = x - y`` in blocks of tokens.
 
-    Sums without each token's own z: beside it they may be small.
+    ``base`` is dg of the chunk's first token. Sums are made without each token's own z: beside it they may be small.
     """
     sums_s.store(gl.sum(z, 1))
     sums = gl.associative_scan((gl.zeros_like(z), z), 1, add_before, reverse=REVERSE)[0]

@@ -237,7 +237,6 @@ def put(x, goal, at, left, H: gl.constexpr, D: gl.constexpr, BD: gl.constexpr, S
     if STORED:
         store_rows(x, o, at, left, H, D, BD)
     else:
-        # Not earlier: copies out come after those in that were begun before.
         tma.store_wait(0)
         o_s.store(x.to(o_s.dtype))
         fence_async_shared()

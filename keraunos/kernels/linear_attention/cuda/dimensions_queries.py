@@ -39,7 +39,7 @@ from keraunos.kernels.linear_attention.cuda.dimensions import (
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import (
     add_up,
     added_up,
-    chain,
+    dg_of,
     load_left,
     of_left,
     room_of,
@@ -87,17 +87,18 @@ def fetch_queries(i, count, q_s, q_desc, came, C: gl.constexpr, REVERSE: gl.cons
 
 
 @gluon.jit
-def release(gates, STORED_G: gl.constexpr, DG: gl.constexpr):
+def free_tiles(gates, STORED_G: gl.constexpr, DG: gl.constexpr):
     """Says that the tiles of what gates' gradients are made of are free, when those are copied out."""
     if DG and not STORED_G:
         tma.store_wait(0)
-    mbarrier.arrive(gates[4], count=1)
+    z_empty = gates[4]
+    mbarrier.arrive(z_empty, count=1)
 
 
 @gluon.jit
-def finish(i, count, gates, queries, sums_s, base, everything, size, C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
-           H: gl.constexpr, REVERSE: gl.constexpr, STORED_G: gl.constexpr, DG: gl.constexpr, DGAMMA: gl.constexpr,
-           GROUP: gl.constexpr, STRONG: gl.constexpr):
+def make_dg(i, count, gates, queries, sums_s, base, everything, size, C: gl.constexpr, K: gl.constexpr,
+            BK: gl.constexpr, H: gl.constexpr, REVERSE: gl.constexpr, STORED_G: gl.constexpr, DG: gl.constexpr,
+            DGAMMA: gl.constexpr, GROUP: gl.constexpr, STRONG: gl.constexpr):
     """Makes the gradients of the gates of chunk i, and copies them out from the place of what they are made of.
 
     Returns the gradient for the next chunk's first token, and the sum of all. Copies the next chunk's queries, too.
@@ -116,7 +117,7 @@ def finish(i, count, gates, queries, sums_s, base, everything, size, C: gl.const
     z = gl.convert_layout(z.reshape([BLOCKS, C // BLOCKS, BK]), ROWS)
     if i % GROUP == 0:
         base = base_s.load(base.type.layout)
-    x, base = chain(z, base, sums_s, REVERSE)
+    x, base = dg_of(z, base, sums_s, REVERSE)
     x = flat(x, LAYOUT)
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
@@ -132,7 +133,7 @@ def finish(i, count, gates, queries, sums_s, base, everything, size, C: gl.const
     if DG and not STORED_G:
         copy_out(dg_desc, [at * C, 0], dg_s)
     if STRONG:
-        release(gates, STORED_G, DG)
+        free_tiles(gates, STORED_G, DG)
     return base, everything
 
 
@@ -219,8 +220,8 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
             fetch(i, count, stages, arrivals, descriptors, C, STAGES, REVERSE, COPIED)
         if LEARNED:  # noqa: SIM102
             if finished <= i - STAGES and finished < count:
-                base, everything = finish(finished, count, gates, queries, totals_s, base, everything, size, C, K, BK,
-                                          H, REVERSE, STORED_G, DG, DGAMMA, GROUP, STRONG)
+                base, everything = make_dg(finished, count, gates, queries, totals_s, base, everything, size, C, K, BK,
+                                           H, REVERSE, STORED_G, DG, DGAMMA, GROUP, STRONG)
                 finished += 1
         if i < count:
             at = (count - 1 - i) if REVERSE else i
@@ -233,7 +234,7 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
             put_sums(x, sums_s, least_s)
             if LEARNED and not STRONG:  # noqa: SIM102
                 if i >= STAGES:
-                    release(gates, STORED_G, DG)
+                    free_tiles(gates, STORED_G, DG)
             mbarrier.wait(full.index(slot), (i // STAGES) & 1)
             k = k_c.load(LAYOUT)
             total, before = around(sums_s, F, LOG2E, REVERSE)[:2]
@@ -248,8 +249,8 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
                     if not LEARNED:
                         mbarrier.wait(read.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
                     else:
-                        base, everything = finish(finished, count, gates, queries, totals_s, base, everything, size, C,
-                                                  K, BK, H, REVERSE, STORED_G, DG, DGAMMA, GROUP, STRONG)
+                        base, everything = make_dg(finished, count, gates, queries, totals_s, base, everything, size, C,
+                                                   K, BK, H, REVERSE, STORED_G, DG, DGAMMA, GROUP, STRONG)
                         finished += 1
                 # It loads all again, which would stay in registers else.
                 do_strong(k_c, k_s.index(STAGES), factors_s.index(slot), g_s.index(slot), ready.index(slot), tree,
@@ -269,9 +270,10 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
                 thread_barrier()
                 mbarrier.arrive(ready.index(slot), count=1)
         elif LEARNED and not STRONG and i >= STAGES:
-            release(gates, STORED_G, DG)
+            free_tiles(gates, STORED_G, DG)
     if DGAMMA:
-        gl.store(gates[8], everything)
+        dgamma = gates[8]
+        gl.store(dgamma, everything)
 
 
 @gluon.jit
@@ -385,7 +387,6 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
         if STORED:
             gl.store(o + o_o, b_dq, mask=inside)
         else:
-            # Not earlier: copies out come after those in that were begun before.
             tma.store_wait(0)
             o_s.store(b_dq.to(dtype))
             fence_async_shared()
