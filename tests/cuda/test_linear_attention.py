@@ -326,6 +326,9 @@ def test_small_gradients_of_gates_are_not_lost_beside_large_products():
     strong = dict(gate="vector", gate_dtype="bfloat16", gamma=1, decay="strong")
     small(K=40, V=40, B=2, T=2, H=1, **strong).check(run)
     small(K=64, V=64, B=1, T=7, H=1, reverse=True, **strong).check(run)
+    strong["gate"] = "scalar"
+    small(K=64, V=64, B=1, T=7, H=1, reverse=True, seed=3, **strong).check(run)
+    small(K=64, V=64, B=1, T=70, H=1, **strong).check(run)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from keraunos.kernels.linear_attention.cuda.dimensions import around
+from keraunos.kernels.linear_attention.cuda.walk import sums_before
 
 
 @gluon.constexpr_function
@@ -114,19 +115,13 @@ def added_up(p, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def add_before(sums, x, sums_of_later, later):
-    """What a scan for the sums of what is before each puts together: such sums, and what comes after them."""
-    return sums + x + sums_of_later, later
-
-
-@gluon.jit
 def dg_of(z, base, sums_s, REVERSE: gl.constexpr):
     """dg of a chunk, and that of the next one's first token, from ``z = x - y`` in blocks of tokens.
 
-    ``base`` is dg of the chunk's first token. Sums are made without each token's own z: beside it they may be small.
+    ``base`` is dg of the chunk's first token.
     """
     sums_s.store(gl.sum(z, 1))
-    sums = gl.associative_scan((gl.zeros_like(z), z), 1, add_before, reverse=REVERSE)[0]
+    sums = sums_before(z, 1, REVERSE)
     total, before = around(sums_s, sums, 1.0, REVERSE)[:2]
     first = gl.convert_layout(base, gl.SliceLayout(0, gl.SliceLayout(1, z.type.layout)))
     return first[None, None, :] - (sums + before[:, None, :]), base - total

@@ -16,7 +16,6 @@ from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
     CLOSED,
     LOG2E,
-    add,
     add_gates,
     constant_pairs,
     constant_sums,
@@ -30,6 +29,7 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     reach,
     settled,
     store_state,
+    sums_before,
     within,
     without_own,
 )
@@ -243,7 +243,7 @@ def add_gradients(dots_s, dotted, products, dg, dgamma, size, H: gl.constexpr, C
         thread_barrier()
         mbarrier.arrive(dotted.index(1), count=1)
         x = gl.where(inside, x, 0.0)
-        sums = gl.associative_scan(x, 0, add, reverse=REVERSE) - x + carry
+        sums = sums_before(x, 0, REVERSE) + carry
         carry += gl.sum(x, 0)
         if GATES:
             gl.store(dg + o_t, sums.to(dg.dtype.element_ty), mask=inside)

@@ -38,6 +38,18 @@ def add(a, b):
 
 
 @gluon.jit
+def add_before(sums, x, sums_of_later, later):
+    """What a scan for the sums of what is before each puts together: such sums, and what comes after them."""
+    return sums + x + sums_of_later, later
+
+
+@gluon.jit
+def sums_before(x, axis: gl.constexpr, REVERSE: gl.constexpr):
+    """The sums of what is before each, made without it: beside it they may be small."""
+    return gl.associative_scan((gl.zeros_like(x), x), axis, add_before, reverse=REVERSE)[0]
+
+
+@gluon.jit
 def settled(state):
     """The state, at the top of a chunk, where no product is under way.
 
