@@ -64,6 +64,8 @@ CASES = {
     "dimensions, wide gates": case(B=2, T=333, gate="vector", gamma=2, reverse=True),
     "dimensions, one token": case(T=1, gate="vector", state=False),
     "dimensions, strong": case(T=500, gate="vector", gate_dtype="bfloat16", decay="strong", state=False),
+    "dimensions, moderate": case(T=1500, gate="vector", gate_dtype="bfloat16", decay="moderate"),
+    "dimensions, moderate and packed": case(lengths=(70, 0, 1, 64, 600), gate="vector", decay="moderate", reverse=True),
     "dimensions, infinite": case(T=500, gate="vector", decay="infinite", gamma=1),
     "dimensions, segments": case(T=3333, gate="vector", state=False),
     "dimensions, strong segments": case(T=3000, gate="vector", decay="strong", reverse=True),

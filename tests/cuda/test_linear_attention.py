@@ -64,8 +64,10 @@ PER_DIMENSION = [
     *(small(B=1, T=T, H=1, gate="vector", state=True, **kind) for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK + 5)
       for kind in (dict(), dict(reverse=True, gate_dtype="bfloat16"))),
     *(small(B=1, T=200, H=1, gate="vector", gate_dtype=dtype, decay=decay, state=True)
-      for decay in ("zero", "strong", "infinite") for dtype in ("bfloat16", "float32")),
+      for decay in ("zero", "moderate", "strong", "infinite") for dtype in ("bfloat16", "float32")),
     small(B=1, T=70, H=2, gamma=1, gate="vector", gate_dtype="bfloat16", state=True, dstate=False),
+    small(B=1, T=130, H=2, HQ=1, G=1, HV=2, gate="vector", gamma=1, decay="moderate", reverse=True),
+    small(**HALVES, H=1, lengths=(70, 0, 3), gate="vector", decay="moderate", state=True),
     small(B=1, T=100, H=4, G=2, HQ=1, HV=4, HG=2, gamma=1, gate="vector"),
     small(B=1, T=200, H=2, HQ=1, G=1, HV=2, gate="vector", decay="strong"),
     small(H=1, lengths=(70, 0, 1, 64, 63), gamma=1, gate="vector", state=True),
@@ -100,9 +102,10 @@ def test_gates_per_dimension(number):
 
 
 def some_strong(**fields):
-    """Chunks with strong gates between others."""
+    """Chunks with strong gates between others, of which one's are moderate."""
     case = small(**{"B": 1, "T": 7 * CHUNK + 3, "H": 1, "gate": "vector", "state": True, **fields})
     case.arrays[0].g[:, CHUNK : 4 * CHUNK] *= 40
+    case.arrays[0].g[:, 5 * CHUNK : 6 * CHUNK] *= 6
     return case
 
 
@@ -326,6 +329,8 @@ def test_small_gradients_of_gates_are_not_lost_beside_large_products():
     strong = dict(gate="vector", gate_dtype="bfloat16", gamma=1, decay="strong")
     small(K=40, V=40, B=2, T=2, H=1, **strong).check(run)
     small(K=64, V=64, B=1, T=7, H=1, reverse=True, **strong).check(run)
+    # Two tokens' gates are moderate, those of all tokens would be strong.
+    small(K=64, V=64, B=1, T=2, H=1, **strong).check(run)
     strong["gate"] = "scalar"
     small(K=64, V=64, B=1, T=7, H=1, reverse=True, seed=3, **strong).check(run)
     small(K=64, V=64, B=1, T=70, H=1, **strong).check(run)

@@ -46,7 +46,7 @@ class Case:
     V: int = 16
     gate: str = "none"  # none, scalar, vector
     gamma: int = 0  # number of dimensions of g_gamma; 0: none
-    decay: str = "weak"  # zero, weak, strong, infinite (some gates are -inf, some -100)
+    decay: str = "weak"  # zero, weak, moderate, strong, infinite (some gates are -inf, some -100)
     state: bool = False
     dstate: bool = True
     reverse: bool = False
@@ -74,7 +74,7 @@ class Case:
             return rng.standard_normal(shape).astype(dtype)
 
         def decays(*shape):
-            strength = {"zero": 0.0, "weak": 0.1, "strong": 8.0, "infinite": 0.5}[self.decay]
+            strength = {"zero": 0.0, "weak": 0.1, "moderate": 0.4, "strong": 8.0, "infinite": 0.5}[self.decay]
             x = -strength * rng.exponential(size=shape)
             if self.decay == "infinite":
                 x[rng.random(shape) < 0.1] = -np.inf

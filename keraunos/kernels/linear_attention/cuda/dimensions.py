@@ -3,8 +3,8 @@
 ``G`` is, for each dimension, the sum of a chunk's gates, base 2, in the order of the recurrence, up to and with each
 token; ``G_total`` that of the whole chunk, ``m`` half of it. Two warpgroups work gates into q and k, in shared memory:
 
-- where a chunk's gates are mild, ``q exp2(G - m)`` and ``k exp2(m - G)``, whose products are all the chunk's pairs, and
-  the state is kept times ``exp2(m)``;
+- where a chunk's gates are mild or moderate, ``q exp2(G - m)`` and ``k exp2(m - G)``, whose products are all the
+  chunk's pairs, and the state is kept times ``exp2(m)``;
 - where one dimension's are strong, these factors would leave float32. Then ``q exp2(G)`` and ``k exp2(G_total - G)``
   read and make the state, and the two warpgroups make the pairs, from one product for each level of a tree: at a level
   blocks of tokens have two halves, the queries of the later one meet the keys of the earlier one at the boundary,
@@ -38,13 +38,18 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     within,
 )
 
-# The least sum of the gates of a block, of which a chunk has so many: the factors of mild chunks stay far from the ends
-# of float32.
-MILD = gl.constexpr(-16.0)
-# The same for the walks that make gradients: half of the gates of all blocks, base 2, is no less than -12, and float16
-# holds what outputs are multiplied by in full.
-MILD_GRADIENTS = gl.constexpr(-4.15)
+# A chunk has so many blocks of tokens.
 BLOCKS = gl.constexpr(4)
+# The least sum of a block's gates in any dimension of which float32 has the chunk's factors, and those of a state from
+# one chunk to the next, which are their squares: 2 ** -126. Products of tokens that do not see each other may be
+# infinite, and are taken away. Chunks past it are strong.
+MODERATE = gl.constexpr(-21.8)
+# The same for the factors that gradients are multiplied by, if they are float16 and are to have all its digits: half of
+# the gates of all blocks, base 2, is no less than -12. Those of moderate chunks, which lie between, are bfloat16.
+MILD = gl.constexpr(-4.15)
+# What says of which kind a chunk is; of strong ones LOG2E does.
+IS_MILD = gl.constexpr(0.0)
+IS_MODERATE = gl.constexpr(-1.0)
 # What strong chunks' factors, which are not above 1, are stored in float16 times, so that small ones have all digits.
 MAGNIFIED = gl.constexpr(32768.0)
 # The levels of a chunk's tree.
@@ -151,6 +156,45 @@ def ends(own, REVERSE: gl.constexpr):
 
 
 @gluon.jit
+def reaches_middle(g_s, g, stride_t, gamma, at, size, sums_s, C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
+                   REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr):
+    """``G - m`` of a chunk, from its gates and the sums of its blocks, which are there."""
+    x = load_gates(g_s, g, stride_t, gamma, at, size, C, K, BK, GAMMA, COPIED, LAYOUT)
+    F = within_blocks(x, REVERSE)
+    into = ends(gl.sum(x, 1), REVERSE)[1]
+    total, before = around(sums_s, F, LOG2E, REVERSE)[:2]
+    half = gl.convert_layout(total * 0.5, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
+    return flat(F * LOG2E + (into * LOG2E + before - half[None, :])[:, None, :], LAYOUT)
+
+
+@gluon.jit
+def put_bfloat16(x, factors_c):
+    """Stores the factors of a moderate chunk, in a tile of float16."""
+    factors_c.store(x.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.float16, bitcast=True))
+
+
+@gluon.jit
+def load_bfloat16(factors_c, LAYOUT: gl.constexpr):
+    """What :func:`put_bfloat16` has stored."""
+    x = factors_c.load(LAYOUT).to(gl.int16, bitcast=True)
+    return (x.to(gl.int32) << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def own_pairs(do_c, v_c, LAYOUT: gl.constexpr):
+    """The product of each token's gradient with its own value, a part of the dimensions after the other."""
+    C: gl.constexpr = v_c.shape[0]
+    V: gl.constexpr = v_c.shape[1]
+    PART: gl.constexpr = 64
+    EACH: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    own = gl.zeros([C], gl.float32, gl.SliceLayout(1, EACH))
+    for i in gl.static_range(V // PART):
+        do = do_c.slice(i * PART, PART, 1).load(EACH).to(gl.float32)
+        own += gl.sum(do * v_c.slice(i * PART, PART, 1).load(EACH).to(gl.float32), 1)
+    return gl.convert_layout(own, gl.SliceLayout(1, LAYOUT))[:, None]
+
+
+@gluon.jit
 def halves_meet(q, k, F, out, into, unit, HALF: gl.constexpr, REVERSE: gl.constexpr, LAYOUT: gl.constexpr):
     """The queries of the later ones of each two blocks of HALF tokens, and the keys of the earlier ones, with gates.
 
@@ -177,7 +221,7 @@ def halves_meet(q, k, F, out, into, unit, HALF: gl.constexpr, REVERSE: gl.conste
 
 
 @gluon.jit
-def do_strong(q_c, k_c, g_s, tiles, pairs_s, strong_s, g, stride_t, gamma, at, size, K: gl.constexpr,
+def do_strong(q_c, k_c, g_s, tiles, pairs_s, kinds_s, g, stride_t, gamma, at, size, K: gl.constexpr,
               REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr):
     """Works the gates of a strong chunk into its q and k, for the state, and makes its pairs."""
     dtype: gl.constexpr = q_c.dtype
@@ -199,7 +243,7 @@ def do_strong(q_c, k_c, g_s, tiles, pairs_s, strong_s, g, stride_t, gamma, at, s
     odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
     for level in gl.static_range(LEVELS):
         # Loaded anew, so that what follows from it does not wait in registers from the first level on.
-        unit = gl.max(strong_s.load(FLAG), 0)
+        unit = gl.max(kinds_s.load(FLAG), 0)
         if level == LEVELS - 1:
             # Blocks of two leaves.
             into += gl.where(odd != REVERSE, beside, 0.0) / LOG2E
@@ -216,7 +260,7 @@ def do_strong(q_c, k_c, g_s, tiles, pairs_s, strong_s, g, stride_t, gamma, at, s
         pairs = gl.where((rows ^ columns) >= (1 << level), b.to(dtype), pairs)
     seen = (columns >= rows) if REVERSE else (columns <= rows)
     out, into = ends(own, REVERSE)
-    unit = gl.max(strong_s.load(FLAG), 0)
+    unit = gl.max(kinds_s.load(FLAG), 0)
     of_q = gl.exp2(flat(F * unit + (into * unit + before)[:, None, :], LAYOUT))
     of_k = gl.exp2(flat((out * unit + behind)[:, None, :] - F * unit, LAYOUT))
     q = (q_c.load(LAYOUT).to(gl.float32) * of_q).to(dtype)
@@ -245,7 +289,7 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
     q_s, k_s, _, g_s = stages
     given, full, _ = arrivals
     _, pairs_s, sums_s, least_s = tiles
-    before_s, after_s, leave_s, strong_s = vectors
+    before_s, after_s, leave_s, kinds_s = vectors
     dtype: gl.constexpr = k_s.dtype
     mids = gl.zeros([BK], gl.float32, COLUMNS)
     everything = mids
@@ -283,17 +327,17 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
             total, before = around(sums_s, F, LOG2E, REVERSE)[:2]
             least = least_of(least_s)
             least_of_all = gl.minimum(least_of_all, least)
-            if least < MILD:
-                strong_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
+            if least < MODERATE:
+                kinds_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
                 before_s.index(slot).store(gl.exp2(mids))
                 after_s.index(slot).store(gl.exp2(total))
                 leave_s.index(slot).store(gl.full([BK], 1.0, gl.float32, COLUMNS))
                 mids = gl.zeros([BK], gl.float32, COLUMNS)
                 # It loads all again, which would stay in registers else.
-                do_strong(q_c, k_c, g_s.index(slot), tiles, pairs_s.index(slot), strong_s.index(slot), g, stride_t,
+                do_strong(q_c, k_c, g_s.index(slot), tiles, pairs_s.index(slot), kinds_s.index(slot), g, stride_t,
                           gamma, at, size, K, REVERSE, GAMMA, COPIED, LAYOUT)
             else:
-                strong_s.index(slot).store(gl.full([1], 0.0, gl.float32, FLAG))
+                kinds_s.index(slot).store(gl.full([1], 0.0, gl.float32, FLAG))
                 half = total * 0.5
                 before_s.index(slot).store(gl.exp2(mids + half))
                 leave_s.index(slot).store(gl.exp2(half))
@@ -309,7 +353,7 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
         o_k = gl.arange(0, BK, layout=COLUMNS)
         gl.store(sums + o_k, everything, mask=o_k < K)
     if FLAG_WALK:
-        gl.store(strong, (least_of_all < MILD_GRADIENTS).to(gl.int32))
+        gl.store(strong, (least_of_all < MILD).to(gl.int32))
 
 
 @gluon.jit
@@ -324,7 +368,7 @@ def multiply(shared, descriptors, goal, states, size, last, scale, state_s, WG: 
     stages, arrivals, pairs_s, ready, read, vectors = shared
     q_s, k_s, v_s, _ = stages
     came = arrivals[2]
-    before_s, after_s, leave_s, strong_s = vectors
+    before_s, after_s, leave_s, kinds_s = vectors
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_s, o_desc = goal
     h0, ht = states
@@ -369,7 +413,7 @@ def multiply(shared, descriptors, goal, states, size, last, scale, state_s, WG: 
             state = state * before_s.index(slot).load(gl.SliceLayout(1, W))[:, None]
             state_s.store(state.to(dtype))
             a = warpgroup_mma_wait(0, deps=[a])
-            strong = gl.max(strong_s.index(slot).load(FLAG), 0) != 0
+            strong = gl.max(kinds_s.index(slot).load(FLAG), 0) != 0
             if strong:
                 state = state * after_s.index(slot).load(gl.SliceLayout(1, W))[:, None]
             fence_async_shared()
@@ -425,7 +469,7 @@ def dimensions_kernel(
     ``sums`` ``[walks, H, K]`` are what their gates come to. BACKWARDS: walk against the order of the recurrence, and
     make the gradients of states, with k as queries and v as the gradients of outputs. Otherwise it is REVERSE.
 
-    strong ``[walks, H]`` gets 1 where a walk has chunks that are strong to the walks that make gradients, else 0.
+    strong ``[walks, H]`` gets 1 where a walk has chunks that are not mild, else 0.
 
     Otherwise as in ``outputs_kernel``, with g ``[B, T, H, K]``.
     """
@@ -483,7 +527,7 @@ def dimensions_kernel(
     state_s = v_s
     before_s = after_s
     leave_s = after_s
-    strong_s = after_s
+    kinds_s = after_s
     p_h0 = k
     p_ht = k
     p_sums = k
@@ -499,7 +543,7 @@ def dimensions_kernel(
         state_s = gl.allocate_shared_memory(dtype, [2, BK, HALF], PART)
         before_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
         leave_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
-        strong_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
+        kinds_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
         o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, HALF, PART)
         o_s = gl.allocate_shared_memory(dtype, [4, C, HALF], PART)
     if INIT:
@@ -520,7 +564,7 @@ def dimensions_kernel(
     stages = (q_s, k_s, v_s, g_s)
     arrivals = (given, full, came)
     tiles = (x_s, pairs_s, sums_s, least_s)
-    vectors = (before_s, after_s, leave_s, strong_s)
+    vectors = (before_s, after_s, leave_s, kinds_s)
     shared = (stages, arrivals, pairs_s, ready, read, vectors)
     descriptors = (q_desc, k_desc, v_desc, g_desc)
     goal = (o_s, o_desc)

@@ -7,7 +7,7 @@ It goes against the order of the recurrence and keeps ``D``, the gradient of the
 - and before the chunk ``D`` is ``exp2(G_total) D + sum_i scale q_i exp2(G_i) do_i``.
 
 Two warpgroups work gates into q and k, in shared memory, and leave in the place of the gates what dk is to be
-multiplied by; with mild and strong chunks as in ``dimensions``. In a strong chunk k with gates has a tile of its own,
+multiplied by; with kinds of chunks as in ``dimensions``. In a strong chunk k with gates has a tile of its own,
 and another has, in turn, ``scale q_i exp2(G_i)``, for D, and for each level of the tree ``scale q_i exp2(G_i - G_mid)``
 of the later halves and ``exp2(G_mid - G_j)`` of the earlier ones, by which what comes of the former is multiplied. The
 pairs of the outputs are made beside it.
@@ -31,16 +31,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
+    IS_MILD,
+    IS_MODERATE,
     LEVELS,
     MAGNIFIED,
-    MILD_GRADIENTS,
+    MILD,
+    MODERATE,
     around,
     ends,
     flat,
     halves_meet,
     least_of,
+    load_bfloat16,
     load_gates,
+    own_pairs,
+    put_bfloat16,
     put_sums,
+    reaches_middle,
     within_blocks,
 )
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import add_up, added_up, leave_halves, room_of
@@ -79,7 +86,7 @@ def fetch(i, count, stages, arrivals, descriptors, C: gl.constexpr, STAGES: gl.c
 
 
 @gluon.jit
-def do_strong(q_c, k_c, x_s, y_s, factors_c, g_c, ready, met, sums_s, strong_s, before_s, g, stride_t, gamma, at, size,
+def do_strong(q_c, k_c, x_s, y_s, factors_c, g_c, ready, met, sums_s, kinds_s, before_s, g, stride_t, gamma, at, size,
               scale, K: gl.constexpr, REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr,
               LAYOUT: gl.constexpr):
     """Works the gates of a strong chunk into copies of its q and k, for the state, and then for each level of the tree.
@@ -119,7 +126,7 @@ def do_strong(q_c, k_c, x_s, y_s, factors_c, g_c, ready, met, sums_s, strong_s, 
     mbarrier.arrive(x_full, count=1)
     for level in gl.static_range(LEVELS):
         # Loaded anew, so that what follows from it does not wait in registers from the first level on.
-        unit = gl.max(strong_s.load(FLAG), 0)
+        unit = gl.max(kinds_s.load(FLAG), 0)
         if level == LEVELS - 1:
             # Blocks of two leaves.
             into += gl.where(odd != REVERSE, beside, 0.0) / LOG2E
@@ -156,8 +163,8 @@ def work_in_gates(stages, factors_s, arrivals, ready, met, tiles, vectors, g, st
     """A partition of two warpgroups: works the gates of each chunk into its q and k, in shared memory.
 
     ``factors_s`` get what dk is to be multiplied by, of a strong chunk MAGNIFIED; ``vectors`` what the state is to be
-    multiplied by before the chunk reads it, after the last chunk once more, and for each stage ``LOG2E`` if the chunk
-    is strong, else 0.
+    multiplied by before the chunk reads it, after the last chunk once more, and for each stage which kind of chunk it
+    is.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([C // BLOCKS, BK // 64], [1, 32], [BLOCKS, 2], [1, 0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -165,7 +172,7 @@ def work_in_gates(stages, factors_s, arrivals, ready, met, tiles, vectors, g, st
     COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, ALL))
     q_s, k_s, _, _, g_s = stages
     sums_s, least_s = tiles
-    before_s, strong_s = vectors
+    before_s, kinds_s = vectors
     dtype: gl.constexpr = k_s.dtype
     mids = gl.zeros([BK], gl.float32, COLUMNS)
     count = gl.cdiv(size, C)
@@ -187,27 +194,39 @@ def work_in_gates(stages, factors_s, arrivals, ready, met, tiles, vectors, g, st
         # What the chunk before reads has been read.
         mbarrier.wait(met.index(0), (i & 1) ^ 1)
         # Each thread puts factors where it has read gates.
-        if least_of(least_s) < MILD_GRADIENTS:
-            strong_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
+        least = least_of(least_s)
+        if least < MODERATE:
+            kinds_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
             before_s.store(gl.exp2(mids))
             mids = gl.zeros([BK], gl.float32, COLUMNS)
             # It loads all again, which would stay in registers else.
             do_strong(q_c, k_c, q_s.index(STAGES), k_s.index(STAGES), factors_s.index(slot), g_s.index(slot),
-                      ready.index(slot), met, sums_s, strong_s.index(slot), before_s, g, stride_t, gamma, at, size,
+                      ready.index(slot), met, sums_s, kinds_s.index(slot), before_s, g, stride_t, gamma, at, size,
                       scale, K, REVERSE, GAMMA, COPIED, LAYOUT)
         else:
-            strong_s.index(slot).store(gl.full([1], 0.0, gl.float32, FLAG))
             half = total * 0.5
             before_s.store(gl.exp2(mids + half))
             mids = half
-            half = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
-            apart = flat(F * LOG2E + (into * LOG2E + before - half[None, :])[:, None, :], LAYOUT)
-            # As the walk for dq has it.
-            factor = gl.exp2(apart).to(gl.float16).to(gl.float32)
-            q_c.store((q.to(gl.float32) * (factor * scale)).to(dtype))
-            factor = gl.exp2(-apart)
-            k_c.store((k.to(gl.float32) * factor).to(dtype))
-            factors_s.index(slot).store(factor.to(factors_s.dtype))
+            # The factor of q is as the walk for dq has it.
+            if least < MILD:
+                kinds_s.index(slot).store(gl.full([1], IS_MODERATE, gl.float32, FLAG))
+                apart = reaches_middle(g_s.index(slot), g, stride_t, gamma, at, size, sums_s, C, K, BK, REVERSE, GAMMA,
+                                       COPIED, LAYOUT)
+                factor = gl.exp2(apart).to(gl.bfloat16).to(gl.float32)
+                q_c.store((q_c.load(LAYOUT).to(gl.float32) * (factor * scale)).to(dtype))
+                factor = gl.exp2(-apart)
+                k_c.store((k_c.load(LAYOUT).to(gl.float32) * factor).to(dtype))
+                put_bfloat16(factor, factors_s.index(slot))
+            else:
+                kinds_s.index(slot).store(gl.full([1], IS_MILD, gl.float32, FLAG))
+                to_middle = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
+                to_middle = into * LOG2E + before - to_middle[None, :]
+                apart = flat(F * LOG2E + to_middle[:, None, :], LAYOUT)
+                factor = gl.exp2(apart).to(gl.float16).to(gl.float32)
+                q_c.store((q.to(gl.float32) * (factor * scale)).to(dtype))
+                factor = gl.exp2(-apart)
+                k_c.store((k.to(gl.float32) * factor).to(dtype))
+                factors_s.index(slot).store(factor.to(factors_s.dtype))
             fence_async_shared()
             thread_barrier()
             mbarrier.arrive(ready.index(slot), count=1)
@@ -260,7 +279,7 @@ def multiply(shared, descriptors, goal, borders, remains, size, last, scale, WG:
     stages, factors_s, arrivals, ready, vectors, state_s, met = shared
     q_s, k_s, v_s, do_s, _ = stages
     x_empty, x_full = met.index(2), met.index(3)
-    before_s, strong_s = vectors
+    before_s, kinds_s = vectors
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dht, dh0 = borders
     dots, room, states = remains
@@ -309,10 +328,15 @@ def multiply(shared, descriptors, goal, borders, remains, size, last, scale, WG:
         thread_barrier()
         mbarrier.arrive(met.index(0), count=1)
         a = warpgroup_mma_wait(0, deps=[a])
-        strong = gl.max(strong_s.index(slot).load(FLAG), 0) != 0
-        mild = strong == 0
-        # Rows are keys here and columns queries.
-        seen = (columns[None, :] <= rows[:, None]) if REVERSE else (columns[None, :] >= rows[:, None])
+        kind = gl.max(kinds_s.index(slot).load(FLAG), 0)
+        strong = kind > 0
+        moderate = kind < 0
+        single = kind <= 0
+        # Rows are keys here and columns queries. A token's own pair is added later to dk of a moderate chunk.
+        later = rows[:, None]
+        if WG == 1 and LEARNED:
+            later += gl.where(moderate, -1 if REVERSE else 1, 0)
+        seen = (columns[None, :] <= later) if REVERSE else (columns[None, :] >= later)
         pairs = gl.where(seen, a, 0.0).to(dtype)
         if strong:
             if not STORED:
@@ -329,7 +353,7 @@ def multiply(shared, descriptors, goal, borders, remains, size, last, scale, WG:
         else:
             # Nothing comes of it in a strong chunk: else there were two kinds of pairs in registers.
             o = warpgroup_mma(gl.convert_layout(pairs, LEFT), x, nothing, use_acc=False, is_async=True)
-            o = warpgroup_mma(v_s.index(slot), state_s.permute((1, 0)), o, use_acc=mild, is_async=True)
+            o = warpgroup_mma(v_s.index(slot), state_s.permute((1, 0)), o, use_acc=single, is_async=True)
         state = warpgroup_mma(x.permute((1, 0)), do.slice(WG * HALF, HALF, 1), state, is_async=True)
         o, state = warpgroup_mma_wait(0, deps=[o, state])
         thread_barrier()
@@ -344,7 +368,7 @@ def multiply(shared, descriptors, goal, borders, remains, size, last, scale, WG:
             o = warpgroup_mma_wait(0, deps=[o])
             put(o, goal, at, left, H, D, BD, STORED)
         else:
-            # In branches of their own, so that what is in memory in a strong chunk is in registers in a mild one.
+            # In branches of their own, so that what is in memory in a strong chunk is in registers in another.
             if strong:
                 # Only this partition read v, and has.
                 pairs_s = v_s.index(slot).slice(0, C, 1)
@@ -375,10 +399,15 @@ def multiply(shared, descriptors, goal, borders, remains, size, last, scale, WG:
                 put(o, goal, at, left, H, D, BD, STORED)
             else:
                 if LEARNED:
-                    # With a token's pair with itself, which is in both walks' products.
+                    # In a mild one with a token's pair with itself, which is in both walks' products.
                     leave_halves(o * k_s.index(slot).load(WD).to(gl.float32), dots_c)
-                o = o * factors_s.index(slot).load(WD).to(gl.float32)
-                put(o, goal, at, left, H, D, BD, STORED)
+                # Once more in branches of their own.
+                if moderate:
+                    if LEARNED:
+                        o += own_pairs(do, v_s.index(slot), WD) * q_s.index(slot).load(WD).to(gl.float32)
+                    put(o * load_bfloat16(factors_s.index(slot), WD), goal, at, left, H, D, BD, STORED)
+                else:
+                    put(o * factors_s.index(slot).load(WD).to(gl.float32), goal, at, left, H, D, BD, STORED)
         if WG == 1:
             mbarrier.arrive(ready.index(STAGES + slot), count=1)
         elif i + STAGES < count:
@@ -415,9 +444,10 @@ def keys_kernel(
 
     Two partitions of a warpgroup multiply, one of two works the gates in. Otherwise as ``gradients_kernel``.
 
-    dots ``[chunks, H, 2, room_of(BK // 2)]`` get the products of k with dk, of a strong chunk without a token's pair
-    with itself, which it adds up in room ``[walks, H, C, BK]``; states ``[groups, H, BV, BK]`` the gradients of the
-    state before each GROUP chunks, but for the ``exp2(G_total / 2)`` of a mild first one.
+    dots ``[chunks, H, 2, room_of(BK // 2)]`` get the products of k with dk, but in mild chunks without a token's pair
+    with itself; strong chunks add them up in room ``[walks, H, C, BK]``. states ``[groups, H, BV, BK]`` get the
+    gradients of the state before each GROUP chunks, but for the ``exp2(G_total / 2)`` of a first one that is not
+    strong.
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
@@ -452,7 +482,7 @@ def keys_kernel(
     do_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], PART)
     state_s = gl.allocate_shared_memory(dtype, [BK, BV], PART)
     before_s = gl.allocate_shared_memory(gl.float32, [BK], VECTOR)
-    strong_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
+    kinds_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
     sums_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, BK], VECTORS)
     least_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, 2], VECTORS)
     arrivals = gl.allocate_shared_memory(gl.int64, [3 * STAGES, 1], BARRIER)
@@ -505,7 +535,7 @@ def keys_kernel(
     mbarrier.init(met.index(3), count=1)
     fence_async_shared()
     stages = (q_s, k_s, v_s, do_s, g_s)
-    vectors = (before_s, strong_s)
+    vectors = (before_s, kinds_s)
     tiles = (sums_s, least_s)
     shared = (stages, factors_s, arrivals, ready, vectors, state_s, met)
     descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc)

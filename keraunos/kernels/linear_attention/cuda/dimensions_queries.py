@@ -2,8 +2,8 @@
 
 ``dq_i = scale * exp2(G_i) (S do_i + sum_{j <= i} (do_i . v_j) exp2(-G_j) k_j)`` is an output with queries ``do``, keys
 v and values k, whose gates are those of the values' dimensions: pairs have none. Two warpgroups work them into k, in
-shared memory, and leave what outputs are to be multiplied by in the place of the gates; with mild and strong chunks as
-in ``dimensions``. A strong chunk reads and makes the state with a copy of its k. Then, for each level of the tree, the
+shared memory, and leave what outputs are to be multiplied by in the place of the gates; with kinds of chunks as in
+``dimensions``. A strong chunk reads and makes the state with a copy of its k. Then, for each level of the tree, the
 pairs of its halves multiply ``k_j exp2(G_mid - G_j)``, and what comes out ``exp2(G_i - G_mid)``.
 
 With the products that the walk for k and v has left it makes the gradients of gates, too: see ``dimensions_gates``.
@@ -24,16 +24,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
+    IS_MILD,
+    IS_MODERATE,
     LEVELS,
     MAGNIFIED,
-    MILD_GRADIENTS,
+    MILD,
+    MODERATE,
     around,
     ends,
     flat,
     halves_meet,
     least_of,
+    load_bfloat16,
     load_gates,
+    own_pairs,
+    put_bfloat16,
     put_sums,
+    reaches_middle,
     within_blocks,
 )
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import (
@@ -138,7 +145,7 @@ def make_dg(i, count, gates, queries, sums_s, base, everything, size, C: gl.cons
 
 
 @gluon.jit
-def do_strong(k_c, x_s, factors_c, g_c, ready, tree, sums_s, strong_s, used, g, stride_t, gamma, at, size, scale,
+def do_strong(k_c, x_s, factors_c, g_c, ready, tree, sums_s, kinds_s, used, g, stride_t, gamma, at, size, scale,
               K: gl.constexpr, REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr):
     """Works the gates of a strong chunk into a copy of its k, for the state, and then for each level of the tree."""
     dtype: gl.constexpr = k_c.dtype
@@ -167,7 +174,7 @@ def do_strong(k_c, x_s, factors_c, g_c, ready, tree, sums_s, strong_s, used, g, 
         if level == 1:
             out, into = ends(own, REVERSE)
         # Loaded anew, so that what follows from it does not wait in registers from the first level on.
-        unit = gl.max(strong_s.load(FLAG), 0)
+        unit = gl.max(kinds_s.load(FLAG), 0)
         one = gl.full([C, BK], 1.0, gl.float32, LAYOUT)
         # Rounded as in the walk for dk.
         f = halves_meet(one * scale, one, F, out, into, unit, C >> (level + 1), REVERSE, LAYOUT)
@@ -190,7 +197,7 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
 
     ``factors_s`` get what outputs are to be multiplied by, of a strong chunk MAGNIFIED; ``vectors``, for each stage:
     what the state is to be multiplied by before the chunk reads it and, of a strong chunk, before it adds to it;
-    ``LOG2E`` if it is, else 0. LEARNED: it makes the gradients of the gates of a chunk when all else of it is done.
+    which kind of chunk it is. LEARNED: it makes the gradients of the gates of a chunk when all else of it is done.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([C // BLOCKS, BK // 64], [1, 32], [BLOCKS, 2], [1, 0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -199,7 +206,7 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
     _, _, k_s, g_s = stages
     given, full, _ = arrivals
     sums_s, least_s, totals_s = tiles
-    before_s, after_s, strong_s = vectors
+    before_s, after_s, kinds_s = vectors
     q_s, q_desc, came_q = queries
     dtype: gl.constexpr = k_s.dtype
     mids = gl.zeros([BK], gl.float32, COLUMNS)
@@ -239,8 +246,9 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
             k = k_c.load(LAYOUT)
             total, before = around(sums_s, F, LOG2E, REVERSE)[:2]
             # Each thread puts factors where it has read gates.
-            if STRONG and least_of(least_s) < MILD_GRADIENTS:
-                strong_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
+            least = least_of(least_s)
+            if STRONG and least < MODERATE:
+                kinds_s.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
                 before_s.index(slot).store(gl.exp2(mids))
                 after_s.index(slot).store(gl.exp2(total))
                 mids = gl.zeros([BK], gl.float32, COLUMNS)
@@ -254,18 +262,26 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
                         finished += 1
                 # It loads all again, which would stay in registers else.
                 do_strong(k_c, k_s.index(STAGES), factors_s.index(slot), g_s.index(slot), ready.index(slot), tree,
-                          sums_s, strong_s.index(slot), used, g, stride_t, gamma, at, size, scale, K, REVERSE, GAMMA,
+                          sums_s, kinds_s.index(slot), used, g, stride_t, gamma, at, size, scale, K, REVERSE, GAMMA,
                           COPIED, LAYOUT)
                 used += LEVELS + 1
             else:
-                strong_s.index(slot).store(gl.full([1], 0.0, gl.float32, FLAG))
                 half = total * 0.5
                 before_s.index(slot).store(gl.exp2(mids + half))
                 mids = half
-                half = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
-                apart = flat(F * LOG2E + (into * LOG2E + before - half[None, :])[:, None, :], LAYOUT)
-                factors_s.index(slot).store(gl.exp2(apart).to(factors_s.dtype))
-                k_c.store((k.to(gl.float32) * gl.exp2(-apart)).to(dtype))
+                if STRONG and least < MILD:
+                    kinds_s.index(slot).store(gl.full([1], IS_MODERATE, gl.float32, FLAG))
+                    apart = reaches_middle(g_s.index(slot), g, stride_t, gamma, at, size, sums_s, C, K, BK, REVERSE,
+                                           GAMMA, COPIED, LAYOUT)
+                    put_bfloat16(gl.exp2(apart), factors_s.index(slot))
+                    k_c.store((k_c.load(LAYOUT).to(gl.float32) * gl.exp2(-apart)).to(dtype))
+                else:
+                    kinds_s.index(slot).store(gl.full([1], IS_MILD, gl.float32, FLAG))
+                    to_middle = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
+                    to_middle = into * LOG2E + before - to_middle[None, :]
+                    apart = flat(F * LOG2E + to_middle[:, None, :], LAYOUT)
+                    factors_s.index(slot).store(gl.exp2(apart).to(factors_s.dtype))
+                    k_c.store((k.to(gl.float32) * gl.exp2(-apart)).to(dtype))
                 fence_async_shared()  # As those do who read it, after they have written more.
                 thread_barrier()
                 mbarrier.arrive(ready.index(slot), count=1)
@@ -288,7 +304,7 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
     stages, factors_s, arrivals, ready, read, tree, vectors = shared
     do_s, v_s, k_s, _ = stages
     x_full, x_empty = tree
-    before_s, after_s, strong_s = vectors
+    before_s, after_s, kinds_s = vectors
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_s, o_desc, o = goal
     q_s, came_q, y, room, dh, z = learned
@@ -318,9 +334,15 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
         left = gl.minimum(size - at * C, C)
         mbarrier.wait(arrivals[2].index(slot), (i // STAGES) & 1)
         mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
-        seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
-        strong = gl.max(strong_s.index(slot).load(FLAG), 0) != 0 if STRONG else False
-        mild = strong == 0
+        kind = gl.max(kinds_s.index(slot).load(FLAG), 0) if STRONG else IS_MILD
+        strong = kind > 0
+        moderate = kind < 0
+        single = kind <= 0
+        # A token's own pair is added later to dq of a moderate chunk.
+        earlier = rows[:, None]
+        if LEARNED and STRONG:
+            earlier -= gl.where(moderate, -1 if REVERSE else 1, 0)
+        seen = (columns[None, :] >= earlier) if REVERSE else (columns[None, :] <= earlier)
         do = do_s.index(slot)
         v = v_s.index(slot)
         k = k_s.index(gl.where(strong, STAGES, slot) if STRONG else slot).slice(WG * HALF, HALF, 1)
@@ -343,10 +365,14 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
         pairs = gl.where(seen, a, 0.0).to(dtype)
         # Nothing comes of it in a strong chunk: else there were two kinds of pairs in registers.
         b_dq = warpgroup_mma(gl.convert_layout(pairs, LEFT), k, nothing, use_acc=False, is_async=True)
-        b_dq = warpgroup_mma(do, state_s, b_dq, use_acc=mild if STRONG else True, is_async=True)
+        b_dq = warpgroup_mma(do, state_s, b_dq, use_acc=single if STRONG else True, is_async=True)
         b_dq, state = warpgroup_mma_wait(0, deps=[b_dq, state])
         unit = gl.where(strong, scale / MAGNIFIED, scale) if STRONG else scale
-        factor = factors_s.index(slot).slice(WG * HALF, HALF, 1).load(W).to(gl.float32) * unit
+        factors_c = factors_s.index(slot).slice(WG * HALF, HALF, 1)
+        if STRONG and moderate:  # noqa: SIM108
+            factor = load_bfloat16(factors_c, W) * unit
+        else:
+            factor = factors_c.load(W).to(gl.float32) * unit
         inside = within((rows < left)[:, None], o_k[None, :], K, BK)
         o_o = ((at * C + rows).to(gl.int64) * (H * K))[:, None] + o_k[None, :]
         if LEARNED:
@@ -354,6 +380,8 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
             x = rounded(q_c.load(W).to(gl.float32) * factor) * b_dq
             if STRONG and strong:
                 add_up(x, room, True)
+            if STRONG and moderate:
+                b_dq += own_pairs(do, v, W) * k.load(W).to(gl.float32)
         b_dq = b_dq * factor
         if STRONG and strong:
             thread_barrier()
@@ -405,7 +433,7 @@ def walk(parts, size, scale, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, 
          BV: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, STORED: gl.constexpr, INIT: gl.constexpr,
          COPIED: gl.constexpr, LEARNED: gl.constexpr, STORED_G: gl.constexpr, DG: gl.constexpr, DGAMMA: gl.constexpr,
          GROUP: gl.constexpr, GAMMA: gl.constexpr, STRONG: gl.constexpr):
-    """The partitions. STRONG: with the code for strong chunks, which takes registers from that for mild ones."""
+    """The partitions. STRONG: with the code for chunks that are not mild, which takes registers from the other."""
     shared, descriptors, goal, learned, h0, tiles, state_s, queries, gates, g, stride_t, gamma = parts
     stages, factors_s, arrivals, ready, read, tree, vectors = shared
     o_s, o_desc, o = goal
@@ -453,7 +481,7 @@ def queries_kernel(
     """The gradients of one head's queries in one sequence, or in a segment of it, with gates ``[B, T, H, K]``.
 
     Two partitions of a warpgroup multiply, each for half of k's dimensions, one of two works the gates in. strong
-    ``[walks, H]`` says which walks have strong chunks.
+    ``[walks, H]`` says which walks have chunks that are not mild.
 
     h0: the states ``[.., H, K, V]`` that walks (INIT_WALK) or sequences start from. Where the gradients of gates are
     wanted, dg ``[B, T, H, K]`` and dgamma ``[walks, H]``, y are the dots and dh the states of ``keys_kernel``, and
@@ -500,7 +528,7 @@ def queries_kernel(
     state_s = gl.allocate_shared_memory(dtype, [2, BV, HALF], PART)
     before_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
     after_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
-    strong_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
+    kinds_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     given = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -565,7 +593,7 @@ def queries_kernel(
     fence_async_shared()
     stages = (do_s, v_s, k_s, g_s)
     tree = (met.index(0), met.index(1))
-    vectors = (before_s, after_s, strong_s)
+    vectors = (before_s, after_s, kinds_s)
     arrivals = (given, full, came)
     tiles = (sums_s, least_s, totals_s)
     shared = (stages, factors_s, arrivals, ready, read, tree, vectors)
