@@ -48,7 +48,9 @@ def test_they_agree_with_float64(name):
     wanted = [x for x in case.wanted_gradients() if x is not None]
     for got, x in zip(gradients(name), wanted, strict=True):
         error = np.linalg.norm(got.double().numpy() - x) / (np.linalg.norm(x) or 1)
-        assert error < (4e-3 if case.dtype == "bfloat16" else 8e-4)
+        # Those of sinks are two numbers, whose terms cancel: in twelve lengths 1e-4 to 1e-3.
+        few = 2 if x.size < 10 else 1
+        assert error < few * (4e-3 if case.dtype == "bfloat16" else 8e-4)
 
 
 def test_every_schedule_gives_the_same_bits():

@@ -23,7 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.gluon import copy_in, thread_barrier
-from keraunos.kernels.softmax_attention.cuda.forward import bounds, describe, moved, narrowed, weigh, with_sinks
+from keraunos.kernels.softmax_attention.cuda.forward import (
+    bounds,
+    describe,
+    moved,
+    narrowed,
+    weigh,
+    whole_logits,
+    with_sinks,
+)
 
 # Rows of a tile: queries times the heads that share keys.
 ROWS = gl.constexpr(64)
@@ -142,7 +150,7 @@ def decode_kernel(
         thread_barrier()
         fetch(descriptors, ring, full, (i_b, i_g, block + STAGES), hi, stage, N)
 
-    top = top * unit
+    top = whole_logits(top, unit, CAP)
     scale = gl.full([ROWS], 1.0, gl.float32, ROW)
     if SINKS and not PARTS:
         top, total, scale = with_sinks(top, total, sinks + (i_h // RN) * stride_sinksh, SINKS)

@@ -250,11 +250,21 @@ NANS_TOO = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
+def below_one(x):
+    """The hyperbolic tangent of ``x / (2 LOG2E)``, less 1: ``-2 / (2^x + 1) = 1 / (-1/2 - 2^(x - 1))``, to 3e-7.
+
+    One unit makes exponentials and reciprocals, 16 a clock in a multiprocessor: four share a reciprocal. From x = 25 on
+    the result is nearly 0.
+    """
+    x = -0.5 - gl.exp2(gl.minimum(x - 1.0, 24.0, propagate_nan=NANS_TOO))
+    return gl.inline_asm_elementwise(RECIPROCALS, "=&f,=&f,=&f,=&f,f,f,f,f", [x], gl.float32, True, 4)
+
+
+@gluon.jit
 def tanh(x, CAP: gl.constexpr):
     """The hyperbolic tangent of ``x / (2 LOG2E)``. CAP 1: ``1 - 2 / (2^x + 1)``, to 3e-7; 2: to digits of its value.
 
-    1: one unit makes exponentials and reciprocals, 16 a clock in a multiprocessor: four share a reciprocal. From x = 25
-    on the result is 1. 2: a quotient of polynomials, within 7.5e-7 everywhere and 2.7e-6 of its value, found by
+    1: as in :func:`below_one`. 2: a quotient of polynomials, within 7.5e-7 everywhere and 2.7e-6 of its value, found by
     weighted least squares; past its ends the tangent is as near to 1.
     """
     if CAP == 1:
@@ -318,9 +328,14 @@ def hidden(x, block, t, own, p_ids, S, left, right, N: gl.constexpr, LEFT: gl.co
 @gluon.jit
 def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.constexpr, NEGATIVE: gl.constexpr,
           LEFT: gl.constexpr, RIGHT: gl.constexpr, SEGMENTS: gl.constexpr, W: gl.constexpr):
-    """The online softmax's step: products -> (weights, new maximum, new sum, factor of what was summed before)."""
+    """The online softmax's step: products -> (weights, new maximum, new sum, factor of what was summed before).
+
+    :func:`whole_logits` makes logits of the maximum.
+    """
     block, t, own, p_ids, left, right = mask
-    if CAP:
+    if CAP == 1:
+        x = below_one(x * inner)
+    elif CAP:
         x = tanh(x * inner, CAP)
     elif NEGATIVE:
         x = -x
@@ -331,6 +346,15 @@ def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.
     p = gl.exp2(x * unit - zero[:, None])
     decay = gl.exp2(top * unit - zero)
     return p, most, total * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def whole_logits(top, unit, CAP: gl.constexpr):
+    """The maximum of logits, base 2, from that of :func:`weigh`, whose tangents are less 1."""
+    top = top * unit
+    if CAP == 1:
+        top += unit
+    return top
 
 
 @gluon.jit
@@ -458,7 +482,7 @@ def attend(shared, barriers, goal, queries, keys, arrays, last, numbers, sizes, 
         c += 1
 
         if not (BIAS or MASK):
-            top = top * numbers[1]
+            top = whole_logits(top, numbers[1], CAP)
         scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, W))
         if SINKS:
             top, total, scale = with_sinks(top, total, sinks + (i_h // RN) * stride_sinksh, SINKS)
