@@ -38,6 +38,7 @@ CALLS = {
     "dimensions, shared": (small(B=1, T=100, H=4, G=2, HQ=1, gate="vector", gate_dtype="bfloat16"), ()),
     "dimensions, 64": (small(K=64, V=64, B=1, T=2048, H=4, gate="vector", gate_dtype="bfloat16"), ()),
     "dimensions, 96 and 40": (small(K=96, V=40, B=1, T=100, H=4, gate="vector", state=True), ()),
+    "40, segments": (small(K=40, V=40, B=1, T=2048, H=4, gamma=1, state=True), ()),
     "96 and 40": (small(K=96, V=40, H=4, G=2, lengths=(60, 40), gamma=1, gate="scalar", state=True), ()),
 }
 # Whether the pool is stored as [slots, H, V, K], and whether the output goes where copies of blocks cannot take it.

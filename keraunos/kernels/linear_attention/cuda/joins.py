@@ -51,7 +51,7 @@ def starts_kernel(
     gamma: constant decays. h0: the state that the first segment starts from, in the order of the walk. A program joins
     BD of the values.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([BD // 128], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([max(BD // 128, 1)], [32], [4], [0])
     i_x = gl.program_id(0) % (KV // BD)
     i_h = gl.program_id(0) // (KV // BD) % H
     i_n = gl.program_id(0) // (KV // BD * H)
