@@ -157,6 +157,7 @@ CUT = [
     small(B=1, T=5 * CHUNK + 7, H=2, gate="vector", state=True),
     small(B=1, T=5 * CHUNK + 7, H=1, gamma=1, gate="vector", gate_dtype="bfloat16", state=True, reverse=True),
     small(B=2, T=3 * CHUNK, H=1, gate="vector", decay="strong", reverse=True),
+    small(K=40, V=40, B=1, T=3 * CHUNK, H=1, gate="scalar", gamma=1, state=True),
     small(**PADDED, B=1, T=3 * CHUNK + 7, H=2, gate="vector", state=True),
 ]
 
@@ -354,5 +355,7 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(framework, monkeypatch
         assert chosen(*call, gate="scalar") == "cuda"
     assert chosen(1, 66000, 64, N=1000) == "triton"
     assert chosen(2, 16384, 64, gate="vector") == chosen(1, 32768, 8, gate="vector") == "cuda"
-    assert chosen(2, 16384, 64, K=64) != "cuda"
-    assert chosen(2, 16384, 64, V=64) != "cuda"
+    for sizes in (dict(K=64), dict(V=64), dict(K=64, V=64)):
+        assert chosen(2, 16384, 64, **sizes) == "triton"
+        assert chosen(2, 16384, 64, gate="scalar", **sizes) == chosen(2, 16384, 64, gate="vector", **sizes) == "cuda"
+    assert chosen(2, 16384, 64, K=96, V=96) == "cuda"

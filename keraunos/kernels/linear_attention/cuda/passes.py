@@ -531,9 +531,9 @@ def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what was not measured to be faster."""
     if reason := was_not_measured():
         return reason
-    if not inv.dims["K"] == inv.dims["V"] == 128:
-        return "was measured with head dims of 128"
     N, packed, forgets = inv.dims["N"], "cu_seqlens" in inv.arrays, "g" not in inv.arrays
+    if forgets and min(inv.dims["K"], inv.dims["V"]) <= _LEAST_TILE:
+        return "was measured to be slower than Triton, forward, with constant decays and head dims up to 64"
     T, heads = max(inv.dims["T"] // (N if packed else 1), 1), N * inv.dims["H"]
     cost = _cost(T, heads, forgets, 1 if packed else _segments(T, heads, forgets))
     if cost > (_FEW_MOST if forgets else _MOST) * T * heads / _PROGRAMS:
