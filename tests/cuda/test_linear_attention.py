@@ -123,6 +123,17 @@ def test_gradients_of_gates_that_begin_anew(mode, seed, reverse, short_groups):
     case.check(lambda case, gradients: run(case, gradients, mode=mode, seed=seed))
 
 
+@pytest.mark.parametrize("each", [-1.36, -1.37])
+def test_gates_on_both_sides_of_where_chunks_are_strong(each):
+    """One dimension in three forgets little, so that there are states; two tokens close no gate at all."""
+    case = small(B=1, T=3 * CHUNK + 7, H=1, gate="vector", gate_dtype="float32", state=True)
+    g = case.arrays[0].g
+    g[...] = each
+    g[..., ::3] = -0.01
+    g[:, [CHUNK, 2 * CHUNK - 1]] = 0
+    case.check(run)
+
+
 def test_strong_chunks_one_after_the_other():
     """Gradients that heads share are stored: no copy out of theirs comes between a chunk's pairs and the next chunk."""
     small(B=1, T=5 * CHUNK, H=2, HQ=1, G=1, gate="vector", decay="infinite").check(run)
@@ -330,7 +341,7 @@ def test_small_gradients_of_gates_are_not_lost_beside_large_products():
     strong = dict(gate="vector", gate_dtype="bfloat16", gamma=1, decay="strong")
     small(K=40, V=40, B=2, T=2, H=1, **strong).check(run)
     small(K=64, V=64, B=1, T=7, H=1, reverse=True, **strong).check(run)
-    # Two tokens' gates are moderate, those of all tokens would be strong.
+    # Of two tokens the gates are moderate, those of seven are strong.
     small(K=64, V=64, B=1, T=2, H=1, **strong).check(run)
     strong["gate"] = "scalar"
     small(K=64, V=64, B=1, T=7, H=1, reverse=True, seed=3, **strong).check(run)

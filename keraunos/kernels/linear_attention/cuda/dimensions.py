@@ -156,15 +156,21 @@ def ends(own, REVERSE: gl.constexpr):
 
 
 @gluon.jit
-def reaches_middle(g_s, g, stride_t, gamma, at, size, sums_s, C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
-                   REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr):
-    """``G - m`` of a chunk, from its gates and the sums of its blocks, which are there."""
+def from_middle(F, into, before, half, LAYOUT: gl.constexpr):
+    """``G - m`` of a chunk: from F of each block's tokens, the sums of blocks, and m for each dimension."""
+    half = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
+    return flat(F * LOG2E + (into * LOG2E + before - half[None, :])[:, None, :], LAYOUT)
+
+
+@gluon.jit
+def load_from_middle(g_s, g, stride_t, gamma, at, size, sums_s, C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
+                     REVERSE: gl.constexpr, GAMMA: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr):
+    """:func:`from_middle` of gates that are loaded once more, and of the sums of blocks in shared memory."""
     x = load_gates(g_s, g, stride_t, gamma, at, size, C, K, BK, GAMMA, COPIED, LAYOUT)
     F = within_blocks(x, REVERSE)
     into = ends(gl.sum(x, 1), REVERSE)[1]
     total, before = around(sums_s, F, LOG2E, REVERSE)[:2]
-    half = gl.convert_layout(total * 0.5, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
-    return flat(F * LOG2E + (into * LOG2E + before - half[None, :])[:, None, :], LAYOUT)
+    return from_middle(F, into, before, total * 0.5, LAYOUT)
 
 
 @gluon.jit
@@ -182,7 +188,7 @@ def load_bfloat16(factors_c, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def own_pairs(do_c, v_c, LAYOUT: gl.constexpr):
-    """The product of each token's gradient with its own value, a part of the dimensions after the other."""
+    """The product of each token's gradient with its own value, made of 64 dimensions at a time."""
     C: gl.constexpr = v_c.shape[0]
     V: gl.constexpr = v_c.shape[1]
     PART: gl.constexpr = 64
@@ -279,8 +285,8 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
     """A partition of two warpgroups: works the gates of each chunk into its q and k, in shared memory.
 
     ``vectors`` get, for each stage: what the state is to be multiplied by before the chunk reads it and, of a strong
-    chunk, before it adds to it; what it is to be multiplied by in the end; ``LOG2E`` if the chunk is strong, else
-    0. If it is, its pairs come to where its gates were.
+    chunk, before it adds to it; what it is to be multiplied by in the end; ``LOG2E`` if the chunk is strong,
+    else ``IS_MILD``. If it is strong, its pairs come to where its gates were.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([C // BLOCKS, BK // 64], [1, 32], [BLOCKS, 2], [1, 0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -337,13 +343,12 @@ def work_in_gates(stages, arrivals, ready, tiles, vectors, g, stride_t, gamma, s
                 do_strong(q_c, k_c, g_s.index(slot), tiles, pairs_s.index(slot), kinds_s.index(slot), g, stride_t,
                           gamma, at, size, K, REVERSE, GAMMA, COPIED, LAYOUT)
             else:
-                kinds_s.index(slot).store(gl.full([1], 0.0, gl.float32, FLAG))
+                kinds_s.index(slot).store(gl.full([1], IS_MILD, gl.float32, FLAG))
                 half = total * 0.5
                 before_s.index(slot).store(gl.exp2(mids + half))
                 leave_s.index(slot).store(gl.exp2(half))
                 mids = half
-                half = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
-                apart = flat(F * LOG2E + (into * LOG2E + before - half[None, :])[:, None, :], LAYOUT)
+                apart = from_middle(F, into, before, half, LAYOUT)
                 q_c.store((q.to(gl.float32) * gl.exp2(apart)).to(dtype))
                 k_c.store((k.to(gl.float32) * gl.exp2(-apart)).to(dtype))
         fence_async_shared()

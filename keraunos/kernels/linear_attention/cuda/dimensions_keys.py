@@ -40,14 +40,15 @@ from keraunos.kernels.linear_attention.cuda.dimensions import (
     around,
     ends,
     flat,
+    from_middle,
     halves_meet,
     least_of,
     load_bfloat16,
+    load_from_middle,
     load_gates,
     own_pairs,
     put_bfloat16,
     put_sums,
-    reaches_middle,
     within_blocks,
 )
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import add_up, added_up, leave_halves, room_of
@@ -210,8 +211,8 @@ def work_in_gates(stages, factors_s, arrivals, ready, met, tiles, vectors, g, st
             # The factor of q is as the walk for dq has it.
             if least < MILD:
                 kinds_s.index(slot).store(gl.full([1], IS_MODERATE, gl.float32, FLAG))
-                apart = reaches_middle(g_s.index(slot), g, stride_t, gamma, at, size, sums_s, C, K, BK, REVERSE, GAMMA,
-                                       COPIED, LAYOUT)
+                apart = load_from_middle(g_s.index(slot), g, stride_t, gamma, at, size, sums_s, C, K, BK, REVERSE,
+                                         GAMMA, COPIED, LAYOUT)
                 factor = gl.exp2(apart).to(gl.bfloat16).to(gl.float32)
                 q_c.store((q_c.load(LAYOUT).to(gl.float32) * (factor * scale)).to(dtype))
                 factor = gl.exp2(-apart)
@@ -219,9 +220,7 @@ def work_in_gates(stages, factors_s, arrivals, ready, met, tiles, vectors, g, st
                 put_bfloat16(factor, factors_s.index(slot))
             else:
                 kinds_s.index(slot).store(gl.full([1], IS_MILD, gl.float32, FLAG))
-                to_middle = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
-                to_middle = into * LOG2E + before - to_middle[None, :]
-                apart = flat(F * LOG2E + to_middle[:, None, :], LAYOUT)
+                apart = from_middle(F, into, before, half, LAYOUT)
                 factor = gl.exp2(apart).to(gl.float16).to(gl.float32)
                 q_c.store((q.to(gl.float32) * (factor * scale)).to(dtype))
                 factor = gl.exp2(-apart)

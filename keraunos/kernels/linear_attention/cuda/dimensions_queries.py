@@ -33,14 +33,15 @@ from keraunos.kernels.linear_attention.cuda.dimensions import (
     around,
     ends,
     flat,
+    from_middle,
     halves_meet,
     least_of,
     load_bfloat16,
+    load_from_middle,
     load_gates,
     own_pairs,
     put_bfloat16,
     put_sums,
-    reaches_middle,
     within_blocks,
 )
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import (
@@ -271,15 +272,13 @@ def work_in_gates(stages, factors_s, arrivals, ready, read, tree, tiles, vectors
                 mids = half
                 if STRONG and least < MILD:
                     kinds_s.index(slot).store(gl.full([1], IS_MODERATE, gl.float32, FLAG))
-                    apart = reaches_middle(g_s.index(slot), g, stride_t, gamma, at, size, sums_s, C, K, BK, REVERSE,
-                                           GAMMA, COPIED, LAYOUT)
+                    apart = load_from_middle(g_s.index(slot), g, stride_t, gamma, at, size, sums_s, C, K, BK, REVERSE,
+                                             GAMMA, COPIED, LAYOUT)
                     put_bfloat16(gl.exp2(apart), factors_s.index(slot))
                     k_c.store((k_c.load(LAYOUT).to(gl.float32) * gl.exp2(-apart)).to(dtype))
                 else:
                     kinds_s.index(slot).store(gl.full([1], IS_MILD, gl.float32, FLAG))
-                    to_middle = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
-                    to_middle = into * LOG2E + before - to_middle[None, :]
-                    apart = flat(F * LOG2E + to_middle[:, None, :], LAYOUT)
+                    apart = from_middle(F, into, before, half, LAYOUT)
                     factors_s.index(slot).store(gl.exp2(apart).to(factors_s.dtype))
                     k_c.store((k.to(gl.float32) * gl.exp2(-apart)).to(dtype))
                 fence_async_shared()  # As those do who read it, after they have written more.
