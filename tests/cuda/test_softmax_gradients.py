@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.softmax_attention.triton.gradients import bias_kernel
 from tests.cuda.builds import ATTENTION, most
@@ -61,6 +62,15 @@ def test_every_schedule_gives_the_same_bits():
 
 def test_how_many_programs_there_are_changes_no_bit():
     assert all(map(torch.equal, gradients("other lengths"), gradients("other lengths", programs=1)))
+
+
+def test_heads_at_once_change_no_bit(monkeypatch):
+    """Launches for some of the heads each, whose sums take less memory, the last of them for fewer."""
+    case = Case(T=70, S=130, B=3, H=4, G=2, causal=True, offset=(0, 90, -20))
+    whole = run(case, gradients=True)
+    monkeypatch.setattr(passes, "_ENOUGH_BLOCKS", 4)
+    assert passes._heads_at_once(6, 2) == [(0, 4), (4, 2)]
+    assert all(map(torch.equal, whole, run(case, gradients=True)))
 
 
 @pytest.mark.parametrize("name", ATTENTION)

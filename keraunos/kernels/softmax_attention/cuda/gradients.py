@@ -88,7 +88,7 @@ def monotone(ranges, i_s, NS, NT, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def copy(shared, barriers, descriptors, means, queries, ranges, sizes, tiles, taken, M, H: gl.constexpr,
+def copy(shared, barriers, descriptors, means, queries, ranges, sizes, begin, tiles, taken, M, H: gl.constexpr,
          R: gl.constexpr, N: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr,
          RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr):
     """A partition of one warp: takes blocks of keys, says what they are, copies them and their tiles of queries.
@@ -116,7 +116,7 @@ def copy(shared, barriers, descriptors, means, queries, ranges, sizes, tiles, ta
     old_s0 = c
     going = tiles >= 0
     while going:
-        n = gl.atomic_add(taken, 1)
+        n = begin + gl.atomic_add(taken, 1)
         going = n < tiles
         i_b, i_g, s0 = locate(gl.minimum(n, tiles - 1), S, M, G, N)
         i_s = s0 // N
@@ -202,12 +202,12 @@ def tell(turn, number, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def add(dq_s, plan_s, held, summed, added, dq_desc, turns, sizes, tiles, M, H: gl.constexpr, R: gl.constexpr,
+def add(dq_s, plan_s, held, summed, added, dq_desc, turns, sizes, first, tiles, M, H: gl.constexpr, R: gl.constexpr,
         N: gl.constexpr, BT: gl.constexpr):
     """A partition of one warp: adds a block's parts to the gradients of queries, when it is the block's turn.
 
-    ``turns [B, H, NT]``: of each tile of queries, how many blocks from the end have been there. It is written when the
-    part has arrived in memory, for which nobody waits before the next part is on its way.
+    ``turns [HEADS R, NT]``: of each tile of queries, how many blocks from the end have been there. It is written when
+    the part has arrived in memory, for which nobody waits before the next part is on its way.
     """
     T, S = sizes
     NS = gl.cdiv(S, N)
@@ -224,10 +224,10 @@ def add(dq_s, plan_s, held, summed, added, dq_desc, turns, sizes, tiles, M, H: g
         real = said(plan_s, r, 6, 1) > 0
         number = NS - s0 // N
         before = turns
-        i_h = i_g * R
+        i_bh = i_b * H + (i_g - first) * R
         i_t = lo
         for i in range(count * R):
-            turn = turns + (i_b * H + i_h).to(gl.int64) * NT + i_t
+            turn = turns + i_bh.to(gl.int64) * NT + i_t
             follows = i_t >= behind
             if real & follows:
                 at = gl.atomic_add(turn, 0, sem="acquire", scope="gpu")
@@ -240,9 +240,9 @@ def add(dq_s, plan_s, held, summed, added, dq_desc, turns, sizes, tiles, M, H: g
                     row = i_t * BT + (w * 64 if BT == 128 else 0)
                     column = 0 if BT == 128 else w * 64
                     if follows:
-                        add_out(dq_desc, [i_b, i_h, row, column], dq_s.index(w))
+                        add_out(dq_desc, [0, i_bh, row, column], dq_s.index(w))
                     else:
-                        copy_out(dq_desc, [i_b, i_h, row, column], dq_s.index(w))
+                        copy_out(dq_desc, [0, i_bh, row, column], dq_s.index(w))
             tma.store_wait(0)
             mbarrier.arrive(added, count=1)
             if real & (i > 0):
@@ -251,7 +251,7 @@ def add(dq_s, plan_s, held, summed, added, dq_desc, turns, sizes, tiles, M, H: g
             c += 1
             i_t += 1
             if i_t == lo + count:
-                i_h += 1
+                i_bh += 1
                 i_t = lo
         if real:
             tell(before, number, 0)
@@ -436,30 +436,33 @@ def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, siz
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
             "stride_vh", "stride_dob", "stride_dot", "stride_doh", "stride_biasb", "stride_biash", "stride_biast",
             "stride_maskb", "stride_maskh", "stride_maskt", "stride_queryb", "stride_keyb", "threshold", "left",
-            "right", "B", "T", "S", "M"]
+            "right", "B", "T", "S", "FIRST", "HEADS", "M"]
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
 def gradients_kernel(
-    q, k, v, bias, mask, query_ids, key_ids, ranges, seed, offsets, do, lse, mean, counts,
+    q, k, v, bias, mask, query_ids, key_ids, ranges, seed, offsets, do, lse, mean, counts, dk_given, dv_given,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_dob, stride_dot, stride_doh, stride_biasb, stride_biash, stride_biast, stride_maskb, stride_maskh,
-    stride_maskt, stride_queryb, stride_keyb, scale, inner, unit, keep, threshold, left, right, B, T, S, M,
+    stride_maskt, stride_queryb, stride_keyb, scale, inner, unit, keep, threshold, left, right, B, T, S, FIRST,
+    HEADS, M,
     dq, dk, dv, counted,
     H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, R: gl.constexpr, RB: gl.constexpr, RM: gl.constexpr,
     N: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr, LEFT: gl.constexpr,
     RIGHT: gl.constexpr, OFFSET: gl.constexpr, SEGMENTS: gl.constexpr, BIAS: gl.constexpr, MASK: gl.constexpr,
     DROPOUT: gl.constexpr, REGISTERS: gl.constexpr, OTHERS: gl.constexpr,
 ):
-    """``dk``, ``dv``, and ``dq [B, H, T, K]`` in float32 without the scale, not written where no block meets a query.
+    """``dk``, ``dv``; ``dq [HEADS R, T, K]`` in float32 without the scale, not written where no block meets a query.
 
     q, do: ``[B, T, H, K or V]``; k, v, dk, dv: ``[B, S, H / R, K or V]``; lse, mean: ``[B, H, T]``, the first base 2.
-    ranges: of ``range_kernel``, of segments. ``counts [1 + B H tiles]``, zeros in the beginning, and ``counted``, its
-    memory: how many blocks are taken, and turns of each tile of queries.
+    ranges: of ``range_kernel``, of segments. ``counts [1 + HEADS R tiles]``, zeros in the beginning, and ``counted``,
+    its memory: how many blocks are taken, and turns of each tile of queries.
     Other arguments are as for ``forward_kernel``; without a cap ``unit`` is the scale, base 2, with its sign.
 
     Programs take blocks of N = 128 keys as they come, those of M heads of keys together, and walk over tiles of BT
-    queries: 64 of 128 dimensions (BD), 128 of 64. M must divide ``B H / R``; without RIGHT all blocks of a head begin
+    queries: 64 of 128 dimensions (BD), 128 of 64. FIRST, HEADS: the heads of keys of this launch, of all ``B H / R`` in
+    a row; ``dk_given`` and ``dv_given`` are the memory of dk and dv after the first launch, else they are nothing that
+    is read. M must divide both; without RIGHT all blocks of a head begin
     at its first queries, one after the other, and several heads keep programs busy.
     """
     dtype: gl.constexpr = k.dtype.element_ty
@@ -476,7 +479,7 @@ def gradients_kernel(
     v_desc = describe(v, B, S, G, stride_vb, stride_vt, stride_vh, V, N, BD, BLOCK)
     dk_desc = describe(dk, B, S, G, S.to(gl.int64) * (G * K), G * K, K, K, N, BD, BLOCK)
     dv_desc = describe(dv, B, S, G, S.to(gl.int64) * (G * V), G * V, V, V, N, BD, BLOCK)
-    dq_desc = describe(dq, B, T, H, T.to(gl.int64) * (H * K), K, T.to(gl.int64) * K, K, 64, 64, SUM)
+    dq_desc = describe(dq, 1, T, HEADS * R, K, K, T.to(gl.int64) * K, K, 64, 64, SUM)
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BD], TILE)
     do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BD], TILE)
     k_s = gl.allocate_shared_memory(dtype, [1, 1, N, BD], BLOCK)
@@ -516,7 +519,8 @@ def gradients_kernel(
         seed = lse
     if not OFFSET:
         offsets = lse
-    tiles = B * G * gl.cdiv(S, N)
+    begin = FIRST * gl.cdiv(S, N)
+    tiles = begin + HEADS * gl.cdiv(S, N)
     ring = (q_s, do_s, k_s, v_s, number_s, plan_s)
     shared = (q_s, do_s, k_s, v_s, number_s, plan_s, dx_s, dq_s)
     barriers = (held, done, full, empty, whole, over, summed, added)
@@ -533,21 +537,24 @@ def gradients_kernel(
             (differentiate, (shared, barriers, queries, keys, planes, dropout, numbers, (T, S), tiles, M, 1, H, R, RB,
                              RM, N, BT, BD, STAGES, CAP, LEFT, RIGHT, OFFSET, SEGMENTS, BIAS, MASK, DROPOUT)),
             (copy, (ring, (held, done, full, empty), descriptors, (lse, mean), (offsets, left, right), ranges, (T, S),
-                    tiles, counted, M, H, R, N, BT, STAGES, LEFT, RIGHT, OFFSET, SEGMENTS)),
-            (add, (dq_s, plan_s, held, summed, added, dq_desc, counted + 1, (T, S), tiles, M, H, R, N, BT)),
+                    begin, tiles, counted, M, H, R, N, BT, STAGES, LEFT, RIGHT, OFFSET, SEGMENTS)),
+            (add, (dq_s, plan_s, held, summed, added, dq_desc, counted + 1, (T, S), FIRST, tiles, M, H, R, N, BT)),
         ],
         [4, 1, 1],
         [REGISTERS, OTHERS, OTHERS],
     )
 
 
-@gluon.jit(do_not_specialize=["T", "NT"])
-def queries_kernel(sums, counted, scale, T, NT, dq, H: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
+@gluon.jit(do_not_specialize=["T", "NT", "first"])
+def queries_kernel(sums, counted, dq_given, scale, T, NT, first, dq, H: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
                    BK: gl.constexpr):
-    """``dq [B, T, H, K]``: the sums ``[B, H, T, K]`` times the scale, 0 of tiles that nobody has added to."""
+    """``dq [B, T, H, K]`` from head ``first`` of all ``B H`` on: the sums ``[heads, T, K]`` times the scale.
+
+    It is 0 of tiles that nobody has added to. ``dq_given`` has no values that are read: dq may overwrite it.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32 * 4 // BK, BK // 4], [4, 1], [1, 0])
     i_bh, i_t = gl.program_id(0) // NT, gl.program_id(0) % NT
-    i_b, i_h = (i_bh // H).to(gl.int64), i_bh % H
+    i_b, i_h = ((first + i_bh) // H).to(gl.int64), (first + i_bh) % H
     t = i_t * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, BK, layout=gl.SliceLayout(0, L))
     some = (t < T)[:, None] & (d < K)[None, :]

@@ -39,6 +39,8 @@ _ROW = 8
 _BARRIERS = 2048
 # Keys of a block of the gradients, of which as many tiles of queries are in memory.
 _KEYS, _STAGES = 128, 2
+# Blocks of keys whose queries' gradients are summed in memory at once, as many as take no longer for ending together.
+_ENOUGH_BLOCKS = 4096
 # Rows of a tile of few queries, of all heads that share keys.
 _ROWS = 64
 # Blocks that take as long as a program's beginning and end, about, and the fewest that a program is started for.
@@ -217,26 +219,45 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     inputs = dict(
         q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, query_ids=args.query_segments,
         key_ids=args.key_segments, ranges=ranges, seed=args.seed, offsets=offsets, do=do, lse=lse, mean=mean,
-        counts=_zeros(1 + w.B * w.H * NT, do),
+    )
+    numbers = dict(
         **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"), **_strides(do, "do"),
         **w.plane("bias", args.bias), **w.plane("mask", args.mask), **ids, scale=opts.softmax_scale,
         inner=_inner(opts), unit=(-1 if w.negative else 1) * w.numbers["unit"], keep=w.numbers["keep"],
         threshold=w.threshold, left=left, right=right, B=w.B, T=w.T, S=w.S,
-        # Without a limit on the right, a head's blocks begin one after the other: programs are busy with four heads.
-        M=1 if limits["RIGHT"] else math.gcd(4, w.B * w.G),
     )
-    outputs = dict(dq=((w.B, w.H, w.T, w.K), "float32"), dk=(tuple(args.key.shape), w.dtype),
-                   dv=(tuple(args.value.shape), w.dtype), counted="counts")
     constants = dict(**w.sizes(), RM=w.shared(args.mask), N=_KEYS, BT=BT, BD=BD, STAGES=_STAGES, CAP=_cap(opts),
                      **limits, **w.masks, DROPOUT=opts.dropout > 0, REGISTERS=_REGISTERS, OTHERS=_OTHERS)
-    sums, dk, dv, counted = frontends.launch(gradients_kernel, (min(w.B * w.G * NS, _PROGRAMS),), inputs, outputs,
-                                             constants, num_warps=4, num_stages=1)
-    (dq,) = frontends.launch(
-        queries_kernel, (w.B * w.H * NT,), dict(sums=sums, counted=counted, scale=opts.softmax_scale, T=w.T, NT=NT),
-        dict(dq=(tuple(args.query.shape), w.dtype)), dict(H=w.H, K=w.K, BT=BT, BK=BD), num_warps=4, num_stages=1,
-    )
+    R, dq, dk, dv = w.H // w.G, None, None, None
+    for first, heads in _heads_at_once(w.B * w.G, NS):
+        # Without a limit on the right, a head's blocks begin one after the other: programs are busy with four heads.
+        together = 1 if limits["RIGHT"] else math.gcd(4, first, heads)
+        counts = _zeros(1 + heads * R * NT, do)
+        outputs = dict(dq=((heads * R, w.T, w.K), "float32"),
+                       dk="dk_given" if first else (tuple(args.key.shape), w.dtype),
+                       dv="dv_given" if first else (tuple(args.value.shape), w.dtype), counted="counts")
+        given = dict(counts=counts, dk_given=dk if first else args.key, dv_given=dv if first else args.value)
+        sums, dk, dv, counted = frontends.launch(
+            gradients_kernel, (min(heads * NS, _PROGRAMS),),
+            {**inputs, **given, **numbers, "FIRST": first, "HEADS": heads, "M": together}, outputs, constants,
+            num_warps=4, num_stages=1,
+        )
+        (dq,) = frontends.launch(
+            queries_kernel, (heads * R * NT,),
+            dict(sums=sums, counted=counted, dq_given=dq if first else do, scale=opts.softmax_scale, T=w.T, NT=NT,
+                 first=first * R),
+            dict(dq="dq_given" if first else (tuple(args.query.shape), w.dtype)), dict(H=w.H, K=w.K, BT=BT, BK=BD),
+            num_warps=4, num_stages=1,
+        )
     dbias = triton.bias_gradient(w, do, lse, mean) if opts.needs(args, "bias") else None
     return Args(dq, dk, dv, dbias, dsinks)
+
+
+def _heads_at_once(heads: int, blocks: int) -> list[tuple[int, int]]:
+    """``(first, number)`` of the heads of keys in each launch of the gradients: their queries' sums take memory."""
+    number = max(-(-_ENOUGH_BLOCKS // blocks), 1)
+    number += -number % 4  # which programs take together
+    return [(first, min(number, heads - first)) for first in range(0, heads, number)]
 
 
 def _are_for_triton(args: Args) -> bool:
