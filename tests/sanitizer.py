@@ -24,7 +24,8 @@ def watched(check: str, module: str, *arguments: str, **environment: str) -> sub
     if tool is None:
         pytest.skip("compute-sanitizer is not installed")
     # Where it follows the compilers that JAX starts, too, the tool itself ends with a segmentation fault now and then.
-    options = ["--tool", check, "--target-processes", "application-only", "--error-exitcode", "9"]
+    options = ["--tool", check, "--target-processes", "application-only", "--error-exitcode", "9",
+               "--print-limit", "10000"]
     command = [tool, *options, sys.executable, "-m", module, *arguments]
     run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     if "Device not supported" in run.stdout:

@@ -1,10 +1,14 @@
 """Run the kernels of the platform ``cuda`` on small shapes, for compute-sanitizer to watch.
 
-``python -m tests.cuda.sanitize`` runs them forward and backward, and prefills.
+``python -m tests.cuda.sanitize linear`` runs those of linear attention forward and backward, and prefills; ``softmax``
+runs those of softmax attention, also with few queries.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -13,6 +17,7 @@ from keraunos import frontends, serving
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops import Config
+from tests.cuda import softmax_attention
 from tests.cuda.platform import small, small_prefill
 from tests.linear_attention.cases import torch_tensor
 from tests.sanitizer import limit_time
@@ -35,35 +40,67 @@ PREFILLS = [
     small_prefill(lengths=(70, 0, 129, 1), fresh=(1,), tail=70, gate="scalar"),
     small_prefill(K=96, V=40, slots=(-1, 3), lengths=(65, 3), pool="bfloat16"),
 ]
-KERNELS = {"outputs_kernel", "gradients_kernel", "starts_kernel", "sum_kernel", "dimensions_kernel", "keys_kernel",
-           "queries_kernel"}
+LINEAR = {"outputs_kernel", "gradients_kernel", "starts_kernel", "sum_kernel", "dimensions_kernel", "keys_kernel",
+          "queries_kernel"}
+
+EVERYTHING = dict(H=4, causal=True, window=(90, 10), offset=(7,), soft_cap=30.0, sinks=1)
+PACKED = (100, 60, -20, 50), (100, 60, -20, 50)
+ATTENTION = [
+    softmax_attention.Case(T=300, B=2, causal=True),
+    softmax_attention.Case(T=230, segments=PACKED, **EVERYTHING),
+    softmax_attention.Case(T=230, D=64, dtype="float16", segments=PACKED, **EVERYTHING),
+    softmax_attention.Case(T=150, S=200, H=4, G=2, D=96, V=40),
+    softmax_attention.Case(T=300, S=260, mask=(1, 1), window=(280, 20)),
+    softmax_attention.Case(T=150, S=170, B=2, H=4, G=1, bias=(1, 4), dropout=0.3),
+    softmax_attention.Case(T=130, D=256, causal=True),  # its gradients are Triton's
+    softmax_attention.Case(T=1, S=1500, H=4, G=2, B=3, causal=True, offset=(1499, 700, -1)),
+    softmax_attention.Case(T=4, S=800, G=2, segments=((4,), (750, -50)), **EVERYTHING | dict(offset=(700,))),
+]
+SOFTMAX = {"forward_kernel", "range_kernel", "zero_kernel", "gradients_kernel", "queries_kernel", "decode_kernel",
+           "join_kernel"}
 
 
-def main() -> None:
+@contextlib.contextmanager
+def launching(kernels: set[str]) -> Iterator[None]:
+    """All of these kernels are launched within, and no others in Gluon."""
     launched = set()
 
     def launch(kernel, *args, **options):
-        launched.add(kernel.fn.__name__)
+        if ".cuda." in kernel.fn.__module__:
+            launched.add(kernel.fn.__name__)
         return real(kernel, *args, **options)
 
     real = frontends.launch
     with mock.patch.object(frontends, "launch", launch):
-        for case, constant in CALLS:
-            args, *grads = case.arrays
-            args, grads = ([x if x is None else torch_tensor(x).cuda() for x in group] for group in (args, grads))
-            opts = Options(case.K**-0.5, case.reverse, Config(num_stages=3), constant)
-            pieces = (256, 2) if case.T == 600 else (0, 1)
-            with mock.patch.object(passes, "segmentation", lambda *_, pieces=pieces: pieces):
-                _, residuals = passes.forward(Args(*args), opts)
-                passes.backward(Args(*args), residuals, grads, opts)
-        for case in PREFILLS:
-            given, options = arguments("prefill", {name: torch_tensor(x, "cuda") for name, x in case.arrays.items()})
-            serving.prefill(*given, **options, platform="cuda")
+        yield
     torch.cuda.synchronize()
-    if launched != KERNELS:
-        raise SystemExit(f"launched {sorted(launched)}; there are {sorted(KERNELS)}")
+    if launched != kernels:
+        raise SystemExit(f"launched {sorted(launched)}; there are {sorted(kernels)}")
+
+
+def linear() -> None:
+    """Linear attention: outputs, gradients, prefill."""
+    for case, constant in CALLS:
+        args, *grads = case.arrays
+        args, grads = ([x if x is None else torch_tensor(x).cuda() for x in group] for group in (args, grads))
+        opts = Options(case.K**-0.5, case.reverse, Config(num_stages=3), constant)
+        pieces = (256, 2) if case.T == 600 else (0, 1)
+        with mock.patch.object(passes, "segmentation", lambda *_, pieces=pieces: pieces):
+            _, residuals = passes.forward(Args(*args), opts)
+            passes.backward(Args(*args), residuals, grads, opts)
+    for case in PREFILLS:
+        given, options = arguments("prefill", {name: torch_tensor(x, "cuda") for name, x in case.arrays.items()})
+        serving.prefill(*given, **options, platform="cuda")
+
+
+def softmax() -> None:
+    """Softmax attention: outputs, gradients."""
+    for case in ATTENTION:
+        softmax_attention.call(case, gradients=True, device="cuda")
 
 
 if __name__ == "__main__":
     limit_time()
-    main()
+    run, kernels = {"linear": (linear, LINEAR), "softmax": (softmax, SOFTMAX)}[sys.argv[1]]
+    with launching(kernels):
+        run()

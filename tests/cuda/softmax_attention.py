@@ -163,9 +163,9 @@ TRITON = {
 }
 
 
-def call(case, gradients=False):
+def call(case, gradients=False, device="cpu"):
     """``(output, lse)`` of the platform's own host code, or gradients."""
-    args = Args(**case.arrays)
+    args = Args(**{name: x if x is None else x.to(device) for name, x in case.arrays.items()})
     cfg = dataclasses.replace(passes.heuristic(describe(args), Config()), **dict(case.cfg))
     scale = case.D**-0.5 if case.scale is None else case.scale
     opts = Options(scale, case.soft_cap, *sides(case.causal, case.window), case.dropout, "float32", False, cfg,
@@ -173,7 +173,7 @@ def call(case, gradients=False):
     large = 0 if case.exact else passes._LARGE_CAP
     with mock.patch.multiple(passes, _PROGRAMS=case.programs, _LARGE_CAP=large):
         residuals = passes.forward(args, opts)[1]
-        return passes.backward(args, residuals, (case.doutput, None), opts) if gradients else residuals
+        return passes.backward(args, residuals, (case.doutput.to(device), None), opts) if gradients else residuals
 
 
 def run(case, mode="late", seed=0, gradients=False, replaced=None):

@@ -207,34 +207,45 @@ def test_jax_has_the_same_bits_under_its_transformations():
         assert torch.equal(torch.from_dlpack(x), y.grad)
 
 
-def known(first, second):
-    """Whether racecheck reports two accesses of a kernel that is right: what it does not follow.
+def handed(attention):
+    """Functions in which racecheck reports accesses of kernels that are right: what it does not follow.
 
-    Triton hands arguments to partitions through shared memory, in a kernel's own body, by the numbered barriers of a
-    block; it is reported of every kernel with partitions. And where a partition is a single warp, one of its threads
-    arrives for all, which have met before. The emulator finds each of our barriers that is left out.
+    First, kernels' own bodies: Triton hands arguments to partitions through shared memory there, by the numbered
+    barriers of a block; it is reported of every kernel with partitions. Second, partitions of a single warp: one of its
+    threads arrives for all, which have met before. The emulator finds each of our barriers that is left out.
     """
     from keraunos.kernels.linear_attention.cuda import gradients, outputs, walk
+    from keraunos.kernels.softmax_attention.cuda import decode, forward
+    from keraunos.kernels.softmax_attention.cuda import gradients as softmax
 
-    def within(place, *functions):
+    if attention == "linear":
+        return (outputs.outputs_kernel, gradients.gradients_kernel), (walk.add_gates, outputs.add_gradients)
+    kernels = forward.forward_kernel, softmax.gradients_kernel, decode.decode_kernel
+    return kernels, (forward.copy, softmax.copy, softmax.add)
+
+
+def known(first, second, attention):
+    """Whether a race between accesses in these files and lines is no race."""
+
+    def within(place, functions):
         file, line = place
-        return any(file == os.path.basename(inspect.getsourcefile(fn)) and line in lines(fn) for fn in functions)
+        return any(file == os.path.basename(inspect.getsourcefile(x.fn)) and line in lines(x.fn) for x in functions)
 
     def lines(fn):
         source, start = inspect.getsourcelines(fn)
         return range(start, start + len(source))
 
-    warps = walk.add_gates.fn, outputs.add_gradients.fn
-    handed = within(first, outputs.outputs_kernel.fn, gradients.gradients_kernel.fn)
-    return handed or within(first, *warps) or within(second, *warps)
+    kernels, warps = handed(attention)
+    return within(first, kernels) or within(first, warps) or within(second, warps)
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_compute_sanitizer_finds_nothing(check):
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_compute_sanitizer_finds_nothing(check, attention):
     """``tests/triton`` sees that it finds planted faults."""
-    subprocess.run([sys.executable, "-m", "tests.cuda.sanitize"], check=True)
+    subprocess.run([sys.executable, "-m", "tests.cuda.sanitize", attention], check=True)
     # Blocks from PyTorch's own cache hide accesses past the end of an array.
-    run = watched(check, "tests.cuda.sanitize", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    run = watched(check, "tests.cuda.sanitize", attention, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     if check == "memcheck":
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
         return
@@ -244,4 +255,4 @@ def test_compute_sanitizer_finds_nothing(check):
     for race in races:
         places = [(file, int(line)) for file, line in re.findall(r" in (\S+\.py):(\d+)", race)]
         assert len(places) >= 2, race
-        assert all(known(places[0], other) for other in places[1:]), race
+        assert all(known(places[0], other, attention) for other in places[1:]), race
