@@ -365,6 +365,9 @@ def test_auto_takes_it_where_it_was_measured_to_be_faster(framework, monkeypatch
         assert chosen(*call) == "triton"
         assert chosen(*call, gate="scalar") == "cuda"
     assert chosen(1, 66000, 64, N=1000) == "triton"
+    for gate in ("scalar", "vector"):
+        assert chosen(1, 64, 32, gate=gate) == chosen(1, 256, 32, gate=gate) == chosen(1, 1024, 32, gate=gate) == "cuda"
+        assert chosen(1, 1024, 8, gate=gate) == "triton"
     assert chosen(2, 16384, 64, gate="vector") == chosen(1, 32768, 8, gate="vector") == "cuda"
     for sizes in (dict(K=64), dict(V=64), dict(K=64, V=64)):
         assert chosen(2, 16384, 64, **sizes) == "triton"

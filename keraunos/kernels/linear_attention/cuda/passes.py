@@ -53,8 +53,8 @@ _STARTS, _AT_ONCE, _MANY_HEADS = 512, 16, 32
 # pieces takes of a walk over as many tokens: with gates, and with a constant decay, of which most heads need few.
 _BEGIN, _JOIN, _STATES, _FEW_STATES = 128, 256, 0.5, 0.2
 # How many times longer than if its tokens were spread over the whole GPU a call may take for "auto" to take it: with
-# gates, for which Triton takes longer still, and with a constant decay.
-_MOST, _FEW_MOST = 3, 1.5
+# gates, for which Triton takes longer still, so in packed sequences, which are not cut, and with a constant decay.
+_MOST, _PACKED_MOST, _FEW_MOST = 13, 3, 1.5
 
 
 def _most_segments(heads: int) -> int:
@@ -536,7 +536,8 @@ def loses(inv: Invocation) -> str | None:
         return "was measured to be slower than Triton, forward, with constant decays and head dims up to 64"
     T, heads = max(inv.dims["T"] // (N if packed else 1), 1), N * inv.dims["H"]
     cost = _cost(T, heads, forgets, 1 if packed else _segments(T, heads, forgets))
-    if cost > (_FEW_MOST if forgets else _MOST) * T * heads / _PROGRAMS:
+    most = _FEW_MOST if forgets else _PACKED_MOST if packed else _MOST
+    if cost > most * T * heads / _PROGRAMS:
         return "was measured to be slower than Triton where heads, or segments, do not fill the GPU for long"
     return None
 
