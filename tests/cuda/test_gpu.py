@@ -210,16 +210,26 @@ def test_jax_has_the_same_bits_under_its_transformations():
 def handed(attention):
     """Functions in which racecheck reports accesses of kernels that are right: what it does not follow.
 
-    First, kernels' own bodies: Triton hands arguments to partitions through shared memory there, by the numbered
-    barriers of a block; it is reported of every kernel with partitions. Second, partitions of a single warp: one of its
-    threads arrives for all, which have met before. The emulator finds each of our barriers that is left out.
+    First, those with partitions: Triton hands arguments to these through shared memory, by the numbered barriers of a
+    block. Second, partitions that hand tiles on: one of their threads arrives for all, which have met before. The
+    emulator follows both, and finds each of our barriers that is left out.
     """
-    from keraunos.kernels.linear_attention.cuda import gradients, outputs, walk
+    from keraunos.kernels.linear_attention.cuda import (
+        dimensions,
+        dimensions_keys,
+        dimensions_queries,
+        gradients,
+        outputs,
+        walk,
+    )
     from keraunos.kernels.softmax_attention.cuda import decode, forward
     from keraunos.kernels.softmax_attention.cuda import gradients as softmax
 
     if attention == "linear":
-        return (outputs.outputs_kernel, gradients.gradients_kernel), (walk.add_gates, outputs.add_gradients)
+        kernels = (outputs.outputs_kernel, gradients.gradients_kernel, dimensions.dimensions_kernel,
+                   dimensions_queries.queries_kernel, dimensions_queries.walk, dimensions_keys.keys_kernel)
+        return kernels, (walk.add_gates, outputs.add_gradients, dimensions.work_in_gates,
+                         dimensions_queries.work_in_gates, dimensions_keys.work_in_gates, dimensions_keys.do_strong)
     kernels = forward.forward_kernel, softmax.gradients_kernel, decode.decode_kernel
     return kernels, (forward.copy, softmax.copy, softmax.add)
 
