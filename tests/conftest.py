@@ -1,5 +1,6 @@
 """Where the tests run: on the CPU, with 8 host devices for JAX, unless --gpu is given."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -34,6 +35,9 @@ def pytest_configure(config):
         # Most of the time would go into compiling for speed what runs once.
         flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+        # Traces of programs are millions of objects, which would be looked through again and again. On a GPU its memory
+        # is what garbage holds.
+        gc.set_threshold(100_000, 50, 100)
 
 
 def _begin_with_another_gpu():
@@ -66,6 +70,11 @@ def pytest_collection_modifyitems(config, items):
         items += own + others[:count]
         left -= len(own) + count
         del others[:count]
+
+
+def pytest_collection_finish(session):
+    # Modules stay: no search for garbage has to look through them.
+    gc.freeze()
 
 
 def pytest_runtest_teardown(item, nextitem):
