@@ -131,16 +131,15 @@ def prefills(case, transposed=False, stored=False):
 
 
 def of(call):
-    """``(name, resources)`` of each kernel that a call launches, as often as it launches another build of it."""
+    """``(kernel, types of its arguments, constants)`` of each build that a call launches."""
     if call in ATTENTION:
-        # Imports this module.
-        from tests.cuda.test_softmax_gradients import CASES, built, gradients_kernel
+        # These import this module.
+        from tests.cuda.softmax_attention import build_of
+        from tests.cuda.test_softmax_gradients import CASES, gradients_kernel
 
-        yield gradients_kernel.fn.__name__, built(CASES[call], gradients_kernel)
-        return
+        return [build_of(CASES[call], gradients_kernel)]
     found = launches(*CALLS[call]) if call in CALLS else prefills(*PREFILLS[call])
-    for kernel, types, constants in dict.fromkeys(found):
-        yield kernel.fn.__name__, resources(kernel, dict(types), dict(constants))
+    return [(kernel, dict(types), dict(constants)) for kernel, types, constants in dict.fromkeys(found)]
 
 
 def _table():
@@ -149,7 +148,8 @@ def _table():
     print("| triton | call | kernel | registers | stack | shared memory | waits | over |\n|" + " --- |" * 8)
     for call in sys.argv[1:] or (*NAMES, *ATTENTION):
         budget = most(call)
-        for name, used in of(call):
+        for kernel, *build in of(call):
+            name, used = kernel.fn.__name__, resources(kernel, *build)
             over = [f"{key} {budget[key]}" for key in columns if used[key] > budget[key]]
             cells = triton.__version__, call, name, *(used[key] for key in columns), ", ".join(over)
             print(f"| {' | '.join(map(str, cells))} |", flush=True)

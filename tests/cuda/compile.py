@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import io
+import json
 import re
+from pathlib import Path
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.triton.usage import usage
+
+HOPPER = GPUTarget("cuda", 90, 32)
+# What was found when it was built; ``record.py`` writes it.
+RECORD, RECORDED_WITH = Path(__file__).with_name("record.json"), "3.6.0"
 
 
 def descriptor(dtype: str, block_shape, layout) -> str:
     """A host tensor descriptor in a signature; ``dtype`` as Triton writes it ("bf16")."""
     return f"tensordesc<{dtype}{list(block_shape)},{layout!r}>"
+
+
+def source_of(kernel, signature: dict[str, str], constants: dict) -> GluonASTSource:
+    """What Triton is given to build; see :func:`resources`."""
+    names = kernel.arg_names
+    types = {name: signature.get(name, "constexpr") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    return GluonASTSource(kernel, types, fixed, attrs)
 
 
 def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int = 4) -> dict[str, int]:
@@ -26,15 +45,12 @@ def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int
     ``signature`` has the types of the arguments of run time ("*bf16", "i32", "fp32", `descriptor`); pointers are
     taken to be of 16 bytes.
     """
-    names = kernel.arg_names
-    types = {name: signature.get(name, "constexpr") for name in names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
-    fixed = {(names.index(name),): value for name, value in constants.items()}
-    source, said, knobs = GluonASTSource(kernel, types, fixed, attrs), io.StringIO(), triton.knobs
+    source, said = source_of(kernel, signature, constants), io.StringIO()
+    knobs = triton.knobs
     # What was built before says nothing.
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps))
+        built = triton.compile(source, target=HOPPER, options=dict(num_warps=num_warps))
     assert "ptxas info" in said.getvalue()
     return {**usage(built), "warps": built.metadata.num_warps, "waits": _waits(said.getvalue())}
 
@@ -42,3 +58,34 @@ def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int
 def _waits(said: str) -> int:
     # A wait that the assembler put in; products that it put in turn.
     return len(re.findall(r"\(C7510\)|\(C7512\)|\(C7514\)|\(C7517\)", said))
+
+
+def identity(kernel, signature: dict[str, str], constants: dict) -> str:
+    """What tells a build apart from all others: a hash of the compiler's version and of what it begins with.
+
+    That is the program that its front end makes of the kernel and of all that this calls, without places in files.
+    """
+    source, backend, context = source_of(kernel, signature, constants), make_backend(HOPPER), ir.context()
+    options = backend.parse_options({"num_warps": 4, **source.parse_options()})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    generators, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    program = source.make_ir(HOPPER, options, generators, modules, context).str_nodebug()
+    # Libraries come with the compiler, wherever that is installed.
+    chosen = sorted((name, str(x)) for name, x in vars(options).items() if name != "extern_libs")
+    return hashlib.sha256(f"{triton.__version__} {chosen} {program}".encode()).hexdigest()[:16]
+
+
+@functools.cache
+def recorded() -> dict[str, dict]:
+    """What was found, by the identities of builds."""
+    return json.loads(RECORD.read_text())
+
+
+def known(kernel, signature: dict[str, str], constants: dict) -> dict[str, int]:
+    """Like :func:`resources`, but as was recorded of the same build; with other versions of Triton it is built."""
+    if triton.__version__ != RECORDED_WITH:
+        return resources(kernel, signature, constants)
+    found = recorded().get(identity(kernel, signature, constants))
+    assert found is not None, f"{kernel.fn.__name__} has changed: run python -m tests.cuda.record"
+    return {name: used for name, used in found.items() if name != "kernel"}

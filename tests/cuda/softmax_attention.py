@@ -19,7 +19,7 @@ from keraunos.kernels.softmax_attention.triton.gradients import mean_kernel, sum
 from keraunos.kernels.softmax_attention.triton.kernels import mask_kernel, spread_kernel
 from keraunos.ops.invocation import Config
 from tests.cuda.builds import launched
-from tests.cuda.compile import resources
+from tests.cuda.compile import known
 from tests.cuda.platform import launcher
 
 
@@ -209,7 +209,12 @@ def builds(case, gradients=False):
     return [build for build in launched(lambda: call(case, gradients)) if build[0] not in TRITON]
 
 
+def build_of(case, kernel):
+    """The kernel's build in a call, or in its gradients: the kernel, the types of its arguments, constants."""
+    (build,) = [build for build in builds(case, kernel is not forward_kernel) if build[0] is kernel]
+    return kernel, *map(dict, build[1:])
+
+
 def built(case, kernel):
     """The kernel's resources in a call, or in its gradients; see ``tests/cuda/compile.py``."""
-    (build,) = [build for build in builds(case, kernel is not forward_kernel) if build[0] is kernel]
-    return resources(kernel, *map(dict, build[1:]))
+    return known(*build_of(case, kernel))

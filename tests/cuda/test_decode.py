@@ -85,7 +85,10 @@ def test_each_missing_step_is_found(step, tmp_path):
         run(CASES["parts that are longer than the ring"], replaced=replaced)
 
 
-@pytest.mark.parametrize("name", ["one query", "64", "96 and 40", "256", "everything", "blocks of 128"])
+BUILT = "one query", "64", "96 and 40", "256", "everything", "blocks of 128"
+
+
+@pytest.mark.parametrize("name", BUILT)
 def test_it_fits(name):
     used = built(CASES[name], decode_kernel)
     # Two programs on a multiprocessor, but for what has large tiles.

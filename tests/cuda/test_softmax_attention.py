@@ -89,8 +89,10 @@ def test_who_computes_a_tile_changes_no_bit():
         assert torch.equal(log, again)
 
 
-@pytest.mark.parametrize("name", ["causal", "64", "256", "everything", "tiles of 256", "mask", "dropout",
-                                  "everything else"])
+BUILT = "causal", "64", "256", "everything", "tiles of 256", "mask", "dropout", "everything else"
+
+
+@pytest.mark.parametrize("name", BUILT)
 def test_it_fits(name):
     used = built(CASES[name], forward_kernel)
     assert used["registers"] <= 168  # of a thread when the kernel starts, before partitions give theirs to others
