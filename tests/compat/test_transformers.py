@@ -40,8 +40,8 @@ LINEAR = 1, 2
 def minimax(dtype="float32", kinds="SLL"):
     """Layers of softmax (S) and lightning attention (L); blocks are shorter than prompts, all experts are taken."""
     config = MiniMaxConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, num_local_experts=2, block_size=16, initializer_range=0.2, pad_token_id=0,
+        vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, num_local_experts=2, block_size=16, initializer_range=0.2, pad_token_id=0,
         layer_types=[{"S": "full_attention", "L": "linear_attention"}[kind] for kind in kinds],
     )
     config._experts_implementation = "eager"  # runs in float64, too
@@ -103,7 +103,7 @@ def test_logits_gradients_and_states(dtype, padded):
         output.loss.backward()
         results.append([output.logits[mask.bool()], *states(output), *(x.grad for x in model.parameters())])
         for state in states(output):
-            assert state.shape == (3, 4, 8, 8)
+            assert state.shape == (3, 2, 8, 8)
             assert state.dtype == model.dtype
             assert state.is_contiguous()
     names = ["logits", "first state", "second state", *dict(theirs.named_parameters())]
@@ -115,10 +115,10 @@ def test_a_cache_is_continued_by_either(dtype):
     """In chunks of several tokens, with padding at the beginning and in the last chunk, and in single tokens."""
     theirs = minimax(dtype)
     ours, truth = patch(copy.deepcopy(theirs)), exact(theirs)
-    tokens, mask = prompts(3, 40, padded=True)
+    tokens, mask = prompts(3, 37, padded=True)
     mask[1] = 1
     mask[2, 30:32] = 0
-    pieces = [slice(0, 19), slice(19, 35), *(slice(i, i + 1) for i in range(35, 40))]
+    pieces = [slice(0, 19), slice(19, 35), slice(35, 36), slice(36, 37)]
 
     def through(*models):
         logits, cache = [], None
@@ -150,10 +150,10 @@ def test_generate(options, kinds):
 
     def generate():
         torch.manual_seed(2)
-        return model.generate(tokens, attention_mask=mask, max_new_tokens=12, eos_token_id=None, **options)
+        return model.generate(tokens, attention_mask=mask, max_new_tokens=5, eos_token_id=None, **options)
 
     want = generate()
-    assert want.shape[1] == 32
+    assert want.shape[1] == 25
     patch(model)
     assert torch.equal(generate(), want)
 
