@@ -26,6 +26,7 @@ SOFTMAX = "tests/softmax_attention/test_values.py"
 BLOCKS = "tests/softmax_attention/test_blocks.py"
 PARTS = "tests/softmax_attention/test_parts.py"
 SERVING = "tests/serving tests/compat"
+PREFILL = "tests/serving/test_values.py tests/serving/test_torch.py"
 STRETCHES = "tests/distributed/test_stretches.py"
 SHARDS = "tests/distributed/test_torch_linear.py"
 PEERS = "tests/distributed/test_peers.py"
@@ -48,7 +49,7 @@ CHIPS = "tests/triton/test_chips.py"
         VALUES: "every_gate or packed or lightning_options",
         # Others of its tests are about the torch platform.
         TORCH: "not gradcheck and not groups and not rounded and not nothing_inside",
-        f"{SERVING} {SHARDS}": "every_gate and exported or parts and 65 or alike",
+        f"{PREFILL} {SHARDS}": "every_gate and exported or parts and 65 or alike",
     }),
     ("", "1", {VALUES: "every_gate and reverse and not none or every_array and own"}),
     ("64", "1", {VALUES: "group and (scalar or strong)"}),
