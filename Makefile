@@ -31,7 +31,7 @@ pytest: $(VENV)/test.stamp
 test-newest: VENV = .venv-newest
 test-newest:
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --upgrade $$($(PYTHON) tests/newest.py)
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --upgrade $$($(PYTHON) -m tests.newest)
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --upgrade jax-cuda13-plugin
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --editable .
 	$(PYTEST)
