@@ -37,6 +37,13 @@ def _add_out(tensor_desc, coord, src, _semantic=None):
 add_out = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add_out
 
 
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """Shared memory, or the first part of it, with another dtype, shape and layout."""
+    view = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
+    return view(dtype, shape, layout, _semantic=_semantic)
+
+
 def cannot_run(inv: Invocation) -> str | None:
     """Why no kernel in Gluon can run the call, or None."""
     name, pattern = HOPPER

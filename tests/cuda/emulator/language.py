@@ -143,3 +143,4 @@ def _table():
 # By the identity of Gluon's function, under whatever name a kernel has it.
 TABLE = {id(getattr(theirs, name)): ours for theirs, name, ours in _table() if hasattr(theirs, name)}
 TABLE[id(gluon_names.add_out)] = copies.add_out
+TABLE[id(gluon_names.reinterpret)] = shared.View.reinterpret

@@ -159,7 +159,7 @@ class View:
 
         return self._view(("reshape", shape), make)
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape, layout):
         shape = tuple(static(n, "the shape") for n in shape)
         if not self.data.flags.c_contiguous:
             raise UnsupportedError(f"the emulator reinterprets whole buffers only, not {self}")

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
     FAINT,
     LOG2E,
@@ -542,7 +542,7 @@ def dimensions_kernel(
         q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
         x_s = gl.allocate_shared_memory(dtype, [C, BK], BLOCK)
         if COPIED:
-            pairs_s = g_s._reinterpret(dtype, [STAGES, C, BK], BLOCK)
+            pairs_s = reinterpret(g_s, dtype, [STAGES, C, BK], BLOCK)
         else:
             pairs_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
         state_s = gl.allocate_shared_memory(dtype, [2, BK, HALF], PART)

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
     IS_MILD,
@@ -494,7 +494,7 @@ def keys_kernel(
         GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype)
         g_desc = describe(g, i_b, token, i_h // RG, size, stride_gb, stride_gt, stride_gh, C, K, BK, GATES)
         g_s = gl.allocate_shared_memory(g_dtype, [STAGES, C, BK], GATES)
-        factors_s = g_s._reinterpret(gl.float16, [STAGES, C, BK], GATES)
+        factors_s = reinterpret(g_s, gl.float16, [STAGES, C, BK], GATES)
     else:
         FACTORS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.float16)
         factors_s = gl.allocate_shared_memory(gl.float16, [STAGES, C, BK], FACTORS)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
     IS_MILD,
@@ -518,7 +518,7 @@ def queries_kernel(
         COPIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, HALF], g_dtype)
         g_desc = describe(g, i_b, token, i_h // RG, size, stride_gb, stride_gt, stride_gh, C, K, BK, COPIES)
         g_s = gl.allocate_shared_memory(g_dtype, [STAGES, C, BK], COPIES)
-        factors_s = g_s._reinterpret(gl.float16, [STAGES, C, BK], COPIES)
+        factors_s = reinterpret(g_s, gl.float16, [STAGES, C, BK], COPIES)
     else:
         FACTORS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, HALF], gl.float16)
         g_desc = k_desc
@@ -569,12 +569,12 @@ def queries_kernel(
         p_y = y + (group_slot(i_o, token, T, L, C, PACKED, SPLIT) * H + i_h) * (2 * room_of(HALF))
         p_room = room + gl.program_id(0).to(gl.int64) * (C * BK)
         # What outlasts no chunk has the tile of the tree, and that of queries.
-        high_s = k_s._reinterpret(gl.bfloat16, [STAGES + 1, C, BK], PART).index(STAGES)
-        low_s = q_s._reinterpret(gl.bfloat16, [C, BK], PART)
+        high_s = reinterpret(k_s, gl.bfloat16, [STAGES + 1, C, BK], PART).index(STAGES)
+        low_s = reinterpret(q_s, gl.bfloat16, [C, BK], PART)
     if DG:
         p_dg = dg + of_token * K
         if not STORED_G:
-            dg_s = k_s._reinterpret(dg.dtype.element_ty, [STAGES + 1, C, BK], PART).index(STAGES)
+            dg_s = reinterpret(k_s, dg.dtype.element_ty, [STAGES + 1, C, BK], PART).index(STAGES)
             dg_desc = describe(dg, i_b, token, i_h, size, T.to(gl.int64) * (H * K), H * K, K, C, K, BK, PART)
     if DGAMMA:
         p_dgamma = dgamma + i_o * H + i_h
