@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import matplotlib as mpl
@@ -37,14 +38,20 @@ def rows() -> dict[str, dict[str, float]]:
         batch, tokens, heads = map(int, row["shape"].split(","))
         floor = UNITS * batch * tokens * heads * 128 * 2 / BANDWIDTH * 1e3
         times = {name: float(re.findall(r"([\d.]+) ms", row[name])[1]) / floor for name in NAMES}
-        found.setdefault(f"{batch} x {tokens:,} tokens, {heads} heads", times)
+        found.setdefault(f"{batch} x {tokens:,} tokens\n{heads} heads", times)
     return found
 
 
 def bars(path: Path, title: str, rows: dict[str, dict[str, float]], colors: dict[str, str], axis: str, caption: str,
          ideal: str = "") -> None:
-    """Horizontal bars, a group for each row; what a row does not have has no bar. ``ideal``: what a line at 1 is."""
-    figure, axes = plt.subplots(figsize=(8, 1.6 + 0.5 * len(rows) * max(len(colors), 2) / 3), layout="constrained")
+    """Horizontal bars, a group for each row; what a row does not have has no bar. ``ideal``: what a line at 1 is.
+
+    The figure is narrow, so that its text can be read on a phone.
+    """
+    above, under = 0.55, 0.4
+    inches = above + under + 0.9 + 0.5 * len(rows) * max(len(colors), 2) / 3
+    figure, axes = plt.subplots(figsize=(5.4, inches))
+    figure.set_layout_engine("constrained", rect=(0.01, under / inches, 0.98, 1 - (above + under) / inches))
     height = 0.8 / len(colors)
     for i, (name, color) in enumerate(colors.items()):
         places = [j + height * i for j, row in enumerate(rows.values()) if name in row]
@@ -57,9 +64,11 @@ def bars(path: Path, title: str, rows: dict[str, dict[str, float]], colors: dict
     axes.set_yticks([j + height * (len(colors) - 1) / 2 for j in range(len(rows))], [*rows])
     axes.set_ylim(len(rows) - 0.1, -0.75 if ideal else -0.45)
     axes.margins(x=0.08)
-    axes.set_xlabel(f"{axis}; lower is better\n{caption}")
-    axes.set_title(title, loc="left", fontweight="bold", pad=24)
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=4, fontsize=8)
+    axes.set_xlabel(f"{axis}; lower is better")
+    figure.text(0.02, 0.08 / inches, textwrap.fill(caption, 84), fontsize=8, color="#444444")
+    figure.text(0.02, 1 - 0.08 / inches, title, fontsize=11, fontweight="bold", va="top")
+    figure.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1 - 0.28 / inches), ncols=3, fontsize=8,
+                  handlelength=1, columnspacing=1)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -91,7 +100,7 @@ def serving(path: Path) -> None:
     about = found["about"]
     colors = dict(zip(named.values(), COLORS[::-1], strict=True))
     bars(path, "Lightning attention of one layer in a step of an engine", steps, colors, "milliseconds",
-         f"{about['device']}, 64 heads of 128, launched call by call, PyTorch {about['torch'][:4]}, {about['date']}")
+         f"{about['device']}, bfloat16, 64 heads of 128, launched call by call, PyTorch {about['torch'][:4]}, {about['date']}")
 
 
 def softmax(path: Path) -> None:
@@ -124,7 +133,7 @@ def devices(path: Path) -> None:
     colors = dict(zip(named.values(), COLORS[::2], strict=True))
     bars(path, "Forward and backward over shards of the tokens", shards, colors,
          "time over that of one shard on one GPU",
-         f"4 x NVIDIA H200, {found['tokens']:,} tokens each, {found['heads']} heads of {found['head_dim']}, "
+         f"4 x NVIDIA H200, {found['dtype']}, {found['tokens']:,} tokens each, {found['heads']} heads of {found['head_dim']}, "
          f"PyTorch, eager, {found['date']}",
          ideal="no exchange at all")
 
