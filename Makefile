@@ -110,7 +110,7 @@ $(VENV)/test.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 # Build the distributions into dist/, check them, and install the wheel into empty environments: without an extra, then
 # with each. PyTorch's is gigabytes on Linux: EXTRAS="'' jax cli" leaves it out.
 EXTRAS ?= '' cli jax flax torch
-package: $(VENV)/test.stamp
+package: $(VENV)/bin/python
 	rm -rf dist
 	$(PY) -m pip install --quiet --disable-pip-version-check build twine
 	$(PY) -m tests.package dist --extras $(EXTRAS)
