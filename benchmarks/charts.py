@@ -100,7 +100,8 @@ def serving(path: Path) -> None:
     about = found["about"]
     colors = dict(zip(named.values(), COLORS[::-1], strict=True))
     bars(path, "Lightning attention of one layer in a step of an engine", steps, colors, "milliseconds",
-         f"{about['device']}, bfloat16, 64 heads of 128, launched call by call, PyTorch {about['torch'][:4]}, {about['date']}")
+         f"{about['device']}, bfloat16, 64 heads of 128, launched call by call, PyTorch {about['torch'][:4]}, "
+         f"{about['date']}")
 
 
 def softmax(path: Path) -> None:
@@ -133,8 +134,8 @@ def devices(path: Path) -> None:
     colors = dict(zip(named.values(), COLORS[::2], strict=True))
     bars(path, "Forward and backward over shards of the tokens", shards, colors,
          "time over that of one shard on one GPU",
-         f"4 x NVIDIA H200, {found['dtype']}, {found['tokens']:,} tokens each, {found['heads']} heads of {found['head_dim']}, "
-         f"PyTorch, eager, {found['date']}",
+         f"4 x NVIDIA H200, {found['dtype']}, {found['tokens']:,} tokens each, {found['heads']} heads of "
+         f"{found['head_dim']}, PyTorch, eager, {found['date']}",
          ideal="no exchange at all")
 
 
