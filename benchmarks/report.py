@@ -18,7 +18,7 @@ INTRO = """\
 
 Training with lightning attention takes 1.3 times as long as reading and writing its arrays, on an H200 with enough
 heads to fill it; flash-linear-attention takes 4.7 to 22 times as long. With few heads ours takes up to 2.0; with a gate
-for each token 1.6 to 2.3, with a gate for each key dimension 2.0 to 2.9 ([Hopper GPUs](hopper.md)). These times are
+for each token 1.6 to 2.3, with a gate for each key dimension 1.9 to 3.0 ([Hopper GPUs](hopper.md)). These times are
 from PyTorch; JAX runs the same kernels. On a CPU a training step is twenty times as fast as a compiled loop over
 tokens. Softmax attention has the vendor's speed where the vendor has the call, and 0.7 of it with soft caps, sinks and
 segments.
@@ -27,7 +27,8 @@ segments.
 timed. All are timed in turns, by device events, on random inputs; the median counts. The *floor* is the time in which
 the same device, in the same run, copies as many bytes as the operation must move: every input read once, every output
 written once, in the forward and in the backward. The tables below have times over the floor, so 1 is the best that can
-be, and lower is better. The platform `cuda` is in [Hopper GPUs](hopper.md), as it was measured in runs of its own.
+be, and lower is better. Gates are -0.1 times the square of a normal number, a memory of about ten tokens; what weaker
+and stronger ones take, and more shapes, is in [Hopper GPUs](hopper.md).
 
 **On your machine**: `make bench` on a CPU, `make bench-gpu` on a GPU, or any shape:
 
