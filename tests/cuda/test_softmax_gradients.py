@@ -64,9 +64,10 @@ def test_how_many_programs_there_are_changes_no_bit():
     assert all(map(torch.equal, gradients("other lengths"), gradients("other lengths", programs=1)))
 
 
-def test_heads_at_once_change_no_bit(monkeypatch):
+@pytest.mark.parametrize("limits", [dict(causal=True, offset=(0, 90, -20)), dict(sinks=1)])
+def test_heads_at_once_change_no_bit(limits, monkeypatch):
     """Launches for some of the heads each, whose sums take less memory, the last of them for fewer."""
-    case = Case(T=70, S=130, B=3, H=4, G=2, causal=True, offset=(0, 90, -20))
+    case = Case(T=70, S=130, B=3, H=4, G=2, **limits)
     whole = run(case, gradients=True)
     monkeypatch.setattr(passes, "_ENOUGH_BLOCKS", 4)
     assert passes._heads_at_once(6, 2) == [(0, 4), (4, 2)]
