@@ -52,8 +52,9 @@ _STARTS, _AT_ONCE, _MANY_HEADS = 512, 16, 32
 # In tokens of a walk, by time: what a program begins with; what the launches for segments come to. What a pass over
 # pieces takes of a walk over as many tokens: with gates, and with a constant decay, of which most heads need few.
 _BEGIN, _JOIN, _STATES, _FEW_STATES = 128, 256, 0.5, 0.2
-# How many times longer than if its tokens were spread over the whole GPU a call may take for "auto" to take it: with
-# gates, for which Triton takes longer still, so in packed sequences, which are not cut, and with a constant decay.
+# How many times longer than if its tokens were spread over the whole GPU a call may take for "auto" to take it. With
+# gates, for which Triton takes longer still; with gates in packed sequences, which are not cut into segments; with a
+# constant decay.
 _MOST, _PACKED_MOST, _FEW_MOST = 13, 3, 1.5
 
 

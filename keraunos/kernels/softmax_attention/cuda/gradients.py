@@ -460,10 +460,11 @@ def gradients_kernel(
     Other arguments are as for ``forward_kernel``; without a cap ``unit`` is the scale, base 2, with its sign.
 
     Programs take blocks of N = 128 keys as they come, those of M heads of keys together, and walk over tiles of BT
-    queries: 64 of 128 dimensions (BD), 128 of 64. FIRST, HEADS: the heads of keys of this launch, of all ``B H / R`` in
-    a row; ``dk_given`` and ``dv_given`` are the memory of dk and dv after the first launch, else they are nothing that
-    is read. M must divide both; without RIGHT all blocks of a head begin
-    at its first queries, one after the other, and several heads keep programs busy.
+    queries: 64 of 128 dimensions (BD), 128 of 64. Without RIGHT all blocks of a head begin at its first queries, one
+    after the other, and several heads keep programs busy.
+
+    A launch makes the gradients of HEADS heads of keys, from head FIRST on of all ``B H / R`` in a row; M must divide
+    both. ``dk_given`` and ``dv_given`` have no values that are read: later launches write into the first one's dk, dv.
     """
     dtype: gl.constexpr = k.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BT, BD], dtype)

@@ -39,7 +39,7 @@ _ROW = 8
 _BARRIERS = 2048
 # Keys of a block of the gradients, of which as many tiles of queries are in memory.
 _KEYS, _STAGES = 128, 2
-# Blocks of keys whose queries' gradients are summed in memory at once, as many as take no longer for ending together.
+# So many blocks of keys keep a launch of the gradients busy: a call that has more makes them for some heads at a time.
 _ENOUGH_BLOCKS = 4096
 # Rows of a tile of few queries, of all heads that share keys.
 _ROWS = 64
