@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("svg")
-import matplotlib.pyplot as plt
+from keraunos.bench import chart
 
-mpl.rcParams.update({"svg.hashsalt": "keraunos", "font.size": 9})
+mpl.rcParams["svg.hashsalt"] = "keraunos"
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,36 +41,9 @@ def rows() -> dict[str, dict[str, float]]:
     return found
 
 
-def bars(path: Path, title: str, rows: dict[str, dict[str, float]], colors: dict[str, str], axis: str, caption: str,
-         ideal: str = "") -> None:
-    """Horizontal bars, a group for each row; what a row does not have has no bar. ``ideal``: what a line at 1 is.
-
-    The figure is narrow, so that its text can be read on a phone.
-    """
-    above, under = 0.55, 0.4
-    inches = above + under + 0.9 + 0.5 * len(rows) * max(len(colors), 2) / 3
-    figure, axes = plt.subplots(figsize=(5.4, inches))
-    figure.set_layout_engine("constrained", rect=(0.01, under / inches, 0.98, 1 - (above + under) / inches))
-    height = 0.8 / len(colors)
-    for i, (name, color) in enumerate(colors.items()):
-        places = [j + height * i for j, row in enumerate(rows.values()) if name in row]
-        lengths = [row[name] for row in rows.values() if name in row]
-        drawn = axes.barh(places, lengths, 0.92 * height, label=name, color=color)
-        axes.bar_label(drawn, [f"{x:.2f}" if x < 1 else f"{x:.1f}" for x in lengths], padding=3, fontsize=8)
-    if ideal:
-        axes.axvline(1, color="#666666", linewidth=1)
-        axes.text(1, -0.5 - 0.1 * len(colors) / 3, f" {ideal}", fontsize=8, color="#444444", va="center")
-    axes.set_yticks([j + height * (len(colors) - 1) / 2 for j in range(len(rows))], [*rows])
-    axes.set_ylim(len(rows) - 0.1, -0.75 if ideal else -0.45)
-    axes.margins(x=0.08)
-    axes.set_xlabel(f"{axis}; lower is better")
-    figure.text(0.02, 0.08 / inches, textwrap.fill(caption, 84), fontsize=8, color="#444444")
-    figure.text(0.02, 1 - 0.08 / inches, title, fontsize=11, fontweight="bold", va="top")
-    figure.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1 - 0.28 / inches), ncols=3, fontsize=8,
-                  handlelength=1, columnspacing=1)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+def bars(path: Path, title: str, rows: dict[str, dict[str, float]], *more: Any, **options: Any) -> None:
+    """Save a chart of one panel, the same bytes each time."""
+    chart.bars(title, {"": rows}, *more, **options).savefig(path, metadata={"Date": None})
 
 
 def read(name: str) -> dict:
