@@ -143,9 +143,11 @@ def plot_name(stem: str) -> str:
     return f"benchmarks-{stem}.png"
 
 
-def cases(sections: dict) -> list[dict]:
-    """The cases that the plot shows: all but those of softmax attention."""
-    return [case for name, section in sections.items() if name != "attention" for case in section["cases"]]
+def shown(sections: dict) -> dict:
+    """What the plot shows: all cases but those of softmax attention, and the days on which they were measured."""
+    found = [section for name, section in sections.items() if name != "attention"]
+    dates = ", ".join(dict.fromkeys(section["about"]["date"] for section in found))
+    return {"about": found[0]["about"] | {"date": dates}, "cases": [case for x in found for case in x["cases"]]}
 
 
 def _gpu(sections: dict, stem: str) -> str:
@@ -348,7 +350,7 @@ def main() -> None:
     (DOCS / "benchmarks.md").write_text(page())
     (RESULTS / "details.md").write_text(details())
     for file in gpu_files():
-        report.plot(cases(json.loads(file.read_text())), RESULTS / plot_name(file.stem))
+        report.plot(shown(json.loads(file.read_text())), RESULTS / plot_name(file.stem))
 
 
 if __name__ == "__main__":

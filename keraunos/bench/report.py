@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -13,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import keraunos
+from keraunos.bench import chart
 from keraunos.bench.workloads import Shape
-from keraunos.text import pairs
+from keraunos.text import pairs, printable
 
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "fla-core", "nvidia-nccl-cu13", "numpy")
+_HUES = (
+    ("#3f51b5", "#9fa8da"), ("#00897b", "#80cbc4"), ("#6d4c41", "#bcaaa4"), ("#ffb300", "#ffe082"),
+    ("#d81b60", "#f48fb1"), ("#546e7a", "#b0bec5"), ("#7cb342", "#c5e1a5"), ("#8e24aa", "#ce93d8"),
+)
 
 
 def about(framework: str | None = None) -> dict[str, Any]:
@@ -154,40 +160,51 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"--plot is {str(path)!r}; expected an ending such as .png or .svg")
 
 
-def plot(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot(results: Mapping[str, Any], path: Path) -> None:
     """Draw every contestant's time over the floor: a panel for each operation and pass, a group of bars for each shape.
 
-    The format is that of the file's ending. The axis is logarithmic; 1 is the floor.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import FuncFormatter
+    One that has no time in some shape says why in place of its bar, or below the chart if it has none at all.
 
-    panels = list(dict.fromkeys((_operation(c), c["pass"]) for c in cases))
-    labels = list(dict.fromkeys(label for c in cases for label, x in c["contestants"].items() if "median_s" in x))
-    wide = max(sum((_operation(c), c["pass"]) == panel for c in cases) for panel in panels)
-    figure = Figure(figsize=(max(7.0, 2 + 1.3 * wide), 3.2 * len(panels)), layout="constrained", dpi=120)
-    for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
-        chosen = [c for c in cases if (_operation(c), c["pass"]) == panel]
-        width = 0.8 / max(1, len(labels))
-        for i, label in enumerate(labels):
-            # One that was not timed leaves a gap, where its bar would be.
-            bars = [(n, c["contestants"].get(label, {}).get("median_s"), c["floor_s"]) for n, c in enumerate(chosen)]
-            known = [(n + (i - (len(labels) - 1) / 2) * width, t / floor) for n, t, floor in bars if t is not None]
-            drawn = axes.bar([x for x, _ in known], [y for _, y in known], width, color=f"C{i}")
-            axes.bar_label(drawn, fmt="%.3g", fontsize=6, padding=1)
-        axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        axes.set_xticks(range(len(chosen)), [str(shape_of(c)) for c in chosen], fontsize=8)
-        axes.set(title=" ".join(panel), ylabel="time / floor", xlabel="B, T, H (K, V)")
-        axes.margins(y=0.15)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_xlim(-0.5, len(chosen) - 0.5)
-    patches = [Patch(color=f"C{i}", label=label) for i, label in enumerate(labels)]
-    figure.legend(handles=patches, ncols=4, loc="outside upper center", fontsize=8)
+    Args:
+        results: ``"about"``, what :func:`about` returned, and ``"cases"``.
+        path: the file; its ending names the format.
+    """
+    about, cases = results["about"], results["cases"]
+    entries = [(label, found) for c in cases for label, found in c["contestants"].items()]
+    # One hue for each platform or library, lighter through its second framework.
+    named: dict[str, dict[str, None]] = {}
+    for label, found in entries:
+        if "median_s" in found:
+            named.setdefault(found["name"], {})[label] = None
+    hues = zip(itertools.cycle(_HUES), named.values(), strict=False)
+    colors = {label: hue[j % 2] for hue, of in hues for j, label in enumerate(of)}
+    never: dict[str, dict[str, None]] = {}
+    for label, found in entries:
+        if label not in colors:
+            never.setdefault(_reason(found, 160), {})[label] = None
+    panels: dict[str, dict[str, dict[str, float | str]]] = {}
+    for c in cases:
+        panels.setdefault(f"{_operation(c)} {c['pass']}", {})[str(shape_of(c))] = {
+            label: found["median_s"] / c["floor_s"] if "median_s" in found else _reason(found, 60)
+            for label in colors for found in [c["contestants"].get(label, {})]
+        }
+    caption = [
+        ", ".join([
+            about["device"], *dict.fromkeys(c["dtype"] for c in cases),
+            *(f"{name} {about[name]}" for name in ("keraunos", "jax", "torch") if about[name]), about["date"],
+        ]),
+        "Beside the bars: batch, tokens, heads; then head dims, unless they are 128.",
+        *(f"Not timed: {', '.join(of)}: {why}" for why, of in never.items()),
+    ]
+    figure = chart.bars("Time over the floor", panels, colors, "time over the floor", "\n".join(caption), "the floor")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def _reason(found: Mapping[str, Any], most: int) -> str:
+    """Why one was not timed, in so many characters at most."""
+    reason = printable(" ".join(found.get("skipped", "not measured").split()))
+    return reason if len(reason) <= most else reason[: most - 1].rstrip(" .,;") + "…"
 
 
 def _version(package: str) -> str | None:

@@ -90,7 +90,7 @@ def bench(
     console.print("Columns:")
     console.print(pairs((name, text) for name, text in report.LEGEND.items() if peers or name != "vs"))
     if plot is not None:
-        report.plot(results["cases"], plot)
+        report.plot(results, plot)
     if any(c.get("wrong") for case in results["cases"] for c in case["contestants"].values()):
         raise typer.Exit(1)
 

@@ -105,6 +105,65 @@ def test_results_fit_into_terminals_and_reasons_stand_below(columns):
     assert "cuda" not in again, "a reason is told once"
 
 
+def drawn(monkeypatch, path, cases):
+    """The figure that is saved for some cases."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    about = {"device": "NVIDIA X", "keraunos": "1.0", "jax": "0.9", "torch": None, "date": "2026-01-02"}
+    report.plot({"about": about, "cases": cases}, path)
+    figures[0].draw_without_rendering()
+    return figures[0]
+
+
+def test_the_plot_is_linear_and_says_where_and_when_it_was_measured(monkeypatch, tmp_path):
+    reason = "RESOURCE_EXHAUSTED: Out of $memory$ while trying to allocate 17179869184 bytes. " * 3
+    failed = {"name": "cudnn", "framework": "jax", "skipped": reason}
+    some = case(shape=case()["shape"] | {"T": 8})
+    some["contestants"] |= {"cudnn (jax)": failed, "cuda (jax)": failed | {"name": "cuda", "wrong": True}}
+    figure = drawn(monkeypatch, tmp_path / "b.png", [case(), some, case(**{"pass": "forward"})])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "attention shared-special forward+backward", "attention shared-special forward",
+    ]
+    for axes in figure.axes:
+        assert (axes.get_xscale(), axes.get_xlim()[0]) == ("linear", 0)
+        assert axes.get_xlabel() == "time over the floor; lower is better"
+    first = figure.axes[0]
+    assert [label.get_text() for label in first.get_yticklabels()] == ["1,65536,64,128,256", "1,8,64,128,256"]
+    texts = [text.get_text() for text in first.texts]
+    assert {"4.7", "846,053", "3.7", " the floor"} <= set(texts)
+    # One that was timed elsewhere says beside its missing bar why it has none; below stand those that never were.
+    assert any(text.startswith("RESOURCE_EXHAUSTED: Out of $memory$") for text in texts)
+    caption = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
+    assert "NVIDIA X, bfloat16, keraunos 1.0, jax 0.9, 2026-01-02" in caption
+    assert "Not timed: cuda (jax), cuda (torch): takes head dims up to 128; [the call] has K = 256" in caption
+    assert "Not timed: sdpa (torch): needs ·[31m a GPU" in caption
+    assert [text.get_text() for text in figure.legends[0].texts] == ["xla (jax)", "torch (torch)", "cudnn (jax)"]
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    for text in (*figure.texts, *figure.legends[0].texts, *(text for axes in figure.axes for text in axes.texts)):
+        box = text.get_window_extent()
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, text
+
+
+@pytest.mark.parametrize("many", [1, 4, 9])
+def test_labels_of_a_plot_do_not_overlap(many, monkeypatch, tmp_path):
+    found = {f"p{i} (jax)": {"name": f"p{i}", "framework": "jax", "median_s": 4e-4 + 1e-6 * i} for i in range(many)}
+    figure = drawn(monkeypatch, tmp_path / "b.svg", [case(contestants=found)])
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == many + 1
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert len({bar.get_facecolor() for bar in figure.axes[0].patches}) == min(many, 8)
+
+
+def test_a_plot_without_times_has_the_reasons(monkeypatch, tmp_path):
+    figure = drawn(monkeypatch, tmp_path / "b.svg", [case(contestants={"a (jax)": {"name": "a", "skipped": "broken"}})])
+    assert "Not timed: a (jax): broken" in figure.texts[0].get_text()
+
+
 def test_without_times_there_is_no_table():
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(report.show(case(contestants={"sdpa (torch)": case()["contestants"]["sdpa (torch)"]}), [], set()))
