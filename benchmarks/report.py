@@ -18,7 +18,7 @@ INTRO = """\
 
 Training with lightning attention takes 1.3 times as long as reading and writing its arrays, on an H200 with enough
 heads to fill it; flash-linear-attention takes 4.7 to 22 times as long. With few heads ours takes up to 2.0; with a
-gate for each token 1.6 to 2.3; with a gate for each key dimension 1.9 to 2.9 where gates are weak ([Hopper
+gate for each token 1.6 to 2.3; with a gate for each key dimension 2.0 to 2.9 where gates are weak ([Hopper
 GPUs](hopper.md)), 2.6 to 3.0 in the table below. These times are from PyTorch; JAX runs the same kernels. On a CPU a
 training step is twenty times as fast as a compiled loop over tokens. Softmax attention has the vendor's speed where
 the vendor has the call, and 0.7 of it with soft caps, sinks and segments.
