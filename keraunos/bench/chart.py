@@ -65,7 +65,7 @@ def _panel(axes: Any, rows: Mapping[str, Mapping[str, float | str]], colors: Map
         found = [(j + height * i, row[name]) for j, row in enumerate(rows.values()) if name in row]
         known = [(place, x) for place, x in found if not isinstance(x, str)]
         drawn = axes.barh([place for place, _ in known], [x for _, x in known], 0.92 * height, color=color)
-        labels = axes.bar_label(drawn, [_figure(x) for _, x in known], padding=3, fontsize=8)
+        labels = axes.bar_label(drawn, [_number(x) for _, x in known], padding=3, fontsize=8)
         for text, (_, x) in zip(labels, known, strict=True):
             if ideal and x < 1:  # The line may go through it.
                 text.set_path_effects([withStroke(linewidth=2, foreground="white")])
@@ -84,5 +84,5 @@ def _panel(axes: Any, rows: Mapping[str, Mapping[str, float | str]], colors: Map
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _figure(x: float) -> str:
+def _number(x: float) -> str:
     return f"{x:.2f}" if x < 1 else f"{x:.1f}" if x < 100 else f"{x:,.0f}"
