@@ -20,9 +20,9 @@ import functools
 from typing import Any, NamedTuple
 
 from keraunos import frontends
+from keraunos.frontends import interpreter
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.triton.call import (
-    INTERPRETED,
     LITTLE,
     Plan,
     Spec,
@@ -106,10 +106,8 @@ def is_for_gpu(x: Array) -> bool:
     frontend = frontends.get(framework)
     if frontend.dtype_name(x) == "float64" or (x.ndim == 4 and x.shape[-1] > 256):
         return False
-    if framework == "torch" and INTERPRETED:
-        return True
-    backend = frontend.device_of(x).backend
-    return backend == "gpu" and frontends.cannot_launch(framework) is None
+    there = frontend.device_of(x).backend == "gpu" or (framework == "torch" and interpreter.ON)
+    return there and frontends.cannot_launch(framework) is None
 
 
 def _leave(x: Stretch, start: Array | None, plan: Array, way: Way) -> Array:
@@ -200,7 +198,7 @@ def _leave_plans(
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[2], RV=H // v.shape[2], RG=H // g.shape[2] if g else 1, UNIT=unit, BT=BT,
         BK=BK, BV=BV, GATE=gate, GAMMA=gamma is not None, EXACT=exact, RIGHT=way.right, INCLUSIVE=way.inclusive,
-        PRECISION="tf32" if not exact else "ieee" if INTERPRETED else "bf16x6",
+        PRECISION="tf32" if not exact else "ieee" if interpreter.ON else "bf16x6",
     )
     warps, stages = 8 if BK * BV > 8192 else 4, 4 if halves and not (exact or little) else 3
 

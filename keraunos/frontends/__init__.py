@@ -298,8 +298,10 @@ def cannot_launch(framework: str | None, gluon: bool = False) -> str | None:
 
     What launches them in JAX is no public interface: a version that is not known may take something else.
     """
-    if framework != "jax":
-        return None
+    from keraunos.frontends import interpreter
+
+    if (reason := interpreter.refuses()) or framework != "jax":
+        return reason
     if find_spec("jax_triton") is None:
         return "needs the package jax-triton for JAX arrays"
     for package, known in _LAUNCHERS.items() if gluon else [("jax-triton", _LAUNCHERS["jax-triton"])]:

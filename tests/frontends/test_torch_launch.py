@@ -33,7 +33,7 @@ class AddKernel:
 @pytest.fixture
 def kernel(monkeypatch):
     # Repeat launches on the CPU too, as the interpreter does.
-    monkeypatch.setattr(torch_launch, "INTERPRETED", True)
+    monkeypatch.setattr(torch_launch.interpreter, "ON", True)
     return AddKernel()
 
 

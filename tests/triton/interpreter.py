@@ -126,7 +126,10 @@ semantic.to_tensor, _TO_TENSOR = _to_tensor, semantic.to_tensor
 builder = interpreter.interpreter_builder
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
+from keraunos.frontends import interpreter as ours  # noqa: E402
 from keraunos.kernels.linear_attention.triton import call as triton_call  # noqa: E402
+
+ours.is_right = True
 
 if os.environ.get("KERAUNOS_TEST_SEGMENT"):
     triton_call._MIN_SEGMENT = int(os.environ["KERAUNOS_TEST_SEGMENT"]) // 2

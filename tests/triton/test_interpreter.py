@@ -61,3 +61,33 @@ def test_in_the_interpreter(segment, parts, runs):
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton.interpreter", "-p", "no:cacheprovider", "-x"]
     run = subprocess.run([*command, "-W", IGNORED, "-k", chosen, *tests], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+PLAIN = """
+import torch, keraunos
+from keraunos import serving
+q, k, v = (torch.randn(1, 40, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+g, decays = -torch.rand(1, 40, 2, 16), [-0.1, -0.2]
+states, slots = torch.zeros(3, 2, 16, 16), torch.tensor([0, 2])
+calls = {
+    "lightning_attention": lambda **p: keraunos.lightning_attention(q, k, v, log_decay=decays, **p),
+    "gla_attention": lambda **p: keraunos.gla_attention(q.float(), k.float(), v.float(), g, **p),
+    "attention": lambda **p: keraunos.attention(q, k, v, causal=True, logits_soft_cap=9.0, **p),
+    "decode": lambda **p: serving.decode(q[0, :2], k[0, :2], v[0, :2], states.clone(), slots, log_decay=decays, **p),
+}
+for name, call in calls.items():
+    auto, torch_s = call(), call(platform="torch")
+    assert all(map(torch.equal, *[x if isinstance(x, tuple) else (x,) for x in (auto, torch_s)])), name
+    try:
+        call(platform="triton")
+    except keraunos.UnsupportedError as error:
+        assert str(error).startswith(name) and "TRITON_INTERPRET is set" in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+
+
+def test_interpreter_as_triton_has_it_is_refused():
+    env = dict(os.environ, TRITON_INTERPRET="1")
+    run = subprocess.run([sys.executable, "-c", PLAIN], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]

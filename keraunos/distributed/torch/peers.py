@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from keraunos import frontends
 from keraunos.distributed import agreement
-from keraunos.frontends.torch.launch import INTERPRETED, fixed, recorded, remembered
+from keraunos.frontends import interpreter
+from keraunos.frontends.torch.launch import fixed, recorded, remembered
 
 # Values of a vector at most: each rank has room for two of every rank's.
 _VALUES = 1 << 22
@@ -124,7 +125,7 @@ class Peers:
         inputs = dict(x=x, own=own, peers=addresses, counts=counts, late=fixed(self.late), n=n, part=part, place=place,
                       patience=patience)
         constants = dict(SIZE=self.size, RANKS=1 << (self.size - 1).bit_length(), RANK=self.rank,
-                         PROGRAMS=self.programs, BLOCK=_BLOCK, RIGHT=right, TIMED=not INTERPRETED)
+                         PROGRAMS=self.programs, BLOCK=_BLOCK, RIGHT=right, TIMED=not interpreter.ON)
         return frontends.launch(exchange_kernel, (self.programs,), inputs, dict(made=((self.size, n), "float32")),
                                 constants, num_warps=_WARPS, num_stages=1)
 

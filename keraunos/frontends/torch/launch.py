@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import copy
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from keraunos.frontends import in_shared_memory
+from keraunos.frontends import in_shared_memory, interpreter
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST_KNOWN = 4096
@@ -377,7 +376,7 @@ class remembered:  # noqa: N801, to those who use it a function
     def _find(self, tensors: list[Any]) -> Callable[[list], tuple] | None:
         if getattr(_local, "recording", None) is not None:
             return self.fn
-        if tensors[0].device.type == "cuda" or INTERPRETED:
+        if tensors[0].device.type == "cuda" or interpreter.ON:
             return self.known.get(tuple(kinds(tensors)))
         return self.fn
 
@@ -385,7 +384,7 @@ class remembered:  # noqa: N801, to those who use it a function
         # One tensor given twice is two arguments, which other calls may tell apart.
         own = [x if x is None else x.detach() for x in tensors]
         capturing = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.rehearsal and not (self.known or INTERPRETED or capturing):
+        if self.rehearsal and not (self.known or interpreter.ON or capturing):
             # Builds are most of a first call.
             _Rehearsal(self.rehearsal, own)
         with _Recording(own) as recording:
@@ -399,7 +398,6 @@ class remembered:  # noqa: N801, to those who use it a function
 
 
 _local = threading.local()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)

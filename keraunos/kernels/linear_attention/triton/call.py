@@ -5,16 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from keraunos.frontends import SHARED_MEMORY, launch
+from keraunos.frontends import SHARED_MEMORY, interpreter, launch
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.contract import Args, Options
-
-# With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Programs that fill the largest GPUs. With fewer, sequences are cut into segments, for which a pass over pieces of them
 # makes the states that they start from. Tokens that make a segment and a piece worth their while. Pieces, times heads,
@@ -169,7 +165,7 @@ class Call:
         plain = self.gate and specs.g.dtype == "bfloat16" and not self.has_gamma
         self.terms = 3 if self.exact else 1 if plain else 2
         # Six bf16 products are as good as float32; the interpreter, which computes in float32, has no name for them.
-        self.precision = "tf32" if not self.exact else "ieee" if INTERPRETED else "bf16x6"
+        self.precision = "tf32" if not self.exact else "ieee" if interpreter.ON else "bf16x6"
         # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
         self.mild = 92.0 if self.dtype == "bfloat16" else 0.0
         self.BT: int = cast(int, self.cfg.block_q)

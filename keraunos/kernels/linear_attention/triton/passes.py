@@ -23,14 +23,13 @@ from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
 from keraunos import frontends
-from keraunos.frontends import shared_memory
+from keraunos.frontends import interpreter, shared_memory
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.triton import chunks, scan
 from keraunos.kernels.linear_attention.triton.call import (
     ENOUGH,
-    INTERPRETED,
     LITTLE,
     NO_POOL,
     NO_STATES,
@@ -472,7 +471,7 @@ def segment(args: Args, opts: Options) -> int | None:
 
 def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
-    if inv.backend != "gpu" and not (INTERPRETED and inv.framework == "torch"):
+    if inv.backend != "gpu" and not (interpreter.ON and inv.framework == "torch"):
         return f"needs a GPU; the call's arrays are on {inv.backend}"
     if reason := frontends.cannot_launch(inv.framework):
         return reason

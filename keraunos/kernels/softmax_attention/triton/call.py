@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any, cast
 
 from keraunos import frontends
+from keraunos.frontends import interpreter
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.softmax_attention.contract import FAR, Args, Options, axes
 from keraunos.kernels.softmax_attention.triton import kernels
 
-# With TRITON_INTERPRET=1 kernels run on the CPU, in NumPy.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LOG2E = math.log2(math.e)
 # Times a cap up to this the error of the tangents' difference from 1 is nothing next to 16 bits' own.
 _SMALL_CAP = 1000.0
@@ -56,7 +54,7 @@ class Call:
         self.sinks = 0 if args.sinks is None else args.sinks.shape[-1]
         self.flags = dict(
             CAP=self.cap(), LEFT=opts.left is not None, RIGHT=opts.right is not None, DROPOUT=opts.dropout > 0,
-            PRECISION="tf32" if not self.exact else "ieee" if INTERPRETED else "bf16x6",
+            PRECISION="tf32" if not self.exact else "ieee" if interpreter.ON else "bf16x6",
         )
         self.masks = dict(SEGMENTS=args.query_segments is not None, BIAS=args.bias is not None,
                           MASK=args.mask is not None)
@@ -85,7 +83,7 @@ class Call:
         if self.exact or self.opts.soft_cap > _SMALL_CAP:
             return 1
         device = frontends.of(self.args.query).device_of(self.args.query).kind
-        return 2 if INTERPRETED or "AMD" in device else 3
+        return 2 if interpreter.ON or "AMD" in device else 3
 
     def rows(self, **arrays: Array) -> tuple[dict[str, int], dict[str, int]]:
         """Strides of arrays ``[B, T, H, dim]``: numbers in units, and constants with the unit."""

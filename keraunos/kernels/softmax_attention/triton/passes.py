@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from keraunos import frontends
+from keraunos.frontends import interpreter
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.softmax_attention.contract import Args, Options, kernel
 from keraunos.kernels.softmax_attention.triton import gradients, kernels
 from keraunos.kernels.softmax_attention.triton.call import (
-    INTERPRETED,
     LOG2E,
     Call,
     axes_with_residuals,
@@ -160,7 +160,7 @@ def means(w: Call, output: Array, do: Array, lse: Array) -> tuple[Any, Any]:
 
 def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
-    if inv.backend != "gpu" and not (INTERPRETED and inv.framework == "torch"):
+    if inv.backend != "gpu" and not (interpreter.ON and inv.framework == "torch"):
         return f"needs a GPU; the call's arrays are on {inv.backend}"
     if reason := frontends.cannot_launch(inv.framework):
         return reason

@@ -12,10 +12,11 @@ import math
 from dataclasses import replace
 from typing import Any, cast
 
+from keraunos.frontends import interpreter
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention import contract as linear_contract
 from keraunos.kernels.linear_attention.triton import passes as linear
-from keraunos.kernels.linear_attention.triton.call import INTERPRETED, Plan, Pool, Spec, pow2, spec_of, tile
+from keraunos.kernels.linear_attention.triton.call import Plan, Pool, Spec, pow2, spec_of, tile
 from keraunos.kernels.state_pool import contract
 from keraunos.kernels.state_pool.contract import Args, Options
 from keraunos.kernels.state_pool.triton import steps
@@ -115,7 +116,7 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     N, M, (_, H, K, V) = specs.slots.shape[0], specs.tokens.shape[0], specs.states.shape
     BT, BN, sizes = cast(int, opts.cfg.block_q), pow2(N), dict(N=N, M=M)
     exact = specs.key.dtype == "float32"
-    precision = "tf32" if not exact else "ieee" if INTERPRETED else "bf16x6"
+    precision = "tf32" if not exact else "ieee" if interpreter.ON else "bf16x6"
     chunks = _bucket(specs.key.shape[0]) // BT + N
     plan = Plan(steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
                 dict(BT=BT, BN=BN), 1, 1)
