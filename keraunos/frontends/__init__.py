@@ -229,7 +229,7 @@ def compiling() -> bool:
 def operation(fn: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function: to ``torch.compile`` it is one step, which chooses its kernel while it is traced.
 
-    It follows PyTorch's autocast and refuses nested tensors, see :func:`keraunos.frontends.torch.arguments.autocast`.
+    It follows PyTorch's autocast, and names tensors that no kernel takes: :mod:`keraunos.frontends.torch.arguments`.
     """
     own = _as_called(fn)
 
@@ -278,9 +278,9 @@ def _as_called(fn: Callable[P, R], traced: Callable[..., Any] | None = None) -> 
             return fn(*args, **kwargs)
         except UnnamedError as error:
             raise TypeError(f"{fn.__name__.lstrip('_')}: {error}") from None
-        except Exception:
+        except Exception as error:
             if torch is not None:
-                get("torch").refuse_nested(fn, args, kwargs)
+                get("torch").refuse(fn, args, kwargs, error)
             raise
 
     return call

@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.autograd import forward_ad  # noqa: E402
 from torch.utils import flop_counter  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
@@ -269,6 +270,40 @@ def test_what_is_said_of_nested_tensors_is_right():
     got = keraunos.gla_attention(x, x, x, None, None, None, jagged.offsets())
     want = torch.cat([keraunos.gla_attention(*(y[None],) * 3) for y in parts], 1)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("layout", ["sparse", "mkldnn"])
+def test_tensors_of_other_layouts_are_refused(layout):
+    x = torch.ones(1, 4, H, K)
+    other = x.to_sparse() if layout == "sparse" else x.to_mkldnn()
+    states, slots = torch.zeros(4, H, K, K), torch.tensor([2])
+    calls = {
+        "gla_attention: key": lambda: keraunos.gla_attention(x, other, x),
+        "gla_attention: g": lambda: keraunos.gla_attention(x, x, x, g=other),
+        "lightning_attention: query": lambda: keraunos.lightning_attention(other, x, x, layer_idx=0, num_layers=1),
+        "attention: bias": lambda: keraunos.attention(x, x, x, bias=other),
+        "decode: query": lambda: serving.decode(other[0] if layout == "sparse" else other, x[0], x[0], states, slots),
+        "decode: states": lambda: serving.decode(x[0, :1], x[0, :1], x[0, :1], other, slots),
+    }
+    for given, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{given} is a tensor of layout {other.layout}; expected .*to_dense"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["gla_attention", "lightning_attention", "attention"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_forward_mode_is_refused_by_name(name):
+    options = {"lightning_attention": dict(layer_idx=0, num_layers=1), "attention": dict(dtype=torch.float32)}
+    x, wanted = normal(1, 4, H, K), f"^{name}: has no forward-mode derivative .*; expected reverse mode"
+
+    def call(x):
+        return getattr(keraunos, name)(x, x, x, **options.get(name, {}))
+
+    for transform in (torch.func.jacfwd, torch.func.hessian):
+        with pytest.raises(NotImplementedError, match=wanted):
+            transform(lambda x: call(x).sum())(x)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=wanted):
+        call(forward_ad.make_dual(x, x))
 
 
 GRADIENTS = ("query", "key", "value", "g", "g_gamma", "initial_state")

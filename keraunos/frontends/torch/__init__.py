@@ -2,7 +2,7 @@
 
 from keraunos.frontends.torch.arguments import (
     autocast,
-    refuse_nested,
+    refuse,
 )
 from keraunos.frontends.torch.arrays import (
     DTYPES,
@@ -53,7 +53,7 @@ __all__ = [
     "pad",
     "place_of",
     "product",
-    "refuse_nested",
+    "refuse",
     "rows",
     "seed",
     "signature",

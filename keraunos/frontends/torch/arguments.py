@@ -1,13 +1,14 @@
-"""PyTorch: a public function's arguments before anything else: they follow autocast; nested tensors are refused."""
+"""PyTorch: a public function's arguments before anything else: they follow autocast, and what no kernel takes is named."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _parameters = functools.cache(inspect.signature)
 
@@ -37,19 +38,34 @@ def autocast(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, 
     return bound.args, bound.kwargs
 
 
-def refuse_nested(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Say what a call wants that failed on a nested tensor.
+def refuse(fn: Callable, args: tuple, kwargs: dict[str, Any], error: Exception) -> None:
+    """Say what a call that failed wants in place of tensors, or of a kind of derivative, that no kernel has.
 
     Raises:
-        TypeError: an argument is one.
+        TypeError: an argument is a nested or sparse tensor, or one of MKL-DNN.
+        NotImplementedError: it was called for a forward-mode derivative.
     """
+    name = fn.__name__.lstrip("_")
+    if isinstance(error, NotImplementedError) and forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            f"{name}: has no forward-mode derivative (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad); "
+            "expected reverse mode, such as torch.func.vjp or jacrev"
+        ) from None
     names = _parameters(fn).parameters
+    for argument, x in (*zip(names, args, strict=False), *kwargs.items()):
+        if isinstance(x, torch.Tensor) and (x.is_nested or x.layout != torch.strided):
+            kind, wanted = _instead(x, names)
+            raise TypeError(f"{name}: {argument} is {kind}; expected {wanted}") from None
+
+
+def _instead(x: torch.Tensor, names: Collection[str]) -> tuple[str, str]:
+    """The kind of a tensor that kernels do not take, and what to give a function with these parameters."""
+    if not x.is_nested:
+        return f"a tensor of layout {x.layout}", "a dense one, x.to_dense()"
     wanted = "a dense one"
     if "cu_seqlens" in names:
         wanted = "x.values() of a jagged one, with an axis of 1 in front where there is a batch, and x.offsets() as"
         wanted += " cu_seqlens"
     elif {"limits", "mask_info"} & set(names):
         wanted = "x.values()[None] of a jagged one, and sequences told apart by ids, MaskInfo.from_segments"
-    for name, x in (*zip(names, args, strict=False), *kwargs.items()):
-        if isinstance(x, torch.Tensor) and x.is_nested:
-            raise TypeError(f"{fn.__name__.lstrip('_')}: {name} is a nested tensor; expected {wanted}") from None
+    return "a nested tensor", wanted
