@@ -187,15 +187,15 @@ def attention(
         query: ``[B, T, H, K]``, bfloat16, float16, float32 or float64; a ``jax.Array`` or a ``torch.Tensor``.
         key: ``[B, S, G, K]``, the query's dtype. Query head h reads key/value head ``h // (H // G)``.
         value: ``[B, S, G, V]``, the query's dtype.
-        bias: ``[1 or B, 1 or G or H, T, S]``, added to the logits; where it is given, only the causality and the
-            window of ``mask_info`` are used: no mask, segment ids or lengths. May be ``-inf``.
+        bias: ``[1 or B, 1 or G or H, T, S]``, added to the logits; it replaces the mask and the segment ids of
+            ``mask_info``, but not its lengths, causality and window. May be ``-inf``.
         dropout_rng: a key of ``jax.random``, or a ``torch.Generator``, which each call draws from: the same key, or
             state, drops the same weights. ``torch.utils.checkpoint`` sets no such generator back: make it, from a seed,
             within the function that runs again.
-        softmax_aux: attention sinks, ``[sinks]`` or ``[G or H, sinks]``: logits that take probability, for no value.
-            One sink for each head is ``[H, 1]``; ``[H]`` would be H sinks that all heads share.
+        softmax_aux: attention sinks, ``[sinks]`` or ``[1 or G or H, sinks]``: logits that take probability, for no
+            value. One sink for each head is ``[H, 1]``; H sinks that all heads share are ``[1, H]``; ``[H]`` is refused.
         mask_info: which keys are visible, a :class:`keraunos.types.MaskInfo`.
-        init_bias: makes a bias; called only if there is neither a bias nor a mask, segment ids or lengths.
+        init_bias: makes a bias; called only if there is no bias, no mask and no segment ids.
         deterministic: without dropout.
         softmax_scale: factor of the logits; ``K ** -0.5`` if None.
         logits_soft_cap: bound of the logits' magnitude, before the bias; None: none.
@@ -233,7 +233,7 @@ def attention(
     """
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
         raise TypeError(f"attention: mask_info is a {type(mask_info).__name__}; expected a keraunos.types.MaskInfo")
-    if init_bias is not None and bias is None and not _hides(mask_info):
+    if init_bias is not None and bias is None and not _has_mask(mask_info):
         bias = init_bias()
     dropout = 0.0 if contract.truth("deterministic", deterministic) else dropout_prob
     seed = None
@@ -286,10 +286,10 @@ def _attention(
     if mask_info is not None or query_offset is not None:
         limits = _limits(mask_info, query_offset, query)
         causal, window = contract.truth("causal", causal) or limits.causal, narrower(window, limits.sliding_window)
+        lengths = limits.key_lengths
         if bias is None:
             mask, own, other = limits.attention_mask, limits.query_segments, limits.key_segments
-            lengths = limits.key_lengths
-        elif _hides(limits):
+        elif _has_mask(limits):
             _warn_of_bias()
         if isinstance(limits.query_offset, int):
             shift = limits.query_offset if causal or window else 0
@@ -314,17 +314,15 @@ def _limits(mask_info: MaskInfo | None, query_offset: int | Array | None, query:
     return limits.placed(query)
 
 
-def _hides(limits: MaskInfo | None) -> bool:
-    """Whether there is what a bias takes the place of."""
-    return limits is not None and any(
-        x is not None for x in (limits.attention_mask, limits.query_segments, limits.key_lengths)
-    )
+def _has_mask(limits: MaskInfo | None) -> bool:
+    """Whether there is what a bias replaces: a mask or segment ids, but not lengths or causality."""
+    return limits is not None and (limits.attention_mask is not None or limits.query_segments is not None)
 
 
 @functools.cache
 def _warn_of_bias() -> None:
     """Once; cached, as what raises is not, where warnings are errors."""
     message = (
-        "attention: a bias is given, so the mask, segment ids and lengths of mask_info are not used: put -inf in it"
+        "attention: a bias is given, so the mask and segment ids of mask_info are not used: put -inf in the bias"
     )
     warnings.warn(message, stacklevel=5)

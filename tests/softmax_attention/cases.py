@@ -47,10 +47,11 @@ class Case:
     bias_size: float = 1.0
     closed: bool = False  # some of the bias is -inf, and all of it for some queries
     mask: int = 0
-    sinks: int = 0  # -1: [2], for all heads
+    sinks: int = 0  # -1: [2], for all heads; 1 with several heads: [1, 3], likewise
     sink_size: float = 1.0
     sink_mean: float = 0.0
     segments: bool = False
+    lengths: tuple[int, ...] | None = None  # of the keys of each of the B rows
     soft_cap: float | None = None
     causal: bool = False
     window: int | tuple[int, int] | None = None
@@ -86,6 +87,9 @@ class Case:
         # Padding on both sides, and ids that the other side has not.
         own, other = (np.sort(rng.integers(-1, 4, (B, n)), 1).astype(np.int32) for n in (T, S))
         segments = (own, other) if self.segments else (None, None)
+        if self.lengths is not None:
+            seen = np.arange(S) < np.array(self.lengths[: self.B])[:, None]
+            segments = np.zeros((B, T), np.int32), np.where(seen, 0, -1).astype(np.int32)
         args = Args(normal(B, T, H, K), normal(B, S, G, K), normal(B, S, G, V), bias, sinks, mask, *segments)
         return args, normal(B, T, H, V)
 
@@ -147,7 +151,7 @@ class Case:
 
         def call(query, key_, value, bias, sinks):
             return keraunos.attention(
-                query, key_, value, bias, key, sinks, mask_info=mask_info(args), **self.options(platform, jnp.asarray)
+                query, key_, value, bias, key, sinks, mask_info=self.mask_info(args, jnp.asarray), **self.options(platform, jnp.asarray)
             )
 
         output, pull = jax.vjp(call, *args[:5])
@@ -169,12 +173,22 @@ class Case:
         args = Args(*map(tensor, args))
         given = [x if x is None else x.requires_grad_() for x in args[:5]]
         rng, again = (torch.Generator().manual_seed(3) for _ in range(2))
-        output = keraunos.attention(*given[:4], rng, given[4], mask_info=mask_info(args),
+        output = keraunos.attention(*given[:4], rng, given[4], mask_info=self.mask_info(args, tensor),
                                     **self.options(platform, tensor))
         output.backward(tensor(doutput))
         got = [output.detach(), *(x if x is None else x.grad for x in given)]
         seed = torch.randint(1 << 32, (2,), generator=again).numpy()
         return [x if x is None else x.double().cpu().numpy() for x in got], seed
+
+    def mask_info(self, args, array):
+        """The mask, the segments or the lengths of the call; ``array`` makes arrays of the framework."""
+        from keraunos.types import MaskInfo
+
+        if args.mask is not None:
+            return MaskInfo.from_attention_mask(args.mask)
+        if self.lengths is not None:
+            return MaskInfo().apply_kv_lengths(array(np.array(self.lengths[: self.B])))
+        return None if args.query_segments is None else MaskInfo.from_segments(args.query_segments, args.key_segments)
 
 
 def is_hopper() -> bool:
@@ -182,12 +196,3 @@ def is_hopper() -> bool:
     import torch
 
     return bool(re.search(HOPPER[1], torch.cuda.get_device_name()))
-
-
-def mask_info(args):
-    """The mask or the segments of a call."""
-    from keraunos.types import MaskInfo
-
-    if args.mask is not None:
-        return MaskInfo.from_attention_mask(args.mask)
-    return None if args.query_segments is None else MaskInfo.from_segments(args.query_segments, args.key_segments)

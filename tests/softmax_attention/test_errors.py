@@ -25,6 +25,8 @@ module = importlib.import_module("keraunos.modules.attention")
     ((Q, KV, KV, jnp.ones((2, 3, 6, 6))), {}, ValueError, r"bias has shape \(2, 3, 6, 6\)"),
     ((Q, KV, KV, jnp.ones((2, 4, 6, 6), jnp.int32)), {}, TypeError, "bias has dtype int32"),
     ((Q, KV, KV, None, None, jnp.ones((3, 1))), {}, ValueError, "softmax_aux has shape"),
+    ((Q, KV, KV, None, None, jnp.ones(4)), {}, ValueError,
+     r"softmax_aux has shape \(4,\), as many sinks as heads; expected \[H, 1\] = \(4, 1\) for one .*\[1, sinks\]"),
     ((Q, KV, KV), {"mask_info": jnp.ones((6, 6), bool)}, TypeError, "expected a keraunos.types.MaskInfo"),
     ((Q, KV, KV), {"mask_info": MaskInfo.from_attention_mask(jnp.ones((5, 6), bool))}, ValueError, "mask has shape"),
     ((Q, KV, KV), {"mask_info": MaskInfo.from_segments(jnp.ones((2, 5), int))}, ValueError, "query_segments has shape"),
@@ -110,7 +112,7 @@ def test_a_bias_that_switches_a_mask_off_warns_once():
         keraunos.attention(Q, KV, KV, bias, mask_info=MaskInfo().apply_causal())
         assert not seen
         for _ in range(2):
-            keraunos.attention(Q, KV, KV, bias, mask_info=MaskInfo().apply_kv_lengths(np.array([2, 3])))
+            keraunos.attention(Q, KV, KV, bias, mask_info=MaskInfo.from_segments(jnp.zeros((2, 6), int)))
     (warning,) = seen
     assert "a bias is given" in str(warning.message)
     assert warning.filename == __file__

@@ -41,6 +41,8 @@ CASES = [
     Case(bias=1, bias_batch=1, causal=True),
     Case(bias=2, G=2, soft_cap=3.0),
     Case(bias=4, closed=True),
+    Case(bias=4, T=20, S=50, lengths=(7, 50), soft_cap=3.0),
+    Case(bias=1, bias_batch=1, causal=True, lengths=(20, 50), sinks=1),
     Case(bias=2, G=2, bias_size=300.0, causal=True),
     Case(bias=1, closed=True, sinks=-1),
     Case(mask=1),

@@ -150,10 +150,14 @@ def describe(args: Args, *, softmax_scale: float | None = None, soft_cap: float 
             fail(ValueError, name, f"has shape {tuple(x.shape)}", "[1 or B, 1 or G or H, T, S]"
                  f" with B = {B}, G = {G}, H = {H}, T = {T}, S = {S}")
     if args.sinks is not None and not (
-        args.sinks.ndim in (1, 2) and (args.sinks.ndim == 1 or args.sinks.shape[0] in (G, H))
+        args.sinks.ndim in (1, 2) and (args.sinks.ndim == 1 or args.sinks.shape[0] in (1, G, H))
     ):
         fail(ValueError, "softmax_aux", f"has shape {tuple(args.sinks.shape)}",
-             f"[sinks] or [G or H, sinks] with G = {G}, H = {H}")
+             f"[sinks] or [1 or G or H, sinks] with G = {G}, H = {H}")
+    if args.sinks is not None and tuple(args.sinks.shape) == (H,) != (1,):
+        # Models with one sink for each head hold them so, and would silently get something else.
+        fail(ValueError, "softmax_aux", f"has shape {(H,)}, as many sinks as heads",
+             f"[H, 1] = {(H, 1)} for one sink of each head, or [1, sinks] = {(1, H)} for sinks that all heads share")
     if (args.query_segments is None) != (args.key_segments is None):
         fail(ValueError, "segments", "are given for one side", "ids of queries and of keys")
     for name, n in (("query_segments", T), ("key_segments", S)):

@@ -116,14 +116,14 @@ def bias_gradient(w: Call, do: Array, lse: Array, mean: Array) -> Array:
     strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
     shape = tuple(args.bias.shape)
     inputs = dict(
-        q=args.query, k=args.key, v=args.value, bias=args.bias, do=do, lse=lse, mean=mean, seed=args.seed, **strides,
-        **w.plane("bias", args.bias), **w.numbers, threshold=w.threshold, **w.window, B=w.B, T=w.T,
-        S=w.S,
+        q=args.query, k=args.key, v=args.value, bias=args.bias, query_ids=args.query_segments,
+        key_ids=args.key_segments, do=do, lse=lse, mean=mean, seed=args.seed, **strides, **w.plane("bias", args.bias),
+        **w.ids(), **w.numbers, threshold=w.threshold, **w.window, B=w.B, T=w.T, S=w.S,
     )
     # Where products take their operands from registers, these hold no larger tiles.
     block = _BIAS if frontends.shared_memory(args.query) >= _ENOUGH else _BIAS // 2
-    constants = dict(**w.sizes(), SHARED=shape[0] < w.B, **fixed, BT=block, BS=block, BK=tile(w.K), BV=tile(w.V),
-                     **w.flags)
+    constants = dict(**w.sizes(), SHARED=shape[0] < w.B, SEGMENTS=args.query_segments is not None, **fixed, BT=block,
+                     BS=block, BK=tile(w.K), BV=tile(w.V), **w.flags)
     grid = (shape[0] * shape[1] * -(-w.T // block) * -(-w.S // block),)
     return frontends.launch(
         gradients.bias_kernel, grid, inputs, dict(dbias=(shape, name_of(args.bias))), constants,
@@ -168,7 +168,7 @@ def unsupported(inv: Invocation) -> str | None:
         return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
     if max(inv.dims["K"], inv.dims["V"]) > 256:
         return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
-    if "bias" in inv.arrays and {"mask", "query_segments"} & set(inv.arrays):
+    if {"bias", "mask"} <= set(inv.arrays):
         return "takes a bias or a mask, not both; add the mask to the bias as -inf"
     exact, wide = inv.arrays["query"][0] == "float32", max(inv.dims["K"], inv.dims["V"]) > 128
     if exact and wide and "bias" in inv.arrays and inv.shared_memory < _ENOUGH:
