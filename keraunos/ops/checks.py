@@ -147,13 +147,31 @@ def placed(function: str, cu_seqlens: Array | None, like: Array, T: int | None, 
     return frontends.get(f"{framework}.values").constant(cu_seqlens, like)
 
 
-def slots(argument: str, size: int) -> Rule:
-    """The rule of slots of a pool of this size."""
+def slots(argument: str, size: int, once: bool) -> Rule:
+    """The rule of slots of a pool of this size; once: none is given twice, as those that are written."""
 
     def wrong(x: np.ndarray) -> np.ndarray:
-        return (x < -1) | (x >= size)
+        outside = (x < -1) | (x >= size)
+        return outside | _repeated(x) if once else outside
 
-    return Rule(argument, wrong, f"a slot below {size}, or -1 for padding")
+    return Rule(argument, wrong, f"a slot below {size}{', each once' if once else ''}, or -1 for padding")
+
+
+def _repeated(x: np.ndarray) -> np.ndarray:
+    """Which values are there before, but for those below 0."""
+    found, flat = np.zeros(x.size, bool), x.ravel()
+    order = np.argsort(flat, kind="stable")
+    found[order[1:]] = (np.diff(flat[order]) == 0) & (flat[order[1:]] >= 0)
+    return found.reshape(x.shape)
+
+
+def counts(argument: str, most: int) -> Rule:
+    """The rule of numbers of drafts that were accepted, of ``most``; those of padding slots may be any."""
+
+    def wrong(x: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        return ((x < 0) | (x > most)) & (slots >= 0)
+
+    return Rule(argument, wrong, f"a number of drafts from 0 to {most}", ("slots",))
 
 
 def checker(function: str, rules: Mapping[str, Rule], args: NamedTuple) -> Callable[[NamedTuple], None] | None:
@@ -194,7 +212,7 @@ def _looker(function: str, rule: Rule) -> Callable[..., None]:
     """Refuses the first wrong value of an array."""
 
     def look(x: np.ndarray, *beside: np.ndarray) -> None:
-        if rule.fine(x) if rule.fine else not rule.wrong(x).any():
+        if rule.fine(x) if rule.fine else not rule.wrong(x, *beside).any():
             return
         with np.errstate(invalid="ignore"):
             found = np.argwhere(rule.wrong(x, *beside))

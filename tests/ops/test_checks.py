@@ -83,7 +83,7 @@ def test_the_steps_of_serving(array):
     q, draft = ones(array, N), ones(array, N, 2)
     right, padding = array([0, 4, 2], "int32"), array([0, -1, 2], "int32")
     for slots, value, at in (([0, 5, 2], 5, 1), ([0, 1, -2], -2, 2)):
-        message = rf"has a value {value} at \[{at}\]; expected a slot below 5, or -1 for padding"
+        message = rf"has a value {value} at \[{at}\]; expected a slot below 5(, each once)?, or -1 for padding"
         wrong = array(slots, "int32")
         serving.decode(*q, array(np.zeros((5, H, K, K))), right)
         with pytest.raises(ValueError, match="^decode: slots " + message):
@@ -102,6 +102,30 @@ def test_the_steps_of_serving(array):
         serving.decode(*q, pool, right, g=array(gate))
     # Gates of padding are any.
     serving.decode(*q, pool, padding, g=array(gate))
+
+
+def test_slots_that_are_written_twice_and_numbers_of_drafts(array):
+    q, draft = ones(array, N), ones(array, N, 2)
+
+    def pool():
+        return array(np.zeros((5, H, K, K)))
+
+    twice, padding = array([3, 1, 3], "int32"), array([-1, 2, -1], "int32")
+    message = r" slots has a value 3 at \[2\]; expected a slot below 5, each once, or -1 for padding"
+    with pytest.raises(ValueError, match="^decode:" + message):
+        serving.decode(*q, pool(), twice)
+    with pytest.raises(ValueError, match="^commit:" + message):
+        serving.commit(*draft[1:], pool(), twice, array([1, 1, 1], "int32"))
+    with pytest.raises(ValueError, match="^prefill:" + message):
+        serving.prefill(*ones(array, T), pool(), twice, array([0, 10, 20, 30], "int32"))
+    # What is only read may be read twice, and padding may stand anywhere.
+    serving.verify(*draft, pool(), twice)
+    serving.decode(*q, pool(), padding)
+    for counts, value, at in (([1, -1, 0], -1, 1), ([3, 0, 0], 3, 0)):
+        message = rf"^commit: counts has a value {value} at \[{at}\]; expected a number of drafts from 0 to 2"
+        with pytest.raises(ValueError, match=message):
+            serving.commit(*draft[1:], pool(), array([0, 1, 2], "int32"), array(counts, "int32"))
+    serving.commit(*draft[1:], pool(), padding, array([-7, 2, 9], "int32"))
 
 
 def test_prefill(array):

@@ -194,8 +194,9 @@ def checker(op_id: str, args: Args) -> Callable[[Args], None] | None:
     others = size if args.exports is None else args.exports.shape[0]
     live, beside = (tokens, ("slots", "cu_seqlens")) if packed else (lambda slots: slots >= 0, ("slots",))
     rules = {
-        "slots": checks.slots("slots", size),
-        "targets": checks.slots(f"{'exports' if op_id == 'verify' else 'boundaries'}' targets", others),
+        "slots": checks.slots("slots", size, once=op_id != "verify"),
+        "counts": checks.counts("counts", args.key.shape[1]),
+        "targets": checks.slots(f"{'exports' if op_id == 'verify' else 'boundaries'}' targets", others, once=False),
         "cu_seqlens": checks.offsets(rows, whole=False),
         "g": checks.decay("g", live, beside),
         "g_gamma": checks.decay("g_gamma (or log_decay)"),
