@@ -66,6 +66,10 @@ def _run(
         raise ValueError(f"{name}: chunk_size is {size!r}; expected a power of two")
     if old:
         raise TypeError(f"{name}: got an unexpected argument {next(iter(old))!r}")
+    shape = tensors[0].shape
+    if len(shape) == 4 and 1 < shape[1] < shape[2] and cu_seqlens is None:
+        message = f"{name}: q has fewer tokens than heads, {shape[1]} < {shape[2]}; expected [B, T, H, K]"
+        warnings.warn(f"{message}, not [B, H, T, K]", stacklevel=3)
     options: Any = dict(softmax_scale=scale, reverse=reverse, return_state=True, state_v_first=state_v_first)
     if output_final_state:
         return gla_attention(*tensors, g, g_gamma, initial_state, cu_seqlens, **options)

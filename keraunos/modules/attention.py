@@ -193,7 +193,8 @@ def attention(
             state, drops the same weights. ``torch.utils.checkpoint`` sets no such generator back: make it, from a seed,
             within the function that runs again.
         softmax_aux: attention sinks, ``[sinks]`` or ``[1 or G or H, sinks]``: logits that take probability, for no
-            value. One sink for each head is ``[H, 1]``; H sinks that all heads share are ``[1, H]``; ``[H]`` is refused.
+            value. One sink for each head is ``[H, 1]``; H sinks that all heads share are ``[1, H]``. ``[H]`` could
+            mean either and is refused.
         mask_info: which keys are visible, a :class:`keraunos.types.MaskInfo`.
         init_bias: makes a bias; called only if there is no bias, no mask and no segment ids.
         deterministic: without dropout.

@@ -159,6 +159,10 @@ def test_errors():
     x = tensors(q, k, v)
     with pytest.raises(DeprecationWarning, match=r"^chunk_retention: head_first"):
         fla.chunk_retention(*x, head_first=True)
+    few = torch.ones(1, 3, 4, 8)
+    with pytest.warns(UserWarning, match=r"^chunk_gla: q has fewer tokens than heads, 3 < 4; expected \[B, T, H, K\]"):
+        fla.chunk_gla(few, few, few, -few)
+    fla.chunk_gla(*[few[:, :1]] * 3, -few[:, :1])  # a step of decoding
     with pytest.raises(ValueError, match=r"^chunk_simple_gla: chunk_size is 48; expected a power of two"):
         fla.chunk_simple_gla(*x, chunk_size=48)
     assert fla.chunk_simple_gla(*x, chunk_size=32)[1] is None

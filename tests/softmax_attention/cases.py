@@ -151,7 +151,8 @@ class Case:
 
         def call(query, key_, value, bias, sinks):
             return keraunos.attention(
-                query, key_, value, bias, key, sinks, mask_info=self.mask_info(args, jnp.asarray), **self.options(platform, jnp.asarray)
+                query, key_, value, bias, key, sinks, mask_info=self.mask_info(args, jnp.asarray),
+                **self.options(platform, jnp.asarray),
             )
 
         output, pull = jax.vjp(call, *args[:5])

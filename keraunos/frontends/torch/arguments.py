@@ -1,4 +1,4 @@
-"""PyTorch: a public function's arguments before anything else: they follow autocast, and what no kernel takes is named."""
+"""PyTorch: the arguments of public functions: they follow autocast, and errors name what no kernel takes."""
 
 from __future__ import annotations
 

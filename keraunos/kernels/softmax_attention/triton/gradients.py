@@ -314,7 +314,8 @@ def key_kernel(
 def bias_kernel(
     q, k, v, bias, query_ids, key_ids, do, lse, mean, seed,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_dob, stride_doh,
-    stride_biasb, stride_biash, stride_biast, stride_queryb, stride_keyb, inner, unit, keep, threshold, left, right, offsets, B, T, S,
+    stride_biasb, stride_biash, stride_biast, stride_queryb, stride_keyb, inner, unit, keep, threshold, left, right,
+    offsets, B, T, S,
     dbias,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, SHARED: tl.constexpr,
     stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_dot: tl.constexpr,
@@ -357,8 +358,8 @@ def bias_kernel(
         if SEGMENTS:
             b_own = tl.load(query_ids + i_b * stride_queryb + o_t, mask=o_t < T, other=-1)
             b_other = tl.load(key_ids + i_b * stride_keyb + o_s, mask=o_s < S, other=-1)
-        b_x, _tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, bias, stride_biast, stride_biast, inner, unit, own_left,
-                            own_right, T, S, CAP, LEFT, RIGHT, SEGMENTS, True, False, True, EXACT)
+        b_x, _tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, bias, stride_biast, stride_biast, inner, unit,
+                            own_left, own_right, T, S, CAP, LEFT, RIGHT, SEGMENTS, True, False, True, EXACT)
         b_do = load_rows(p_do, stride_dot, T - t0, BT, V, BV, True)
         b_v = load_rows(p_v, stride_vt, S - s0, BS, V, BV, True)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
