@@ -182,11 +182,13 @@ class Layer:
             return self._run(gla_attention, cfg, cache, tokens, q, k, v, g, **options)
         # Parts of a head's values are heads that have the rest in common.
         if cache is not None:
-            state = self.xp.moveaxis(cache.state.reshape(-1, H, K, V // width, width), 3, 2)
-            cache = cache._replace(state=state.reshape(-1, H * V // width, K, width))
-        o, state = self._run(gla_attention, cfg, cache, tokens, q, k, v.reshape(*v.shape[:2], -1, width), g, **options)
+            N = cache.state.shape[0]
+            state = self.xp.moveaxis(cache.state.reshape(N, H, K, V // width, width), 3, 2)
+            cache = cache._replace(state=state.reshape(N, H * V // width, K, width))
+        v = v.reshape(*v.shape[:2], H * V // width, width)
+        o, state = self._run(gla_attention, cfg, cache, tokens, q, k, v, g, **options)
         if cache is not None:
-            state = self.xp.moveaxis(state.reshape(-1, H, V // width, K, width), 2, 3).reshape(-1, H, K, V)
+            state = self.xp.moveaxis(state.reshape(N, H, V // width, K, width), 2, 3).reshape(N, H, K, V)
         return o.reshape(*o.shape[:2], H, V), state
 
     def _convolved(self, conv: Any, x: Array, tail: Array | None, tokens: Tokens, width: int) -> tuple[Array, Array]:
@@ -228,10 +230,10 @@ class GatedLinearAttention(Layer):
         expand_k, expand_v: keys' and values' width, of all heads, over hidden_size.
         num_heads: of queries; num_kv_heads: of keys, values and gates, a divisor of it.
         feature_map: of queries and keys: ``"relu"``, ``"silu"`` (or ``"swish"``), ``"sigmoid"``, ``"gelu"``; or a
-            function.
+            function of ``[B, T, heads, K]``, which keeps the shape.
         use_short_conv: q, k and v go through causal convolutions over conv_size tokens, each channel by itself, and
             silu; conv_bias: with a bias.
-        use_output_gate: without, the last factor of y is left out; gate_fn: as feature_map.
+        use_output_gate: without, the last factor of y is left out; gate_fn: as feature_map, of ``[B, T, heads, V]``.
         elementwise_affine, norm_eps: of the norm, over each head's V dimensions.
         gate_logit_normalizer, gate_low_rank_dim: of the formula: the larger the first, the longer the memory.
         clamp_min: the least g, a natural log; None: none.
@@ -282,17 +284,30 @@ class GatedLinearAttention(Layer):
         setattr(self, self.norm, make.norm(V, norm_eps, affine=elementwise_affine))
         self.o_proj = make.linear(value_dim, hidden_size, inward=True)
 
-    def _activation(self, name: str | Callable) -> Callable:
+    def _activation(self, given: str | Callable) -> str | Callable:
+        """The name of a known function, as JAX's own functions cannot be pickled; or another function."""
         known = self.activations
-        if not callable(name) and name not in known:
-            raise ValueError(f"{type(self).__name__}: got {name!r}; expected a function or one of {[*known]}")
-        return name if callable(name) else known[name]
+        if callable(given):
+            return next((name for name, fn in known.items() if fn is given), given)
+        if given not in known:
+            raise ValueError(f"{type(self).__name__}: got {given!r}; expected a function or one of {[*known]}")
+        return given
+
+    def _activated(self, activation: str | Callable, x: Array) -> Array:
+        y = (activation if callable(activation) else self.activations[activation])(x)
+        if y.shape != x.shape:
+            raise ValueError(f"{type(self).__name__}: {activation} makes {tuple(y.shape)} of {tuple(x.shape)}, "
+                             "[B, T, heads, dimensions]; expected the same shape")
+        return y
 
     def _log_gates(self, x: Array) -> Array:
         """``[B, T, kv_heads, K]``, before log_sigmoid."""
         for part in self.gk_proj:
             x = part(x)
-        return x.reshape(*x.shape[:2], -1, self.state_shape[1])
+        return self._heads(x, self.state_shape[1])
+
+    def _heads(self, x: Array, dim: int) -> Array:
+        return x.reshape(*x.shape[:2], x.shape[2] // dim, dim)
 
     def _mixed(self, x: Array, cache: Cache | None, tokens: Tokens) -> Any:
         parts, convs = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], []
@@ -305,15 +320,15 @@ class GatedLinearAttention(Layer):
         g = self.activations["log_sigmoid"](self._log_gates(x)) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             g = self.xp.clip(g, min=self.clamp_min)
+        H, K, V = self.state_shape
+        q, k, v = map(self._heads, parts, (K, K, V))
         if self.feature_map is not None:
-            parts[:2] = map(self.feature_map, parts[:2])
-        _, K, V = self.state_shape
-        q, k, v = (part.reshape(*x.shape[:2], -1, dim) for part, dim in zip(parts, (K, K, V), strict=True))
+            q, k = (self._activated(self.feature_map, part) for part in (q, k))
         o, state = self._gla(self.cfg, cache, tokens, q, k, v, g)
-        o = getattr(self, self.norm)(o).reshape(*x.shape[:2], -1)
+        o = getattr(self, self.norm)(o)
         if self.g_proj is not None:
-            o = o * self.gate_fn(self.g_proj(x))
-        return self._result(self.o_proj(o), cache, state, convs, tokens)
+            o = o * self._activated(self.gate_fn, self._heads(self.g_proj(x), V))
+        return self._result(self.o_proj(o.reshape(*x.shape[:2], H * V)), cache, state, convs, tokens)
 
 
 class SimpleGatedLinearAttention(GatedLinearAttention):
@@ -488,6 +503,6 @@ class LightningAttention(Layer):
             g = self.asarray(self.log_decay, x, self.xp.float32) + self.zeros((*x.shape[:2], 1), x, self.xp.float32)
             cfg = self.cfg and GLAttentionConfig(**dataclasses.asdict(self.cfg))
             o, state = self._gla(cfg, cache, tokens, q, k, v, g, softmax_scale=self.softmax_scale)
-        o = getattr(self, names.norm)(o.reshape(*x.shape[:2], self.norm_groups, -1)).reshape(*x.shape[:2], -1)
-        o = o * self.activations["sigmoid"](getattr(self, names.gate)(x))
+        o = getattr(self, names.norm)(o.reshape(*x.shape[:2], self.norm_groups, H * D // self.norm_groups))
+        o = o.reshape(*x.shape[:2], H * D) * self.activations["sigmoid"](getattr(self, names.gate)(x))
         return self._result(getattr(self, names.out)(o), cache, state, [], tokens)

@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from tests.layers.cases import CASES, FRAMEWORKS, HIDDEN, array, assert_published, state_of, tokens
+from tests.layers.cases import (
+    CASES,
+    DEVICE,
+    FRAMEWORKS,
+    HIDDEN,
+    array,
+    assert_published,
+    state_of,
+    tensor,
+    tokens,
+)
 
 pytest.importorskip("torch")
 T = 21
@@ -17,11 +27,28 @@ def layer(framework, name):
     return FRAMEWORKS[framework](name)
 
 
+def of(framework, x):
+    """An array of the framework."""
+    if framework == "torch":
+        return tensor(x)
+    import jax.numpy as jnp
+
+    return jnp.asarray(x)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_whole_sequences(framework, name):
     x = tokens(2, T)
     assert_published(name, list(layer(framework, name)(x)), list(x))
+
+
+def test_functions_of_a_user_that_change_shapes_are_refused():
+    from keraunos.layers import torch as layers
+
+    run = layers.GatedLinearAttention(HIDDEN, num_heads=4, feature_map=lambda x: x.sum(-1), device=DEVICE)
+    with pytest.raises(ValueError, match=r"GatedLinearAttention: <.* makes \(2, 5, 4\) of \(2, 5, 4, 3\)"):
+        run(of("torch", tokens(2, 5)))
 
 
 @pytest.mark.parametrize(("framework", "name"), BOTH)
@@ -69,6 +96,16 @@ def test_padding_leaves_no_trace(framework, name):
     sequences = [np.concatenate([x[i][mask[i]], more[i][more_mask[i]]]) for i in range(4)]
     assert_published(name, got, sequences, state_of(after))
     assert array(after.length).tolist() == [len(s) for s in sequences]
+
+
+@pytest.mark.parametrize(("framework", "name"), [x for x in BOTH if x != ("flax", "bailing")])
+def test_no_rows(framework, name):
+    run, x = layer(framework, name), tokens(0, T)
+    cache = run.layer.init_cache(0)
+    y, after = run(x, cache, attention_mask=np.ones((0, T), bool))
+    assert y.shape == x.shape
+    assert state_of(after).shape == (0, *run.layer.state_shape)
+    assert [part.shape for part in after.conv] == [part.shape for part in cache.conv]
 
 
 @pytest.mark.parametrize(("framework", "name"), BOTH)
