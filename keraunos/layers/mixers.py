@@ -20,7 +20,7 @@ class Cache(NamedTuple):
     Attributes:
         state: ``[N, H, K, V]``, the recurrence's state, float32 (float64 in layers of float64).
         conv: the last inputs of the convolutions of query, key and value, ``[N, conv_size - 1, channels]`` each; empty
-            in layers without.
+            in layers without. float32 like the state, if ``init_cache`` is given no dtype.
         length: ``[N]``, int32, the number of tokens; rotary positions go on from it.
     """
 
@@ -64,6 +64,8 @@ class Layer:
         xp: the framework's functions that have NumPy's names; arrays: the types of its arrays.
         take, cast, arange, zeros, asarray: functions whose names differ. activations: functions by their names.
         make: ``**parameters -> a maker`` of modules: ``linear``, ``low_rank``, ``conv``, ``norm``.
+        known_dtypes, known_device: those of the layer's weights and modules; the device is None if no weight has one.
+        moved: ``(cache, an array) -> the cache`` on the array's device.
     """
 
     xp: Any
@@ -75,7 +77,9 @@ class Layer:
     asarray: Callable  # (numbers, an array on the same device, dtype: the numbers' if None)
     activations: ClassVar[Any]
     make: Any
-    _parameter: Any  # one of them, for its dtype and device
+    known_dtypes: list
+    known_device: Any
+    moved: Callable
 
     hidden_size: int
     state_shape: tuple[int, int, int]
@@ -83,13 +87,27 @@ class Layer:
     platform: str | None
     cfg: Any
 
-    def init_cache(self, batch: int) -> Cache:
-        """The cache before the first token, for ``batch`` sequences: the rows, or those packed into one row."""
-        one, xp = self._parameter, self.xp
-        wide = xp.float64 if one.dtype == xp.float64 else xp.float32
-        convs = tuple(self.zeros((batch, *shape), one) for shape in self.conv_shapes)
-        state = self.zeros((batch, *self.state_shape), one, wide)
-        return Cache(state, convs, self.zeros((batch,), one, xp.int32))
+    def init_cache(self, batch: int, *, dtype: Any = None, device: Any = None) -> Cache:
+        """The cache before the first token, for ``batch`` sequences: the rows, or those packed into one row.
+
+        Args:
+            batch: N.
+            dtype: of the convolutions' last inputs: the one in which the layer computes. None: float32, which holds all
+                values of narrower ones, in whatever dtype weights are stored; float64 in layers of float64.
+            device: PyTorch's device, or JAX's device or sharding. None: that of the weights. In PyTorch, a layer takes
+                a cache to the device of its input.
+        """
+        xp = self.xp
+        wide = xp.float32
+        if any(known == xp.float64 for known in (self.known_dtypes if dtype is None else [dtype])):
+            wide = xp.float64
+        device = self.known_device if device is None else device
+
+        def zeros(dtype: Any, *shape: int) -> Array:
+            return xp.zeros((batch, *shape), dtype=dtype, device=device)
+
+        convs = tuple(zeros(wide if dtype is None else dtype, *shape) for shape in self.conv_shapes)
+        return Cache(zeros(wide, *self.state_shape), convs, zeros(xp.int32))
 
     def forward(self, x: Array, cache: Cache | None = None, *, attention_mask: Array | None = None,
                 cu_seqlens: Array | None = None) -> Any:
@@ -156,10 +174,14 @@ class Layer:
     def _result(self, y: Array, cache: Cache | None, state: Array, convs: list, tokens: Tokens) -> Any:
         if cache is None:
             return y
-        # Loops of JAX keep the dtypes that they began with.
-        kept = tuple(self.cast(x, old.dtype) for x, old in zip(convs, cache.conv, strict=True))
+
+        def kept(x: Array, old: Array) -> Array:
+            # Loops of JAX keep the dtypes that they began with; one that is too narrow would round.
+            return self.cast(x, self.xp.promote_types(x.dtype, old.dtype))
+
         length = cache.length + (y.shape[1] if tokens.lengths is None else tokens.lengths)
-        return y, Cache(state, kept, self.cast(length, cache.length.dtype))
+        after = tuple(map(kept, convs, cache.conv))
+        return y, Cache(kept(state, cache.state), after, self.cast(length, cache.length.dtype))
 
     def _run(self, operation: Callable, cfg: Any, cache: Cache | None, tokens: Tokens, *arrays: Array,
              **options: Any) -> tuple[Array, Any]:

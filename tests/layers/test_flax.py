@@ -124,6 +124,35 @@ def test_bfloat16_with_parameters_in_float32():
     assert_published_in_bfloat16("gla", np.asarray(y[0].astype(jnp.float32)), x[0])
 
 
+def test_a_loop_decodes_in_float32_with_parameters_in_bfloat16():
+    layer = layers.SimpleGatedLinearAttention(
+        HIDDEN, num_heads=2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16, dtype=jnp.float32
+    )
+    x = jnp.asarray(tokens(1, 9))
+
+    @nnx.jit
+    def run(layer, x):
+        def step(cache, token):
+            y, cache = layer(token[:, None], cache)
+            return cache, y[:, 0]
+
+        _, y = jax.lax.scan(step, layer.init_cache(1), x.swapaxes(0, 1))
+        return y.swapaxes(0, 1), layer(x)
+
+    np.testing.assert_allclose(*run(layer, x), rtol=1e-5, atol=1e-6)
+
+
+def test_caches_of_layers_without_parameters_and_of_float64():
+    layer = layers.SimpleGatedLinearAttention(HIDDEN, num_heads=2, rngs=nnx.Rngs(0), dtype=jnp.float64)
+    with jax.enable_x64():
+        assert {x.dtype for x in jax.tree.leaves(layer.init_cache(1))} == {jnp.dtype("float64"), jnp.dtype("int32")}
+    half = layer.init_cache(2, dtype=jnp.bfloat16)
+    assert (half.state.dtype, half.conv[0].dtype) == (jnp.float32, jnp.bfloat16)
+    layer = CASES["minimax"].make(layers, rngs=nnx.Rngs(0))
+    nnx.pop(layer, nnx.Param)
+    assert layer.init_cache(2).state.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
 def test_layers_are_pickled_and_copied(copied):
     made = [
