@@ -12,6 +12,7 @@ from keraunos import decay
 from keraunos.frontends.array_types import Array
 from keraunos.modules.gla_attention import GLAttentionConfig, gla_attention
 from keraunos.modules.lightning_attention import LightningAttentionConfig, lightning_attention
+from keraunos.ops import checks
 
 
 class Cache(NamedTuple):
@@ -116,55 +117,69 @@ class Layer:
         Args:
             x: ``[B, T, hidden_size]``, T from 1 on: a prompt, a part of one, or one token.
             cache: what the calls before left; ``layer.init_cache(N)`` at first.
-            attention_mask: ``[B, T]``, 0 or False for padding, on any side. Padding leaves no trace, neither in other
-                tokens' results nor in the cache. Its own results are zeros.
-            cu_seqlens: ``[N + 1]``, offsets from 0 to T of N sequences packed into one row (B = 1).
+            attention_mask: ``[B, T]``, 0 or False for padding, on any side. Padding leaves no trace, whatever x is
+                there: not in other tokens' results, not in the cache, not in gradients. Its own results are zeros.
+                Floats of which none is 1 are read as a mask that is added to logits: 0 for tokens, and the dtype's
+                minimum or ``-inf`` for padding.
+            cu_seqlens: ``[N + 1]``, offsets from 0 to T of N sequences packed into one row (B = 1): an array of the
+                layer's framework, a NumPy array, a list or a tuple.
 
         Returns:
             The output ``[B, T, hidden_size]``; with a cache ``(output, the next cache)``.
 
         Raises:
-            ValueError: a shape is wrong, or both a mask and offsets are given.
-            TypeError: x is no array of the layer's framework, or cache is no :class:`Cache`.
+            ValueError: a shape is wrong, both a mask and offsets are given, or one of them has wrong values that are
+                known on the host.
+            TypeError: x is no array of the layer's framework, cache is no :class:`Cache`, or offsets are no integers.
         """
-        self._check(x, cache, attention_mask, cu_seqlens)
-        xp = self.xp
+        name = type(self).__name__
+        self._check_input(name, x)
+        if attention_mask is not None and cu_seqlens is not None:
+            raise ValueError(f"{name}: got attention_mask and cu_seqlens; expected one of both")
+        offsets = None if cu_seqlens is None else self._offsets(name, cu_seqlens, x)
+        if cache is not None:
+            self._check_cache(name, cache, x.shape[0] if offsets is None else offsets.shape[0] - 1)
+            cache = self.moved(cache, x)
         if attention_mask is None:
-            return self._mixed(x, cache, self._packed(x, cu_seqlens))
+            return self._mixed(x, cache, self._packed(x, offsets))
         # Padding moves to the end of its row: convolutions and positions then meet tokens only.
-        given = attention_mask != 0
+        xp, given = self.xp, checks.tokens(name, self.asarray(attention_mask, x), x)
         order = xp.argsort(xp.where(given, 0, 1), stable=True)
-        x = self.take(xp.where(given[..., None], x, 0), order[..., None], 1)
+        # Not zeros: there, a feature map that divides by a norm is not finite, nor are its gradients.
+        x = self.take(xp.where(given[..., None], x, 1), order[..., None], 1)
         lengths = given.sum(1)
         found = self._mixed(x, cache, Tokens(self.arange(x.shape[1], x) < lengths[:, None], lengths))
         y, after = (found, None) if cache is None else found
         y = xp.where(given[..., None], self.take(y, xp.argsort(order)[..., None], 1), 0)
         return y if cache is None else (y, after)
 
-    def _check(self, x: Array, cache: Cache | None, mask: Array | None, offsets: Array | None) -> None:
-        name = type(self).__name__
+    def _check_input(self, name: str, x: Array) -> None:
         if not isinstance(x, self.arrays):
             raise TypeError(f"{name}: x is of type {type(x).__qualname__}; expected an array of the layer's framework")
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.hidden_size:
             raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected [B, T, {self.hidden_size}], T >= 1")
-        if mask is not None and offsets is not None:
-            raise ValueError(f"{name}: got attention_mask and cu_seqlens; expected one of both")
-        if mask is not None and mask.shape != x.shape[:2]:
-            raise ValueError(f"{name}: attention_mask has shape {tuple(mask.shape)}; expected {tuple(x.shape[:2])}")
-        if offsets is not None and (offsets.ndim != 1 or offsets.shape[0] < 2 or x.shape[0] != 1):
+
+    def _check_cache(self, name: str, cache: Cache, N: int) -> None:
+        if not isinstance(cache, Cache):
+            raise TypeError(f"{name}: cache is of type {type(cache).__qualname__}; expected init_cache's")
+        wanted = N, *self.state_shape
+        if cache.state.shape != wanted:
+            raise ValueError(f"{name}: cache.state has shape {tuple(cache.state.shape)}; expected {wanted}")
+
+    def _offsets(self, name: str, cu_seqlens: Any, x: Array) -> Array:
+        """Checked, as an array of the framework."""
+        offsets: Any = self.asarray(cu_seqlens, x)
+        if offsets.ndim != 1 or offsets.shape[0] < 2 or x.shape[0] != 1:
             raise ValueError(f"{name}: cu_seqlens has shape {tuple(offsets.shape)}, x {tuple(x.shape)}; "
                              "expected [N + 1] for N sequences, and B = 1")
-        if cache is not None:
-            if not isinstance(cache, Cache):
-                raise TypeError(f"{name}: cache is of type {type(cache).__qualname__}; expected init_cache's")
-            wanted = (x.shape[0] if offsets is None else offsets.shape[0] - 1, *self.state_shape)
-            if cache.state.shape != wanted:
-                raise ValueError(f"{name}: cache.state has shape {tuple(cache.state.shape)}; expected {wanted}")
+        if (dtype := str(offsets.dtype).rpartition(".")[2]) not in checks.OFFSETS:
+            raise TypeError(f"{name}: cu_seqlens has dtype {dtype}; expected {' or '.join(checks.OFFSETS)}")
+        checks.values(name, checks.offsets(x.shape[1]), cu_seqlens)
+        return offsets
 
-    def _packed(self, x: Array, cu_seqlens: Array | None) -> Tokens:
-        if cu_seqlens is None:
+    def _packed(self, x: Array, offsets: Any) -> Tokens:
+        if offsets is None:
             return Tokens()
-        offsets: Any = self.asarray(cu_seqlens, x)
         sequence = self.xp.searchsorted(offsets[1:-1], self.arange(x.shape[1], x), side="right")
         return Tokens(None, offsets[1:] - offsets[:-1], offsets, sequence)
 
