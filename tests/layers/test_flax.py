@@ -144,7 +144,7 @@ def test_a_loop_decodes_in_float32_with_parameters_in_bfloat16():
 
 def test_caches_of_layers_without_parameters_and_of_float64():
     layer = layers.SimpleGatedLinearAttention(HIDDEN, num_heads=2, rngs=nnx.Rngs(0), dtype=jnp.float64)
-    with jax.enable_x64():
+    with jax.enable_x64(True):
         assert {x.dtype for x in jax.tree.leaves(layer.init_cache(1))} == {jnp.dtype("float64"), jnp.dtype("int32")}
     half = layer.init_cache(2, dtype=jnp.bfloat16)
     assert (half.state.dtype, half.conv[0].dtype) == (jnp.float32, jnp.bfloat16)
