@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from keraunos.modules.lightning_attention import lightning_attention
+from keraunos.ops import checks
 
 # The first and the last version that was run.
 KNOWN = (5, 18), (5, 24)
@@ -49,7 +50,8 @@ class LightningAttention(MiniMaxLightningAttention):  # type: ignore[misc]
         Args:
             hidden_states: ``[B, T, hidden]``.
             position_embeddings: not used: lightning layers have none.
-            attention_mask: ``[B, T]``, 0 at padding, whose query, key and value become 0; the state decays there, too.
+            attention_mask: ``[B, T]``, 0 at padding, whose query, key and value become 0, whatever hidden_states are
+                there; the state decays there, too. Floats without a 1 are read as a mask that is added to logits.
             cache: the model's MiniMaxCache; the layer's state there is read and replaced.
             past_key_values: the cache's name in transformers before 5.24.
             cu_seq_lens_q: ``[N + 1]``, offsets of sequences packed into one row (B = 1), each with its own state.
@@ -57,11 +59,20 @@ class LightningAttention(MiniMaxLightningAttention):  # type: ignore[misc]
 
         Returns:
             The output ``[B, T, hidden]`` and the state ``[N, H, D, D]``.
+
+        Raises:
+            ValueError: attention_mask has another shape, or floats of it that are known on the host are no mask.
         """
         cache = past_key_values if cache is None else cache
-        qkv = self.act_fn(self.qkv_proj(hidden_states))
+        given = None
         if attention_mask is not None:
-            qkv = (qkv * attention_mask[..., None]).to(qkv.dtype)
+            name = "keraunos.compat.transformers.LightningAttention"
+            given = checks.tokens(name, attention_mask, hidden_states)[..., None]
+            # Before the projections, too: their gradients are products with hidden states.
+            hidden_states = hidden_states.where(given, 0)
+        qkv = self.act_fn(self.qkv_proj(hidden_states))
+        if given is not None:
+            qkv = qkv.where(given, 0)
         query, key, value = qkv.unflatten(-1, (self.num_attention_heads, -1)).chunk(3, -1)
         output, state = lightning_attention(
             query, key, value, None if cache is None else cache.get_linear_cache(self.layer_idx), cu_seq_lens_q,
@@ -72,7 +83,9 @@ class LightningAttention(MiniMaxLightningAttention):  # type: ignore[misc]
         if cache is not None:
             cache.set_linear_cache(self.layer_idx, state)
         gate = self.output_gate(hidden_states).sigmoid()
-        return self.out_proj(gate * self.norm(output.flatten(2))), state
+        output = self.out_proj(gate * self.norm(output.flatten(2)))
+        # The result is 0 there; so is what a gradient that is not finite brings.
+        return output if given is None else output.where(given, 0), state
 
 
 def patch(model: Any) -> Any:

@@ -67,13 +67,19 @@ class _Layer(nnx.Module):
     }
 
     forward: Any
+    known_device = None
 
     def __call__(self, x: jax.Array, cache: Cache | None = None, **options: Any) -> Any:
         return self.forward(x, cache, **options)
 
     @property
-    def _parameter(self) -> jax.Array:
-        return jax.tree.leaves(nnx.state(self, nnx.Param))[0]
+    def known_dtypes(self) -> list:
+        # Modules may compute in another dtype than that of their parameters.
+        modules = [getattr(module, "dtype", None) for _, module in nnx.iter_modules(self)]
+        return [*modules, *(x.dtype for x in jax.tree.leaves(nnx.state(self, nnx.Param)))]
+
+    def moved(self, cache: Cache, like: jax.Array) -> Cache:
+        return cache
 
     def arange(self, n: int, like: jax.Array) -> jax.Array:
         return jnp.arange(n)

@@ -12,6 +12,7 @@ from keraunos import decay
 from keraunos.frontends.array_types import Array
 from keraunos.modules.gla_attention import GLAttentionConfig, gla_attention
 from keraunos.modules.lightning_attention import LightningAttentionConfig, lightning_attention
+from keraunos.ops import checks
 
 
 class Cache(NamedTuple):
@@ -20,7 +21,7 @@ class Cache(NamedTuple):
     Attributes:
         state: ``[N, H, K, V]``, the recurrence's state, float32 (float64 in layers of float64).
         conv: the last inputs of the convolutions of query, key and value, ``[N, conv_size - 1, channels]`` each; empty
-            in layers without.
+            in layers without. float32 like the state, if ``init_cache`` is given no dtype.
         length: ``[N]``, int32, the number of tokens; rotary positions go on from it.
     """
 
@@ -64,6 +65,8 @@ class Layer:
         xp: the framework's functions that have NumPy's names; arrays: the types of its arrays.
         take, cast, arange, zeros, asarray: functions whose names differ. activations: functions by their names.
         make: ``**parameters -> a maker`` of modules: ``linear``, ``low_rank``, ``conv``, ``norm``.
+        known_dtypes, known_device: those of the layer's weights and modules; the device is None if no weight has one.
+        moved: ``(cache, an array) -> the cache`` on the array's device.
     """
 
     xp: Any
@@ -75,7 +78,9 @@ class Layer:
     asarray: Callable  # (numbers, an array on the same device, dtype: the numbers' if None)
     activations: ClassVar[Any]
     make: Any
-    _parameter: Any  # one of them, for its dtype and device
+    known_dtypes: list
+    known_device: Any
+    moved: Callable
 
     hidden_size: int
     state_shape: tuple[int, int, int]
@@ -83,13 +88,27 @@ class Layer:
     platform: str | None
     cfg: Any
 
-    def init_cache(self, batch: int) -> Cache:
-        """The cache before the first token, for ``batch`` sequences: the rows, or those packed into one row."""
-        one, xp = self._parameter, self.xp
-        wide = xp.float64 if one.dtype == xp.float64 else xp.float32
-        convs = tuple(self.zeros((batch, *shape), one) for shape in self.conv_shapes)
-        state = self.zeros((batch, *self.state_shape), one, wide)
-        return Cache(state, convs, self.zeros((batch,), one, xp.int32))
+    def init_cache(self, batch: int, *, dtype: Any = None, device: Any = None) -> Cache:
+        """The cache before the first token, for ``batch`` sequences: the rows, or those packed into one row.
+
+        Args:
+            batch: N.
+            dtype: of the convolutions' last inputs: the one in which the layer computes. None: float32, which holds all
+                values of narrower ones, in whatever dtype weights are stored; float64 in layers of float64.
+            device: PyTorch's device, or JAX's device or sharding. None: that of the weights. In PyTorch, a layer takes
+                a cache to the device of its input.
+        """
+        xp = self.xp
+        wide = xp.float32
+        if any(known == xp.float64 for known in (self.known_dtypes if dtype is None else [dtype])):
+            wide = xp.float64
+        device = self.known_device if device is None else device
+
+        def zeros(dtype: Any, *shape: int) -> Array:
+            return xp.zeros((batch, *shape), dtype=dtype, device=device)
+
+        convs = tuple(zeros(wide if dtype is None else dtype, *shape) for shape in self.conv_shapes)
+        return Cache(zeros(wide, *self.state_shape), convs, zeros(xp.int32))
 
     def forward(self, x: Array, cache: Cache | None = None, *, attention_mask: Array | None = None,
                 cu_seqlens: Array | None = None) -> Any:
@@ -98,55 +117,69 @@ class Layer:
         Args:
             x: ``[B, T, hidden_size]``, T from 1 on: a prompt, a part of one, or one token.
             cache: what the calls before left; ``layer.init_cache(N)`` at first.
-            attention_mask: ``[B, T]``, 0 or False for padding, on any side. Padding leaves no trace, neither in other
-                tokens' results nor in the cache. Its own results are zeros.
-            cu_seqlens: ``[N + 1]``, offsets from 0 to T of N sequences packed into one row (B = 1).
+            attention_mask: ``[B, T]``, 0 or False for padding, on any side. Padding leaves no trace, whatever x is
+                there: not in other tokens' results, not in the cache, not in gradients. Its own results are zeros.
+                Floats of which none is 1 are read as a mask that is added to logits: 0 for tokens, and the dtype's
+                minimum or ``-inf`` for padding.
+            cu_seqlens: ``[N + 1]``, offsets from 0 to T of N sequences packed into one row (B = 1): an array of the
+                layer's framework, a NumPy array, a list or a tuple.
 
         Returns:
             The output ``[B, T, hidden_size]``; with a cache ``(output, the next cache)``.
 
         Raises:
-            ValueError: a shape is wrong, or both a mask and offsets are given.
-            TypeError: x is no array of the layer's framework, or cache is no :class:`Cache`.
+            ValueError: a shape is wrong, both a mask and offsets are given, or one of them has wrong values that are
+                known on the host.
+            TypeError: x is no array of the layer's framework, cache is no :class:`Cache`, or offsets are no integers.
         """
-        self._check(x, cache, attention_mask, cu_seqlens)
-        xp = self.xp
+        name = type(self).__name__
+        self._check_input(name, x)
+        if attention_mask is not None and cu_seqlens is not None:
+            raise ValueError(f"{name}: got attention_mask and cu_seqlens; expected one of both")
+        offsets = None if cu_seqlens is None else self._offsets(name, cu_seqlens, x)
+        if cache is not None:
+            self._check_cache(name, cache, x.shape[0] if offsets is None else offsets.shape[0] - 1)
+            cache = self.moved(cache, x)
         if attention_mask is None:
-            return self._mixed(x, cache, self._packed(x, cu_seqlens))
+            return self._mixed(x, cache, self._packed(x, offsets))
         # Padding moves to the end of its row: convolutions and positions then meet tokens only.
-        given = attention_mask != 0
+        xp, given = self.xp, checks.tokens(name, self.asarray(attention_mask, x), x)
         order = xp.argsort(xp.where(given, 0, 1), stable=True)
-        x = self.take(xp.where(given[..., None], x, 0), order[..., None], 1)
+        # Not zeros: there, a feature map that divides by a norm is not finite, nor are its gradients.
+        x = self.take(xp.where(given[..., None], x, 1), order[..., None], 1)
         lengths = given.sum(1)
         found = self._mixed(x, cache, Tokens(self.arange(x.shape[1], x) < lengths[:, None], lengths))
         y, after = (found, None) if cache is None else found
         y = xp.where(given[..., None], self.take(y, xp.argsort(order)[..., None], 1), 0)
         return y if cache is None else (y, after)
 
-    def _check(self, x: Array, cache: Cache | None, mask: Array | None, offsets: Array | None) -> None:
-        name = type(self).__name__
+    def _check_input(self, name: str, x: Array) -> None:
         if not isinstance(x, self.arrays):
             raise TypeError(f"{name}: x is of type {type(x).__qualname__}; expected an array of the layer's framework")
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.hidden_size:
             raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected [B, T, {self.hidden_size}], T >= 1")
-        if mask is not None and offsets is not None:
-            raise ValueError(f"{name}: got attention_mask and cu_seqlens; expected one of both")
-        if mask is not None and mask.shape != x.shape[:2]:
-            raise ValueError(f"{name}: attention_mask has shape {tuple(mask.shape)}; expected {tuple(x.shape[:2])}")
-        if offsets is not None and (offsets.ndim != 1 or offsets.shape[0] < 2 or x.shape[0] != 1):
+
+    def _check_cache(self, name: str, cache: Cache, N: int) -> None:
+        if not isinstance(cache, Cache):
+            raise TypeError(f"{name}: cache is of type {type(cache).__qualname__}; expected init_cache's")
+        wanted = N, *self.state_shape
+        if cache.state.shape != wanted:
+            raise ValueError(f"{name}: cache.state has shape {tuple(cache.state.shape)}; expected {wanted}")
+
+    def _offsets(self, name: str, cu_seqlens: Any, x: Array) -> Array:
+        """Checked, as an array of the framework."""
+        offsets: Any = self.asarray(cu_seqlens, x)
+        if offsets.ndim != 1 or offsets.shape[0] < 2 or x.shape[0] != 1:
             raise ValueError(f"{name}: cu_seqlens has shape {tuple(offsets.shape)}, x {tuple(x.shape)}; "
                              "expected [N + 1] for N sequences, and B = 1")
-        if cache is not None:
-            if not isinstance(cache, Cache):
-                raise TypeError(f"{name}: cache is of type {type(cache).__qualname__}; expected init_cache's")
-            wanted = (x.shape[0] if offsets is None else offsets.shape[0] - 1, *self.state_shape)
-            if cache.state.shape != wanted:
-                raise ValueError(f"{name}: cache.state has shape {tuple(cache.state.shape)}; expected {wanted}")
+        if (dtype := str(offsets.dtype).rpartition(".")[2]) not in checks.OFFSETS:
+            raise TypeError(f"{name}: cu_seqlens has dtype {dtype}; expected {' or '.join(checks.OFFSETS)}")
+        checks.values(name, checks.offsets(x.shape[1]), cu_seqlens)
+        return offsets
 
-    def _packed(self, x: Array, cu_seqlens: Array | None) -> Tokens:
-        if cu_seqlens is None:
+    def _packed(self, x: Array, offsets: Any) -> Tokens:
+        if offsets is None:
             return Tokens()
-        offsets: Any = self.asarray(cu_seqlens, x)
         sequence = self.xp.searchsorted(offsets[1:-1], self.arange(x.shape[1], x), side="right")
         return Tokens(None, offsets[1:] - offsets[:-1], offsets, sequence)
 
@@ -156,10 +189,14 @@ class Layer:
     def _result(self, y: Array, cache: Cache | None, state: Array, convs: list, tokens: Tokens) -> Any:
         if cache is None:
             return y
-        # Loops of JAX keep the dtypes that they began with.
-        kept = tuple(self.cast(x, old.dtype) for x, old in zip(convs, cache.conv, strict=True))
+
+        def kept(x: Array, old: Array) -> Array:
+            # Loops of JAX keep the dtypes that they began with; one that is too narrow would round.
+            return self.cast(x, self.xp.promote_types(x.dtype, old.dtype))
+
         length = cache.length + (y.shape[1] if tokens.lengths is None else tokens.lengths)
-        return y, Cache(state, kept, self.cast(length, cache.length.dtype))
+        after = tuple(map(kept, convs, cache.conv))
+        return y, Cache(kept(state, cache.state), after, self.cast(length, cache.length.dtype))
 
     def _run(self, operation: Callable, cfg: Any, cache: Cache | None, tokens: Tokens, *arrays: Array,
              **options: Any) -> tuple[Array, Any]:
@@ -182,11 +219,13 @@ class Layer:
             return self._run(gla_attention, cfg, cache, tokens, q, k, v, g, **options)
         # Parts of a head's values are heads that have the rest in common.
         if cache is not None:
-            state = self.xp.moveaxis(cache.state.reshape(-1, H, K, V // width, width), 3, 2)
-            cache = cache._replace(state=state.reshape(-1, H * V // width, K, width))
-        o, state = self._run(gla_attention, cfg, cache, tokens, q, k, v.reshape(*v.shape[:2], -1, width), g, **options)
+            N = cache.state.shape[0]
+            state = self.xp.moveaxis(cache.state.reshape(N, H, K, V // width, width), 3, 2)
+            cache = cache._replace(state=state.reshape(N, H * V // width, K, width))
+        v = v.reshape(*v.shape[:2], H * V // width, width)
+        o, state = self._run(gla_attention, cfg, cache, tokens, q, k, v, g, **options)
         if cache is not None:
-            state = self.xp.moveaxis(state.reshape(-1, H, V // width, K, width), 2, 3).reshape(-1, H, K, V)
+            state = self.xp.moveaxis(state.reshape(N, H, V // width, K, width), 2, 3).reshape(N, H, K, V)
         return o.reshape(*o.shape[:2], H, V), state
 
     def _convolved(self, conv: Any, x: Array, tail: Array | None, tokens: Tokens, width: int) -> tuple[Array, Array]:
@@ -228,10 +267,10 @@ class GatedLinearAttention(Layer):
         expand_k, expand_v: keys' and values' width, of all heads, over hidden_size.
         num_heads: of queries; num_kv_heads: of keys, values and gates, a divisor of it.
         feature_map: of queries and keys: ``"relu"``, ``"silu"`` (or ``"swish"``), ``"sigmoid"``, ``"gelu"``; or a
-            function.
+            function of ``[B, T, heads, K]``, which keeps the shape.
         use_short_conv: q, k and v go through causal convolutions over conv_size tokens, each channel by itself, and
             silu; conv_bias: with a bias.
-        use_output_gate: without, the last factor of y is left out; gate_fn: as feature_map.
+        use_output_gate: without, the last factor of y is left out; gate_fn: as feature_map, of ``[B, T, heads, V]``.
         elementwise_affine, norm_eps: of the norm, over each head's V dimensions.
         gate_logit_normalizer, gate_low_rank_dim: of the formula: the larger the first, the longer the memory.
         clamp_min: the least g, a natural log; None: none.
@@ -282,17 +321,30 @@ class GatedLinearAttention(Layer):
         setattr(self, self.norm, make.norm(V, norm_eps, affine=elementwise_affine))
         self.o_proj = make.linear(value_dim, hidden_size, inward=True)
 
-    def _activation(self, name: str | Callable) -> Callable:
+    def _activation(self, given: str | Callable) -> str | Callable:
+        """The name of a known function, as JAX's own functions cannot be pickled; or another function."""
         known = self.activations
-        if not callable(name) and name not in known:
-            raise ValueError(f"{type(self).__name__}: got {name!r}; expected a function or one of {[*known]}")
-        return name if callable(name) else known[name]
+        if callable(given):
+            return next((name for name, fn in known.items() if fn is given), given)
+        if given not in known:
+            raise ValueError(f"{type(self).__name__}: got {given!r}; expected a function or one of {[*known]}")
+        return given
+
+    def _activated(self, activation: str | Callable, x: Array) -> Array:
+        y = (activation if callable(activation) else self.activations[activation])(x)
+        if y.shape != x.shape:
+            raise ValueError(f"{type(self).__name__}: {activation} makes {tuple(y.shape)} of {tuple(x.shape)}, "
+                             "[B, T, heads, dimensions]; expected the same shape")
+        return y
 
     def _log_gates(self, x: Array) -> Array:
         """``[B, T, kv_heads, K]``, before log_sigmoid."""
         for part in self.gk_proj:
             x = part(x)
-        return x.reshape(*x.shape[:2], -1, self.state_shape[1])
+        return self._heads(x, self.state_shape[1])
+
+    def _heads(self, x: Array, dim: int) -> Array:
+        return x.reshape(*x.shape[:2], x.shape[2] // dim, dim)
 
     def _mixed(self, x: Array, cache: Cache | None, tokens: Tokens) -> Any:
         parts, convs = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], []
@@ -305,15 +357,15 @@ class GatedLinearAttention(Layer):
         g = self.activations["log_sigmoid"](self._log_gates(x)) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             g = self.xp.clip(g, min=self.clamp_min)
+        H, K, V = self.state_shape
+        q, k, v = map(self._heads, parts, (K, K, V))
         if self.feature_map is not None:
-            parts[:2] = map(self.feature_map, parts[:2])
-        _, K, V = self.state_shape
-        q, k, v = (part.reshape(*x.shape[:2], -1, dim) for part, dim in zip(parts, (K, K, V), strict=True))
+            q, k = (self._activated(self.feature_map, part) for part in (q, k))
         o, state = self._gla(self.cfg, cache, tokens, q, k, v, g)
-        o = getattr(self, self.norm)(o).reshape(*x.shape[:2], -1)
+        o = getattr(self, self.norm)(o)
         if self.g_proj is not None:
-            o = o * self.gate_fn(self.g_proj(x))
-        return self._result(self.o_proj(o), cache, state, convs, tokens)
+            o = o * self._activated(self.gate_fn, self._heads(self.g_proj(x), V))
+        return self._result(self.o_proj(o.reshape(*x.shape[:2], H * V)), cache, state, convs, tokens)
 
 
 class SimpleGatedLinearAttention(GatedLinearAttention):
@@ -488,6 +540,6 @@ class LightningAttention(Layer):
             g = self.asarray(self.log_decay, x, self.xp.float32) + self.zeros((*x.shape[:2], 1), x, self.xp.float32)
             cfg = self.cfg and GLAttentionConfig(**dataclasses.asdict(self.cfg))
             o, state = self._gla(cfg, cache, tokens, q, k, v, g, softmax_scale=self.softmax_scale)
-        o = getattr(self, names.norm)(o.reshape(*x.shape[:2], self.norm_groups, -1)).reshape(*x.shape[:2], -1)
-        o = o * self.activations["sigmoid"](getattr(self, names.gate)(x))
+        o = getattr(self, names.norm)(o.reshape(*x.shape[:2], self.norm_groups, H * D // self.norm_groups))
+        o = o.reshape(*x.shape[:2], H * D) * self.activations["sigmoid"](getattr(self, names.gate)(x))
         return self._result(getattr(self, names.out)(o), cache, state, [], tokens)

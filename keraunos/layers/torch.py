@@ -72,8 +72,17 @@ class _Layer(nn.Module):
     }
 
     @property
-    def _parameter(self) -> Tensor:
-        return next(self.parameters())
+    def known_dtypes(self) -> list[torch.dtype]:
+        return [x.dtype for x in self.parameters()]
+
+    @property
+    def known_device(self) -> torch.device | None:
+        # Weights that are offloaded are on the device meta. An FSDP2 parameter's device is that of its shard.
+        return next((x.device for x in (*self.parameters(), *self.buffers()) if not x.is_meta), None)
+
+    def moved(self, cache: Any, like: Tensor) -> Cache:
+        state, conv, length = cache
+        return Cache(state.to(like.device), tuple(x.to(like.device) for x in conv), length.to(like.device))
 
     def arange(self, n: int, like: Tensor) -> Tensor:
         return torch.arange(n, device=like.device)

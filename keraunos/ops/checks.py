@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -206,6 +206,62 @@ def checker(function: str, rules: Mapping[str, Rule], args: NamedTuple) -> Calla
             frontend.read(list(map(args.__getitem__, places)), look, EVERYWHERE)
 
     return check
+
+
+class _One(NamedTuple):
+    x: Array
+
+
+def values(function: str, rule: Rule, x: Any) -> None:
+    """Check the values of one array or list in the name of a function, if they may be read.
+
+    Raises:
+        ValueError: a value is wrong.
+    """
+    if frontends.compiling():
+        return  # traced arrays have no values
+    one = _One(x if frontends.framework_of(x) else np.asarray(x))
+    check = checker(function, {"x": rule}, one)
+    if check is not None:
+        check(one)
+
+
+def _padding(x: np.ndarray) -> np.ndarray:
+    """Which floats are wrong in a mask of padding."""
+    if (x == 1).any():
+        return (x != 0) & (x != 1)
+    return ~((x == 0) | (x <= -1000)) | ~(x < 0).any()
+
+
+_PADDING = Rule(
+    "attention_mask", _padding,
+    "floats that are 1 for tokens and 0 for padding, or 0 for tokens and -1000 or less for padding; "
+    "all zeros could mean either: pass booleans, True for tokens",
+)
+
+
+def tokens(function: str, mask: Array, x: Array) -> Any:
+    """Which tokens of ``x``, ``[B, T, ...]``, are no padding: booleans, ``[B, T]``.
+
+    Args:
+        function: the public function or the layer.
+        mask: ``[B, T]``. Booleans and integers are 0 for padding. Floats are too, if one of them is 1; else they are a
+            mask that is added to logits: 0 for tokens, -1000 or less for padding.
+        x: an array of the mask's framework.
+
+    Raises:
+        ValueError: the shape is wrong, or a float that may be read is neither.
+    """
+    if tuple(mask.shape) != tuple(x.shape[:2]):
+        raise ValueError(
+            f"{function}: attention_mask has shape {tuple(mask.shape)}; expected {tuple(x.shape[:2])}, "
+            "[B, T]: 1 for each token of the call, 0 for padding"
+        )
+    if "float" not in str(mask.dtype):
+        return mask != 0
+    values(function, _PADDING, mask)
+    # A device's values are not read: the program itself looks for a 1.
+    return (mask == 0) != (mask == 1).any()
 
 
 def _looker(function: str, rule: Rule) -> Callable[..., None]:

@@ -302,6 +302,42 @@ def test_the_extra_ends_with_the_versions_that_are_known():
     assert f"transformers>={first}.{KNOWN[0][1]},<{first}.{last + 1}" in project["optional-dependencies"]["dev"]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_padding_reaches_no_result_and_no_gradient(bad):
+    layer, keep = patch(minimax().model.layers[1].self_attn), torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    keep[0, :3], keep[1, 7:] = False, False
+    hidden = torch.randn(2, 9, 32, device=DEVICE)
+    upstream = torch.randn(2, 9, 32, device=DEVICE)
+
+    def run(value):
+        x = hidden.where(keep[..., None], value).requires_grad_()
+        y, state = layer(x, None, keep)
+        given = upstream.where(keep[..., None], value)
+        return [y, state, *torch.autograd.grad(y, [x, *layer.parameters()], given)]
+
+    want = run(0.0)
+    assert not want[2][~keep].any()
+    for got, expected in zip(run(bad), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_masks_of_floats():
+    layer, keep = patch(minimax().model.layers[1].self_attn), torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    keep[0, :3] = False
+    hidden, zeros = torch.randn(2, 9, 32, device=DEVICE), torch.zeros(2, 9, device=DEVICE)
+    want = layer(hidden, None, keep)
+    for mask in (keep.float(), zeros.masked_fill(~keep, torch.finfo(torch.float32).min),
+                 zeros.bfloat16().masked_fill(~keep, -torch.inf)):
+        for got, expected in zip(layer(hidden, None, mask), want, strict=True):
+            assert torch.equal(got, expected)
+    name = r"^keraunos\.compat\.transformers\.LightningAttention: attention_mask has "
+    with pytest.raises(ValueError, match=name + r"shape \(2, 1, 1, 9\); expected \(2, 9\)"):
+        layer(hidden, None, zeros[:, None, None])
+    if not GPU:  # where values are not read
+        with pytest.raises(ValueError, match=name + r"a value 0.0 at \[0, 0\]"):
+            layer(hidden, None, zeros)
+
+
 def test_the_layer_alone_with_its_cache():
     layer = patch(minimax().model.layers[2].self_attn)
     hidden, cache = torch.randn(2, 9, 32, device=DEVICE), MiniMaxCache()

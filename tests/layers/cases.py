@@ -30,7 +30,8 @@ CASES = {
     "ungated gla": Case(
         lambda m, **p: m.GatedLinearAttention(HIDDEN, num_heads=2, use_short_conv=True, use_output_gate=False,
                                               feature_map="relu", **p),
-        functools.partial(published.gated, heads=2, kv_heads=2, relu=True, gated_output=False),
+        functools.partial(published.gated, heads=2, kv_heads=2, feature_map=lambda x: np.maximum(x, 0),
+                          gated_output=False),
     ),
     "simple gla": Case(
         lambda m, **p: m.SimpleGatedLinearAttention(HIDDEN, num_heads=2, num_kv_heads=1, conv_size=3, **p),

@@ -41,7 +41,7 @@ def shared(x, heads):
     return np.repeat(x, heads // x.shape[1], axis=1)
 
 
-def gated(w, x, *, heads, kv_heads, normalizer=16, relu=False, clamp=None, gated_output=True,
+def gated(w, x, *, heads, kv_heads, normalizer=16, feature_map=None, clamp=None, gated_output=True, gate=silu,
           stored=lambda x: x):
     """flash-linear-attention's GLA layer, and its simple one, from weights ``w``; ``[T, hidden]``."""
     q, k, v = (stored(x @ w[f"{name}_proj.weight"].T) for name in "qkv")
@@ -50,10 +50,10 @@ def gated(w, x, *, heads, kv_heads, normalizer=16, relu=False, clamp=None, gated
             stored(convolution(part, w[f"{name}_conv1d.weight"], w.get(f"{name}_conv1d.bias"), stored))
             for name, part in zip("qkv", (q, k, v), strict=True)
         )
-    if relu:
-        q, k = np.maximum(q, 0), np.maximum(k, 0)
     T = len(x)
     q, k, v = q.reshape(T, heads, -1), k.reshape(T, kv_heads, -1), v.reshape(T, kv_heads, -1)
+    if feature_map is not None:
+        q, k = feature_map(q), feature_map(k)
     if "gk_proj.weight" in w:
         logits = stored(x @ w["gk_proj.weight"].T + w["gk_proj.bias"]).reshape(T, heads, 1)
     else:
@@ -64,10 +64,10 @@ def gated(w, x, *, heads, kv_heads, normalizer=16, relu=False, clamp=None, gated
     decays = np.broadcast_to(shared(np.exp(gates), heads), q.shape)
     o, state = recurrence(q, shared(k, heads), shared(v, heads), decays, q.shape[2] ** -0.5)
     norm = w["g_norm_swish_gate.weight" if "g_norm_swish_gate.weight" in w else "g_norm.weight"]
-    o = stored(rms_norm(stored(o), norm, 1e-5)).reshape(T, -1)
+    o = stored(rms_norm(stored(o), norm, 1e-5))
     if gated_output:
-        o = stored(o * stored(silu(stored(x @ w["g_proj.weight"].T))))
-    return stored(o @ w["o_proj.weight"].T), state
+        o = stored(o * stored(gate(stored(x @ w["g_proj.weight"].T).reshape(o.shape))))
+    return stored(o.reshape(T, -1) @ w["o_proj.weight"].T), state
 
 
 def rotary(x, places, dim, theta):

@@ -1,5 +1,8 @@
 """NNX's layers: their weights and gradients are PyTorch's; jit, remat, scan and meshes."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -119,6 +122,49 @@ def test_bfloat16_with_parameters_in_float32():
     assert (y.dtype, cache.state.dtype, layer.o_proj.kernel.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
     assert jax.tree.map(lambda x: x.dtype, cache) == jax.tree.map(lambda x: x.dtype, layer.init_cache(1))
     assert_published_in_bfloat16("gla", np.asarray(y[0].astype(jnp.float32)), x[0])
+
+
+def test_a_loop_decodes_in_float32_with_parameters_in_bfloat16():
+    layer = layers.SimpleGatedLinearAttention(
+        HIDDEN, num_heads=2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16, dtype=jnp.float32
+    )
+    x = jnp.asarray(tokens(1, 9))
+
+    @nnx.jit
+    def run(layer, x):
+        def step(cache, token):
+            y, cache = layer(token[:, None], cache)
+            return cache, y[:, 0]
+
+        _, y = jax.lax.scan(step, layer.init_cache(1), x.swapaxes(0, 1))
+        return y.swapaxes(0, 1), layer(x)
+
+    np.testing.assert_allclose(*run(layer, x), rtol=1e-5, atol=1e-6)
+
+
+def test_caches_of_layers_without_parameters_and_of_float64():
+    layer = layers.SimpleGatedLinearAttention(HIDDEN, num_heads=2, rngs=nnx.Rngs(0), dtype=jnp.float64)
+    with jax.enable_x64(True):
+        assert {x.dtype for x in jax.tree.leaves(layer.init_cache(1))} == {jnp.dtype("float64"), jnp.dtype("int32")}
+    half = layer.init_cache(2, dtype=jnp.bfloat16)
+    assert (half.state.dtype, half.conv[0].dtype) == (jnp.float32, jnp.bfloat16)
+    layer = CASES["minimax"].make(layers, rngs=nnx.Rngs(0))
+    nnx.pop(layer, nnx.Param)
+    assert layer.init_cache(2).state.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
+def test_layers_are_pickled_and_copied(copied):
+    made = [
+        layers.GatedLinearAttention(HIDDEN, num_heads=2, rngs=nnx.Rngs(0), feature_map="relu", gate_fn=jax.nn.sigmoid),
+        layers.SimpleGatedLinearAttention(HIDDEN, num_heads=2, rngs=nnx.Rngs(0)),
+        CASES["bailing"].make(layers, rngs=nnx.Rngs(0)),
+    ]
+    for layer in made:
+        other = copied(layer)
+        # Equal graphs, functions too: a program that is compiled for one is that of the other.
+        assert nnx.graphdef(other) == nnx.graphdef(layer)
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(other), nnx.state(layer))
 
 
 def over_a_mesh(mesh, name, x):

@@ -144,6 +144,104 @@ def test_autocast(name):
     assert_published_in_bfloat16(name, array(y[0].float()), x)
 
 
+class Kept(torch.nn.Module):
+    """A linear layer in float32, whose weight is stored in another dtype, or is no parameter."""
+
+    def __init__(self, linear, dtype=None):
+        super().__init__()
+        weight = linear.weight.detach()
+        self.scale = weight.abs().max() / 127 if dtype == torch.int8 else 1
+        stored = weight if dtype is None else (weight / self.scale).to(dtype)
+        self.weight = (lambda: weight) if dtype is None else torch.nn.Parameter(stored, requires_grad=False)
+
+    def forward(self, x):
+        weight = self.weight() if callable(self.weight) else self.weight
+        return torch.nn.functional.linear(x, weight.float() * self.scale)
+
+
+def keep(layer, dtype):
+    for name, module in [*layer.named_children()]:
+        if isinstance(module, torch.nn.Linear) and module.bias is None:
+            setattr(layer, name, Kept(module, dtype))
+        elif dtype is None:
+            # Functions are no modules, and so hide parameters.
+            layer.__dict__[name] = layer._modules.pop(name).forward
+
+
+def offload(layer):
+    """As libraries do that move weights to the device for each call of a module only."""
+    for module in layer.modules():
+        own = dict(module.named_parameters(recurse=False))
+
+        def away(module, *_, own=own):
+            module._parameters.update({
+                key: torch.nn.Parameter(torch.empty_like(x, device="meta")) for key, x in own.items()
+            })
+
+        module.register_forward_pre_hook(lambda module, _, own=own: module._parameters.update(own))
+        module.register_forward_hook(away)
+        away(module)
+
+
+STORED = {
+    "int8": lambda layer: keep(layer, torch.int8), "bfloat16": lambda layer: keep(layer, torch.bfloat16),
+    "no parameters": lambda layer: keep(layer, None), "offloaded": offload,
+}
+
+
+@pytest.mark.parametrize("change", STORED)
+def test_a_cache_has_what_the_layer_computes_in_however_weights_are_stored(change):
+    torch.manual_seed(0)
+    layer, x = layers.SimpleGatedLinearAttention(HIDDEN, num_heads=2, device=DEVICE), tensor(tokens(2, 9))
+    STORED[change](layer)
+    assert_decodes(layer, x)
+    cache = layer.init_cache(2)
+    assert {part.dtype for part in (cache.state, *cache.conv)} == {torch.float32}
+    assert cache.state.device.type == ("cpu" if change in ("no parameters", "offloaded") else DEVICE)
+
+
+def assert_decodes(layer, x):
+    """Token by token, the layer's results are those of the whole sequence, as near as it computes."""
+    cache, outputs = layer.init_cache(len(x)), []
+    with torch.no_grad():
+        for token in x.split(1, 1):
+            y, cache = layer(token, cache)
+            outputs.append(y)
+        torch.testing.assert_close(torch.cat(outputs, 1), layer(x))
+
+
+def test_a_cache_in_the_dtype_and_on_the_device_that_are_asked_for():
+    layer = layers.SimpleGatedLinearAttention(HIDDEN, num_heads=2)
+    cache = layer.init_cache(2, dtype=torch.bfloat16, device="meta")
+    assert {x.device.type for x in (cache.state, cache.length, *cache.conv)} == {"meta"}
+    assert (cache.state.dtype, cache.conv[0].dtype) == (torch.float32, torch.bfloat16)
+    # One that is too narrow is not kept.
+    layer.double()
+    x = tensor(tokens(2, 9), torch.float64).cpu()
+    _, after = layer(x[:, :5], layer.init_cache(2, dtype=torch.float32))
+    torch.testing.assert_close(layer(x[:, 5:], after)[0], layer(x)[:, 5:])
+    assert layer.init_cache(2).conv[0].dtype == after.state.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["simple gla", "minimax"])
+def test_fully_sharded_layers_train_and_decode(name):
+    distributed = pytest.importorskip("torch.distributed")
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    torch.manual_seed(0)
+    layer, x = CASES[name].make(layers), torch.from_numpy(tokens(2, 9))
+    want = torch.autograd.grad(layer(x).square().sum(), [*layer.parameters()])
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(layer.parameters(), 0.01)
+        layer(x).square().sum().backward()
+        torch.testing.assert_close([p.grad.to_local() for p in layer.parameters()], [*want])
+        optimizer.step()
+        assert_decodes(layer, x)
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_layers_of_one_kind_are_compiled_once_where_they_are_compiled_one_by_one():
     made, x = [], tensor(tokens(1, 9))
     torch.compiler.reset()

@@ -1,9 +1,23 @@
 """What layers compute, in both frameworks, against what the published descriptions say."""
 
+import functools
+
 import numpy as np
 import pytest
 
-from tests.layers.cases import CASES, FRAMEWORKS, HIDDEN, array, assert_published, state_of, tokens
+from tests.layers import published
+from tests.layers.cases import (
+    CASES,
+    DEVICE,
+    FRAMEWORKS,
+    HIDDEN,
+    Case,
+    array,
+    assert_published,
+    state_of,
+    tensor,
+    tokens,
+)
 
 pytest.importorskip("torch")
 T = 21
@@ -17,11 +31,28 @@ def layer(framework, name):
     return FRAMEWORKS[framework](name)
 
 
+def of(framework, x):
+    """An array of the framework."""
+    if framework == "torch":
+        return tensor(x)
+    import jax.numpy as jnp
+
+    return jnp.asarray(x)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_whole_sequences(framework, name):
     x = tokens(2, T)
     assert_published(name, list(layer(framework, name)(x)), list(x))
+
+
+def test_functions_of_a_user_that_change_shapes_are_refused():
+    from keraunos.layers import torch as layers
+
+    run = layers.GatedLinearAttention(HIDDEN, num_heads=4, feature_map=lambda x: x.sum(-1), device=DEVICE)
+    with pytest.raises(ValueError, match=r"GatedLinearAttention: <.* makes \(2, 5, 4\) of \(2, 5, 4, 3\)"):
+        run(of("torch", tokens(2, 5)))
 
 
 @pytest.mark.parametrize(("framework", "name"), BOTH)
@@ -69,6 +100,130 @@ def test_padding_leaves_no_trace(framework, name):
     sequences = [np.concatenate([x[i][mask[i]], more[i][more_mask[i]]]) for i in range(4)]
     assert_published(name, got, sequences, state_of(after))
     assert array(after.length).tolist() == [len(s) for s in sequences]
+
+
+def gradients(framework, run, mask):
+    """``x -> (y, gradients)`` of a loss of the tokens: of x and of all weights."""
+    if framework == "torch":
+        import torch
+
+        def found(x):
+            x = tensor(x).requires_grad_()
+            y = run.layer(x, attention_mask=tensor(mask))
+            return array(y), [*map(array, torch.autograd.grad(y.square().sum(), [x, *run.layer.parameters()]))]
+
+        return found
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    def loss(x, layer):
+        y = layer(x, attention_mask=mask)
+        return jnp.square(y).sum(), y
+
+    compiled = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))
+
+    def found(x):
+        gradients, y = compiled(jnp.asarray(x), run.layer)
+        return array(y), [*map(array, jax.tree.leaves(gradients))]
+
+    return found
+
+
+def normalized(x):
+    """Of one head: not finite at 0."""
+    return x / (x * x).sum(-1)[..., None] ** 0.5
+
+
+OWN = Case(
+    lambda m, **p: m.SimpleGatedLinearAttention(HIDDEN, num_heads=4, num_kv_heads=2, use_short_conv=False,
+                                                feature_map=normalized, gate_fn=normalized, **p),
+    functools.partial(published.gated, heads=4, kv_heads=2, feature_map=normalized, gate=normalized),
+)
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"), [("torch", "own"), ("torch", "gla"), ("torch", "bailing"), ("flax", "own")]
+)
+def test_a_users_functions_are_given_heads_and_padding_reaches_no_gradient(framework, name, monkeypatch):
+    monkeypatch.setitem(CASES, "own", OWN)
+    mask, x = np.ones((3, 9), bool), tokens(3, 9)
+    mask[0, :4], mask[1, 5:], mask[2] = False, False, False
+    run = gradients(framework, layer(framework, name), mask)
+    # Products with 3e38 are infinite in float32.
+    padded = [np.where(mask[..., None], x, bad).astype(np.float32) for bad in (0.5, np.nan, np.inf, 3e38)]
+    (y, want), *others = map(run, padded)
+    assert_published(name, [y[i][mask[i]] for i in range(2)], [x[i][mask[i]] for i in range(2)])
+    assert not want[0][~mask].any()
+    assert all(np.isfinite(part).all() for part in want)
+    for same, got in others:
+        np.testing.assert_array_equal(same, y)
+        for part, wanted in zip(got, want, strict=True):
+            np.testing.assert_array_equal(part, wanted)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_masks_that_are_added_and_masks_of_floats(framework):
+    run, x = layer(framework, "simple gla"), tokens(3, T)
+    mask = np.ones((3, T), bool)
+    mask[0, :7], mask[1, 15:] = False, False
+    for added in (np.finfo(np.float32).min, -np.inf):
+        y = run(x, attention_mask=np.where(mask, 0, added).astype(np.float32))
+        assert_published("simple gla", [y[i][mask[i]] for i in range(3)], [x[i][mask[i]] for i in range(3)])
+        assert not y[~mask].any()
+    np.testing.assert_array_equal(run(x, attention_mask=mask.astype(np.float32)), y)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_masks_and_offsets_with_wrong_values_are_refused_by_the_layer(framework):
+    run, make = layer(framework, "simple gla").layer, functools.partial(of, framework)
+    x, zeros = make(tokens(1, 5)), [0.0] * 5
+    host = DEVICE == "cpu"  # a GPU's values are not read
+    for options, error, message in [
+        (dict(attention_mask=make([zeros])), host and ValueError, "attention_mask has a value 0.0 .* all zeros"),
+        (dict(attention_mask=make([[1.0, 1.0, 0.5, 0.0, 0.0]])), host and ValueError, r"a value 0.5 at \[0, 2\]"),
+        (dict(attention_mask=make([[0.0, 0.0, 0.0, -1.0, -1e9]])), host and ValueError, r"a value -1.0 at \[0, 3\]"),
+        (dict(attention_mask=make([[1.0, 1.0, 1.0, np.nan, 0.0]])), host and ValueError, "a value nan"),
+        (dict(attention_mask=make([[[zeros] * 5]])), ValueError, r"attention_mask has shape \(1, 1, 5, 5\)"),
+        (dict(cu_seqlens=[0, 3, 2, 5]), ValueError, r"cu_seqlens has a value 2 at \[2\]; expected offsets that rise"),
+        (dict(cu_seqlens=(0, 3)), ValueError, "cu_seqlens has a value 3"),
+        (dict(cu_seqlens=make([0, 3, 9])), host and ValueError, "cu_seqlens has a value 9"),
+        (dict(cu_seqlens=[]), ValueError, r"cu_seqlens has shape \(0,\)"),
+        (dict(cu_seqlens=5), ValueError, r"cu_seqlens has shape \(\)"),
+        (dict(cu_seqlens=[0.0, 5.0]), TypeError, "cu_seqlens has dtype float32; expected int32 or int64"),
+    ]:
+        if error:
+            with pytest.raises(error, match=f"SimpleGatedLinearAttention: .*{message}"):
+                run(x, **options)
+
+
+@pytest.mark.parametrize(
+    ("framework", "kind"), [("torch", list), ("torch", tuple), ("torch", np.array), ("flax", list)]
+)
+def test_lists_as_offsets_and_masks(framework, kind):
+    run, x = layer(framework, "minimax").layer, tokens(1, T)
+    offsets, mask = kind([0, 9, 9, T]), kind([[0] * 9 + [1] * (T - 9)])
+
+    def call(run, x):
+        return run(x, cu_seqlens=offsets), run(x, attention_mask=mask)
+
+    if framework == "flax":
+        from flax import nnx
+
+        call = nnx.jit(call)
+    y, masked = call(run, of(framework, x))
+    assert_published("minimax", [array(y)[0]], [x[0, :9], x[0, 9:]])
+    assert_published("minimax", [array(masked)[0, 9:]], [x[0, 9:]])
+
+
+@pytest.mark.parametrize(("framework", "name"), [x for x in BOTH if x != ("flax", "bailing")])
+def test_no_rows(framework, name):
+    run, x = layer(framework, name), tokens(0, T)
+    cache = run.layer.init_cache(0)
+    y, after = run(x, cache, attention_mask=np.ones((0, T), bool))
+    assert y.shape == x.shape
+    assert state_of(after).shape == (0, *run.layer.state_shape)
+    assert [part.shape for part in after.conv] == [part.shape for part in cache.conv]
 
 
 @pytest.mark.parametrize(("framework", "name"), BOTH)
