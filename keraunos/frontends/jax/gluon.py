@@ -8,7 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.dispatch import apply_primitive
 from jax._src.lib import gpu_triton
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from keraunos.frontends import rehearsal
 
 # The generation of NVIDIA GPUs that Gluon kernels are written for: Hopper.
 _CAPABILITY = 90
@@ -32,25 +38,49 @@ def call(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: di
     given = {**inputs, **outputs}
     signature = tuple((name, _type(x)) for name, x in given.items() if x is not None)
     absent = tuple((name, None) for name, x in given.items() if x is None)
-    built = _built(kernel, signature, (*absent, *constants.items()), num_warps)
+    build = kernel, signature, (*absent, *constants.items()), num_warps
+    if rehearsed := rehearsal.current():
+        rehearsed.build(_built, *build)
+    arrays = {name: x for name, x in inputs.items() if isinstance(x, jax.Array)}
+    places, results = list(arrays), [name for name, o in outputs.items() if o is not None]
+    return _launch_p.bind(
+        *arrays.values(), build=build, grid=grid, made=tuple(made),
+        numbers=tuple(x for x in inputs.values() if x is not None and not isinstance(x, jax.Array)),
+        aliases=tuple((places.index(x), results.index(name)) for name, x in overwritten.items()),
+    )
+
+
+# A trace may never be lowered, such as that of a call without its gradient: kernels are built for what is.
+_launch_p = Primitive("keraunos_gluon_launch")
+_launch_p.multiple_results = True
+_launch_p.def_impl(functools.partial(apply_primitive, _launch_p))
+
+
+@_launch_p.def_abstract_eval
+def _outputs(*arrays: Any, made: tuple[jax.ShapeDtypeStruct, ...], **options: Any) -> list[Any]:
+    return [ShapedArray(o.shape, o.dtype) for o in made]
+
+
+def _lower(ctx: Any, *arrays: Any, build: tuple, grid: tuple[int, ...], numbers: tuple, aliases: tuple,
+           **options: Any) -> Any:
+    """A launch in a program for a GPU."""
+    (kernel, signature, *_), built, rest = build, _built(*build), iter(numbers)
+    parameters = [gpu_triton.create_array_parameter(0, 16) if dtype[0] == "*" else
+                  gpu_triton.create_scalar_parameter(next(rest), dtype) for _, dtype in signature]
     # Memory for the descriptors that the kernel makes, which is its last parameter.
-    scratch = jax.ShapeDtypeStruct((max(int(np.prod(grid)) * built.metadata.global_scratch_size, 1),), np.uint8)
-    parameters = [_parameter(x, dtype) for x, (_, dtype) in
-                  zip((x for x in given.values() if x is not None), signature, strict=True)]
+    scratch = ShapedArray((max(int(np.prod(grid)) * built.metadata.global_scratch_size, 1),), np.dtype(np.uint8))
+    parameters.append(gpu_triton.create_array_parameter(0, 16))
     program = gpu_triton.TritonKernel(
         kernel.__name__, built.metadata.num_warps, 1, built.metadata.shared, built.asm["ptx"], "", _CAPABILITY
     )
-    launch = gpu_triton.TritonKernelCall(
-        program, *(*grid, 1, 1)[:3], [*parameters, gpu_triton.create_array_parameter(0, 16)]
-    )
+    launch = gpu_triton.TritonKernelCall(program, *(*grid, 1, 1)[:3], parameters)
     message: Any = zlib.compress(launch.to_proto(kernel.__name__, b""))
-    arrays = {name: x for name, x in inputs.items() if isinstance(x, jax.Array)}
-    places, results = list(arrays), [name for name, o in outputs.items() if o is not None]
-    run = jax.ffi.ffi_call(
-        "triton_kernel_call", (*made, scratch), custom_call_api_version=2, legacy_backend_config=message,
-        input_output_aliases={places.index(x): results.index(name) for name, x in overwritten.items()},
-    )
-    return list(run(*arrays.values()))[:-1]
+    rule = jax.ffi.ffi_lowering("triton_kernel_call", api_version=2, backend_config=message,
+                                operand_output_aliases=dict(aliases))
+    return rule(ctx.replace(avals_out=[*ctx.avals_out, scratch]), *arrays)[:-1]
+
+
+mlir.register_lowering(_launch_p, _lower, platform="cuda")
 
 
 def _type(x: Any) -> str:
@@ -60,10 +90,6 @@ def _type(x: Any) -> str:
     if isinstance(x, float):
         return "fp32"
     return "i32" if -(2**31) <= x < 2**31 else "i64"
-
-
-def _parameter(x: Any, dtype: str) -> Any:
-    return gpu_triton.create_array_parameter(0, 16) if dtype[0] == "*" else gpu_triton.create_scalar_parameter(x, dtype)
 
 
 @functools.lru_cache(maxsize=4096)
