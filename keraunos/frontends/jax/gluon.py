@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import zlib
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -68,10 +71,10 @@ def _lower(ctx: Any, *arrays: Any, build: tuple, grid: tuple[int, ...], numbers:
     parameters = [gpu_triton.create_array_parameter(0, 16) if dtype[0] == "*" else
                   gpu_triton.create_scalar_parameter(next(rest), dtype) for _, dtype in signature]
     # Memory for the descriptors that the kernel makes, which is its last parameter.
-    scratch = ShapedArray((max(int(np.prod(grid)) * built.metadata.global_scratch_size, 1),), np.dtype(np.uint8))
+    scratch = ShapedArray((max(int(np.prod(grid)) * built.scratch, 1),), np.dtype(np.uint8))
     parameters.append(gpu_triton.create_array_parameter(0, 16))
     program = gpu_triton.TritonKernel(
-        kernel.__name__, built.metadata.num_warps, 1, built.metadata.shared, built.asm["ptx"], "", _CAPABILITY
+        kernel.__name__, built.num_warps, 1, built.shared, built.ptx, "", _CAPABILITY
     )
     launch = gpu_triton.TritonKernelCall(program, *(*grid, 1, 1)[:3], parameters)
     message: Any = zlib.compress(launch.to_proto(kernel.__name__, b""))
@@ -92,12 +95,26 @@ def _type(x: Any) -> str:
     return "i32" if -(2**31) <= x < 2**31 else "i64"
 
 
+class _Built(NamedTuple):
+    """What a launch needs of a kernel."""
+
+    ptx: str
+    num_warps: int
+    shared: int
+    scratch: int  # bytes for each program
+
+
 @functools.lru_cache(maxsize=4096)
-def _built(kernel: Any, signature: tuple, constants: tuple, num_warps: int) -> Any:
-    """The kernel, compiled for arguments of these types; needs no GPU."""
-    import triton
+def _built(kernel: Any, signature: tuple, constants: tuple, num_warps: int) -> _Built:
+    """The kernel, compiled for arguments of these types; needs no GPU.
+
+    As ``triton.compile`` does it, and kept where that keeps what it has made, but not assembled: JAX does that itself.
+    """
+    from triton._C.libtriton import get_cache_invalidating_env_vars, ir
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import get_cache_key, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.cache import get_cache_manager
 
     names, types = kernel.arg_names, dict(signature)
     source = GluonASTSource(
@@ -106,4 +123,23 @@ def _built(kernel: Any, signature: tuple, constants: tuple, num_warps: int) -> A
         {(names.index(name),): value for name, value in constants},
         {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "")[:1] == "*"},
     )
-    return triton.compile(source, target=GPUTarget("cuda", _CAPABILITY, 32), options=dict(num_warps=num_warps))
+    target = GPUTarget("cuda", _CAPABILITY, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": num_warps, **source.parse_options()})
+    key = f"{get_cache_key(source, backend, options, get_cache_invalidating_env_vars())} not assembled"
+    kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if path := kept.get_file("built.json"):
+        return _Built(*json.loads(Path(path).read_text()))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    generators, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    made = source.make_ir(target, options, generators, modules, context)
+    stages: dict[str, Any] = {}
+    metadata = {"target": target, **vars(options)}
+    backend.add_stages(stages, options, source.language)
+    for name in ("ttgir", "llir", "ptx"):
+        made = stages[name](made, metadata)
+    built = _Built(made, metadata["num_warps"], metadata["shared"], metadata["global_scratch_size"])
+    kept.put(json.dumps(built), "built.json", binary=False)
+    return built
