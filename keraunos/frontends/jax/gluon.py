@@ -138,7 +138,8 @@ def _built(kernel: Any, signature: tuple, constants: tuple, num_warps: int) -> _
     stages: dict[str, Any] = {}
     metadata = {"target": target, **vars(options)}
     backend.add_stages(stages, options, source.language)
-    for name in ("ttgir", "llir", "ptx"):
+    order = list(stages)
+    for name in order[order.index(source.ext) : order.index("ptx") + 1]:
         made = stages[name](made, metadata)
     built = _Built(made, metadata["num_warps"], metadata["shared"], metadata["global_scratch_size"])
     kept.put(json.dumps(built), "built.json", binary=False)

@@ -370,7 +370,7 @@ class remembered:  # noqa: N801, to those who use it a function
         own = [x if x is None else x.detach() for x in tensors]
         capturing = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if self.rehearsal and not (self.known or INTERPRETED or capturing):
-            rehearsal.Rehearsal(functools.partial(self.rehearsal, _without_memory(own)), own[0].device)
+            rehearsal.Rehearsal(functools.partial(self.rehearsal, _without_memory(own)), tensors[0].device)
         with _Recording(own) as recording:
             results = self.fn(own)
         if len(self.known) >= _MOST_KNOWN:
