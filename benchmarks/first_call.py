@@ -3,8 +3,8 @@
 What a user waits for at the first call of a fresh process: compiling, and tuning where a library tunes. The start of
 the framework and of the device, and making the inputs, are not in it.
 
-The table has the linear operations as `"auto"` runs them, each with empty caches, and under it how long each kernel of
-Triton was built. `PYTHONPATH` says of which checkout:
+The table has the linear operations as `"auto"` runs them, each with empty caches, and under it what `triton.compile`
+took for each kernel, which PyTorch's kernels go through. `PYTHONPATH` says of which checkout:
 
     PYTHONPATH=. python benchmarks/first_call.py --shape 2,16384,64 --gates dimension token constant
 """
