@@ -1,15 +1,22 @@
-"""The first call of a contestant in a process of its own: `first_call` starts a process of this file.
+"""The first call in a process of its own: `first_call` starts a process of this file; as a script it makes a table.
 
 What a user waits for at the first call of a fresh process: compiling, and tuning where a library tunes. The start of
 the framework and of the device, and making the inputs, are not in it.
+
+The table has the linear operations as `"auto"` runs them, each with empty caches, and under it what `triton.compile`
+took for each kernel, which PyTorch's kernels go through. `PYTHONPATH` says of which checkout:
+
+    PYTHONPATH=. python benchmarks/first_call.py --shape 2,16384,64 --gates dimension token constant
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -65,5 +72,96 @@ def _main(question: str) -> None:
     print(time.perf_counter() - start)
 
 
+def _table() -> None:
+    """Print a line for each call, and one for each kernel that was built for it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="2,16384,64", help="B,T,H; head dims are 128")
+    parser.add_argument("--gates", nargs="*", default=["dimension", "token", "constant"])
+    parser.add_argument("--frameworks", nargs="*", default=["torch", "jax"])
+    parser.add_argument("--forward", nargs="*", default=["dimension"], help="gates for which it is timed alone, too")
+    options = parser.parse_args()
+    print("| gates | framework | pass | seconds | of these until kernels run |\n|" + " --- |" * 5)
+    builds = []
+    for gates in options.gates:
+        for framework in options.frameworks:
+            for backward in (False, True) if gates in options.forward else (True,):
+                question = json.dumps(dict(gates=gates, framework=framework, shape=options.shape, backward=backward))
+                with tempfile.TemporaryDirectory() as empty:
+                    environment = {**os.environ, "TRITON_CACHE_DIR": empty, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+                    done = subprocess.run([sys.executable, __file__, question], capture_output=True, text=True,
+                                          env=environment, check=False)
+                what = f"{gates} | {framework} | {'forward+backward' if backward else 'forward'}"
+                if done.returncode:
+                    print(f"| {what} | failed: {done.stderr.splitlines()[-1]} | |", flush=True)
+                    continue
+                found = json.loads(done.stdout.splitlines()[-1])
+                print(f"| {what} | {found['seconds']:.2f} | {found['ready']:.2f} |", flush=True)
+                builds += [f"| {what} | {row} |" for row in found["builds"]]
+    print("\n| gates | framework | pass | kernel | from | to | seconds of its stages |\n|" + " --- |" * 7)
+    print("\n".join(builds))
+
+
+def _linear(gates: str, framework: str, shape: str, backward: bool) -> None:
+    """Make a call of a linear operation once, and print what it took."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import triton
+
+    import keraunos
+    from keraunos.bench.measuring import finish
+
+    B, T, H = map(int, shape.split(","))
+    sizes, builds, start = (B, T, H, 128), [], 0.0
+
+    def note(*, src, times, **rest):
+        end = time.perf_counter() - start
+        stages = dict(source=times.ir_initialization, **dict(times.lowering_stages))
+        took = ", ".join(f"{name} {us / 1e6:.2f}" for name, us in stages.items())
+        builds.append(f"{src.name} | {end - times.total / 1e6:.2f} | {end:.2f} | {took}")
+
+    triton.knobs.compilation.listener = note
+    if gates == "constant":
+        call = lambda q, k, v, g: keraunos.lightning_attention(q, k, v, layer_idx=0, num_layers=2)  # noqa: E731
+    else:
+        call = lambda q, k, v, g: keraunos.gla_attention(q, k, v, g)  # noqa: E731
+    of_gates = sizes if gates == "dimension" else sizes[:3]
+    if framework == "torch":
+        import torch
+
+        torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+        q, k, v, doutput, g = (torch.randn(of_gates if i == 4 else sizes).bfloat16() for i in range(5))
+        given = [x.requires_grad_(backward) for x in (q, k, v, torch.nn.functional.logsigmoid(g) / 16)]
+        finish("torch", [*given, doutput])
+        start = time.perf_counter()
+        found = call(*given)
+        if backward:
+            found = torch.autograd.grad(found, given, doutput, allow_unused=True)
+        ready = time.perf_counter() - start
+    else:
+        import jax
+        import jax.numpy as jnp
+
+        q, k, v, doutput, g = (
+            jax.random.normal(jax.random.key(i), of_gates if i == 4 else sizes, jnp.bfloat16) for i in range(5)
+        )
+        given = q, k, v, jax.nn.log_sigmoid(g) / 16
+
+        def both(given, doutput):
+            output, pull = jax.vjp(call, *given)
+            return output, pull(doutput)
+
+        finish("jax", [given, doutput])
+        start = time.perf_counter()
+        fn = jax.jit(both if backward else lambda given, doutput: call(*given)).lower(given, doutput).compile()
+        ready = time.perf_counter() - start
+        found = fn(given, doutput)
+    finish(framework, found)
+    print(json.dumps(dict(seconds=time.perf_counter() - start, ready=ready, builds=builds)))
+
+
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        _table()
+    elif "gates" in (asked := json.loads(sys.argv[1])):
+        _linear(**asked)
+    else:
+        _main(sys.argv[1])

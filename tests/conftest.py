@@ -72,6 +72,15 @@ def pytest_collection_modifyitems(config, items):
         del others[:count]
 
 
+@pytest.fixture(params=["high", "medium"])
+def rounded_products(request):
+    """PyTorch may round the operands of float32's products: "high" does on GPUs and newer CPUs, "medium" on more."""
+    torch = pytest.importorskip("torch")
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision("highest")
+
+
 def pytest_collection_finish(session):
     # Modules stay: no search for garbage has to look through them.
     gc.freeze()

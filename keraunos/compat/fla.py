@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from keraunos import decay
+from keraunos import decay, frontends
 from keraunos.frontends.array_types import Array
 from keraunos.modules.gla_attention import gla_attention
 
@@ -360,5 +360,5 @@ def _weights(q: Tensor, k: Tensor, gates: Tensor | np.ndarray | None, scale: flo
     gates = gates.to(q.device, torch.float32).expand(*q.shape[:2], H).transpose(1, 2)  # [B, H, T]
     # Between two tokens a sum of the gates there, and no difference of longer sums, which may be of infinities.
     between = torch.where(below, gates[..., None], 0.0).cumsum(-2)
-    pairs = torch.einsum("bihk,bjhk->bhij", q.float(), k.float()) * scale
+    pairs = frontends.of(q).product(q.float().transpose(1, 2), k.float().permute(0, 2, 3, 1)) * scale
     return torch.where(below.T, 0.0, pairs * between.exp()).to(q.dtype)

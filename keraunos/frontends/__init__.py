@@ -169,7 +169,8 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
     It serves all args that :func:`signature` does not tell from those that it is prepared for; None: any.
 
     Args:
-        forward: ``(args, opts) -> (outputs, residuals)``.
+        forward: ``(args, opts) -> (outputs, residuals)``. Where ``forward.rehearsed``, the two do nothing but launch
+            kernels, and a first call builds them side by side: those of both, if a gradient follows.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
         operator: what the operation is to PyTorch's graphs.
         platform: whose functions these are, under its name in the registry.
@@ -182,6 +183,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
         pair = forward, backward
         if framework == "torch":
             return get("torch").differentiable(*pair, operator, platform)
+        pair = get("jax").rehearsed(*pair)
         if folding:
             if axes:
                 # The partitioner calls them later.

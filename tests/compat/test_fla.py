@@ -131,6 +131,13 @@ def test_packed_sequences():
     check(found, *given, g[:1], None, None, lengths)
 
 
+def test_weights_are_of_whole_float32(rounded_products):
+    x = tensors(q, k, v)
+    with torch.autocast("cpu"):
+        _, weights = fla.parallel_retention(*x, output_attentions=True)
+    check([torch.einsum("bhij,bjhv->bihv", weights.double(), x[2].double())], q, k, v, None, RETENTION, None)
+
+
 @pytest.mark.parametrize("name", ["parallel_simple_gla", "parallel_retention"])
 @pytest.mark.parametrize("strong", [False, True])
 def test_weights_give_the_output(name, strong):

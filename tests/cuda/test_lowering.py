@@ -5,12 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+import triton
 from jax.sharding import PartitionSpec as P
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from keraunos.kernels.linear_attention.cuda.joins import sum_kernel
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.state_pool.contract import Args
 from keraunos.ops.invocation import Config
 from keraunos.ops.registry import kernel_registry
+from tests.cuda.compile import HOPPER, source_of
 from tests.linear_attention.cases import GPU
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
@@ -111,3 +115,16 @@ def test_prefill_is_one_launch_that_overwrites_its_pool(has_initial):
     assert text.count("triton_kernel_call") == 1
     # The second result is where the fourth array of the kernel is.
     assert "output_operand_alias<output_tuple_indices = [1], operand_index = 3," in text
+
+
+def test_a_build_is_as_triton_makes_it_and_is_kept(gla, tmp_path, monkeypatch):
+    gluon = pytest.importorskip("keraunos.frontends.jax.gluon")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    constants = {"D": 1, "BR": 4, "BO": 128}
+    types = {"x": "*fp32", "M": "i32", "R": "i32", "y": "*fp32"}
+    made = gluon._built.__wrapped__(sum_kernel, tuple(types.items()), tuple(constants.items()), 4)
+    wanted = triton.compile(source_of(sum_kernel, types, constants), target=HOPPER)
+    names = ("num_warps", "shared", "global_scratch_size")
+    assert made == (wanted.asm["ptx"], *(getattr(wanted.metadata, name) for name in names))
+    monkeypatch.setattr(GluonASTSource, "make_ir", None)
+    assert gluon._built.__wrapped__(sum_kernel, tuple(types.items()), tuple(constants.items()), 4) == made

@@ -1,14 +1,18 @@
-"""Which versions of what launches Triton's kernels in JAX are taken."""
+"""Which versions of what launches Triton's kernels in JAX are taken; which kernels of Gluon are built, and when."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
+import threading
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import keraunos
 from keraunos.frontends import cannot_launch
-from keraunos.ops.invocation import UnsupportedError
+from keraunos.ops.invocation import Config, UnsupportedError
 from keraunos.ops.registry import kernel_registry
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax-triton")
@@ -73,3 +77,40 @@ def test_versions_of_jaxlib_that_are_not_known_are_refused_for_gluon(install):
     assert refusal("triton") is None
     install("jaxlib", "0.11.2")
     assert refusal("cuda") is None
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """The names of the kernels that are built; three builds wait for each other."""
+    if reason := cannot_launch("jax", gluon=True):
+        pytest.skip(reason)
+    from keraunos.frontends.jax import gluon
+
+    built, together = [], threading.Barrier(3)
+
+    def build(kernel, *rest):
+        together.wait(timeout=10)
+        built.append(kernel.__name__)
+
+    monkeypatch.setattr(gluon, "_built", build)
+    return built
+
+
+def gla(*args):
+    return kernel_registry.get("gla", "cuda")(*args, cfg=Config(num_stages=3))[0]
+
+
+def test_a_gradient_builds_what_it_launches_side_by_side_and_once(builds):
+    x = jax.ShapeDtypeStruct((3, 77, 2, 128), jnp.bfloat16)
+    loss = jax.value_and_grad(lambda *args: gla(*args).astype(jnp.float32).sum(), range(4))
+    for _ in range(2):
+        jax.jit(functools.partial(loss)).trace(x, x, x, x)
+        assert sorted(builds) == ["dimensions_kernel", "keys_kernel", "queries_kernel"]
+
+
+def test_a_trace_builds_nothing(builds):
+    """It may never be lowered."""
+    x = jax.ShapeDtypeStruct((3, 78, 2, 128), jnp.bfloat16)
+    assert jax.eval_shape(gla, x, x, x, x).shape == x.shape
+    assert jax.eval_shape(jax.vmap(gla), *[jax.ShapeDtypeStruct((2, *x.shape), x.dtype)] * 4).shape == (2, *x.shape)
+    assert builds == []

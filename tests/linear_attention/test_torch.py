@@ -272,14 +272,9 @@ def test_one_gradient_may_be_missing():
     assert not torch.autograd.grad(call(*args)[1].sum(), args[0])[0].any()
 
 
-@pytest.mark.parametrize("setting", ["high", "medium"])
-def test_rounded_products_are_not_used(setting):
-    torch.set_float32_matmul_precision(setting)
-    try:
-        Case(gate="vector", K=64, V=64, T=100).check(run)
-        assert torch.get_float32_matmul_precision() == setting
-    finally:
-        torch.set_float32_matmul_precision("highest")
+def test_rounded_products_are_not_used(rounded_products):
+    Case(gate="vector", K=64, V=64, T=100).check(run)
+    assert torch.get_float32_matmul_precision() == rounded_products
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -13,6 +13,7 @@ import keraunos
 from keraunos import types
 from keraunos.kernels.softmax_attention.reference import attention
 from keraunos.types import MaskInfo
+from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
 from tests.softmax_attention.cases import Case
 
@@ -218,6 +219,19 @@ def test_weights_are_those_that_multiply_the_values(framework):
         attention(*map(np.asarray, given), window=(3, 1), dtype=dtype) for dtype in (np.float64, np.float32)
     )
     assert_within_rule(["output", "weights"], [output, weights], truth, rough, ["float32"] * 2)
+
+
+def test_weights_are_of_whole_float32(rounded_products):
+    torch = pytest.importorskip("torch")
+    given = [np.array(x) for x in arrays(2, 30, 4, 64)]
+    device = "cuda" if GPU else "cpu"
+    tensors = [torch.tensor(x, device=device, requires_grad=True) for x in given]
+    output, weights = keraunos.attention(*tensors, dtype="float32", platform="torch", return_weights=True)
+    (output**2).sum().backward()
+    gradients = [x.grad.cpu() for x in tensors]
+    assert_right([output.detach().cpu(), *gradients], given)
+    truth, rough = (attention(*given, dtype=dtype)[1] for dtype in (np.float64, np.float32))
+    assert_within_rule(["weights"], [weights.detach().cpu()], [truth], [rough], ["float32"])
 
 
 def test_importing_types_loads_no_framework():

@@ -122,6 +122,11 @@ def test_values_and_gradients(platform, case, block):
     dataclasses.replace(case, block=block).check(*platform)
 
 
+@pytest.mark.parametrize("case", [Case(K=64, causal=True), Case(K=512, V=64, G=2, soft_cap=3.0)], ids=str)
+def test_rounded_products_are_not_used(rounded_products, case):
+    case.check("torch", "torch")
+
+
 def test_ids_may_have_no_numbers_below_zero(platform):
     """Of bytes, where the id of a key past its sequence's end, -1, would be 255; against a softmax in NumPy."""
     name, framework = platform

@@ -30,6 +30,7 @@ from keraunos.frontends.jax.gradient import (
     batched,
     differentiable,
     in_place,
+    rehearsed,
     rowwise,
 )
 
@@ -54,6 +55,7 @@ __all__ = [
     "pad",
     "place_of",
     "product",
+    "rehearsed",
     "rowwise",
     "seed",
     "shared_memory",

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import zlib
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax._src.dispatch import apply_primitive
 from jax._src.lib import gpu_triton
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from keraunos.frontends import rehearsal
 
 # The generation of NVIDIA GPUs that Gluon kernels are written for: Hopper.
 _CAPABILITY = 90
@@ -32,25 +41,49 @@ def call(kernel: Any, grid: tuple[int, ...], inputs: dict[str, Any], outputs: di
     given = {**inputs, **outputs}
     signature = tuple((name, _type(x)) for name, x in given.items() if x is not None)
     absent = tuple((name, None) for name, x in given.items() if x is None)
-    built = _built(kernel, signature, (*absent, *constants.items()), num_warps)
-    # Memory for the descriptors that the kernel makes, which is its last parameter.
-    scratch = jax.ShapeDtypeStruct((max(int(np.prod(grid)) * built.metadata.global_scratch_size, 1),), np.uint8)
-    parameters = [_parameter(x, dtype) for x, (_, dtype) in
-                  zip((x for x in given.values() if x is not None), signature, strict=True)]
-    program = gpu_triton.TritonKernel(
-        kernel.__name__, built.metadata.num_warps, 1, built.metadata.shared, built.asm["ptx"], "", _CAPABILITY
-    )
-    launch = gpu_triton.TritonKernelCall(
-        program, *(*grid, 1, 1)[:3], [*parameters, gpu_triton.create_array_parameter(0, 16)]
-    )
-    message: Any = zlib.compress(launch.to_proto(kernel.__name__, b""))
+    build = kernel, signature, (*absent, *constants.items()), num_warps
+    if rehearsed := rehearsal.current():
+        rehearsed.build(_built, *build)
     arrays = {name: x for name, x in inputs.items() if isinstance(x, jax.Array)}
     places, results = list(arrays), [name for name, o in outputs.items() if o is not None]
-    run = jax.ffi.ffi_call(
-        "triton_kernel_call", (*made, scratch), custom_call_api_version=2, legacy_backend_config=message,
-        input_output_aliases={places.index(x): results.index(name) for name, x in overwritten.items()},
+    return _launch_p.bind(
+        *arrays.values(), build=build, grid=grid, made=tuple(made),
+        numbers=tuple(x for x in inputs.values() if x is not None and not isinstance(x, jax.Array)),
+        aliases=tuple((places.index(x), results.index(name)) for name, x in overwritten.items()),
     )
-    return list(run(*arrays.values()))[:-1]
+
+
+# A trace may never be lowered, such as that of a call without its gradient: kernels are built for what is.
+_launch_p = Primitive("keraunos_gluon_launch")
+_launch_p.multiple_results = True
+_launch_p.def_impl(functools.partial(apply_primitive, _launch_p))
+
+
+@_launch_p.def_abstract_eval
+def _outputs(*arrays: Any, made: tuple[jax.ShapeDtypeStruct, ...], **options: Any) -> list[Any]:
+    return [ShapedArray(o.shape, o.dtype) for o in made]
+
+
+def _lower(ctx: Any, *arrays: Any, build: tuple, grid: tuple[int, ...], numbers: tuple, aliases: tuple,
+           **options: Any) -> Any:
+    """A launch in a program for a GPU."""
+    (kernel, signature, *_), built, rest = build, _built(*build), iter(numbers)
+    parameters = [gpu_triton.create_array_parameter(0, 16) if dtype[0] == "*" else
+                  gpu_triton.create_scalar_parameter(next(rest), dtype) for _, dtype in signature]
+    # Memory for the descriptors that the kernel makes, which is its last parameter.
+    scratch = ShapedArray((max(int(np.prod(grid)) * built.scratch, 1),), np.dtype(np.uint8))
+    parameters.append(gpu_triton.create_array_parameter(0, 16))
+    program = gpu_triton.TritonKernel(
+        kernel.__name__, built.num_warps, 1, built.shared, built.ptx, "", _CAPABILITY
+    )
+    launch = gpu_triton.TritonKernelCall(program, *(*grid, 1, 1)[:3], parameters)
+    message: Any = zlib.compress(launch.to_proto(kernel.__name__, b""))
+    rule = jax.ffi.ffi_lowering("triton_kernel_call", api_version=2, backend_config=message,
+                                operand_output_aliases=dict(aliases))
+    return rule(ctx.replace(avals_out=[*ctx.avals_out, scratch]), *arrays)[:-1]
+
+
+mlir.register_lowering(_launch_p, _lower, platform="cuda")
 
 
 def _type(x: Any) -> str:
@@ -62,16 +95,26 @@ def _type(x: Any) -> str:
     return "i32" if -(2**31) <= x < 2**31 else "i64"
 
 
-def _parameter(x: Any, dtype: str) -> Any:
-    return gpu_triton.create_array_parameter(0, 16) if dtype[0] == "*" else gpu_triton.create_scalar_parameter(x, dtype)
+class _Built(NamedTuple):
+    """What a launch needs of a kernel."""
+
+    ptx: str
+    num_warps: int
+    shared: int
+    scratch: int  # bytes for each program
 
 
 @functools.lru_cache(maxsize=4096)
-def _built(kernel: Any, signature: tuple, constants: tuple, num_warps: int) -> Any:
-    """The kernel, compiled for arguments of these types; needs no GPU."""
-    import triton
+def _built(kernel: Any, signature: tuple, constants: tuple, num_warps: int) -> _Built:
+    """The kernel, compiled for arguments of these types; needs no GPU.
+
+    As ``triton.compile`` does it, and kept where that keeps what it has made, but not assembled: JAX does that itself.
+    """
+    from triton._C.libtriton import get_cache_invalidating_env_vars, ir
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import get_cache_key, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.cache import get_cache_manager
 
     names, types = kernel.arg_names, dict(signature)
     source = GluonASTSource(
@@ -80,4 +123,24 @@ def _built(kernel: Any, signature: tuple, constants: tuple, num_warps: int) -> A
         {(names.index(name),): value for name, value in constants},
         {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types.get(name, "")[:1] == "*"},
     )
-    return triton.compile(source, target=GPUTarget("cuda", _CAPABILITY, 32), options=dict(num_warps=num_warps))
+    target = GPUTarget("cuda", _CAPABILITY, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": num_warps, **source.parse_options()})
+    key = f"{get_cache_key(source, backend, options, get_cache_invalidating_env_vars())} not assembled"
+    kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if path := kept.get_file("built.json"):
+        return _Built(*json.loads(Path(path).read_text()))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    generators, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    made = source.make_ir(target, options, generators, modules, context)
+    stages: dict[str, Any] = {}
+    metadata = {"target": target, **vars(options)}
+    backend.add_stages(stages, options, source.language)
+    order = list(stages)
+    for name in order[order.index(source.ext) : order.index("ptx") + 1]:
+        made = stages[name](made, metadata)
+    built = _Built(made, metadata["num_warps"], metadata["shared"], metadata["global_scratch_size"])
+    kept.put(json.dumps(built), "built.json", binary=False)
+    return built

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from keraunos.frontends import alone
+from keraunos.frontends import alone, rehearsal
 from keraunos.frontends.jax import partition
 from keraunos.frontends.jax.arrays import vary, varying, zeros
 
@@ -55,6 +55,31 @@ def differentiable(forward: Callable, backward: Callable, axes: Callable | None 
 
     jitted = jax.jit(spread, static_argnums=1)
     return lambda opts, like=None: lambda args: jitted(args, opts)
+
+
+def rehearsed(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
+    """``forward`` and ``backward``; where ``forward.rehearsed``, the first with a gradient builds the kernels of both.
+
+    They are built side by side, before the program is lowered, which would build one after the other.
+    """
+    if not getattr(forward, "rehearsed", False):
+        return forward, backward
+
+    @functools.lru_cache(maxsize=4096)
+    def rehearse(args: Any, opts: Any) -> None:
+        def run(args: Any) -> None:
+            outputs, residuals = forward(args, opts)
+            backward(args, residuals, outputs, opts)  # an output's gradient is like it
+
+        rehearsal.Rehearsal(lambda: jax.eval_shape(run, args))
+
+    @functools.wraps(forward)
+    def first(args: Any, opts: Any) -> Any:
+        if opts.kept:
+            rehearse(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args), opts)
+        return forward(args, opts)
+
+    return first, backward
 
 
 def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:

@@ -54,10 +54,30 @@ def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
 xp = torch
 
 
+def products_are_rounded(device: torch.device) -> bool:
+    """Whether the user's settings let products of float32 matrices round their operands (TF32, bfloat16).
+
+    They are global to the process, so they are respected, not changed: such products are then computed in float64.
+    """
+    settings = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}.get(device.type)
+    if settings is None:
+        return False
+    if not hasattr(settings.matmul, "fp32_precision"):  # before torch 2.9
+        return torch.get_float32_matmul_precision() != "highest"
+    return settings.matmul.fp32_precision not in ("none", "ieee")
+
+
+def einsum(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``torch.einsum``, in the precision of its operands whatever the user's settings allow for products."""
+    if a.dtype == torch.float32 and products_are_rounded(a.device):
+        return torch.einsum(equation, a.double(), b.double()).to(a.dtype)
+    return torch.einsum(equation, a, b)
+
+
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The matrix product, in the precision of its arguments whatever the user's settings allow for products."""
+    """The matrix product; see :func:`einsum`. Autocast does not reach it either."""
     with torch.autocast(a.device.type, enabled=False):
-        return (a.double() @ b.double()).to(a.dtype)
+        return einsum("...ij,...jk->...ik", a, b)
 
 
 def pad(x: torch.Tensor, axis: int, after: int, before: int = 0) -> torch.Tensor:

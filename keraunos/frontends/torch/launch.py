@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from keraunos.frontends import in_shared_memory, interpreter
+from keraunos.frontends import in_shared_memory, interpreter, rehearsal
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST_KNOWN = 4096
@@ -72,8 +70,8 @@ def _launch(
 ) -> tuple[tuple, Callable, list, list]:
     """The outputs; what does the same launch with other arguments, and the last of these; the outputs' kinds."""
     like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
-    rehearsal: _Rehearsal | None = getattr(_local, "rehearsal", None)
-    device = rehearsal.device if rehearsal else like.device
+    rehearsed = rehearsal.current()
+    device = rehearsed.device if rehearsed else like.device
     kinds = [(o[0], _DTYPES[o[1]]) if isinstance(o, tuple) else o for o in outputs.values()]
     made = tuple(
         torch.empty(o[0], dtype=o[1], device=like.device) if isinstance(o, tuple) else o and inputs[o] for o in kinds
@@ -88,8 +86,8 @@ def _launch(
         if constants["OVERLAP"] & 6:
             options["launch_pdl"] = True  # which other makers' GPUs do not know
     args, options = [*inputs.values(), *made], {**constants, **options}
-    if rehearsal:
-        rehearsal.build(kernel, grid, args, options)
+    if rehearsed:
+        rehearsed.build(_warm_up, kernel, grid, args, options, device)
         return made, _nothing, [], kinds
     run, built = _build(kernel, grid, args, options, device)
     if built is None:
@@ -110,31 +108,17 @@ def _build(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[st
     return in_shared_memory(build, kernel.__name__, options["num_stages"])
 
 
-class _Rehearsal:
-    """Builds what a function launches, side by side, when it is run on tensors without memory."""
+def _warm_up(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[str, Any],
+             device: torch.device) -> None:
+    """Build for a launch."""
+    with _current_device(device):
+        # What launches it is compiled, too, when it is asked for.
+        _ = kernel.warmup(*args, grid=grid, **options).run
 
-    def __init__(self, fn: Callable[[list], Any], tensors: list[Any]):
-        self.device = tensors[0].device
-        without = [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-                   for x in tensors]
-        with ThreadPoolExecutor() as self.threads:
-            _local.rehearsal = self
-            try:
-                # What is wrong shows when it is run on the tensors.
-                with contextlib.suppress(Exception):
-                    fn(without)
-            finally:
-                _local.rehearsal = None
 
-    def build(self, kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[str, Any]) -> None:
-        """Begin to build for a launch; what fails is built once more when it is launched."""
-
-        def build() -> None:
-            with _current_device(self.device):
-                # What launches it is compiled, too, when it is asked for.
-                _ = kernel.warmup(*args, grid=grid, **options).run
-
-        self.threads.submit(build)
+def _without_memory(tensors: list[Any]) -> list[Any]:
+    """Tensors of the same kind for a rehearsal."""
+    return [x if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
 
 
 @functools.cache
@@ -385,8 +369,7 @@ class remembered:  # noqa: N801, to those who use it a function
         own = [x if x is None else x.detach() for x in tensors]
         capturing = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if self.rehearsal and not (self.known or interpreter.ON or capturing):
-            # Builds are most of a first call.
-            _Rehearsal(self.rehearsal, own)
+            rehearsal.Rehearsal(functools.partial(self.rehearsal, _without_memory(own)), tensors[0].device)
         with _Recording(own) as recording:
             results = self.fn(own)
         if len(self.known) >= _MOST_KNOWN:

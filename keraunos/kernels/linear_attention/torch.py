@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from keraunos.frontends.torch.arrays import products_are_rounded
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels
 from keraunos.ops.invocation import Config, Invocation
 
@@ -88,7 +89,7 @@ class _Walker:
         # A power of two, for the halving of vector gates; no larger than what holds all tokens.
         self.C = min(opts.cfg.block_q, 1 << (self.T - 1).bit_length())
         self.dtype = torch.promote_types(args.query.dtype, torch.float32)
-        self.widen = self.dtype == torch.float32 and _products_are_rounded(self.device)
+        self.widen = self.dtype == torch.float32 and products_are_rounded(self.device)
         self.packed = args.cu_seqlens is not None
         self.before = torch.ones(self.C, self.C, dtype=self.dtype, device=self.device).tril_(-1)
         self.onward = 1 - self.before
@@ -214,19 +215,6 @@ class _Walker:
     def final(self, state: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         # Not a view, which would keep its whole group in memory.
         return states.resize_(len(states) - 1, *states.shape[1:]) if self.packed else state.clone()
-
-
-def _products_are_rounded(device: torch.device) -> bool:
-    """Whether the user's settings let products of float32 matrices round their operands (TF32, bfloat16).
-
-    They are global to the process, so they are respected, not changed: such products are then computed in float64.
-    """
-    settings = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}.get(device.type)
-    if settings is None:
-        return False
-    if not hasattr(settings.matmul, "fp32_precision"):  # before torch 2.9
-        return torch.get_float32_matmul_precision() != "highest"
-    return settings.matmul.fp32_precision not in ("none", "ieee")
 
 
 def _flush(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from keraunos.frontends.torch.arrays import einsum, products_are_rounded
 from keraunos.kernels.softmax_attention.contract import (
     Args,
     Options,
@@ -97,7 +98,7 @@ def _weights(args: Args, opts: Options, t0: int, s0: int, sums: tuple[torch.Tens
     (B, T, H, _), (S, G) = args.query.shape, args.key.shape[1:3]
     work, device = _working(args.query, opts), args.query.device
     q, k = _heads(args.query.to(work), G), args.key.to(work).transpose(1, 2)
-    x = opts.softmax_scale * torch.einsum("bgrtk,bgsk->bgrts", q, k)
+    x = opts.softmax_scale * einsum("bgrtk,bgsk->bgrts", q, k)
     if opts.soft_cap is not None:
         x = opts.soft_cap * torch.tanh(x / opts.soft_cap)
     capped = x
@@ -163,7 +164,7 @@ def _parts(args: Args, opts: Options) -> Iterator[tuple[Args, slice, slice]]:
 
 def _output(args: Args, weights: torch.Tensor) -> torch.Tensor:
     value = args.value.to(torch.promote_types(weights.dtype, torch.float32))
-    o = torch.einsum("bgrts,bgsv->bgrtv", weights.to(value.dtype), value.transpose(1, 2))
+    o = einsum("bgrts,bgsv->bgrtv", weights.to(value.dtype), value.transpose(1, 2))
     return _rows(o).to(args.query.dtype)
 
 
@@ -196,7 +197,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options, sums: tu
         p = w.p.to(work)
         q, do = _heads(part.query.to(work), G), _heads(grads[0][:, t].to(work), G)
         k, v = part.key.to(work).transpose(1, 2), part.value.to(work).transpose(1, 2)
-        dp = torch.einsum("bgrtv,bgsv->bgrts", do, v) * w.keep
+        dp = einsum("bgrtv,bgsv->bgrts", do, v) * w.keep
         mean = (p * dp).sum(-1, keepdim=True) if means is None else means[..., t, :]
         dx = p * (dp - mean)
         if dbias is not None:
@@ -206,9 +207,9 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options, sums: tu
         dz = opts.softmax_scale * dx
         if opts.soft_cap is not None:
             dz = dz * (1 - (w.capped / opts.soft_cap) ** 2)
-        dq[:, t] = _rows(torch.einsum("bgrts,bgsk->bgrtk", dz, k)).to(dq.dtype)
-        dk[:, s] += torch.einsum("bgrts,bgrtk->bsgk", dz, q)
-        dv[:, s] += torch.einsum("bgrts,bgrtv->bsgv", w.kept.to(work), do)
+        dq[:, t] = _rows(einsum("bgrts,bgsk->bgrtk", dz, k)).to(dq.dtype)
+        dk[:, s] += einsum("bgrts,bgrtk->bsgk", dz, q)
+        dv[:, s] += einsum("bgrts,bgrtv->bsgv", w.kept.to(work), do)
     if dsinks is not None:
         heads = 1 if args.sinks.ndim == 1 else args.sinks.shape[0]
         dsinks = dsinks.reshape(heads, H // heads, args.sinks.shape[-1]).sum(1).reshape(args.sinks.shape)
@@ -247,8 +248,8 @@ def _is_plain(args: Args, opts: Options) -> bool:
         and opts.softmax_scale > 0
         and not opts.return_weights
         and opts.softmax_dtype == ("float64" if args.query.dtype == torch.float64 else "float32")
-        # On GPUs its float32 has not float32's precision.
-        and not (args.query.is_cuda and args.query.dtype == torch.float32)
+        # On GPUs its float32 has not float32's precision, elsewhere only as far as the user's settings allow.
+        and not (args.query.dtype == torch.float32 and (args.query.is_cuda or products_are_rounded(args.query.device)))
         and min(args.query.shape[1], args.key.shape[1]) > 0
     )
 
