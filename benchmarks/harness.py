@@ -1,6 +1,6 @@
 """What the scripts of this folder share: options, clocks, and a run whose results are written after every step.
 
-Inputs are those of ``keraunos.bench.workloads``, checks and times of calls those of ``keraunos.bench.measuring``.
+Inputs come from ``workloads.py``, checks and times of calls from ``measuring.py``, tables from ``output.py``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 # JAX would take most of a GPU's memory for itself, and PyTorch is measured beside it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from keraunos.bench import measuring, report
-from keraunos.bench.contestants import Contestant
-from keraunos.bench.workloads import Workload
+import measuring
+import output
+from contestants import Contestant
+from workloads import Workload
+
 from keraunos.ops.cache import file_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -137,7 +139,7 @@ class Run:
     Attributes:
         about: the device, versions and the date.
         results: what the file holds, from the last run on where it is kept.
-        path: the file.
+        path: the file; None: nothing is written.
         began: when the time began to count, of ``time.monotonic``.
     """
 
@@ -150,9 +152,10 @@ class Run:
             name: of the file; that of the device if empty.
             keep: whether what earlier runs measured stays, unless it is measured anew.
         """
-        self.about = report.about(framework)
+        self.about = output.about(framework)
         name = name or file_name(self.about["device"])
-        self.path: Path = options.out if options.out.suffix == ".json" else options.out / name
+        out: Path | None = options.out
+        self.path = out / name if out is not None and out.suffix != ".json" else out
         before: Path = options.results / name
         self.results: dict[str, Any] = json.loads(before.read_text()) if keep and before.exists() else {}
         self._seconds: float | None = getattr(options, "seconds", None)
@@ -175,7 +178,8 @@ class Run:
 
     def save(self) -> None:
         """Write all results."""
-        report.write(self.path, self.results)
+        if self.path is not None:
+            output.write(self.path, self.results)
 
     def section(self, name: str, **more: Any) -> dict[str, Any]:
         """A new section of the results for :meth:`compare`."""
@@ -199,11 +203,11 @@ class Run:
                 bandwidth = section["about"]["copy_bandwidth"]
                 case = measuring.measure(workload, contestants, bandwidth, effort, say)
                 section["cases"].append(case)
-                say(report.show(case, peers, told))
+                say(output.show(case, peers, told))
             self.save()
 
 
 def require_gpu(made: argparse.ArgumentParser) -> None:
     """End the script where no framework that is installed sees a GPU."""
     if not measuring.on_gpu():
-        made.error("no framework that is installed sees a GPU; on a CPU, use `keraunos bench`")
+        made.error("no framework that is installed sees a GPU; on a CPU, use benchmarks/compare.py")

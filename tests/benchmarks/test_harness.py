@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import harness
+import measuring
 import pytest
+from contestants import find
 from first_call import first_call
-
-from keraunos.bench import measuring
-from keraunos.bench.contestants import find
-from keraunos.bench.workloads import Shape, Workload
+from workloads import Shape, Workload
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 TINY = Workload("lightning_attention", Shape(1, 16, 1, 16, 16), "float32")
@@ -98,8 +97,8 @@ def test_a_first_call_is_timed_in_a_process_of_its_own():
 
 @pytest.mark.parametrize(
     "script",
-    ["accuracy", "attention", "concurrency", "cpu", "dispatch", "distributed", "faults", "gpu", "models", "serving",
-     "training", "variants"],
+    ["accuracy", "attention", "compare", "concurrency", "cpu", "dispatch", "distributed", "faults", "gpu", "models",
+     "serving", "training", "variants"],
 )
 def test_scripts_take_their_options(script, monkeypatch, capsys):
     pytest.importorskip("torch")

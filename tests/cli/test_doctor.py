@@ -109,8 +109,8 @@ def test_help_is_quick_because_no_framework_is_loaded():
 
 
 def test_help_shows_what_is_in_brackets():
-    output = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).output
-    assert "Only these platforms of ours. [default: all]" in output
+    output = CliRunner().invoke(app, ["explain", "--help"], env={"COLUMNS": "200"}).output
+    assert "where a shape has none. [default: bfloat16]" in output
 
 
 def test_what_is_not_installed_is_named():

@@ -1,4 +1,4 @@
-"""What is measured: an operation on arrays of some shape, forward or with its gradients, and the bytes it must move."""
+"""The calls to measure: an operation on arrays of some shape, forward or with gradients, and the bytes it must move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of the figures: the versions beside them, a file, a table for each workload, a plot."""
+"""Turns what was measured into output: a JSON file with device and versions, a table for each workload, a plot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import barchart
+from measuring import backends
+from workloads import Shape
+
 import keraunos
-from keraunos.bench import chart
-from keraunos.bench.workloads import Shape
+from keraunos import frontends
 from keraunos.text import pairs, printable
 
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "fla-core", "nvidia-nccl-cu13", "numpy")
@@ -27,9 +30,6 @@ _HUES = (
 
 def about(framework: str | None = None) -> dict[str, Any]:
     """The device of a framework, or of one that has a GPU, the versions of everything, and the date."""
-    from keraunos import frontends
-    from keraunos.bench.measuring import backends
-
     framework = framework or max(backends(), key=lambda name: backends()[name] == "gpu")
     device = frontends.get(framework).default_device()
     return {
@@ -68,7 +68,7 @@ def show(case: Mapping[str, Any], against: Sequence[str], told: set[tuple[str, s
     """What a terminal shows of one workload: a table of those that were timed, and below it why others were not.
 
     Args:
-        case: what :func:`keraunos.bench.measuring.measure` returned.
+        case: what :func:`measuring.measure` returned.
         against: names of contestants; each gets a column that says how many times as fast as it the others are.
         told: the reasons that were told before, of which no more is said; those of this workload are added.
     """
@@ -196,7 +196,8 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
         "Beside the bars: batch, tokens, heads; then head dims, unless they are 128.",
         *(f"Not timed: {', '.join(of)}: {why}" for why, of in never.items()),
     ]
-    figure = chart.bars("Time over the floor", panels, colors, "time over the floor", "\n".join(caption), "the floor")
+    figure = barchart.bars("Time over the floor", panels, colors, "time over the floor", "\n".join(caption),
+                           "the floor")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

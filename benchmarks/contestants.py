@@ -1,4 +1,4 @@
-"""Who is measured: every platform of ours through every framework that it takes, and other libraries."""
+"""The implementations to measure: each platform of ours through each framework that it takes, and other libraries."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from workloads import Shape, Workload
+
 import keraunos
 from keraunos import frontends
-from keraunos.bench.workloads import Shape, Workload
 from keraunos.frontends.array_types import Array
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config

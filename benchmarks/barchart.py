@@ -1,4 +1,4 @@
-"""The one kind of chart that there is of what was measured: horizontal bars from 0, the shorter the better."""
+"""Draws the one kind of chart of the benchmarks: horizontal bars from 0, the shorter the better."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from contestants import Contestant, label
+from correctness import WrongResultError, check
+from workloads import Workload
 
 from keraunos import frontends
-from keraunos.bench.check import WrongResultError, check
-from keraunos.bench.contestants import Contestant, label
-from keraunos.bench.workloads import Workload
 
 # Inputs and outputs of less than this are rotated among several sets: more than any device's cache holds.
 CACHES = 1 << 28
