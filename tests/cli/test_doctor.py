@@ -26,10 +26,12 @@ def test_json_says_what_is_there():
     report = json.loads(done.stdout)
     assert report["installed"]["jax"] == report["jax"]["versions"]["jax"]["value"] == jax.__version__
     assert report["jax"]["devices"]["value"][0] == "cpu:0 cpu"
-    for operation in ("lightning_attention", "gla_attention"):
-        platforms = report["jax"]["operations"]["value"][operation]["value"]
-        assert platforms["xla"] == platforms["auto"] == {"value": "xla"}
-        assert platforms["triton"].get("error")
+    found = {framework: report[framework]["operations"]["value"] for framework in ("jax", "torch")}
+    for framework, platform in (("jax", "xla"), ("torch", "torch")):
+        assert found[framework].keys() == {"lightning_attention", "gla_attention", "attention"}
+        for operation, platforms in found[framework].items():
+            assert platforms["value"][platform] == platforms["value"]["auto"] == {"value": platform}, operation
+            assert platforms["value"]["triton"].get("error")
 
 
 @pytest.mark.parametrize(
