@@ -42,10 +42,10 @@ class Contestant(Protocol):
     def tolerance(self) -> float: ...  # noqa: D102
 
     def unsupported(self, workload: Workload) -> str | None:
-        """Why it cannot run here, or None."""
+        """The reason why it cannot run here, or None."""
 
     def about(self, workload: Workload) -> dict[str, Any]:
-        """What else to note down of it: version, configuration."""
+        """Further facts for the results: version, configuration."""
 
     def config(self, workload: Workload) -> Config | None:
         """The launch configuration that it takes for a workload, where that can be told."""
@@ -55,7 +55,7 @@ class Contestant(Protocol):
 
 
 def label(contestant: Contestant) -> str:
-    """How tables name it."""
+    """The name of a contestant in tables."""
     return f"{contestant.name} ({contestant.framework})"
 
 

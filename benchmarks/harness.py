@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options, clocks, and a run whose results are written after every step.
+"""Options, clocks, and a run whose results are written after every step: the scripts of this folder share them.
 
 Inputs come from ``workloads.py``, checks and times of calls from ``measuring.py``, tables from ``output.py``.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# JAX would take most of a GPU's memory for itself, and PyTorch is measured beside it.
+# JAX would take most of a GPU's memory for itself, and PyTorch is measured in the same process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import measuring
@@ -114,7 +114,7 @@ def captured(run: Callable[[], Any], warm: int = 1) -> Callable[[], None]:
 
 
 def in_turns(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each timer says in each round; one after the other, as a device does not stay as fast as it is."""
+    """The times of each timer, one per round; timers take turns, as a device does not stay as fast as it is."""
     found: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
@@ -129,7 +129,7 @@ def distance(got: Any, true: Any) -> float:
 
 
 def failure(error: BaseException) -> str:
-    """What the results say of an exception."""
+    """An exception's text in the results."""
     return f"{type(error).__name__}: {error}"[:500]
 
 
@@ -167,11 +167,11 @@ class Run:
 
     @property
     def late(self) -> bool:
-        """Whether the time is over."""
+        """True if the time is over."""
         return self._seconds is not None and time.monotonic() - self.began > self._seconds
 
     def measured(self) -> dict[str, Any]:
-        """What the results are about, and the bandwidth of a large copy now."""
+        """Device, versions and date, and the bandwidth of a large copy now."""
         about = {**self.about, "copy_bandwidth": measuring.copy_bandwidth()}
         say(f"{about['device']}: copies {about['copy_bandwidth'] / 1e9:.4g} GB/s, read plus written")
         return about
@@ -194,7 +194,7 @@ class Run:
         peers: Sequence[str] = (),
     ) -> None:
         """Check and time who computes each workload; those for which the time was over are named in the section."""
-        told: set[tuple[str, str]] = set()
+        shown_before: set[tuple[str, str]] = set()
         for workload, contestants in calls:
             if self.late:
                 reason = f"{self._seconds:.0f} s were over"
@@ -203,7 +203,7 @@ class Run:
                 bandwidth = section["about"]["copy_bandwidth"]
                 case = measuring.measure(workload, contestants, bandwidth, effort, say)
                 section["cases"].append(case)
-                say(output.show(case, peers, told))
+                say(output.show(case, peers, shown_before))
             self.save()
 
 

@@ -1,4 +1,4 @@
-"""Calls described by their sizes, as the options of `tune` and `explain` give them."""
+"""Calls described by their sizes, as the options of `bench`, `explain` and `tune` give them."""
 
 import importlib
 import importlib.util
@@ -92,10 +92,10 @@ def _value(text: str) -> Any:
 
 
 def _check(kernel: Any, sizes: dict[str, Any]) -> None:
-    """Whether all that a call needs is there, and nothing else.
+    """Check that all that a call needs is there, and nothing else.
 
     Raises:
-        ValueError: it is not.
+        ValueError: something is missing, unknown or of the wrong kind.
     """
     known = dict(inspect.signature(kernel.invocation).parameters)
     del known["framework"]

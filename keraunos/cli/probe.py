@@ -1,4 +1,4 @@
-"""What `keraunos doctor` finds out about one framework or the GPUs: `python -m keraunos.cli.probe jax|torch|gpu`.
+"""Asks one framework, or the GPUs, for `keraunos doctor`: `python -m keraunos.cli.probe jax|torch|gpu`.
 
 Each runs in a process of its own, because a broken installation may crash or hang where no `except` helps, and so that
 whatever memory a framework takes on a GPU is given back at once. It prints ``ANSWER`` and one line of JSON.

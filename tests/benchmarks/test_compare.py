@@ -27,15 +27,15 @@ def run(monkeypatch, tmp_path, capsys):
             status = compare.main(arguments)
         except SystemExit as ended:
             status = ended.code
-        said = capsys.readouterr()
-        assert status == code, said
-        return said.out + said.err
+        printed = capsys.readouterr()
+        assert status == code, printed
+        return printed.out + printed.err
 
     return invoke
 
 
 def test_table_json_and_plot(run, tmp_path):
-    said = run(
+    printed = run(
         "lightning_attention", "--shapes", "1,40,1,16,8", "--against", "fla", "torch", *TINY,
         "--platforms", "xla", "--out", str(tmp_path / "out" / "b.json"), "--plot", str(tmp_path / "drawn" / "b.png"),
     )
@@ -44,11 +44,11 @@ def test_table_json_and_plot(run, tmp_path):
         "torch (torch)",
         "lightning_attention 1,40,1,16,8 float32 forward+backward\n",
     ):
-        assert expected in said
-    heads = [line.split() for line in said.splitlines() if line.startswith("contestant")]
+        assert expected in printed
+    heads = [line.split() for line in printed.splitlines() if line.startswith("contestant")]
     assert heads == [["contestant", "ms", "floor", "torch", "µs", "ms", "peak", "error", "s"]] * 2
     # One reason for all tables and frameworks.
-    assert said.count("fla (torch) ") == 1
+    assert printed.count("fla (torch) ") == 1
     results = json.loads((tmp_path / "out" / "b.json").read_text())["lightning_attention"]
     assert {"device", "jax", "torch", "triton", "fla-core", "driver", "date", "copy_bandwidth"} <= results[
         "about"
@@ -88,8 +88,8 @@ def case(**more):
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_results_fit_into_terminals_and_reasons_stand_below(columns):
-    console, told = Console(width=columns, record=True, file=io.StringIO(), markup=False), set()
-    console.print(output.show(case(), ["cudnn", "xla", "sdpa"], told))
+    console, shown_before = Console(width=columns, record=True, file=io.StringIO(), markup=False), set()
+    console.print(output.show(case(), ["cudnn", "xla", "sdpa"], shown_before))
     text = console.export_text(clear=True)
     assert max(map(len, text.splitlines())) <= columns
     assert "…" not in text
@@ -105,10 +105,10 @@ def test_results_fit_into_terminals_and_reasons_stand_below(columns):
     assert words.count("cuda (jax, torch) takes head dims up to 128; [the call] has K = 256") == 1
     assert "sdpa (torch) needs ·[31m a GPU" in words
     assert "torch (torch) timed once" in words
-    console.print(output.show(case(), [], told))
+    console.print(output.show(case(), [], shown_before))
     again = console.export_text()
     assert "torch (torch)" in again
-    assert "cuda" not in again, "a reason is told once"
+    assert "cuda" not in again, "a reason is shown once"
 
 
 def drawn(monkeypatch, path, cases):
@@ -139,7 +139,7 @@ def test_the_plot_is_linear_and_says_where_and_when_it_was_measured(monkeypatch,
     assert [label.get_text() for label in first.get_yticklabels()] == ["1,65536,64,128,256", "1,8,64,128,256"]
     texts = [text.get_text() for text in first.texts]
     assert {"4.7", "846,053", "3.7", " the floor"} <= set(texts)
-    # One that was timed elsewhere says beside its missing bar why it has none; below stand those that never were.
+    # One that was timed elsewhere gives the reason next to its missing bar; below stand those that never were.
     assert any(text.startswith("RESOURCE_EXHAUSTED: Out of $memory$") for text in texts)
     caption = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
     assert "NVIDIA X, bfloat16, keraunos 1.0, jax 0.9, 2026-01-02" in caption
@@ -217,9 +217,9 @@ def test_the_wrong_are_not_timed(run, monkeypatch, tmp_path):
         return (lambda *x: fn(*x) * 1.01) if self.name == "torch" else fn
 
     monkeypatch.setattr(contestants.Ours, "function", wrong)
-    said = run("gla_attention", "--shapes", "1,64,2,16", "--forward", *TINY, "--platforms", "xla", "torch",
-               "--out", str(tmp_path / "b.json"), code=1)
-    assert "wrong: output has error 0.01" in " ".join(said.split())
+    printed = run("gla_attention", "--shapes", "1,64,2,16", "--forward", *TINY, "--platforms", "xla", "torch",
+                  "--out", str(tmp_path / "b.json"), code=1)
+    assert "wrong: output has error 0.01" in " ".join(printed.split())
     (case,) = json.loads((tmp_path / "b.json").read_text())["gla_attention"]["cases"]
     assert "median_s" not in case["contestants"]["torch (torch)"]
     assert case["contestants"]["xla (jax)"]["median_s"] > 0

@@ -106,8 +106,8 @@ def test_scripts_take_their_options(script, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert ("--out" in said) == (script not in ("concurrency", "dispatch", "faults"))
+    printed = capsys.readouterr().out
+    assert ("--out" in printed) == (script not in ("concurrency", "dispatch", "faults"))
 
 
 def test_models_are_compared_with_what_would_run_without_keraunos(tmp_path, monkeypatch):

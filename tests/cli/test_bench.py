@@ -34,9 +34,9 @@ def run(monkeypatch, tmp_path):
     ],
 )
 def test_a_call_is_checked_and_timed(run, arguments, expected):
-    said = run(*arguments)
-    assert said.startswith(expected)
-    found = re.search(r"result right median (\S+) ms quartiles (\S+) to (\S+) ms$", said)
+    printed = run(*arguments)
+    assert printed.startswith(expected)
+    found = re.search(r"result right median (\S+) ms quartiles (\S+) to (\S+) ms$", printed)
     median, first, third = map(float, found.groups())
     assert 0 < first <= median <= third
 
@@ -56,16 +56,16 @@ def test_what_is_wrong_is_not_timed(run, monkeypatch, backward):
         return scaled
 
     monkeypatch.setattr(keraunos.GLAttention, "prepare", wrong)
-    said = run("gla_attention", "--shape", SHAPE, "--framework", "torch", *["--backward"] * backward, code=1)
-    assert f"result {'gradient' if backward else 'output'} 0 is wrong: error " in said
-    assert "median" not in said
+    printed = run("gla_attention", "--shape", SHAPE, "--framework", "torch", *["--backward"] * backward, code=1)
+    assert f"result {'gradient' if backward else 'output'} 0 is wrong: error " in printed
+    assert "median" not in printed
 
 
 def test_what_cannot_be_run_is_said(run):
     assert "pallas: needs a tpu device" in run("gla", "--shape", SHAPE, "--platform", "pallas", code=1)
-    said = run("gla", "--shape", f"T={2**31 - 1},H={2**20},K=16", "--framework", "torch", code=1)
-    assert re.search(r"result \w*Error: ", said)
-    assert "median" not in said
+    printed = run("gla", "--shape", f"T={2**31 - 1},H={2**20},K=16", "--framework", "torch", code=1)
+    assert re.search(r"result \w*Error: ", printed)
+    assert "median" not in printed
 
 
 @pytest.mark.parametrize(
