@@ -14,11 +14,11 @@ from typing import Any
 import harness
 import torch
 from compile_fla import compile_all
+from contestants import find, label
+from workloads import Shape, Workload
 
 import keraunos
 from keraunos import frontends
-from keraunos.bench.contestants import find, label
-from keraunos.bench.workloads import Shape, Workload
 
 SHAPE = Shape.parse("1,8192,64")
 NAMES = ("output", "dquery", "dkey", "dvalue", "dg")

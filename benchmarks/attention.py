@@ -12,10 +12,9 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import harness
-
-from keraunos.bench import measuring
-from keraunos.bench.contestants import find, label
-from keraunos.bench.workloads import Shape, Workload
+import measuring
+from contestants import find, label
+from workloads import Shape, Workload
 
 VENDORS = ("cudnn (jax)", "sdpa (torch)")
 ROUTED = ("xla (jax)", "torch (torch)")

@@ -10,9 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import barchart
 import matplotlib as mpl
-
-from keraunos.bench import chart
 
 mpl.rcParams["svg.hashsalt"] = "keraunos"
 
@@ -43,7 +42,7 @@ def rows() -> dict[str, dict[str, float]]:
 
 def bars(path: Path, title: str, rows: dict[str, dict[str, float]], *more: Any, **options: Any) -> None:
     """Save a chart of one panel, the same bytes each time."""
-    chart.bars(title, {"": rows}, *more, **options).savefig(path, metadata={"Date": None})
+    barchart.bars(title, {"": rows}, *more, **options).savefig(path, metadata={"Date": None})
 
 
 def read(name: str) -> dict:

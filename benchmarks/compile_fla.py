@@ -13,8 +13,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from keraunos.bench.contestants import PEERS
-from keraunos.bench.workloads import Shape, Workload
+from contestants import PEERS
+from workloads import Shape, Workload
 
 # Processes for a number of heads: chunk_gla has more variants of its kernels than chunk_simple_gla.
 SHARES = {"gla_attention": 6, "lightning_attention": 4}

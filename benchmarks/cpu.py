@@ -22,9 +22,9 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from workloads import Shape, Workload
 
 import keraunos
-from keraunos.bench.workloads import Shape, Workload
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
 from keraunos.numerics import error

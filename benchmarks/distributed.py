@@ -20,8 +20,8 @@ import subprocess
 import sys
 
 import harness
+from workloads import Shape, Workload
 
-from keraunos.bench.workloads import Shape, Workload
 from keraunos.ops.cache import file_name
 
 K = 128

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from keraunos.bench.workloads import Shape, Workload
+from workloads import Shape, Workload
 
 
 def first_call(
@@ -53,9 +53,10 @@ def first_call(
 
 def _main(question: str) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from contestants import find
+    from measuring import finish
+
     from keraunos import frontends
-    from keraunos.bench.contestants import find
-    from keraunos.bench.measuring import finish
 
     asked = json.loads(question)
     name, framework = asked.pop("name"), asked.pop("framework")

@@ -13,14 +13,14 @@ import tempfile
 from dataclasses import dataclass
 
 import harness
+import measuring
 import numpy as np
 from compile_fla import compile_all
+from contestants import Contestant, find
 from first_call import first_call
+from workloads import Shape, Workload
 
 from keraunos import frontends
-from keraunos.bench import measuring
-from keraunos.bench.contestants import Contestant, find
-from keraunos.bench.workloads import Shape, Workload
 
 # In the order of importance, for a run that ends early. fla keeps what it tuned for a number of heads: the longer shape
 # comes first.

@@ -1,6 +1,6 @@
-"""What the scripts of this folder share: options, clocks, and a run whose results are written after every step.
+"""Options, clocks, and a run whose results are written after every step: the scripts of this folder share them.
 
-Inputs are those of ``keraunos.bench.workloads``, checks and times of calls those of ``keraunos.bench.measuring``.
+Inputs come from ``workloads.py``, checks and times of calls from ``measuring.py``, tables from ``output.py``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# JAX would take most of a GPU's memory for itself, and PyTorch is measured beside it.
+# JAX would take most of a GPU's memory for itself, and PyTorch is measured in the same process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from keraunos.bench import measuring, report
-from keraunos.bench.contestants import Contestant
-from keraunos.bench.workloads import Workload
+import measuring
+import output
+from contestants import Contestant
+from workloads import Workload
+
 from keraunos.ops.cache import file_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -112,7 +114,7 @@ def captured(run: Callable[[], Any], warm: int = 1) -> Callable[[], None]:
 
 
 def in_turns(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each timer says in each round; one after the other, as a device does not stay as fast as it is."""
+    """The times of each timer, one per round; timers take turns, as a device does not stay as fast as it is."""
     found: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
@@ -127,7 +129,7 @@ def distance(got: Any, true: Any) -> float:
 
 
 def failure(error: BaseException) -> str:
-    """What the results say of an exception."""
+    """An exception's text in the results."""
     return f"{type(error).__name__}: {error}"[:500]
 
 
@@ -137,7 +139,7 @@ class Run:
     Attributes:
         about: the device, versions and the date.
         results: what the file holds, from the last run on where it is kept.
-        path: the file.
+        path: the file; None: nothing is written.
         began: when the time began to count, of ``time.monotonic``.
     """
 
@@ -150,9 +152,10 @@ class Run:
             name: of the file; that of the device if empty.
             keep: whether what earlier runs measured stays, unless it is measured anew.
         """
-        self.about = report.about(framework)
+        self.about = output.about(framework)
         name = name or file_name(self.about["device"])
-        self.path: Path = options.out if options.out.suffix == ".json" else options.out / name
+        out: Path | None = options.out
+        self.path = out / name if out is not None and out.suffix != ".json" else out
         before: Path = options.results / name
         self.results: dict[str, Any] = json.loads(before.read_text()) if keep and before.exists() else {}
         self._seconds: float | None = getattr(options, "seconds", None)
@@ -164,18 +167,19 @@ class Run:
 
     @property
     def late(self) -> bool:
-        """Whether the time is over."""
+        """True if the time is over."""
         return self._seconds is not None and time.monotonic() - self.began > self._seconds
 
     def measured(self) -> dict[str, Any]:
-        """What the results are about, and the bandwidth of a large copy now."""
+        """Device, versions and date, and the bandwidth of a large copy now."""
         about = {**self.about, "copy_bandwidth": measuring.copy_bandwidth()}
         say(f"{about['device']}: copies {about['copy_bandwidth'] / 1e9:.4g} GB/s, read plus written")
         return about
 
     def save(self) -> None:
         """Write all results."""
-        report.write(self.path, self.results)
+        if self.path is not None:
+            output.write(self.path, self.results)
 
     def section(self, name: str, **more: Any) -> dict[str, Any]:
         """A new section of the results for :meth:`compare`."""
@@ -190,7 +194,7 @@ class Run:
         peers: Sequence[str] = (),
     ) -> None:
         """Check and time who computes each workload; those for which the time was over are named in the section."""
-        told: set[tuple[str, str]] = set()
+        shown_before: set[tuple[str, str]] = set()
         for workload, contestants in calls:
             if self.late:
                 reason = f"{self._seconds:.0f} s were over"
@@ -199,11 +203,11 @@ class Run:
                 bandwidth = section["about"]["copy_bandwidth"]
                 case = measuring.measure(workload, contestants, bandwidth, effort, say)
                 section["cases"].append(case)
-                say(report.show(case, peers, told))
+                say(output.show(case, peers, shown_before))
             self.save()
 
 
 def require_gpu(made: argparse.ArgumentParser) -> None:
     """End the script where no framework that is installed sees a GPU."""
     if not measuring.on_gpu():
-        made.error("no framework that is installed sees a GPU; on a CPU, use `keraunos bench`")
+        made.error("no framework that is installed sees a GPU; on a CPU, use benchmarks/compare.py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from keraunos.bench import report
+import output
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,10 +30,17 @@ written once, in the forward and in the backward. The tables below have times ov
 be, and lower is better. Gates are -0.1 times the square of a normal number, a memory of about ten tokens; what weaker
 and stronger ones take, and more shapes, is in [Hopper GPUs](hopper.md).
 
-**On your machine**: `make bench` on a CPU, `make bench-gpu` on a GPU, or any shape:
+**On your machine**, in a checkout: `make bench` on a CPU, `make bench-gpu` on a GPU, or a table of all implementations
+for any shapes:
 
 ```sh
-keraunos bench gla_attention --shapes "1,1024,4,64" --against torch --json bench.json --plot bench.png
+PYTHONPATH=. python benchmarks/compare.py gla_attention --shapes 1,1024,4,64 --against torch --plot bench.png
+```
+
+Without a checkout, `keraunos bench` checks and times one call:
+
+```sh
+keraunos bench gla_attention --shape B=1,T=1024,H=4,K=64 --backward
 ```
 
 Host times, memory, errors and notes about single figures are in
@@ -123,7 +130,7 @@ def _short(sections: dict) -> str:
                       "through JAX; PyTorch:\n",
                       _row("B, T, H", *names), _row("---", *["---:"] * len(names))]
             for case in found:
-                lines.append(_row(report.shape_of(case), *(_ratios(case, name) for name in names)))
+                lines.append(_row(output.shape_of(case), *(_ratios(case, name) for name in names)))
             lines.append("")
     return "\n".join(lines)
 
@@ -178,14 +185,14 @@ def _table(found: list[dict], stage: str) -> str:
              _row("---", *["---:"] * (2 + len(heads)))]
     for case in found:
         times = [case["contestants"].get(label, {}).get("median_s") for label in labels]
-        fla = report.fastest(case, "fla")
+        fla = output.fastest(case, "fla")
         own = min(
             (t for label, t in zip(labels, times, strict=True) if t and not label.startswith("fla ")), default=None
         )
         cells = [_milliseconds(t) for t in times]
         cells += ["" if t is None else f"{t / case['floor_s']:.2f}" for t in times]
         cells.append(f"{fla / own:.2f}" if fla and own else "")
-        lines.append(_row(report.shape_of(case), f"{1e3 * case['floor_s']:.3f}", *cells))
+        lines.append(_row(output.shape_of(case), f"{1e3 * case['floor_s']:.3f}", *cells))
     lines += ["", "What a call costs beside the device's time:\n",
               _row("B, T, H", "implementation", "host µs", "alone, launch to end, ms", "in a row, ms",
                    "peak memory / arrays", "largest error"),
@@ -196,7 +203,7 @@ def _table(found: list[dict], stage: str) -> str:
             if "median_s" in c:
                 # Some entries were saved from a log, which has not all of them.
                 lines.append(_row(
-                    report.shape_of(case), label, f"{1e6 * c['host_s']:.0f}" if "host_s" in c else "",
+                    output.shape_of(case), label, f"{1e6 * c['host_s']:.0f}" if "host_s" in c else "",
                     _milliseconds(c.get("latency_s")),
                     _milliseconds(c.get("in_a_row_s")), "" if c["peak_ratio"] is None else f"{c['peak_ratio']:.3f}",
                     f"{max(c['errors'].values()):.1e}" if "errors" in c else "",
@@ -206,7 +213,7 @@ def _table(found: list[dict], stage: str) -> str:
         for label, c in case["contestants"].items():
             for reason in (c.get("skipped"), c.get("note")):
                 if reason:
-                    skipped.setdefault(f"{label}: {reason}", []).append(str(report.shape_of(case)))
+                    skipped.setdefault(f"{label}: {reason}", []).append(str(output.shape_of(case)))
     lines += ["", *(f"- {reason} (at {' · '.join(shapes)})" for reason, shapes in skipped.items()), ""]
     return "\n".join(lines)
 
@@ -261,7 +268,7 @@ def _attention_run(section: dict) -> list[str]:
         _row("---", "---", "---", "---", *["---:"] * 5),
     ]
     times = {
-        (case["variant"], str(report.shape_of(case)), case["pass"], label): c["median_s"]
+        (case["variant"], str(output.shape_of(case)), case["pass"], label): c["median_s"]
         for case in found for label, c in case["contestants"].items() if "median_s" in c
     }
 
@@ -273,7 +280,7 @@ def _attention_run(section: dict) -> list[str]:
         return both and forward and both - forward
 
     for case in found:
-        variant, shape = case["variant"], str(report.shape_of(case))
+        variant, shape = case["variant"], str(output.shape_of(case))
         own_keys = (variant.removeprefix("shared").removeprefix("-") or "causal") if "shared" in variant else None
         for label, c in case["contestants"].items():
             if "median_s" not in c:
@@ -350,7 +357,7 @@ def main() -> None:
     (DOCS / "benchmarks.md").write_text(page())
     (RESULTS / "details.md").write_text(details())
     for file in gpu_files():
-        report.plot(shown(json.loads(file.read_text())), RESULTS / plot_name(file.stem))
+        output.plot(shown(json.loads(file.read_text())), RESULTS / plot_name(file.stem))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ LAYERS = (
     ("serving", "distributed"),
     ("compat", "layers"),
     ("__init__",),  # the public names
-    ("bench",),
     ("cli",),
     ("__main__",),
 )

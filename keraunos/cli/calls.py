@@ -1,4 +1,4 @@
-"""Calls described by their sizes, as the options of `tune` and `explain` give them."""
+"""Calls described by their sizes, as the options of `bench`, `explain` and `tune` give them."""
 
 import importlib
 import importlib.util
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 # Operation -> its class, and the module of the shapes of real models.
-_OPERATIONS = {
+OPERATIONS = {
     "lightning_attn": ("keraunos.modules.lightning_attention:LightningAttention", "linear_attention"),
     "gla": ("keraunos.modules.gla_attention:GLAttention", "linear_attention"),
     "attention": ("keraunos.modules.attention:Attention", "softmax_attention"),
@@ -32,11 +32,11 @@ def find_operation(name: str) -> tuple[Any, dict[str, dict[str, Any]]]:
     # Loads NumPy, which a command's help does not need.
     from keraunos.ops.invocation import public_name
 
-    public = {public_name(algorithm): algorithm for algorithm in _OPERATIONS}
+    public = {public_name(algorithm): algorithm for algorithm in OPERATIONS}
     name = public.get(name, name)
-    if name not in _OPERATIONS:
+    if name not in OPERATIONS:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(public)}", param_hint="OP")
-    target, family = _OPERATIONS[name]
+    target, family = OPERATIONS[name]
     module, _, kernel = target.partition(":")
     cases = importlib.import_module(f"keraunos.kernels.{family}.cases").CASES[name]
     return getattr(importlib.import_module(module), kernel)(), cases
@@ -92,10 +92,10 @@ def _value(text: str) -> Any:
 
 
 def _check(kernel: Any, sizes: dict[str, Any]) -> None:
-    """Whether all that a call needs is there, and nothing else.
+    """Check that all that a call needs is there, and nothing else.
 
     Raises:
-        ValueError: it is not.
+        ValueError: something is missing, unknown or of the wrong kind.
     """
     known = dict(inspect.signature(kernel.invocation).parameters)
     del known["framework"]

@@ -1,4 +1,4 @@
-"""How commands print: text that is no markup, in lines as long as the terminal is wide."""
+"""Prints what commands show: text without markup, in lines as long as the terminal is wide."""
 
 from typing import Any
 
@@ -16,6 +16,6 @@ def fields(config: object) -> str:
     """The fields of a configuration that its platform reads, such as ``block_q=64 num_warps=4``."""
     if not isinstance(config, dict):
         return printable(config)
-    # Who computes is said beside it.
+    # Commands show these two by themselves.
     shown = {name: value for name, value in config.items() if name not in ("platform", "backend")}
     return printable(" ".join(f"{name}={value}" for name, value in shown.items()) or "nothing to choose")

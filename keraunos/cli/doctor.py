@@ -56,7 +56,7 @@ def _probe(subject: str) -> dict[str, Any]:
         if done.returncode:
             complaint = (done.stderr.strip().splitlines() or ["no message"])[-1]
             return {"error": f"looking at it ended with status {done.returncode}: {complaint}"}
-        # What a framework prints, even when it ends, is no answer.
+        # A framework may print lines of its own, even when it ends.
         lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
         return json.loads(lines[-1].removeprefix(ANSWER)) if lines else {"error": "no answer: it ended before the end"}
     except subprocess.TimeoutExpired:

@@ -49,7 +49,7 @@ def explain(
 
 
 def _examine(kernel: "Kernel", name: str, inv: "Invocation", platform: str) -> dict[str, Any]:
-    """Everything that there is to say of a call; raises ValueError if a name is unknown."""
+    """Everything that the command shows of a call; raises ValueError if a name is unknown."""
     from keraunos.ops.executor import default_executor
     from keraunos.ops.invocation import UnsupportedError
 
@@ -65,23 +65,23 @@ def _examine(kernel: "Kernel", name: str, inv: "Invocation", platform: str) -> d
 
 
 def _platforms(inv: "Invocation", asked: str, taken: str | None) -> dict[str, str]:
-    """What each platform says to the call, best first."""
+    """Each platform's answer to the call, best first."""
     from keraunos.ops.invocation import Platform
     from keraunos.ops.registry import kernel_registry
 
-    said = {}
+    answers = {}
     for name in kernel_registry.platforms(inv.op_id):
-        answers = [row.unsupported(inv) for row in kernel_registry.rows(inv.op_id) if row.platform == name]
-        reasons = "; and ".join(dict.fromkeys(filter(None, answers)))
+        found = [row.unsupported(inv) for row in kernel_registry.rows(inv.op_id) if row.platform == name]
+        reasons = "; and ".join(dict.fromkeys(filter(None, found)))
         if name == taken:
-            said[name] = "taken"
-        elif None not in answers:
-            said[name] = reasons
+            answers[name] = "taken"
+        elif None not in found:
+            answers[name] = reasons
         elif asked not in (name, Platform.AUTO):
-            said[name] = f"can run it; the call asks for {asked}"
+            answers[name] = f"can run it; the call asks for {asked}"
         else:
-            said[name] = f"can run it if it is asked for by name; {reasons or f'{taken} comes first'}"
-    return said
+            answers[name] = f"can run it if it is asked for by name; {reasons or f'{taken} comes first'}"
+    return answers
 
 
 def _show(operation: str, framework: str, report: dict[str, Any]) -> None:

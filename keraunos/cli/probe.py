@@ -1,4 +1,4 @@
-"""What `keraunos doctor` finds out about one framework or the GPUs: `python -m keraunos.cli.probe jax|torch|gpu`.
+"""Asks one framework, or the GPUs, for `keraunos doctor`: `python -m keraunos.cli.probe jax|torch|gpu`.
 
 Each runs in a process of its own, because a broken installation may crash or hang where no `except` helps, and so that
 whatever memory a framework takes on a GPU is given back at once. It prints ``ANSWER`` and one line of JSON.
@@ -17,14 +17,8 @@ from typing import Any
 
 # What the line with the answer starts with.
 ANSWER = "keraunos probe: "
-# One ordinary call, [B, T, heads, dim] in bfloat16; the answers are for calls like it.
-SHAPE = (1, 128, 2, 64)
-# Each public operation: its class, and what it has to be told besides query, key and value.
-_OPERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lightning_attention": ("LightningAttention", {"log_decay": (-0.5, -1.0)}),
-    "gla_attention": ("GLAttention", {}),
-    "attention": ("Attention", {}),
-}
+# The sizes of one ordinary call, in bfloat16; the answers are for calls like it.
+_SIZES = {"B": 1, "T": 128, "H": 2, "K": 64}
 _MODULES = {
     "jax": ("jax", "jaxlib", "jax_triton", "triton", "numpy", "keraunos"),
     "torch": ("torch", "triton", "numpy", "keraunos"),
@@ -44,11 +38,10 @@ def probe_framework(framework: str) -> dict[str, Any]:
     versions = {name: guarded(partial(_version, name)) for name in _MODULES[framework]}
     if "error" in versions[framework]:
         return {"versions": versions, "devices": versions[framework], "operations": versions[framework]}
-    devices, array = {"jax": (_jax_devices, _jax_array), "torch": (_torch_devices, _torch_array)}[framework]
     return {
         "versions": versions,
-        "devices": guarded(devices),
-        "operations": guarded(lambda: _operations(array())),
+        "devices": guarded({"jax": _jax_devices, "torch": _torch_devices}[framework]),
+        "operations": guarded(partial(_operations, framework)),
     }
 
 
@@ -61,35 +54,27 @@ def _version(module: str) -> str:
     return importlib.import_module(module).__version__
 
 
-def _operations(array: Any) -> dict[str, Any]:
-    import keraunos
+def _operations(framework: str) -> dict[str, Any]:
+    from keraunos.cli.calls import OPERATIONS
+    from keraunos.ops.invocation import public_name
 
-    # A version of keraunos need not have every operation.
-    return {
-        name: guarded(partial(_platforms, getattr(keraunos, operation)(), array, more))
-        for name, (operation, more) in _OPERATIONS.items()
-        if operation in keraunos.__all__
+    return {public_name(name): guarded(partial(_platforms, framework, name)) for name in OPERATIONS}
+
+
+def _platforms(framework: str, operation: str) -> dict[str, Any]:
+    """The answer of each platform to such a call; for "auto", the name of the platform that it takes."""
+    from keraunos.cli.calls import find_operation
+    from keraunos.ops.registry import kernel_registry
+
+    call = find_operation(operation)[0].invocation(framework, **_SIZES)
+    answers: dict[str, dict[str | None, None]] = {}
+    for row in kernel_registry.rows(call.op_id):
+        answers.setdefault(row.platform, {})[row.unsupported(call)] = None
+    found = {
+        platform: {"value": platform} if None in reasons else {"error": "; ".join(map(str, reasons))}
+        for platform, reasons in answers.items()
     }
-
-
-def _platforms(operation: Any, array: Any, more: dict[str, Any]) -> dict[str, Any]:
-    """What each platform says to such a call; for "auto", the name of the platform that it takes."""
-    import numpy as np
-
-    from keraunos import Platform, kernel_registry
-
-    constants = {name: np.asarray(value, np.float32) for name, value in more.items()}
-    call = operation.bind(array, array, array, **constants)
-
-    def ask(platform: str) -> dict[str, Any]:
-        reasons = [row.unsupported(call) for row in kernel_registry.rows(operation.op_id) if row.platform == platform]
-        if not reasons:
-            return {"error": "not implemented"}
-        return {"value": platform} if None in reasons else {"error": "; ".join(dict.fromkeys(map(str, reasons)))}
-
-    names = dict.fromkeys([*kernel_registry.platforms(operation.op_id), *map(str, Platform)])
-    answers = {name: ask(name) for name in names if name != Platform.AUTO}
-    return answers | {"auto": guarded(lambda: kernel_registry.choose(call)[0].platform)}
+    return found | {"auto": guarded(lambda: kernel_registry.choose(call)[0].platform)}
 
 
 def _jax_devices() -> list[str]:
@@ -98,23 +83,11 @@ def _jax_devices() -> list[str]:
     return [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()]
 
 
-def _jax_array() -> Any:
-    import jax.numpy as jnp
-
-    return jnp.zeros(SHAPE, jnp.bfloat16)
-
-
 def _torch_devices() -> list[str]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return ["cpu", *(f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(count))]
-
-
-def _torch_array() -> Any:
-    import torch
-
-    return torch.zeros(SHAPE, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _gpus() -> list[str]:

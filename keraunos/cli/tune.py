@@ -36,7 +36,7 @@ def tune(
     framework = calls.find_framework(framework)
     invocations = {name: calls.describe(kernel, framework, name, sizes) for name, sizes in wanted.items()}
     if not budget > 0:
-        raise typer.BadParameter(f"{budget} is no positive number of seconds", param_hint="--budget")
+        raise typer.BadParameter(f"{budget} is not a positive number of seconds", param_hint="--budget")
     done = []
     for name, inv in invocations.items():
         report = _tune(kernel, name, inv, platform, backward, budget, ship)

@@ -19,8 +19,6 @@ from keraunos.ops.tuner import Tuner
 
 _log = logging.getLogger("keraunos")
 
-TIERS = ("explicit", "overlay", "memory", "disk", "shipped", "autotune", "heuristic")
-
 
 @dataclass(frozen=True)
 class AutotunePolicy:
@@ -120,7 +118,7 @@ class Choice:
 
     Attributes:
         cfg: the complete configuration.
-        tier: which step gave it, one of ``TIERS``.
+        tier: the step that gave it: explicit, overlay, memory, disk, shipped, autotune or heuristic.
         platform: who computes.
         key: what is looked up in the caches.
         passed: why better platforms were passed over, each once.

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import harness
+import measuring
 import pytest
+from contestants import find
 from first_call import first_call
-
-from keraunos.bench import measuring
-from keraunos.bench.contestants import find
-from keraunos.bench.workloads import Shape, Workload
+from workloads import Shape, Workload
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 TINY = Workload("lightning_attention", Shape(1, 16, 1, 16, 16), "float32")
@@ -98,8 +97,8 @@ def test_a_first_call_is_timed_in_a_process_of_its_own():
 
 @pytest.mark.parametrize(
     "script",
-    ["accuracy", "attention", "concurrency", "cpu", "dispatch", "distributed", "faults", "gpu", "models", "serving",
-     "training", "variants"],
+    ["accuracy", "attention", "compare", "concurrency", "cpu", "dispatch", "distributed", "faults", "gpu", "models",
+     "serving", "training", "variants"],
 )
 def test_scripts_take_their_options(script, monkeypatch, capsys):
     pytest.importorskip("torch")
@@ -107,8 +106,8 @@ def test_scripts_take_their_options(script, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert ("--out" in said) == (script not in ("concurrency", "dispatch", "faults"))
+    printed = capsys.readouterr().out
+    assert ("--out" in printed) == (script not in ("concurrency", "dispatch", "faults"))
 
 
 def test_models_are_compared_with_what_would_run_without_keraunos(tmp_path, monkeypatch):

@@ -26,10 +26,12 @@ def test_json_says_what_is_there():
     report = json.loads(done.stdout)
     assert report["installed"]["jax"] == report["jax"]["versions"]["jax"]["value"] == jax.__version__
     assert report["jax"]["devices"]["value"][0] == "cpu:0 cpu"
-    for operation in ("lightning_attention", "gla_attention"):
-        platforms = report["jax"]["operations"]["value"][operation]["value"]
-        assert platforms["xla"] == platforms["auto"] == {"value": "xla"}
-        assert platforms["triton"].get("error")
+    found = {framework: report[framework]["operations"]["value"] for framework in ("jax", "torch")}
+    for framework, platform in (("jax", "xla"), ("torch", "torch")):
+        assert found[framework].keys() == {"lightning_attention", "gla_attention", "attention"}
+        for operation, platforms in found[framework].items():
+            assert platforms["value"][platform] == platforms["value"]["auto"] == {"value": platform}, operation
+            assert platforms["value"]["triton"].get("error")
 
 
 @pytest.mark.parametrize(
@@ -109,8 +111,8 @@ def test_help_is_quick_because_no_framework_is_loaded():
 
 
 def test_help_shows_what_is_in_brackets():
-    output = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).output
-    assert "Only these platforms of ours. [default: all]" in output
+    output = CliRunner().invoke(app, ["explain", "--help"], env={"COLUMNS": "200"}).output
+    assert "where a shape has none. [default: bfloat16]" in output
 
 
 def test_what_is_not_installed_is_named():

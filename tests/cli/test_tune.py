@@ -95,8 +95,8 @@ def test_the_table_has_every_candidate(run):
         (["gla", "--case", "no model"], "'no model' is none of"),
         (["gla", "--shape", SHAPE, "--platform", "tritom"], "unknown platform 'tritom'"),
         (["gla", "--shape", SHAPE, "--framework", "numpy"], "for --framework: 'numpy' is none of jax, torch"),
-        (["gla", "--shape", SHAPE, "--budget", "0"], "no positive number of seconds"),
-        (["gla", "--shape", SHAPE, "--budget", "nan"], "no positive number of seconds"),
+        (["gla", "--shape", SHAPE, "--budget", "0"], "not a positive number of seconds"),
+        (["gla", "--shape", SHAPE, "--budget", "nan"], "not a positive number of seconds"),
     ],
 )
 def test_what_is_wrong_is_said(run, arguments, message):

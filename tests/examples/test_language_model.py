@@ -16,6 +16,7 @@ from language_model.interrupts import HeldBackInterrupt
 from typer.testing import CliRunner
 
 from keraunos.text import printable
+from tests.examples.tiny import MODEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,11 +103,15 @@ def test_unusable_arguments_are_refused_in_one_line_before_training(demo, tmp_pa
 
 def _start(cache, *options):
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / "language_model"), *options],
+        [sys.executable, "-m", "tests.examples.tiny", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)},
+        cwd=ROOT,
+        env={
+            **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+        },
     )
 
 
@@ -141,7 +146,7 @@ def test_interrupted_anywhere_leaves_a_usable_checkpoint(prose, tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
-    settings = training.Settings()
+    settings = training.Settings(model=MODEL, batch=4)
     stopped = training.load_run(out / "checkpoint.npz", settings, data.text_file(text, settings.model.context))
     assert stopped.step == len(stopped.train_bits) > 0
     assert f"goes on from step {stopped.step} " in output.splitlines()[-1]

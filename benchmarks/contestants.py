@@ -1,4 +1,4 @@
-"""Who is measured: every platform of ours through every framework that it takes, and other libraries."""
+"""The implementations to measure: each platform of ours through each framework that it takes, and other libraries."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from workloads import Shape, Workload
+
 import keraunos
 from keraunos import frontends
-from keraunos.bench.workloads import Shape, Workload
 from keraunos.frontends.array_types import Array
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config
@@ -41,10 +42,10 @@ class Contestant(Protocol):
     def tolerance(self) -> float: ...  # noqa: D102
 
     def unsupported(self, workload: Workload) -> str | None:
-        """Why it cannot run here, or None."""
+        """The reason why it cannot run here, or None."""
 
     def about(self, workload: Workload) -> dict[str, Any]:
-        """What else to note down of it: version, configuration."""
+        """Further facts for the results: version, configuration."""
 
     def config(self, workload: Workload) -> Config | None:
         """The launch configuration that it takes for a workload, where that can be told."""
@@ -54,7 +55,7 @@ class Contestant(Protocol):
 
 
 def label(contestant: Contestant) -> str:
-    """How tables name it."""
+    """The name of a contestant in tables."""
     return f"{contestant.name} ({contestant.framework})"
 
 

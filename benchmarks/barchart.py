@@ -1,4 +1,4 @@
-"""The one kind of chart that there is of what was measured: horizontal bars from 0, the shorter the better."""
+"""Draws the one kind of chart of the benchmarks: horizontal bars from 0, the shorter the better."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bars(
     Args:
         title: of the figure.
         panels: for each title of a panel its groups, and for each group's name the bars by name: a length, or a text
-            that says why there is no bar. A name that a group does not have leaves a gap.
+            that gives the reason for a missing bar. A name that a group does not have leaves a gap.
         colors: the names of bars, in their order, and their colors.
         axis: what the lengths are.
         caption: below the figure; its lines are wrapped.

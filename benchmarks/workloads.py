@@ -1,4 +1,4 @@
-"""What is measured: an operation on arrays of some shape, forward or with its gradients, and the bytes it must move."""
+"""The calls to measure: an operation on arrays of some shape, forward or with gradients, and the bytes it must move."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Workload:
         return [x for x, name in zip(args, self.kernel.arguments, strict=True) if x is not None and name in names]
 
     def rest(self, framework: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arrays of softmax attention that are no inputs, and the options of its operation."""
+        """The arrays of softmax attention that are not inputs, and the options of its operation."""
         if self.operation != "attention":
             return {}, {}
         inv = self.invocation(framework)

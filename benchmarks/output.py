@@ -1,4 +1,4 @@
-"""What is made of the figures: the versions beside them, a file, a table for each workload, a plot."""
+"""Turns what was measured into output: a JSON file with device and versions, a table for each workload, a plot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import barchart
+from measuring import backends
+from workloads import Shape
+
 import keraunos
-from keraunos.bench import chart
-from keraunos.bench.workloads import Shape
+from keraunos import frontends
 from keraunos.text import pairs, printable
 
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "fla-core", "nvidia-nccl-cu13", "numpy")
@@ -27,9 +30,6 @@ _HUES = (
 
 def about(framework: str | None = None) -> dict[str, Any]:
     """The device of a framework, or of one that has a GPU, the versions of everything, and the date."""
-    from keraunos import frontends
-    from keraunos.bench.measuring import backends
-
     framework = framework or max(backends(), key=lambda name: backends()[name] == "gpu")
     device = frontends.get(framework).default_device()
     return {
@@ -64,13 +64,13 @@ def fastest(case: Mapping[str, Any], name: str) -> float | None:
     return min(found, default=None)
 
 
-def show(case: Mapping[str, Any], against: Sequence[str], told: set[tuple[str, str]]) -> Any:
-    """What a terminal shows of one workload: a table of those that were timed, and below it why others were not.
+def show(case: Mapping[str, Any], against: Sequence[str], shown_before: set[tuple[str, str]]) -> Any:
+    """Make a workload's text for a terminal: a table of those that were timed, below it why others were not.
 
     Args:
-        case: what :func:`keraunos.bench.measuring.measure` returned.
+        case: what :func:`measuring.measure` returned.
         against: names of contestants; each gets a column that says how many times as fast as it the others are.
-        told: the reasons that were told before, of which no more is said; those of this workload are added.
+        shown_before: the reasons that earlier texts have, which this one leaves out; those of this workload are added.
     """
     from rich.console import Group
     from rich.text import Text
@@ -79,8 +79,8 @@ def show(case: Mapping[str, Any], against: Sequence[str], told: set[tuple[str, s
     for found in case["contestants"].values():
         if "skipped" in found:
             reasons.setdefault((found["name"], found["skipped"]), []).append(found["framework"])
-    new = [(f"{name} ({', '.join(of)})", why) for (name, why), of in reasons.items() if (name, why) not in told]
-    told.update(reasons)
+    new = [(f"{name} ({', '.join(of)})", why) for (name, why), of in reasons.items() if (name, why) not in shown_before]
+    shown_before.update(reasons)
     notes = [(label, found["note"]) for label, found in case["contestants"].items() if "note" in found]
     title = f"{_operation(case)} {shape_of(case)} {case['dtype']} {case['pass']}"
     floor = f"floor {1e3 * case['floor_s']:.3g} ms ({case['bytes_moved'] / 1e6:.4g} MB)"
@@ -146,10 +146,10 @@ def _short(x: float) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Whether :func:`plot` can draw into such a file, asked before anything is measured.
+    """Check that :func:`plot` can draw into such a file, before anything is measured.
 
     Raises:
-        ValueError: there is no matplotlib, or the file's ending is of no format that it knows.
+        ValueError: matplotlib is not installed, or it does not know the format that the file's ending names.
     """
     try:
         from matplotlib.figure import Figure
@@ -163,7 +163,7 @@ def check_plot(path: Path) -> None:
 def plot(results: Mapping[str, Any], path: Path) -> None:
     """Draw every contestant's time over the floor: a panel for each operation and pass, a group of bars for each shape.
 
-    One that has no time in some shape says why in place of its bar, or below the chart if it has none at all.
+    One that has no time in some shape says why instead of its bar, or below the chart if it has none at all.
 
     Args:
         results: ``"about"``, what :func:`about` returned, and ``"cases"``.
@@ -196,13 +196,14 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
         "Beside the bars: batch, tokens, heads; then head dims, unless they are 128.",
         *(f"Not timed: {', '.join(of)}: {why}" for why, of in never.items()),
     ]
-    figure = chart.bars("Time over the floor", panels, colors, "time over the floor", "\n".join(caption), "the floor")
+    figure = barchart.bars("Time over the floor", panels, colors, "time over the floor", "\n".join(caption),
+                           "the floor")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
 def _reason(found: Mapping[str, Any], most: int) -> str:
-    """Why one was not timed, in so many characters at most."""
+    """The reason why one was not timed, in so many characters at most."""
     reason = printable(" ".join(found.get("skipped", "not measured").split()))
     return reason if len(reason) <= most else reason[: most - 1].rstrip(" .,;") + "…"
 

@@ -1,4 +1,4 @@
-"""Whether a contestant computes the right thing: who does not is not timed."""
+"""Checks a contestant against the float64 reference: one that is wrong is not timed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from contestants import Contestant
+from workloads import Workload
 
 from keraunos import frontends, numerics
-from keraunos.bench.contestants import Contestant
-from keraunos.bench.workloads import Workload
 from keraunos.ops.invocation import Config
 
 _NAMES = ("query", "key", "value", "g")

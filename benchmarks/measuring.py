@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from contestants import Contestant, label
+from correctness import WrongResultError, check
+from workloads import Workload
 
 from keraunos import frontends
-from keraunos.bench.check import WrongResultError, check
-from keraunos.bench.contestants import Contestant, label
-from keraunos.bench.workloads import Workload
 
 # Inputs and outputs of less than this are rotated among several sets: more than any device's cache holds.
 CACHES = 1 << 28
@@ -27,7 +27,7 @@ _CALLS = 20
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """The limits of measuring one workload.
 
     Attributes:
         rounds: times each contestant is timed, at most; on a GPU each time is the mean of ten runs.
@@ -40,7 +40,7 @@ class Effort:
 
 @functools.cache
 def on_gpu() -> bool:
-    """Whether a framework that is installed has a GPU."""
+    """True if a framework that is installed has a GPU."""
     return any(backend == "gpu" for backend in backends().values())
 
 
@@ -135,7 +135,7 @@ def measure(
         contestants: who.
         bandwidth: bytes per second that set the floor.
         effort: how long to measure.
-        say: told what is being done.
+        say: is called with a line that names the step.
 
     Returns:
         All figures, as JSON values. A contestant that could not be timed has ``"skipped"``, the reason.
@@ -234,8 +234,8 @@ class _Entry:
             if sum(ended) > 1:
                 break
         calls = max(2, min(_CALLS, int(0.5 / min(ended))))
-        # In a row a call's results are there beside those of the one before, for which the first such call may have to
-        # ask for memory; that takes long, and once.
+        # In a row, a call's results exist while those of the call before still do. The first such call may have to ask
+        # for memory, which takes long, once.
         results = [self.run() for _ in range(2)]
         self.finish(results)
         del results
