@@ -106,9 +106,9 @@ def _linear(gates: str, framework: str, shape: str, backward: bool) -> None:
     """Make a call of a linear operation once, and print what it took."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import triton
+    from keraunos.bench.measuring import finish
 
     import keraunos
-    from keraunos.bench.measuring import finish
 
     B, T, H = map(int, shape.split(","))
     sizes, builds, start = (B, T, H, 128), [], 0.0
