@@ -106,7 +106,7 @@ def _linear(gates: str, framework: str, shape: str, backward: bool) -> None:
     """Make a call of a linear operation once, and print what it took."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import triton
-    from keraunos.bench.measuring import finish
+    from measuring import finish
 
     import keraunos
 
