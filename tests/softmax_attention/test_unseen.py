@@ -171,7 +171,7 @@ def run(platform, framework, case, arrays, block):
 
         output, pull, weights = jax.vjp(call, *given, has_aux=True)
         found = [output, weights, *pull(do)]
-        return [x if x is None else np.asarray(x) for x in found], np.asarray(jax.random.bits(rng, (2,), jnp.uint32))
+        return [x if x is None else np.array(x) for x in found], np.asarray(jax.random.bits(rng, (2,), jnp.uint32))
     import torch
 
     def tensor(x):

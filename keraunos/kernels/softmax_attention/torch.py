@@ -13,6 +13,7 @@ Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B,
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -145,7 +146,7 @@ def _weights(args: Args, opts: Options, t0: int, s0: int, sums: tuple[torch.Tens
     else:
         top, total = sums
         p = torch.exp(x - top)
-    divisor = torch.where(total > 0, total, 1)
+    divisor = torch.where(total == 0, 1, total)
     keep: Any = 1.0
     if opts.dropout:
         head = torch.arange(B * H, device=device).reshape(B, G, H // G, 1, 1)
@@ -202,8 +203,12 @@ def _not_finite(seen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _are_fine(*results: torch.Tensor | None) -> bool:
-    """Whether results may be taken as they are: they are known to be finite."""
-    return all(x is None or (x.device.type == "cpu" and bool(x.isfinite().all())) for x in results)
+    """Whether results may be taken as they are: they are known to be finite, as only then their sum is."""
+
+    def total(x: torch.Tensor) -> float:
+        return x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()
+
+    return all(x is None or (x.is_cpu and math.isfinite(total(x))) for x in results)
 
 
 def _attended(args: Args, opts: Options, t0: int, s0: int) -> tuple[torch.Tensor, _Weights]:
@@ -310,7 +315,7 @@ def part(args: Args, opts: Options) -> tuple[Any, Any, Any]:
     for some, t, s in _parts(args, opts):
         output[:, t], w = _attended(some, opts, t.start, s.start)
         top[..., t], total[..., t] = (x.flatten(1, 2)[..., 0] for x in (w.top, w.total))
-    return output, torch.where(total > 0, top, torch.inf), torch.where(total > 0, total, 1)
+    return output, torch.where(total == 0, torch.inf, top), torch.where(total == 0, 1, total)
 
 
 def part_gradients(args: Args, whole: tuple[Any, Any, Any], doutput: torch.Tensor, opts: Options) -> Args:
@@ -350,7 +355,7 @@ def compute(args: Args, opts: Options) -> Callable[[Args, Options], tuple[torch.
 @_as_called
 def _own(args: Args, opts: Options) -> tuple[torch.Tensor, None]:
     o = _library(args, opts)
-    if o.is_cpu and not _are_fine(o.detach()):
+    if o.is_cpu and not _are_fine(o):
         # Its gradients would not be those of what is seen: of finite outputs they are.
         return _by_block(opts, args)(args)[0], None
     return o, None
