@@ -5,7 +5,11 @@ import pytest
 
 from tests.serving.cases import PLATFORMS, Case, runner
 
-pytestmark = pytest.mark.parametrize(("platform", "framework"), PLATFORMS)
+pytestmark = [
+    pytest.mark.parametrize(("platform", "framework"), PLATFORMS),
+    # Triton's interpreter compares NaN.
+    pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value", "ignore:overflow"),
+]
 
 PREFILL = Case(op="prefill", lengths=(70, 5, 0, 65), slots=(3, -1, 0, 4), fresh=(0, 2), tail=7)
 CALLS = {

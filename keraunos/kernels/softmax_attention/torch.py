@@ -196,7 +196,7 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _not_finite(seen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What the NaN and infinite values of ``x [..., n, dim]`` add to sums over those that ``seen [..., m, n]`` tells."""
+    """What the NaN and infinite values of ``x [..., n, dim]`` add to sums over what ``seen [..., m, n]`` tells."""
     mask = seen.to(torch.float32)
     above, below = (mask @ mark.to(torch.float32) > 0 for mark in (~(x < torch.inf), ~(x > -torch.inf)))
     return torch.where(above, torch.inf, 0.0) + torch.where(below, -torch.inf, 0.0)
@@ -380,7 +380,7 @@ def _guarded(args: Args, opts: Options) -> tuple[torch.Tensor, None]:
     # Causality shows a query the keys up to its own; no limit, all of them.
     other, T = others[0] | others[1], q.shape[1]
     other = (other.cumsum(1) > 0)[:, :T] if opts.right == 0 else other.any(1, keepdim=True)
-    if opts.right == 0 and T > k.shape[1]:
+    if opts.right == 0 and k.shape[1] < T:
         other = torch.cat([other, other[:, -1:].expand(-1, T - k.shape[1], -1)], 1)
     bad = own | other.repeat_interleave(q.shape[2] // k.shape[2], 2)
     o = _library(args._replace(query=_finite(q), key=_finite(k), value=_finite(v)), opts)

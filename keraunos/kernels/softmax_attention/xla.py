@@ -7,14 +7,13 @@ backward is a scan over the same pairs, which computes the weights again. Work g
 causal mask or a window leaves out are no pairs.
 
 What no query sees may be NaN or infinite, which a weight of 0 does not hide in a product. So products have 0 in its
-place, and where there is any at all, :func:`_not_finite` gives what queries that do see it get.
+place, and NaN is added to the logits of what is not finite, before those that are not seen become -inf.
 
 Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B, G, S, K]``.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -72,8 +71,12 @@ class _Tile(NamedTuple):
     query_offset: Any  # [B, 1, 1, 1, 1]
 
 
-def _logits(q: jax.Array, k: jax.Array, tile: _Tile, opts: Options, S: int) -> tuple[Any, Any, Any]:
-    """``(logits, the capped ones before the bias, which are seen)``, ``[B, G, R, Tq, Sk]``; -inf where not visible."""
+def _logits(q: jax.Array, k: jax.Array, tile: _Tile, opts: Options, S: int,
+            nan: jax.Array | float = 0.0) -> tuple[Any, Any, Any]:
+    """``(logits, the capped ones before the bias, which are seen)``, ``[B, G, R, Tq, Sk]``; -inf where not visible.
+
+    ``nan``: is added to those that are seen.
+    """
     x = opts.softmax_scale * _product("bgrtk,bgsk->bgrts", q, k, _working(q, opts))
     if opts.soft_cap is not None:
         # The tangent is 1 further on, and infinite logits of hidden keys have a gradient of 0.
@@ -82,7 +85,7 @@ def _logits(q: jax.Array, k: jax.Array, tile: _Tile, opts: Options, S: int) -> t
     if tile.bias is not None:
         x = x + tile.bias
     seen = _seen(tile, opts, S)
-    return jnp.where(seen, x, -jnp.inf), capped, seen
+    return jnp.where(seen, x + nan, -jnp.inf), capped, seen
 
 
 def _seen(tile: _Tile, opts: Options, S: int) -> jax.Array:
@@ -110,32 +113,14 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def _not_finite(equation: str, x: jax.Array, tile: _Tile, opts: Options, S: int, R: int,
-                keys: jax.Array | None = None) -> jax.Array:
-    """What the NaN and infinite values of ``x [B, G, ...]`` add to its sums over pairs that see each other.
+def _nan(x: jax.Array) -> jax.Array:
+    """NaN for a row of which any value is NaN or infinite, else 0: ``[..., n, dim] -> [..., n, 1]``."""
+    return jax.lax.stop_gradient(jnp.where(jnp.isfinite(x).all(-1, keepdims=True), 0, jnp.nan))
 
-    ``equation``: of the pairs ``bgrts`` and x; ``keys``: whose values of x count as NaN where they are not finite.
-    Nothing is summed where there are no such values, of which a sum of all tells.
-    """
-    pairs = (*x.shape[:2], R, tile.t.shape[0], tile.s.shape[0])
 
-    # By a batch of conditions both sides would be computed.
-    @jax.custom_batching.sequential_vmap
-    def run(tile: _Tile, x: jax.Array, keys: jax.Array | None) -> jax.Array:
-        def add() -> jax.Array:
-            values = x if keys is None else jnp.where(jnp.isfinite(keys).all(-1, keepdims=True), x, jnp.nan)
-            seen = jnp.broadcast_to(_seen(tile, opts, S), pairs).astype(jnp.float32)
-            marks = ~(values < jnp.inf), ~(values > -jnp.inf)
-            more, less = (jnp.einsum(equation, seen, mark.astype(jnp.float32)) > 0 for mark in marks)
-            return jnp.where(more, jnp.inf, 0.0) + jnp.where(less, -jnp.inf, 0.0)
-
-        total = sum(array.sum(dtype=jnp.promote_types(array.dtype, jnp.float32)) for array in (x, keys)
-                    if array is not None)
-        made = jax.eval_shape(add)
-        nothing = frontend.zeros(made.shape, made.dtype, x)
-        return jax.lax.cond(jnp.isfinite(total), lambda: nothing, add)
-
-    return run(*jax.lax.stop_gradient((tile, x, keys)))
+def _beside(x: jax.Array) -> jax.Array:
+    """Of keys ``[B, G, S, 1] -> [B, G, 1, 1, S]``, as the weights have them."""
+    return x.swapaxes(2, 3)[:, :, None]
 
 
 def _poisoned(x: jax.Array, value: jax.Array) -> jax.Array:
@@ -189,30 +174,30 @@ def _tile(args: Args) -> _Tile:
 
 def _at_once(args: Args, opts: Options) -> tuple[Any, Any]:
     """The definition, ``(output, weights)``: of finite values, into which the others are put afterwards."""
-    axes = frozenset().union(*map(frontend.varying, jax.tree.leaves(args)))
-    args = jax.tree.map(lambda x: frontend.vary(x, axes), args)
     q, k, v = _heads(args)
-    (B, T, H, _), S, R = args.query.shape, k.shape[2], q.shape[2]
-    tile = _tile(args)
-    x, _, seen = _logits(_finite(q), _finite(k), tile, opts, S)
-    x = x.astype(opts.softmax_dtype)
+    (B, T, H, _), S = args.query.shape, k.shape[2]
+    tile, of_keys = _tile(args), _nan(k)
+    x, _, seen = _logits(_finite(q), _finite(k), tile, opts, S, _beside(of_keys + _nan(v)))
+    # Maxima pass over NaN on some devices.
+    x = jnp.where(x < jnp.inf, x, jnp.inf).astype(opts.softmax_dtype)
     sinks = jnp.zeros((1, 1, 1, 0), x.dtype) if args.sinks is None else sinks_of(args.sinks.astype(x.dtype), k.shape[1])
     sinks = sinks[..., None, :]
     most = jax.lax.stop_gradient(x.max(-1, keepdims=True, initial=-jnp.inf))
     top = jnp.maximum(most, jax.lax.stop_gradient(sinks).max(-1, keepdims=True, initial=-jnp.inf))
     top = jnp.where(jnp.isfinite(top), top, 0)
     x = x - top
-    # It is above 0, or NaN, where finite values have a product that is not finite.
+    # It is above 0 where a query sees what is not finite, or has a product that is not.
     p = jnp.exp(jnp.where(x <= 0, x, 0))
     total = p.sum(-1, keepdims=True) + jnp.exp(sinks - top).sum(-1, keepdims=True)
     # No gradient comes to the weight of a key that is not seen.
     weights = _kept(jnp.where(seen, p / jnp.where(total == 0, 1, total), 0), tile, opts)
     o = _product("bgrts,bgsv->bgrtv", weights.astype(v.dtype), _finite(v), _working(q, opts))
-    nan = jnp.where((most < jnp.inf) & jnp.isfinite(q).all(-1, keepdims=True), 0, jnp.nan)
-    hidden = functools.partial(_not_finite, "bgrts,bgsv->bgrtv", tile=tile, opts=opts, S=S, R=R, keys=k)
-    o = _poisoned(o, nan + hidden(v))
+    own = _nan(q)
+    o = _poisoned(o, jnp.where(most < jnp.inf, own, jnp.nan))
     if opts.return_weights:
-        weights = _poisoned(weights, nan + hidden(jnp.zeros_like(k[..., :1])))
+        # Values that are NaN make none of them.
+        own += jnp.where(seen, _beside(of_keys), 0).sum(-1, keepdims=True)
+        weights = _poisoned(weights, own)
     o = o.transpose(0, 3, 1, 2, 4).reshape(B, T, H, v.shape[-1])
     return o.astype(args.query.dtype), weights.reshape(B, H, T, S)
 
@@ -278,10 +263,6 @@ class _Blocks:
     def zeros(self, shape: tuple[int, ...]) -> jax.Array:
         return frontend.zeros(shape, self.work, self.args.query)
 
-    def not_finite(self, equation: str, x: jax.Array, tile: _Tile) -> jax.Array:
-        """:func:`_not_finite` of one pair of blocks."""
-        return _not_finite(equation, x, tile, self.opts, self.S, self.H // self.G).astype(self.work)
-
     def start(self) -> tuple[Any, Any, Any]:
         """A block of queries that has seen its sinks only: ``(maximum, sum, output)``, not yet divided."""
         sinks, rows = self.sinks(), self.zeros(self.q.shape[1:-1])
@@ -306,14 +287,13 @@ def _forward(args: Args, opts: Options) -> tuple[jax.Array, tuple]:
         i, j, is_first = pair
         top, total, acc = (jnp.where(is_first, new, old) for new, old in zip(start, (top, total, acc), strict=True))
         tile = w.tile(i, j)
-        x, _, _ = _logits(w.q[i], w.k[j], tile, opts, w.S)
+        x, _, _ = _logits(w.q[i], w.k[j], tile, opts, w.S, _beside(_nan(w.v[j])))
         higher = jnp.maximum(top, x.max(-1))
         finite = jnp.where(jnp.isfinite(higher), higher, 0)
         kept, p = jnp.exp(top - finite), jnp.exp(x - finite[..., None])
         total = total * kept + p.sum(-1)
         p = _kept(p, tile, opts).astype(args.value.dtype)
         acc = acc * kept[..., None] + _product("bgrts,bgsv->bgrtv", p, _finite(w.v[j]), w.work)
-        acc += w.not_finite("bgrts,bgsv->bgrtv", w.v[j], tile)
         own = _sums(higher, total)
         outputs = outputs.at[i].set((acc / own[1][..., None]).astype(outputs.dtype))
         sums = tuple(of.at[i].set(x) for of, x in zip(sums, own, strict=True))
@@ -354,12 +334,13 @@ def _backward(args: Args, residuals: tuple, doutput: jax.Array, opts: Options) -
         dz = opts.softmax_scale * dx
         if opts.soft_cap is not None:
             dz = jnp.where(live, dz * (1 - (capped / opts.soft_cap) ** 2), 0)
+        # Where a gradient is not finite, keys that its query sees have NaN.
+        p = jnp.where(live, p + _nan(do[i]), 0)
         dz, p = dz.astype(q.dtype), _kept(p, tile, opts).astype(q.dtype)
         own = _product("bgrts,bgsk->bgrtk", dz, _finite(k), w.work)
         dq = jnp.where(is_first, 0, dq) + own
         dk = _product("bgrts,bgrtk->bgsk", dz, _finite(q), w.work)
         dv = _product("bgrts,bgrtv->bgsv", p, _finite(do[i]), w.work)
-        dv += w.not_finite("bgrts,bgrtv->bgsv", do[i], tile)
         return (dq, (dqs.at[i].set(dq.astype(dqs.dtype)), dks.at[j].add(dk), dvs.at[j].add(dv), dbias)), None
 
     bias = w.whole.bias
