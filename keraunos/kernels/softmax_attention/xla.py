@@ -14,6 +14,7 @@ Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B,
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -77,7 +78,7 @@ def _logits(q: jax.Array, k: jax.Array, tile: _Tile, opts: Options, S: int,
 
     ``nan``: is added to those that are seen.
     """
-    x = opts.softmax_scale * _product("bgrtk,bgsk->bgrts", q, k, _working(q, opts))
+    x = opts.softmax_scale * _products(q, k, _working(q, opts))
     if opts.soft_cap is not None:
         # The tangent is 1 further on, and infinite logits of hidden keys have a gradient of 0.
         x = opts.soft_cap * jnp.tanh(jax.lax.clamp(-30.0, x / opts.soft_cap, 30.0))
@@ -141,6 +142,18 @@ def _product(equation: str, a: jax.Array, b: jax.Array, work: np.dtype) -> jax.A
     return jnp.einsum(equation, a, b, preferred_element_type=work, precision=precision)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _products(q: jax.Array, k: jax.Array, work: np.dtype) -> jax.Array:
+    """Of queries and keys: what is not finite stays in its own pairs, in derivatives too."""
+    return _product("bgrtk,bgsk->bgrts", q, k, work)
+
+
+@_products.defjvp
+def _tangent(work: np.dtype, given: tuple, moved: tuple) -> tuple[jax.Array, jax.Array]:
+    (q, k), (dq, dk) = given, moved
+    return _products(q, k, work), _products(dq, _finite(k), work) + _products(_finite(q), dk, work)
+
+
 def _kept(x: jax.Array, tile: _Tile, opts: Options) -> jax.Array:
     """What the dropout leaves of weights or of their gradients."""
     if not opts.dropout:
@@ -173,11 +186,11 @@ def _tile(args: Args) -> _Tile:
 
 
 def _at_once(args: Args, opts: Options) -> tuple[Any, Any]:
-    """The definition, ``(output, weights)``: of finite values, into which the others are put afterwards."""
+    """The definition, ``(output, weights)``: of finite logits, into whose results the others are put afterwards."""
     q, k, v = _heads(args)
     (B, T, H, _), S = args.query.shape, k.shape[2]
-    tile, of_keys = _tile(args), _nan(k)
-    x, _, seen = _logits(_finite(q), _finite(k), tile, opts, S, _beside(of_keys + _nan(v)))
+    tile = _tile(args)
+    x, _, seen = _logits(q, k, tile, opts, S, _beside(_nan(v)))
     # Maxima pass over NaN on some devices.
     x = jnp.where(x < jnp.inf, x, jnp.inf).astype(opts.softmax_dtype)
     sinks = jnp.zeros((1, 1, 1, 0), x.dtype) if args.sinks is None else sinks_of(args.sinks.astype(x.dtype), k.shape[1])
@@ -192,12 +205,10 @@ def _at_once(args: Args, opts: Options) -> tuple[Any, Any]:
     # No gradient comes to the weight of a key that is not seen.
     weights = _kept(jnp.where(seen, p / jnp.where(total == 0, 1, total), 0), tile, opts)
     o = _product("bgrts,bgsv->bgrtv", weights.astype(v.dtype), _finite(v), _working(q, opts))
-    own = _nan(q)
-    o = _poisoned(o, jnp.where(most < jnp.inf, own, jnp.nan))
+    nan = jnp.where(most < jnp.inf, 0, jnp.nan)
+    o = _poisoned(o, nan)
     if opts.return_weights:
-        # Values that are NaN make none of them.
-        own += jnp.where(seen, _beside(of_keys), 0).sum(-1, keepdims=True)
-        weights = _poisoned(weights, own)
+        weights = _poisoned(weights, nan)
     o = o.transpose(0, 3, 1, 2, 4).reshape(B, T, H, v.shape[-1])
     return o.astype(args.query.dtype), weights.reshape(B, H, T, S)
 
