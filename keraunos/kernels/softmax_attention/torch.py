@@ -219,6 +219,7 @@ def _attended(args: Args, opts: Options, t0: int, s0: int) -> tuple[torch.Tensor
         return output, w
     w = _weights(args, opts, t0, s0)
     output = _output(args._replace(value=_finite(args.value)), w.kept)
+    assert w.seen is not None  # by a bias, if by nothing else
     hidden = _not_finite(w.seen, args.value.transpose(1, 2)[:, :, None])
     return output + _rows(hidden.expand(*w.p.shape[:4], -1)).to(output.dtype), w
 
@@ -401,6 +402,7 @@ def _at_once(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     clean = args._replace(**{name: _finite(getattr(args, name)) for name in names})
     own, other = (~x.isfinite().all(-1, keepdim=True) for x in args[:2])
     w = _weights(clean, opts, 0, 0, bad=_heads(own, G) | other.transpose(1, 2)[:, :, None].mT)
+    assert w.bad is not None
     poison = torch.where(w.bad, torch.nan, 0.0)
     seen = torch.ones(1, args.key.shape[1], dtype=torch.bool, device=args.key.device) if w.seen is None else w.seen
     hidden = _not_finite(seen, args.value.transpose(1, 2)[:, :, None])

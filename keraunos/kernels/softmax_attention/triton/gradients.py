@@ -184,7 +184,7 @@ def query_kernel(
 
 @triton.jit
 def to_keys(
-    dk, dv, b_k, b_v, b_other, o_s, ends, i_t, i_bh, q, do, lse, mean, query_ids, bias, mask, seed, stride_biast,
+    dk, dv, b_k, b_v, b_other, o_s, i_t, i_bh, q, do, lse, mean, query_ids, bias, mask, seed, stride_biast,
     stride_maskt, inner, unit, keep, threshold, left, right, T, S,
     K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, stride_qt: tl.constexpr, stride_dot: tl.constexpr,
     stride_qn: tl.constexpr, stride_don: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -199,12 +199,12 @@ def to_keys(
     o_t = o_r[None, :]
     b_id = tl.load(query_ids + o_r, mask=o_r < T, other=-1) if SEGMENTS and MASKED else o_r
     m_some = None
-    if BIAS or (MASK and MASKED):
+    if MASK and MASKED:
         b_bias, m_seen = visible(o_t, o_s, b_id[None, :], b_other, bias, mask, stride_biast, stride_maskt, left, right,
                                  T, S, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)
         m_some = some(m_seen, 0)
-    elif MASKED and (LEFT or RIGHT or SEGMENTS):
-        m_some = reached(o_r, b_id, ends, right, left, RIGHT, LEFT, SEGMENTS)
+    elif MASKED and SEGMENTS:
+        m_some = b_id >= 0  # no padding
     b_q = load_rows(q + t0 * stride_qt, stride_qt, T - i_t * BQ, BT, K, BK, MASKED, N, stride_qn, m_some)
     b_do = load_rows(do + t0 * stride_dot, stride_dot, T - i_t * BQ, BT, V, BV, MASKED, N, stride_don, m_some)
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
@@ -212,7 +212,7 @@ def to_keys(
     mean += o_n * T + o_r
     b_mean = tl.load(mean, mask=o_r < T, other=0.0) if MASKED else tl.load(mean)
     b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-    if not (BIAS or (MASK and MASKED)):
+    if not (MASK and MASKED):
         b_bias, m_seen = visible(o_t, o_s, b_id[None, :], b_other, bias, mask, stride_biast, stride_maskt, left, right,
                                  T, S, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)
     b_x, b_tanh = scores(b_x, b_bias, m_seen, inner, unit, CAP, BIAS, MASKED, EXACT)
@@ -296,8 +296,6 @@ def key_kernel(
             lo, hi, whole_lo, whole_hi = narrowed(
                 lo, hi, whole_lo, whole_hi, b_id, o_r < S, spreads, NT, flags, 1, True, False, 128
             )
-    lowest, highest, _ = spread(b_id, o_r < S) if SEGMENTS else (0, 0, 0)
-    ends = s0, tl.minimum(s0 + BS, S) - 1, lowest, highest
     b_dk = tl.zeros([BS, BK], tl.float32) if DK else 0.0
     b_dv = tl.zeros([BS, BV], tl.float32) if DV else 0.0
     for part in tl.static_range(2 if N else 1):
@@ -321,7 +319,7 @@ def key_kernel(
             if part == 0:
                 for i in range(first, end - n_whole):
                     b_dk, b_dv = to_keys(
-                        b_dk, b_dv, b_k, b_v, b_other, o_s, ends, tl.where(i < whole_first, i, i + n_whole), i_bh, p_q,
+                        b_dk, b_dv, b_k, b_v, b_other, o_s, tl.where(i < whole_first, i, i + n_whole), i_bh, p_q,
                         p_do, p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt,
                         inner, unit, keep, threshold, left, right, T, S, K, V, N, stride_qt, stride_dot, stride_qn,
                         stride_don, BT, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV,
@@ -330,14 +328,14 @@ def key_kernel(
             if part == 1 or not N:
                 for i in range(whole_first, whole_end):
                     b_dk, b_dv = to_keys(
-                        b_dk, b_dv, b_k, b_v, b_other, o_s, ends, i, i_bh, p_q, p_do,
+                        b_dk, b_dv, b_k, b_v, b_other, o_s, i, i_bh, p_q, p_do,
                         p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
                         unit, keep, threshold, left, right, T, S, K, V, N, stride_qt, stride_dot, stride_qn, stride_don,
                         BT, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, False,
                     )
     if DK and DV and not DROPOUT:
         # A key that no query sees has no gradient, whatever it holds.
-        b_dk = tl.where((tl.max((b_dv != 0.0).to(tl.int32), 1) > 0)[:, None], b_dk, 0.0)
+        b_dk = tl.where(tl.max(tl.where(b_dv != 0.0, 1, 0), 1)[:, None] > 0, b_dk, 0.0)
     if DK:
         store_rows(dk + ((i_b * S + s0) * G + i_g) * K, b_dk * scale, G * K, S - s0, BS, K, BK)
     if DV:
@@ -396,7 +394,7 @@ def bias_kernel(
         if DROPOUT:
             b_dp = tl.where(kept(seed, i_b * H + i_h, o_t, o_s, threshold), b_dp * keep, 0.0)
         # A query whose output has no gradient changes nothing, whatever it holds.
-        m_seen = m_seen & (tl.max((b_do != 0.0).to(tl.int32), 1) > 0)[:, None]
-        acc += tl.where(m_seen, power(b_x - b_top, EXACT) * b_one * (b_dp - b_mean), 0.0)
+        b_x = tl.where(tl.max(tl.where(b_do != 0.0, 1, 0), 1)[:, None] > 0, b_x, float("-inf"))
+        acc += tl.where(b_x == float("-inf"), 0.0, power(b_x - b_top, EXACT) * b_one * (b_dp - b_mean))
     p_d = dbias + (i_n.to(tl.int64) * T + o_t) * S + o_s
     tl.store(p_d, acc.to(dbias.dtype.element_ty), mask=(o_t < T) & (o_s < S))
