@@ -6,11 +6,15 @@ queries (the online softmax) and keeps both for the backward, for each query: me
 backward is a scan over the same pairs, which computes the weights again. Work grows with what is visible: blocks that a
 causal mask or a window leaves out are no pairs.
 
+What no query sees may be NaN or infinite, which a weight of 0 does not hide in a product. So products have 0 in its
+place, and NaN is added to the logits of what is not finite, before those that are not seen become -inf.
+
 Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B, G, S, K]``.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -68,14 +72,25 @@ class _Tile(NamedTuple):
     query_offset: Any  # [B, 1, 1, 1, 1]
 
 
-def _logits(q: jax.Array, k: jax.Array, tile: _Tile, opts: Options, S: int) -> tuple[Any, Any]:
-    """``(logits, the capped ones before the bias)``, ``[B, G, R, Tq, Sk]``; -inf where not visible."""
-    x = opts.softmax_scale * _product("bgrtk,bgsk->bgrts", q, k, _working(q, opts))
+def _logits(q: jax.Array, k: jax.Array, tile: _Tile, opts: Options, S: int,
+            nan: jax.Array | float = 0.0) -> tuple[Any, Any, Any]:
+    """``(logits, the capped ones before the bias, which are seen)``, ``[B, G, R, Tq, Sk]``; -inf where not visible.
+
+    ``nan``: is added to those that are seen.
+    """
+    x = opts.softmax_scale * _products(q, k, _working(q, opts))
     if opts.soft_cap is not None:
-        x = opts.soft_cap * jnp.tanh(x / opts.soft_cap)
+        # The tangent is 1 further on, and infinite logits of hidden keys have a gradient of 0.
+        x = opts.soft_cap * jnp.tanh(jax.lax.clamp(-30.0, x / opts.soft_cap, 30.0))
     capped = x
     if tile.bias is not None:
         x = x + tile.bias
+    seen = _seen(tile, opts, S)
+    return jnp.where(seen, x + nan, -jnp.inf), capped, seen
+
+
+def _seen(tile: _Tile, opts: Options, S: int) -> jax.Array:
+    """Which keys a query sees, of a shape that broadcasts to the tile's."""
     t, s = tile.t[:, None], tile.s[None]
     seen = s < S
     place = t if tile.query_offset is None else t + tile.query_offset
@@ -88,7 +103,33 @@ def _logits(q: jax.Array, k: jax.Array, tile: _Tile, opts: Options, S: int) -> t
     if tile.query_segments is not None:
         own = tile.query_segments[:, None, None, :, None]
         seen = seen & (own == tile.key_segments[:, None, None, None]) & (own >= 0)
-    return jnp.where(seen, x, -jnp.inf), capped
+    if tile.bias is not None:
+        # The logit of a key that is NaN is not -inf.
+        seen = seen & (tile.bias > -jnp.inf)
+    return seen
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """With 0 for what is NaN or infinite."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _nan(x: jax.Array) -> jax.Array:
+    """NaN for a row of which any value is NaN or infinite, else 0: ``[..., n, dim] -> [..., n, 1]``."""
+    return jax.lax.stop_gradient(jnp.where(jnp.isfinite(x).all(-1, keepdims=True), 0, jnp.nan))
+
+
+def _beside(x: jax.Array) -> jax.Array:
+    """Of keys ``[B, G, S, 1] -> [B, G, 1, 1, S]``, as the weights have them."""
+    return x.swapaxes(2, 3)[:, :, None]
+
+
+def _poisoned(x: jax.Array, value: jax.Array) -> jax.Array:
+    """``value`` where it is not 0, else ``x``: gradients that come to a value are made infinite, but for those of 0."""
+    # They are not NaN, whose product with a gradient of 0 is no 0.
+    large = jnp.where(value == 0, 1, jnp.finfo(x.dtype).max).astype(x.dtype)
+    known = jax.lax.stop_gradient(x)
+    return (x - known) * large * large * large + jnp.where(value == 0, known, value.astype(x.dtype))
 
 
 def _working(q: jax.Array, opts: Options) -> np.dtype:
@@ -99,6 +140,18 @@ def _product(equation: str, a: jax.Array, b: jax.Array, work: np.dtype) -> jax.A
     """In ``work``'s precision; of 16-bit operands the matrix units' products are exact as they are."""
     precision = jax.lax.Precision.HIGHEST if a.dtype.itemsize > 2 else None
     return jnp.einsum(equation, a, b, preferred_element_type=work, precision=precision)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _products(q: jax.Array, k: jax.Array, work: np.dtype) -> jax.Array:
+    """Of queries and keys: what is not finite stays in its own pairs, in derivatives too."""
+    return _product("bgrtk,bgsk->bgrts", q, k, work)
+
+
+@_products.defjvp
+def _tangent(work: np.dtype, given: tuple, moved: tuple) -> tuple[jax.Array, jax.Array]:
+    (q, k), (dq, dk) = given, moved
+    return _products(q, k, work), _products(dq, _finite(k), work) + _products(_finite(q), dk, work)
 
 
 def _kept(x: jax.Array, tile: _Tile, opts: Options) -> jax.Array:
@@ -133,21 +186,31 @@ def _tile(args: Args) -> _Tile:
 
 
 def _at_once(args: Args, opts: Options) -> tuple[Any, Any]:
-    """The definition: ``(output, weights)``."""
+    """The definition, ``(output, weights)``: of finite logits, into whose results the others are put afterwards."""
     q, k, v = _heads(args)
     (B, T, H, _), S = args.query.shape, k.shape[2]
     tile = _tile(args)
-    x, _ = _logits(q, k, tile, opts, S)
-    x = x.astype(opts.softmax_dtype)
+    x, _, seen = _logits(q, k, tile, opts, S, _beside(_nan(v)))
+    # Maxima pass over NaN on some devices.
+    x = jnp.where(x < jnp.inf, x, jnp.inf).astype(opts.softmax_dtype)
     sinks = jnp.zeros((1, 1, 1, 0), x.dtype) if args.sinks is None else sinks_of(args.sinks.astype(x.dtype), k.shape[1])
     sinks = sinks[..., None, :]
-    top = jnp.maximum(x.max(-1, keepdims=True, initial=-jnp.inf), sinks.max(-1, keepdims=True, initial=-jnp.inf))
-    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
-    p = jnp.exp(x - top)
+    most = jax.lax.stop_gradient(x.max(-1, keepdims=True, initial=-jnp.inf))
+    top = jnp.maximum(most, jax.lax.stop_gradient(sinks).max(-1, keepdims=True, initial=-jnp.inf))
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    x = x - top
+    # It is above 0 where a query sees what is not finite, or has a product that is not.
+    p = jnp.exp(jnp.where(x <= 0, x, 0))
     total = p.sum(-1, keepdims=True) + jnp.exp(sinks - top).sum(-1, keepdims=True)
-    weights = _kept(p / jnp.where(total > 0, total, 1), tile, opts)
-    o = _product("bgrts,bgsv->btgrv", weights.astype(v.dtype), v, _working(q, opts))
-    return o.reshape(B, T, H, v.shape[-1]).astype(args.query.dtype), weights.reshape(B, H, T, S)
+    # No gradient comes to the weight of a key that is not seen.
+    weights = _kept(jnp.where(seen, p / jnp.where(total == 0, 1, total), 0), tile, opts)
+    o = _product("bgrts,bgsv->bgrtv", weights.astype(v.dtype), _finite(v), _working(q, opts))
+    nan = jnp.where(most < jnp.inf, 0, jnp.nan)
+    o = _poisoned(o, nan)
+    if opts.return_weights:
+        weights = _poisoned(weights, nan)
+    o = o.transpose(0, 3, 1, 2, 4).reshape(B, T, H, v.shape[-1])
+    return o.astype(args.query.dtype), weights.reshape(B, H, T, S)
 
 
 class _Blocks:
@@ -221,7 +284,8 @@ class _Blocks:
 
 def _sums(top: jax.Array, total: jax.Array) -> tuple[Any, Any]:
     """The sums as ``contract.py`` has them: inf where nothing is visible, so that weights computed from it are 0."""
-    return jnp.where(total > 0, jnp.where(jnp.isfinite(top), top, 0), jnp.inf), jnp.where(total > 0, total, 1)
+    nothing = total == 0
+    return jnp.where(nothing, jnp.inf, jnp.where(jnp.isfinite(top), top, 0)), jnp.where(nothing, 1, total)
 
 
 def _forward(args: Args, opts: Options) -> tuple[jax.Array, tuple]:
@@ -234,13 +298,13 @@ def _forward(args: Args, opts: Options) -> tuple[jax.Array, tuple]:
         i, j, is_first = pair
         top, total, acc = (jnp.where(is_first, new, old) for new, old in zip(start, (top, total, acc), strict=True))
         tile = w.tile(i, j)
-        x, _ = _logits(w.q[i], w.k[j], tile, opts, w.S)
+        x, _, _ = _logits(w.q[i], w.k[j], tile, opts, w.S, _beside(_nan(w.v[j])))
         higher = jnp.maximum(top, x.max(-1))
         finite = jnp.where(jnp.isfinite(higher), higher, 0)
         kept, p = jnp.exp(top - finite), jnp.exp(x - finite[..., None])
         total = total * kept + p.sum(-1)
         p = _kept(p, tile, opts).astype(args.value.dtype)
-        acc = acc * kept[..., None] + _product("bgrts,bgsv->bgrtv", p, w.v[j], w.work)
+        acc = acc * kept[..., None] + _product("bgrts,bgsv->bgrtv", p, _finite(w.v[j]), w.work)
         own = _sums(higher, total)
         outputs = outputs.at[i].set((acc / own[1][..., None]).astype(outputs.dtype))
         sums = tuple(of.at[i].set(x) for of, x in zip(sums, own, strict=True))
@@ -262,27 +326,32 @@ def _backward(args: Args, residuals: tuple, doutput: jax.Array, opts: Options) -
     w = _Blocks(args, opts)
     by_block = [w.cut(_heads(args._replace(query=x))[0], 3, 0) for x in (doutput, output)]
     do = by_block[0]
-    mean = (do.astype(w.work) * by_block[1].astype(w.work)).sum(-1)  # [n, B, G, R, block]
+    # A query whose output has no gradient changes nothing, whatever it holds.
+    rows = (do != 0).any(-1)  # [n, B, G, R, block]
+    mean = jnp.where(rows, (do.astype(w.work) * by_block[1].astype(w.work)).sum(-1), 0)
 
     def step(carry: tuple, pair: tuple) -> tuple:
         dq, (dqs, dks, dvs, dbias) = carry
         i, j, is_first = pair
         tile, q, k = w.tile(i, j), w.q[i], w.k[j]
-        x, capped = _logits(q, k, tile, opts, w.S)
-        p = jnp.exp(x - tops[i][..., None]) / totals[i][..., None]
+        x, capped, seen = _logits(q, k, tile, opts, w.S)
+        live = seen & rows[i][..., None]
+        p = jnp.where(live, jnp.exp(x - tops[i][..., None]) / totals[i][..., None], 0)
         dp = _kept(_product("bgrtv,bgsv->bgrts", do[i], w.v[j], w.work), tile, opts)
-        dx = p * (dp - mean[i][..., None])
+        dx = jnp.where(live, p * (dp - mean[i][..., None]), 0)
         if dbias is not None:
             place = (*[i * 0] * 3, i * w.sizes[0], j * w.sizes[1])
             dbias = jax.lax.dynamic_update_slice(dbias, _summed(dx, dbias.shape[:3]).astype(dbias.dtype), place)
         dz = opts.softmax_scale * dx
         if opts.soft_cap is not None:
-            dz = dz * (1 - (capped / opts.soft_cap) ** 2)
+            dz = jnp.where(live, dz * (1 - (capped / opts.soft_cap) ** 2), 0)
+        # Where a gradient is not finite, keys that its query sees have NaN.
+        p = jnp.where(live, p + _nan(do[i]), 0)
         dz, p = dz.astype(q.dtype), _kept(p, tile, opts).astype(q.dtype)
-        own = _product("bgrts,bgsk->bgrtk", dz, k, w.work)
+        own = _product("bgrts,bgsk->bgrtk", dz, _finite(k), w.work)
         dq = jnp.where(is_first, 0, dq) + own
-        dk = _product("bgrts,bgrtk->bgsk", dz, q, w.work)
-        dv = _product("bgrts,bgrtv->bgsv", p, do[i], w.work)
+        dk = _product("bgrts,bgrtk->bgsk", dz, _finite(q), w.work)
+        dv = _product("bgrts,bgrtv->bgsv", p, _finite(do[i]), w.work)
         return (dq, (dqs.at[i].set(dq.astype(dqs.dtype)), dks.at[j].add(dk), dvs.at[j].add(dv), dbias)), None
 
     bias = w.whole.bias
@@ -299,7 +368,7 @@ def _backward(args: Args, residuals: tuple, doutput: jax.Array, opts: Options) -
     dsinks = None
     if args.sinks is not None:
         # [n, B, G, R, block, sinks]; queries that were padded have no gradient of their output.
-        weights = jnp.exp(w.sinks() - tops[..., None]) / totals[..., None]
+        weights = jnp.where(rows[..., None], jnp.exp(w.sinks() - tops[..., None]) / totals[..., None], 0)
         dsinks = -(weights * mean[..., None]).sum((0, 1, 4))
         heads = 1 if args.sinks.ndim == 1 else args.sinks.shape[0]
         dsinks = dsinks.reshape(heads, w.H // heads, dsinks.shape[-1]).sum(1).reshape(args.sinks.shape)

@@ -20,9 +20,13 @@ from keraunos.kernels.softmax_attention.triton.kernels import (
     moved,
     narrowed,
     power,
+    reached,
     scores,
     sink_power,
+    some,
+    spread,
     store_rows,
+    visible,
 )
 
 
@@ -70,7 +74,7 @@ def sum_kernel(x, B, stride_b, stride_g, n, y, N: tl.constexpr, BR: tl.constexpr
 
 @triton.jit
 def to_queries(
-    dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast,
+    dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, ends, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast,
     stride_maskt, inner, unit, keep, threshold, left, right, T, S,
     K: tl.constexpr, V: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, BS: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -80,14 +84,24 @@ def to_queries(
     """What one block of keys adds to the gradient of the queries."""
     EXACT: tl.constexpr = b_q.dtype == tl.float32
     s0 = tl.full([], 0, tl.int64) + i_s * BS
-    o_s = (i_s * BS + tl.arange(0, BS))[None, :]
-    b_other = tl.load(key_ids + o_s, mask=o_s < S, other=-1) if SEGMENTS and MASKED else o_s
-    b_k = load_rows(k + s0 * stride_kt, stride_kt, S - i_s * BS, BS, K, BK, MASKED)
-    b_v = load_rows(v + s0 * stride_vt, stride_vt, S - i_s * BS, BS, V, BV, MASKED)
+    o_n = i_s * BS + tl.arange(0, BS)
+    o_s = o_n[None, :]
+    b_id = tl.load(key_ids + o_n, mask=o_n < S, other=-1) if SEGMENTS and MASKED else o_n
+    m_some = None
+    if BIAS or (MASK and MASKED):
+        b_bias, m_seen = visible(o_t, o_s, b_own, b_id[None, :], bias, mask, stride_biast, stride_maskt, left, right, T,
+                                 S, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)
+        m_some = some(m_seen, 0)
+    elif MASKED and (LEFT or RIGHT or SEGMENTS):
+        m_some = reached(o_n, b_id, ends, left, right, LEFT, RIGHT, SEGMENTS)
+    b_k = load_rows(k + s0 * stride_kt, stride_kt, S - i_s * BS, BS, K, BK, MASKED, 0, 0, m_some)
+    b_v = load_rows(v + s0 * stride_vt, stride_vt, S - i_s * BS, BS, V, BV, MASKED, 0, 0, m_some)
     b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
-                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)
+    if not (BIAS or (MASK and MASKED)):
+        b_bias, m_seen = visible(o_t, o_s, b_own, b_id[None, :], bias, mask, stride_biast, stride_maskt, left, right, T,
+                                 S, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)
+    b_x, b_tanh = scores(b_x, b_bias, m_seen, inner, unit, CAP, BIAS, MASKED, EXACT)
     b_p = power(b_x * (1.0 if BIAS else unit) - b_top, EXACT) * b_one
     if DROPOUT:
         b_dp = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_dp * keep, 0.0)
@@ -149,17 +163,19 @@ def query_kernel(
         lo, hi, whole_lo, whole_hi = narrowed(
             lo, hi, whole_lo, whole_hi, b_id, o_r < T, spreads, NS, flags, 1, SEGMENTS, MASK, 128
         )
+    lowest, highest, _ = spread(b_id, o_r < T) if SEGMENTS else (0, 0, 0)
+    ends = t0, tl.minimum(t0 + BT, T) - 1, lowest, highest
     b_dq = tl.zeros([BT, BK], tl.float32)
     n_whole = whole_hi - whole_lo
     for i in range(lo, hi - n_whole):
         b_dq = to_queries(
-            b_dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v,
+            b_dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, ends, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v,
             key_ids, bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K,
             V, stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, True,
         )
     for i in range(whole_lo, whole_hi):
         b_dq = to_queries(
-            b_dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, i, i_bh, k, v, key_ids,
+            b_dq, b_q, b_do, b_top, b_one, b_mean, b_own, o_t, ends, i, i_bh, k, v, key_ids,
             bias, mask, seed, stride_biast, stride_maskt, inner, unit, keep, threshold, left, right, T, S, K, V,
             stride_kt, stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, False,
         )
@@ -181,16 +197,25 @@ def to_keys(
     t0 = tl.full([], 0, tl.int64) + i_t * BQ
     o_n, o_r = tl.arange(0, BT) // BQ, i_t * BQ + tl.arange(0, BT) % BQ
     o_t = o_r[None, :]
-    b_own = tl.load(query_ids + o_t, mask=o_t < T, other=-1) if SEGMENTS and MASKED else o_t
-    b_q = load_rows(q + t0 * stride_qt, stride_qt, T - i_t * BQ, BT, K, BK, MASKED, N, stride_qn)
-    b_do = load_rows(do + t0 * stride_dot, stride_dot, T - i_t * BQ, BT, V, BV, MASKED, N, stride_don)
+    b_id = tl.load(query_ids + o_r, mask=o_r < T, other=-1) if SEGMENTS and MASKED else o_r
+    m_some = None
+    if MASK and MASKED:
+        b_bias, m_seen = visible(o_t, o_s, b_id[None, :], b_other, bias, mask, stride_biast, stride_maskt, left, right,
+                                 T, S, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)
+        m_some = some(m_seen, 0)
+    elif MASKED and SEGMENTS:
+        m_some = b_id >= 0  # no padding
+    b_q = load_rows(q + t0 * stride_qt, stride_qt, T - i_t * BQ, BT, K, BK, MASKED, N, stride_qn, m_some)
+    b_do = load_rows(do + t0 * stride_dot, stride_dot, T - i_t * BQ, BT, V, BV, MASKED, N, stride_don, m_some)
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     b_top, b_one = load_log(lse + (o_n * ((2 if EXACT else 1) * T) + o_r), o_r, T, 0, MASKED, EXACT)
     mean += o_n * T + o_r
     b_mean = tl.load(mean, mask=o_r < T, other=0.0) if MASKED else tl.load(mean)
     b_x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-    b_x, b_tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left,
-                         right, T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)
+    if not (MASK and MASKED):
+        b_bias, m_seen = visible(o_t, o_s, b_id[None, :], b_other, bias, mask, stride_biast, stride_maskt, left, right,
+                                 T, S, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)
+    b_x, b_tanh = scores(b_x, b_bias, m_seen, inner, unit, CAP, BIAS, MASKED, EXACT)
     b_p = power(b_x * (1.0 if BIAS else unit) - b_top, EXACT) * b_one
     m_keep = kept(seed, i_bh + o_n[None, :], o_t, o_s, threshold) if DROPOUT else o_t
     if DV:
@@ -204,6 +229,9 @@ def to_keys(
         if DROPOUT:
             b_dp = tl.where(m_keep, b_dp * keep, 0.0)
         b_dz = b_p * (b_dp - b_mean[None, :])
+        if (MASKED or BIAS) and (DROPOUT or not DV):
+            # Where the key or the value is not finite; else the kernel sees to it in the end.
+            b_dz = tl.where(b_x == float("-inf"), 0.0, b_dz)
         dk = tl.dot(b_dz.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -291,10 +319,11 @@ def key_kernel(
             if part == 0:
                 for i in range(first, end - n_whole):
                     b_dk, b_dv = to_keys(
-                        b_dk, b_dv, b_k, b_v, b_other, o_s, tl.where(i < whole_first, i, i + n_whole), i_bh, p_q, p_do,
-                        p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt, inner,
-                        unit, keep, threshold, left, right, T, S, K, V, N, stride_qt, stride_dot, stride_qn, stride_don,
-                        BT, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, True,
+                        b_dk, b_dv, b_k, b_v, b_other, o_s, tl.where(i < whole_first, i, i + n_whole), i_bh, p_q,
+                        p_do, p_lse, mean + i_bh * T, query_ids, p_bias, p_mask, seed, stride_biast, stride_maskt,
+                        inner, unit, keep, threshold, left, right, T, S, K, V, N, stride_qt, stride_dot, stride_qn,
+                        stride_don, BT, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV,
+                        True,
                     )
             if part == 1 or not N:
                 for i in range(whole_first, whole_end):
@@ -304,6 +333,9 @@ def key_kernel(
                         unit, keep, threshold, left, right, T, S, K, V, N, stride_qt, stride_dot, stride_qn, stride_don,
                         BT, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, PRECISION, DK, DV, False,
                     )
+    if DK and DV and not DROPOUT:
+        # A key that no query sees has no gradient, whatever it holds.
+        b_dk = tl.where(tl.max(tl.where(b_dv != 0.0, 1, 0), 1)[:, None] > 0, b_dk, 0.0)
     if DK:
         store_rows(dk + ((i_b * S + s0) * G + i_g) * K, b_dk * scale, G * K, S - s0, BS, K, BK)
     if DV:
@@ -358,13 +390,16 @@ def bias_kernel(
         if SEGMENTS:
             b_own = tl.load(query_ids + i_b * stride_queryb + o_t, mask=o_t < T, other=-1)
             b_other = tl.load(key_ids + i_b * stride_keyb + o_s, mask=o_s < S, other=-1)
-        b_x, _tanh = scores(b_x, o_t, o_s, b_own, b_other, bias, bias, stride_biast, stride_biast, inner, unit,
-                            own_left, own_right, T, S, CAP, LEFT, RIGHT, SEGMENTS, True, False, True, EXACT)
+        b_bias, m_seen = visible(o_t, o_s, b_own, b_other, bias, bias, stride_biast, stride_biast, own_left, own_right,
+                                 T, S, LEFT, RIGHT, SEGMENTS, True, False, True)
+        b_x, _tanh = scores(b_x, b_bias, m_seen, inner, unit, CAP, True, True, EXACT)
         b_do = load_rows(p_do, stride_dot, T - t0, BT, V, BV, True)
         b_v = load_rows(p_v, stride_vt, S - s0, BS, V, BV, True)
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         if DROPOUT:
             b_dp = tl.where(kept(seed, i_b * H + i_h, o_t, o_s, threshold), b_dp * keep, 0.0)
-        acc += power(b_x - b_top, EXACT) * b_one * (b_dp - b_mean)
+        # A query whose output has no gradient changes nothing, whatever it holds.
+        b_x = tl.where(tl.max(tl.where(b_do != 0.0, 1, 0), 1)[:, None] > 0, b_x, float("-inf"))
+        acc += tl.where(b_x == float("-inf"), 0.0, power(b_x - b_top, EXACT) * b_one * (b_dp - b_mean))
     p_d = dbias + (i_n.to(tl.int64) * T + o_t) * S + o_s
     tl.store(p_d, acc.to(dbias.dtype.element_ty), mask=(o_t < T) & (o_s < S))

@@ -26,12 +26,16 @@ FAR = tl.constexpr(1 << 29)
 
 @triton.jit
 def load_rows(p, stride: tl.constexpr, left, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-              MASKED: tl.constexpr, N: tl.constexpr = 0, stride_n: tl.constexpr = 0):
+              MASKED: tl.constexpr, N: tl.constexpr = 0, stride_n: tl.constexpr = 0, m_some=None):
     """``[ROWS, BD]`` from p on; zeros past ``left`` rows (where MASKED) and past D dimensions.
 
-    N: of that many heads in turn, by offsets of 64 bits.
+    N: of that many heads in turn, by offsets of 64 bits. m_some: the rows that are read, if not all; the others are 0.
     """
     o_r, o_d = tl.arange(0, ROWS)[:, None], tl.arange(0, BD)[None, :]
+    SOME: tl.constexpr = m_some is not None
+    m_d = o_d < D
+    if SOME:
+        m_d = m_d & m_some[:, None]
     if N:
         o_n, o_r = o_r // (ROWS // N), o_r % (ROWS // N)
         p_x = p + (o_n.to(tl.int64) * stride_n + o_r.to(tl.int64) * stride) + o_d
@@ -44,12 +48,12 @@ def load_rows(p, stride: tl.constexpr, left, ROWS: tl.constexpr, D: tl.constexpr
     else:
         p_x = p + o_r * stride + o_d
     if MASKED:
-        if D < BD:
-            b_x = tl.load(p_x, mask=(o_r < left) & (o_d < D), other=0.0)
+        if D < BD or SOME:
+            b_x = tl.load(p_x, mask=(o_r < left) & m_d, other=0.0)
         else:
             b_x = tl.load(p_x, mask=o_r < left, other=0.0)
-    elif D < BD:
-        b_x = tl.load(p_x, mask=o_d < D, other=0.0)
+    elif D < BD or SOME:
+        b_x = tl.load(p_x, mask=m_d, other=0.0)
     else:
         b_x = tl.load(p_x)
     return b_x
@@ -233,24 +237,19 @@ def kept(seed, i_bh, o_t, o_s, threshold):
 
 
 @triton.jit
-def scores(
-    b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left, right, T, S,
-    CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
+def visible(
+    o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, left, right, T, S, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """``(logits in units, -inf where not visible; their tanh)`` of products ``b_x``.
+    """``(the bias, which keys are seen)`` of a tile, where anything hides some; a bias of -inf hides, too.
 
     o_t, o_s, b_own, b_other: places and ids of queries and keys, with an axis of 1 so that they broadcast to the tile.
     """
-    if CAP:
-        b_x = tanh(b_x * inner, CAP)
-    b_tanh = b_x
+    m_seen = (o_t < T) & (o_s < S)
+    b_bias = 0.0
     if BIAS:
-        p_bias = bias + o_t.to(tl.int64) * stride_biast + o_s
-        b_bias = tl.load(p_bias, mask=(o_t < T) & (o_s < S), other=0.0)
-        b_x = b_x * unit + (b_bias.to(tl.float32) if EXACT else b_bias.to(tl.float32) * LOG2E)
+        b_bias = tl.load(bias + o_t.to(tl.int64) * stride_biast + o_s, mask=m_seen, other=0.0)
     if MASKED:
-        m_seen = (o_t < T) & (o_s < S)
         if MASK:
             p_mask = mask + o_t.to(tl.int64) * stride_maskt + o_s
             m_seen = m_seen & (tl.load(p_mask, mask=m_seen, other=0) != 0)
@@ -260,14 +259,52 @@ def scores(
             m_seen = m_seen & (o_s >= o_t - left)
         if SEGMENTS:
             m_seen = m_seen & (b_own == b_other) & (b_own >= 0)
+    if BIAS:
+        m_seen = m_seen & (b_bias > float("-inf"))
+    return b_bias, m_seen
+
+
+@triton.jit
+def some(m_seen, AXIS: tl.constexpr):
+    """Which rows or columns of a tile have anything that is seen: what the others hold must not reach a product."""
+    return tl.max(m_seen.to(tl.int32), AXIS) > 0
+
+
+@triton.jit
+def reached(o_n, b_id, ends, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, SEGMENTS: tl.constexpr):
+    """:func:`some` of places ``o_n`` with ids ``b_id``, by a tile's ``ends``: its first and last row, and their ids'.
+
+    It needs few registers, and takes ids between the lowest and the highest for ids of the tile.
+    """
+    first, last, lowest, highest = ends
+    m_some = o_n >= 0
+    if BEFORE:
+        m_some = m_some & (o_n >= first - before)
+    if AFTER:
+        m_some = m_some & (o_n <= last + after)
+    if SEGMENTS:
+        m_some = m_some & (b_id >= 0) & (b_id >= lowest) & (b_id <= highest)
+    return m_some
+
+
+@triton.jit
+def scores(b_x, b_bias, m_seen, inner, unit, CAP: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
+           EXACT: tl.constexpr):
+    """``(logits in units, -inf where not visible; their tanh)`` of products ``b_x`` and of :func:`visible`."""
+    if CAP:
+        b_x = tanh(b_x * inner, CAP)
+    b_tanh = b_x
+    if BIAS:
+        b_x = b_x * unit + (b_bias.to(tl.float32) if EXACT else b_bias.to(tl.float32) * LOG2E)
+    if MASKED or BIAS:
         b_x = tl.where(m_seen, b_x, float("-inf"))
     return b_x, b_tanh
 
 
 @triton.jit
 def attend(
-    acc, b_max, b_sum, b_q, b_own, o_t, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast, stride_maskt, inner,
-    unit, threshold, left, right, T, S,
+    acc, b_max, b_sum, b_q, b_own, o_t, ends, i_s, i_bh, k, v, key_ids, bias, mask, seed, stride_biast, stride_maskt,
+    inner, unit, threshold, left, right, T, S,
     K: tl.constexpr, V: tl.constexpr, stride_kt: tl.constexpr, stride_vt: tl.constexpr, BS: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, BOUNDED: tl.constexpr,
@@ -275,13 +312,15 @@ def attend(
 ):
     """One block of keys: the online softmax's step."""
     s0 = tl.full([], 0, tl.int64) + i_s * BS
-    o_s = (i_s * BS + tl.arange(0, BS))[None, :]
-    b_other = tl.load(key_ids + o_s, mask=o_s < S, other=-1) if SEGMENTS and MASKED else o_s
+    o_n = i_s * BS + tl.arange(0, BS)
+    o_s = o_n[None, :]
+    b_id = tl.load(key_ids + o_n, mask=o_n < S, other=-1) if SEGMENTS and MASKED else o_n
     b_k = load_rows(k + s0 * stride_kt, stride_kt, S - i_s * BS, BS, K, BK, MASKED)
     b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     EXACT: tl.constexpr = b_q.dtype == tl.float32
-    b_x, _ = scores(b_x, o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, inner, unit, left, right,
-                    T, S, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED, EXACT)
+    b_bias, m_seen = visible(o_t, o_s, b_own, b_id[None, :], bias, mask, stride_biast, stride_maskt, left, right, T, S,
+                             LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)
+    b_x, _ = scores(b_x, b_bias, m_seen, inner, unit, CAP, BIAS, MASKED, EXACT)
     factor = 1.0 if BIAS else unit
     if BOUNDED:
         b_p = power(b_x * factor, EXACT)
@@ -296,7 +335,12 @@ def attend(
         b_max, b_sum, acc = b_top, b_sum * b_decay + tl.sum(b_p, 1), acc * b_decay[:, None]
     if DROPOUT:
         b_p = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_p, 0.0)
-    b_v = load_rows(v + s0 * stride_vt, stride_vt, S - i_s * BS, BS, V, BV, MASKED)
+    m_some = None
+    if BIAS or (MASK and MASKED):
+        m_some = some(m_seen, 0)
+    elif MASKED and (LEFT or RIGHT or SEGMENTS):
+        m_some = reached(o_n, b_id, ends, left, right, LEFT, RIGHT, SEGMENTS)
+    b_v = load_rows(v + s0 * stride_vt, stride_vt, S - i_s * BS, BS, V, BV, MASKED, 0, 0, m_some)
     acc = tl.dot(b_p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
     return acc, b_max, b_sum
 
@@ -354,18 +398,20 @@ def forward_kernel(
         lo, hi, whole_lo, whole_hi = narrowed(
             lo, hi, whole_lo, whole_hi, b_id, o_r < T, spreads, NS, flags, 1, SEGMENTS, MASK, 128
         )
+    lowest, highest, _ = spread(b_id, o_r < T) if SEGMENTS else (0, 0, 0)
+    ends = t0, tl.minimum(t0 + BT, T) - 1, lowest, highest
     acc = tl.zeros([BT, BV], tl.float32)
     b_max, b_sum = tl.full([BT], 0.0 if BOUNDED else float("-inf"), tl.float32), tl.zeros([BT], tl.float32)
     n_whole = whole_hi - whole_lo
     for i in range(lo, hi - n_whole):
         acc, b_max, b_sum = attend(
-            acc, b_max, b_sum, b_q, b_own, o_t, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v, key_ids, bias, mask,
-            seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt, stride_vt, BS,
-            BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, BOUNDED, PRECISION, True,
+            acc, b_max, b_sum, b_q, b_own, o_t, ends, tl.where(i < whole_lo, i, i + n_whole), i_bh, k, v, key_ids, bias,
+            mask, seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt,
+            stride_vt, BS, BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, BOUNDED, PRECISION, True,
         )
     for i in range(whole_lo, whole_hi):
         acc, b_max, b_sum = attend(
-            acc, b_max, b_sum, b_q, b_own, o_t, i, i_bh, k, v, key_ids, bias, mask,
+            acc, b_max, b_sum, b_q, b_own, o_t, ends, i, i_bh, k, v, key_ids, bias, mask,
             seed, stride_biast, stride_maskt, inner, unit, threshold, left, right, T, S, K, V, stride_kt, stride_vt, BS,
             BK, BV, CAP, LEFT, RIGHT, SEGMENTS, BIAS, MASK, DROPOUT, BOUNDED, PRECISION, False,
         )
