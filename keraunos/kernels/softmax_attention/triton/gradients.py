@@ -88,7 +88,7 @@ def to_queries(
     o_s = o_n[None, :]
     b_id = tl.load(key_ids + o_n, mask=o_n < S, other=-1) if SEGMENTS and MASKED else o_n
     m_some = None
-    if BIAS or (MASK and MASKED):
+    if MASK and MASKED:
         b_bias, m_seen = visible(o_t, o_s, b_own, b_id[None, :], bias, mask, stride_biast, stride_maskt, left, right, T,
                                  S, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)
         m_some = some(m_seen, 0)
@@ -98,7 +98,7 @@ def to_queries(
     b_v = load_rows(v + s0 * stride_vt, stride_vt, S - i_s * BS, BS, V, BV, MASKED, 0, 0, m_some)
     b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    if not (BIAS or (MASK and MASKED)):
+    if not (MASK and MASKED):
         b_bias, m_seen = visible(o_t, o_s, b_own, b_id[None, :], bias, mask, stride_biast, stride_maskt, left, right, T,
                                  S, LEFT, RIGHT, SEGMENTS, BIAS, MASK, MASKED)
     b_x, b_tanh = scores(b_x, b_bias, m_seen, inner, unit, CAP, BIAS, MASKED, EXACT)

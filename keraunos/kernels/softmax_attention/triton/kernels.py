@@ -241,7 +241,7 @@ def visible(
     o_t, o_s, b_own, b_other, bias, mask, stride_biast, stride_maskt, left, right, T, S, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """``(the bias, which keys are seen)`` of a tile, where anything hides some; a bias of -inf hides, too.
+    """``(the bias, which keys are seen)`` of a tile, where anything but a bias of -inf hides some.
 
     o_t, o_s, b_own, b_other: places and ids of queries and keys, with an axis of 1 so that they broadcast to the tile.
     """
@@ -259,8 +259,6 @@ def visible(
             m_seen = m_seen & (o_s >= o_t - left)
         if SEGMENTS:
             m_seen = m_seen & (b_own == b_other) & (b_own >= 0)
-    if BIAS:
-        m_seen = m_seen & (b_bias > float("-inf"))
     return b_bias, m_seen
 
 
@@ -296,7 +294,7 @@ def scores(b_x, b_bias, m_seen, inner, unit, CAP: tl.constexpr, BIAS: tl.constex
     b_tanh = b_x
     if BIAS:
         b_x = b_x * unit + (b_bias.to(tl.float32) if EXACT else b_bias.to(tl.float32) * LOG2E)
-    if MASKED or BIAS:
+    if MASKED:
         b_x = tl.where(m_seen, b_x, float("-inf"))
     return b_x, b_tanh
 
@@ -336,7 +334,7 @@ def attend(
     if DROPOUT:
         b_p = tl.where(kept(seed, i_bh, o_t, o_s, threshold), b_p, 0.0)
     m_some = None
-    if BIAS or (MASK and MASKED):
+    if MASK and MASKED:
         m_some = some(m_seen, 0)
     elif MASKED and (LEFT or RIGHT or SEGMENTS):
         m_some = reached(o_n, b_id, ends, left, right, LEFT, RIGHT, SEGMENTS)
