@@ -27,7 +27,8 @@ CASES = [dataclasses.replace(case, H=1, state=True) for case in CASES]
 CASES += tiled(*(dataclasses.replace(case, dtype="bfloat16") for case in CASES[:3]))
 
 
-@pytest.fixture(params=platforms(), ids="-".join)
+# docs/numerics.md says what holds on other platforms.
+@pytest.fixture(params=[pair for pair in platforms() if pair[0] != "triton"], ids="-".join)
 def run_gla(request):
     return runner(*request.param, gla)
 
