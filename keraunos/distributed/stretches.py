@@ -134,8 +134,11 @@ def _leave(x: Stretch, start: Array | None, plan: Array, way: Way) -> Array:
     if not way.inclusive:
         passed = frontend.pad(a[:, 1:], 1, 1) if way.right else frontend.pad(a[:, :-1], 1, 0, 1)
     passed = xp.flip(xp.cumsum(xp.flip(passed, (1,)), 1), (1,)) if way.right else xp.cumsum(passed, 1)
-    key = spread(x.key) * xp.exp(passed)
-    state = frontend.product(xp.moveaxis(key, 1, 3), xp.moveaxis(spread(x.value), 1, 2)) * way.scale
+    key, value = spread(x.key) * xp.exp(passed), spread(x.value)
+    if way.inclusive:
+        # A query whose output has no gradient counts for nothing, also where 0 times it is no 0.
+        key = xp.where((value != 0).any(-1)[..., None] | xp.isfinite(key), key, 0)
+    state = frontend.product(xp.moveaxis(key, 1, 3), xp.moveaxis(value, 1, 2)) * way.scale
     anew = plan[2] != 0
     if start is not None:
         decay = xp.exp(total)[..., None]

@@ -85,6 +85,19 @@ def test_a_state_and_its_gradient(framework, gates, reverse, dtype):
                        [dtype] * 2)
 
 
+@pytest.mark.skipif(GPU or INTERPRETED, reason="Triton's kernels do not select")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_queries_without_a_gradient_leave_none(framework):
+    case = Case(gate="scalar", B=1, G=1, T=sum(LENGTHS))
+    args, doutput, dstate = case.arrays
+    doutput[:, 100:] = 0
+    back = stretches.Way(case.H, True, False).adjoint
+    clean = after_all(framework, args.query, doutput, args, dstate, back)
+    for bad in (np.nan, np.inf, 3e38):
+        args.query[:, 100:] = bad
+        np.testing.assert_array_equal(after_all(framework, args.query, doutput, args, dstate, back), clean)
+
+
 # The gradient of the state is as small as the decays, so the relative error of these is all of its.
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("case", [

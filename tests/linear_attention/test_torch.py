@@ -114,12 +114,19 @@ def test_operators_keep_their_promises_and_read_no_value(case, monkeypatch):
     torch.library.opcheck(forward, inputs)
 
 
-def test_nothing_inside_reads_a_value():
+def test_nothing_inside_reads_a_value_but_on_a_cpu(monkeypatch):
     args = contract.Args(*arguments(grad=False, gate="vector", gamma=1, lengths=(70, 0, 30), state=True))
+    monkeypatch.setattr(platform._Walker, "look_at", lambda *_: None)
     opts = contract.Options(1.0, False, keraunos.Config(block_q=16))
     with Recorder():
         outputs, residuals = platform.forward(args, opts)
         platform.backward(args, residuals, outputs, opts)
+
+
+@pytest.mark.parametrize("gates", ["gamma", "scalar", "vector"])
+def test_where_no_value_is_read(monkeypatch, gates):
+    monkeypatch.setattr(platform._Walker, "look_at", lambda *_: None)
+    Case(**GATES[gates], T=75, B=1, state=True, decay="infinite").check(run)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from keraunos.frontends.jax import partition
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.pallas import kernels, passes
 from keraunos.ops.registry import kernel_registry
+from tests.linear_attention import test_unseen
 from tests.linear_attention.cases import GPU, Case, run_jax
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
@@ -113,6 +114,13 @@ def test_nothing_leaks_between_packed_sequences():
                       (states[[0, 2]], clean[1][[0, 2]])):
         np.testing.assert_array_equal(got, want)
     assert np.isnan(output[:, 40:70]).all()
+
+
+@pytest.mark.parametrize("case", [test_unseen.CASES[1], *test_unseen.CASES[2:4]], ids=str)
+def test_what_nobody_sees(case):
+    case = dataclasses.replace(case, K=64, V=64)
+    test_unseen.test_padding(run, case)
+    test_unseen.test_later_tokens(run, case, "key")
 
 
 def test_no_tokens():

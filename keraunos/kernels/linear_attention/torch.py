@@ -10,10 +10,16 @@ once; only the walk of the state goes chunk by chunk, with one operation (two fo
 
 The backward keeps the inputs, recomputes the state before each chunk, and walks the groups back with the gradient of
 the state: memory grows by ``K * V / chunk`` values a token and head, not by ``K * V``.
+
+A key after a query, and a query whose output has no gradient, count for nothing, whatever they hold: 0 times NaN or an
+infinity is no 0, and products of large numbers are infinite. So products are masked by selection where arrays may hold
+such values: see :meth:`_Walker.look_at` and the methods after it. On a CPU their values are read, so that others cost
+nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -93,6 +99,7 @@ class _Walker:
         self.packed = args.cu_seqlens is not None
         self.before = torch.ones(self.C, self.C, dtype=self.dtype, device=self.device).tril_(-1)
         self.onward = 1 - self.before
+        self.careful = True
         self.groups = self._groups()
         self.constant: _Scalar | None = None
 
@@ -123,6 +130,36 @@ class _Walker:
         if a.shape[-2] == b.shape[-1] == 1:
             return (a * b.mT).sum(-1, keepdim=True)
         return (a.double() @ b.double()).to(self.dtype) if self.widen else a @ b
+
+    def look_at(self, *arrays: torch.Tensor) -> None:
+        """Find out whether sums of products of what is in some arrays may not be finite.
+
+        They are if the squares of each sum up to a number. No value is read on a GPU, where that would wait for it.
+        """
+        flat = (x.reshape(-1) for x in arrays)
+        self.careful = self.device.type != "cpu" or not all(math.isfinite(x.dot(x)) for x in flat)
+
+    def live(self, gradient: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
+        """Where there is anything but zeros along some dimensions of a gradient, as :meth:`kept` takes it."""
+        return (gradient != 0).any(dim, keepdim=True) if self.careful else gradient
+
+    def kept(self, x: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+        """``x``, but 0 where it is not finite and ``live``, of what it will be multiplied with, is 0."""
+        return torch.where((live != 0) | x.isfinite(), x, 0) if self.careful else x
+
+    def pairs(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
+        """The products ``[..., C, C]`` of queries with keys: 0 for later keys, and those of no live query finite."""
+        if not self.careful:
+            return x
+        return (x if live is None else self.kept(x, live)).tril_()
+
+    def mm_seen(self, a: torch.Tensor, b: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """The matrix product; where ``seen``, 0 or 1 for each number of ``a``, is 0, nothing in ``b`` counts."""
+        if not self.careful:
+            return self.mm(a, b)
+        finite = b.isfinite()
+        product = self.mm(a, torch.where(finite, b, 0))
+        return torch.where(self.mm(seen, 1 - finite.to(b.dtype)) == 0, product, torch.nan)
 
     def read(self, x: torch.Tensor, group: _Group) -> torch.Tensor:
         """``[B, T, heads(, dim)] -> [n, B, H, C(, dim)]``; zero where there is no token."""
@@ -226,7 +263,7 @@ class _Scalar:
     """Decay inside chunks for one gate per token and head, ``a: [n, B, H, C]``."""
 
     def __init__(self, walker: _Walker, a: torch.Tensor):
-        self.mm, self.before, self.onward = walker.mm, walker.before, walker.onward
+        self.walker, self.mm, self.before, self.onward = walker, walker.mm, walker.before, walker.onward
         between = torch.where(self.before.bool(), a[..., None], 0).cumsum(-2)
         self.pair = _flush(between.exp_().tril_())  # [n, B, H, C, C], from j to i
         self.enter = _flush(a.cumsum(-1).exp_())[..., None]  # [n, B, H, C, 1], from the chunk's start to i
@@ -235,19 +272,21 @@ class _Scalar:
 
     def inside(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """What each chunk's own keys give its queries, ``[n, B, H, C, V]``."""
-        return self.mm(self.mm(q, k.mT).mul_(self.pair), v)
+        return self.walker.mm_seen(self.walker.pairs(self.mm(q, k.mT).mul_(self.pair)), v, self.onward.mT)
 
-    def inside_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
+    def inside_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, live: torch.Tensor,
                         need_gate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C]``."""
-        scores, dscores = self.mm(q, k.mT), self.mm(do, v.mT).mul_(self.pair)
-        dq, dk = self.mm(dscores, k), self.mm(dscores.mT, q)
+        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C]``; live: queries with a gradient."""
+        w = self.walker
+        scores, dscores = w.pairs(self.mm(q, k.mT), live), w.pairs(self.mm(do, v.mT).mul_(self.pair), live)
+        dq = w.kept(w.mm_seen(dscores, k, self.onward.mT), live)
+        dk = w.mm_seen(dscores.mT, q, self.onward)
         da = None
         if need_gate:
             # Gate t scales the pairs i >= t > j. The diagonal is no such pair and is left out, not cancelled.
             pairs = (scores * dscores).tril_(-1)
             da = self.mm(pairs, self.before.mT).tril_().sum(-2)
-        return dq, dk, self.mm(scores.mul_(self.pair).mT, do), da
+        return dq, dk, w.mm_seen(scores.mul_(self.pair).mT, do, self.onward), da
 
     def across_backward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Gradient of the gates ``[n, B, H, C]`` from what crosses the chunks' borders.
@@ -267,7 +306,7 @@ class _Vector:
     """
 
     def __init__(self, walker: _Walker, a: torch.Tensor):
-        self.mm, self.before, self.onward = walker.mm, walker.before, walker.onward
+        self.walker, self.mm, self.before, self.onward = walker, walker.mm, walker.before, walker.onward
         # The decay within blocks of m tokens: from the block's start through each token; after it to the block's end.
         through, after, m = _flush(a.exp()), torch.ones_like(a), 1
         self.levels = []  # (m, to the middle of the block of 2m tokens, from there): [n, B, H, C / 2m, m, K]
@@ -288,23 +327,24 @@ class _Vector:
             _right(o, m).add_(self.mm(scores, _left(v, m)))
         return o
 
-    def inside_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
+    def inside_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, live: torch.Tensor,
                         need_gate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C, K]``."""
-        diagonal = (do * v).sum(-1, keepdim=True)
-        dq, dk, dv = diagonal * k, diagonal * q, (q * k).sum(-1, keepdim=True) * do
+        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C, K]``; live: queries with a gradient."""
+        kept = self.walker.kept
+        score, diagonal = (kept((x * y).sum(-1, keepdim=True), live) for x, y in ((q, k), (do, v)))
+        dq, dk, dv = kept(diagonal * k, live), diagonal * q, score * do
         da = torch.zeros_like(q) if need_gate else None
         for m, to_middle, from_middle in self.levels:
             q_right, k_left = _right(q, m) * from_middle, _left(k, m) * to_middle
-            v_left, do_right = _left(v, m), _right(do, m)
-            scores, dscores = self.mm(q_right, k_left.mT), self.mm(do_right, v_left.mT)
-            dq_right, dk_left = self.mm(dscores, k_left), self.mm(dscores.mT, q_right)
+            v_left, do_right, own = _left(v, m), _right(do, m), _right(live, m)
+            scores, dscores = kept(self.mm(q_right, k_left.mT), own), kept(self.mm(do_right, v_left.mT), own)
+            dq_right, dk_left = kept(self.mm(dscores, k_left), own), self.mm(dscores.mT, q_right)
             _right(dq, m).addcmul_(dq_right, from_middle)
             _left(dk, m).addcmul_(dk_left, to_middle)
             _left(dv, m).add_(self.mm(scores.mT, do_right))
             if da is not None:
                 _right(da, m).add_(self.mm(self.onward[:m, :m], q_right.mul_(dq_right)))
-                _left(da, m).add_(self.mm(self.before[:m, :m], k_left.mul_(dk_left)))
+                _left(da, m).add_(self.mm(self.before[:m, :m], kept(k_left, dk_left).mul_(dk_left)))
         return dq, dk, dv, da
 
     def across_backward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -335,6 +375,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[torch.Tensor, torch.Tensor
     with torch.autocast(w.device.type, enabled=False):
         for group in w.groups:
             q, k, v = w.qkv(group)
+            w.look_at(q, k, v)
             decay = w.decay(group)
             incoming, state = w.walk(state, states, _added(w, k, v, decay), decay.total, group)
             o = decay.inside(q, k, v).add_(w.mm(q.mul_(decay.enter), incoming))
@@ -366,16 +407,21 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
         for group, state in reversed(list(zip(w.groups, _states_before(w), strict=True))):
             q, k, v = w.qkv(group)
             do = w.read(doutput, group)
+            w.look_at(q, k, v, do, state)
+            live = w.live(do, (-1,))
+            q = w.kept(q, live)
             decay = w.decay(group)
-            q_enter, k_leave = q * decay.enter, k * decay.leave
+            q_enter = q * decay.enter
             dincoming, ddstate = w.walk(dstate, dstates, w.mm(q_enter.mT, do), decay.total, group, backwards=True)
-            dq_enter, dk_leave = w.mm(do, state.mT), w.mm(v, dincoming.mT)
-            dq, dk, dv, da = decay.inside_backward(q, k, v, do, need_gate)
+            later = w.live(dincoming, (-2, -1))
+            k_leave = w.kept(k * decay.leave, later)
+            dq_enter, dk_leave = w.kept(w.mm(do, state.mT), live), w.mm(w.kept(v, later), dincoming.mT)
+            dq, dk, dv, da = decay.inside_backward(q, k, v, do, live, need_gate)
             dq.addcmul_(decay.enter, dq_enter)
             dk.addcmul_(decay.leave, dk_leave)
             dv.add_(w.mm(k_leave, dincoming))
             if da is not None:
-                passed = (decay.total * state).mul_(dincoming)
+                passed = (decay.total * w.kept(state, later)).mul_(dincoming)
                 da = da + decay.across_backward(q_enter.mul_(dq_enter), k_leave.mul_(dk_leave), passed)
                 dgamma += _gamma_gradient(da, group) if need_gamma else 0
                 if dg_ is not None:

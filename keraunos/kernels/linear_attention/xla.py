@@ -10,6 +10,10 @@ by ``K * V / 1024`` values a token and head, not by ``K * V``.
 
 A CPU walks from chunk to chunk. Where chunks are longer, for GPUs and TPUs, all chunks of a group are computed at once
 but for the products that the state gathers: few and large operations.
+
+A key after a query, and a query whose output has no gradient, count for nothing, whatever they hold: 0 times NaN or an
+infinity is no 0, and products of large numbers are infinite. So products are masked by selection: see :func:`_kept` and
+the functions after it.
 """
 
 from __future__ import annotations
@@ -381,7 +385,7 @@ class _Scalar:
 
     def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
-        return self.mm("bhij,bhjv->bhiv", self.mm("bhik,bhjk->bhij", q, k) * self.pair, v)
+        return _seen(self.mm, _pairs(self.mm("bhik,bhjk->bhij", q, k)) * self.pair, v)
 
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array,
@@ -392,9 +396,11 @@ class _Scalar:
         Crossing are the terms of the loss that span the chunk's border: x ``[B, H, C, K]`` came in and reached query i;
         y went out from key j; z ``[B, H, K, V]`` passed through. None: the gates need no gradient.
         """
-        scores, dscores = self.mm("bhik,bhjk->bhij", q, k), self.mm("bhiv,bhjv->bhij", do, v) * self.pair
-        dq, dk = self.mm("bhij,bhjk->bhik", dscores, k), self.mm("bhij,bhik->bhjk", dscores, q)
-        dv = self.mm("bhij,bhiv->bhjv", scores * self.pair, do)
+        live = _live(do)
+        scores = _pairs(self.mm("bhik,bhjk->bhij", q, k), live)
+        dscores = _pairs(self.mm("bhiv,bhjv->bhij", do, v), live) * self.pair
+        dq = _kept(_seen(self.mm, dscores, k), live)
+        dk, dv = self.mm("bhij,bhik->bhjk", dscores, q), self.mm("bhij,bhiv->bhjv", scores * self.pair, do)
         if crossing is None:
             return dq, dk, dv, None
         # Gate t scales the terms from j < t to i >= t. The diagonal is no such pair and is left out, not cancelled.
@@ -422,8 +428,7 @@ class _MildVector:
 
     def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
-        scores = jnp.tril(self.mm("bhik,bhjk->bhij", q * self.to, k * self.back))
-        return self.mm("bhij,bhjv->bhiv", scores, v)
+        return _seen(self.mm, _pairs(self.mm("bhik,bhjk->bhij", q * self.to, k * self.back)), v)
 
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array,
@@ -433,20 +438,20 @@ class _MildVector:
 
         What a pair adds to the gates at its query it takes away at its key: exactly, as both are the same product.
         """
-        q, k = q * self.to, k * self.back
-        scores = jnp.tril(self.mm("bhik,bhjk->bhij", q, k))
+        live = _live(do)
+        q, k = _kept(q * self.to, live), k * self.back
+        scores = _pairs(self.mm("bhik,bhjk->bhij", q, k), live)
         # The diagonal spans no gate and is left out, not cancelled.
-        dscores = jnp.tril(self.mm("bhiv,bhjv->bhij", do, v), -1)
-        dq, dk = self.mm("bhij,bhjk->bhik", dscores, k), self.mm("bhij,bhik->bhjk", dscores, q)
-        diagonal = _sum(do * v)[..., None]
-        dv = self.mm("bhij,bhiv->bhjv", scores, do)
+        dscores = jnp.tril(_pairs(self.mm("bhiv,bhjv->bhij", do, v), live), -1)
+        dk, dv = self.mm("bhij,bhik->bhjk", dscores, q), self.mm("bhij,bhiv->bhjv", scores, do)
+        dq, diagonal = _kept(_seen(self.mm, dscores, k), live), _kept(_sum(do * v)[..., None], live)
         da = None
         if crossing is not None:
             x, y, z = crossing
             since = _since(x)
-            da = _exact("bhts,bhsk->bhtk", since, x + q * dq - k * dk)
+            da = _exact("bhts,bhsk->bhtk", since, x + q * dq - _kept(k, dk) * dk)
             da = da + _exact("bhts,bhsk->bhtk", 1 - since, y) + _sum(z)[..., None, :]
-        return (dq + diagonal * k) * self.to, (dk + diagonal * q) * self.back, dv, da
+        return (dq + diagonal * _kept(k, live)) * self.to, (dk + diagonal * q) * self.back, dv, da
 
 
 class _Vector:
@@ -493,17 +498,18 @@ class _Vector:
         the terms of i >= t, and for t in the left half those of j < t: sums within that half, whatever is in the other.
         So terms wait, by query or by key, until the blocks have been halved down to single tokens.
         """
-        diagonal = (do * v).sum(-1, keepdims=True)
-        dq, dk, dv = diagonal * k, diagonal * q, (q * k).sum(-1, keepdims=True) * do
+        live = _live(do)
+        score, diagonal = (_kept((x * y).sum(-1, keepdims=True), live) for x, y in ((q, k), (do, v)))
+        dq, dk, dv = diagonal * _kept(k, live), diagonal * q, score * do
         if crossing is not None:
             by_query, by_key, z = crossing
             da = z.sum(-1)[..., None, :]
         for m, decay in reversed(self.levels):
             q_right, k_left = _right(q * decay, m), _left(k * decay, m)
-            v_left, do_right = _left(v, m), _right(do, m)
-            scores = self.mm("...ik,...jk->...ij", q_right, k_left)
-            dscores = self.mm("...iv,...jv->...ij", do_right, v_left)
-            dq_right = self.mm("...ij,...jk->...ik", dscores, k_left)
+            v_left, do_right, own = _left(v, m), _right(do, m), _right(live, m)
+            scores = _kept(self.mm("...ik,...jk->...ij", q_right, k_left), own)
+            dscores = _kept(self.mm("...iv,...jv->...ij", do_right, v_left), own)
+            dq_right = _kept(self.mm("...ij,...jk->...ik", dscores, k_left), own)
             dk_left = self.mm("...ij,...ik->...jk", dscores, q_right)
             dqk = _join(dk_left, dq_right) * decay
             is_right = (jnp.arange(q.shape[2]) // m % 2 == 1)[:, None]
@@ -513,8 +519,43 @@ class _Vector:
                 halves = _right(by_query, m).sum(-2, keepdims=True), _left(by_key, m).sum(-2, keepdims=True)
                 da = da + _join(*(jnp.broadcast_to(x, v_left.shape[:-1] + x.shape[-1:]) for x in halves))
                 by_query = by_query + jnp.where(is_right, q * dqk, 0)
-                by_key = by_key + jnp.where(is_right, 0, k * dqk)
+                by_key = by_key + jnp.where(is_right, 0, _kept(k, dqk) * dqk)
         return dq, dk, dv, None if crossing is None else da + by_query
+
+
+def _live(gradient: jax.Array, axes: int | tuple[int, ...] = -1) -> jax.Array:
+    """Where there is anything but zeros along some axes of a gradient."""
+    return (gradient != 0).any(axes, keepdims=True)
+
+
+def _kept(x: jax.Array, live: jax.Array) -> jax.Array:
+    """``x``, but 0 where it is not finite and ``live``, of what it will be multiplied with, is 0.
+
+    What is finite stays, as a derivative with respect to what is 0 needs it.
+    """
+    return jnp.where((live != 0) | jnp.isfinite(x), x, 0)
+
+
+def _pairs(x: jax.Array, live: jax.Array | None = None) -> jax.Array:
+    """The products ``[..., C, C]`` of queries with keys: 0 for later keys, and those of no live query finite."""
+    return jnp.tril(x if live is None else _kept(x, live))
+
+
+def _seen(mm: Callable, pairs: jax.Array, x: jax.Array) -> jax.Array:
+    """``pairs x`` of :func:`_pairs` and ``[B, H, C, dim]``: what is not finite in x counts from its own token on."""
+    product = functools.partial(mm, "bhij,bhjd->bhid", pairs)
+
+    def selected() -> jax.Array:
+        i, finite = jnp.arange(x.shape[2])[:, None], jnp.isfinite(x)
+        first = jnp.where(finite, x.shape[2], i).min(2, keepdims=True)
+        return jnp.where(i < first, product(jnp.where(finite, x, 0)), jnp.nan)
+
+    if x.shape[2] > _CHUNK["cpu"]:
+        return selected()
+    # Other devices would wait for what decides, but on a CPU selecting costs more. The first token's pairs with others
+    # are 0: 0 times what is not finite shows there.
+    found = product(x)
+    return jax.lax.cond(jnp.isfinite(found[:, :, 0]).all(), lambda: found, selected)
 
 
 def _since(a: jax.Array) -> jax.Array:
@@ -666,9 +707,11 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
 
     def pass_chunks(decay: _Decay, state: jax.Array, dstate: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
                     do: jax.Array) -> tuple:
-        q_enter, k_leave, total = q * decay.enter, k * decay.leave, decay.total
-        dq_enter, dk_leave = w.mm("bhiv,bhkv->bhik", do, state), w.mm("bhjv,bhkv->bhjk", v, dstate)
-        crossing = q_enter * dq_enter, k_leave * dk_leave, total * state * dstate
+        later, total = _live(dstate, (-2, -1)), decay.total
+        q_enter, k_leave = q * decay.enter, _kept(k * decay.leave, later)
+        dq_enter = _kept(w.mm("bhiv,bhkv->bhik", do, state), _live(do))
+        dk_leave = w.mm("bhjv,bhkv->bhjk", _kept(v, later), dstate)
+        crossing = q_enter * dq_enter, k_leave * dk_leave, total * _kept(state, later) * dstate
         dq, dk, dv, da = decay.backward(q, k, v, do, crossing if need_gate else None)
         dq, dk = dq + decay.enter * dq_enter, dk + decay.leave * dk_leave
         dv = dv + w.mm("bhjk,bhkv->bhjv", k_leave, dstate)
@@ -679,6 +722,7 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
         chunk, state = xs
         dstate = w.enter(dstate, dstates, chunk.last, chunk)
         (q, k, v), do, after = w.qkv(chunk), w.read(doutput, chunk), dstate
+        q = _kept(q, _live(do))
         if w.n > 1:
             total, enter, leave = under(chunk, lambda decay: (decay.total, decay.enter, decay.leave))
             state = w.through(state, total, leave, k, v)[1]

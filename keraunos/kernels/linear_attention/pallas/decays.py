@@ -11,6 +11,9 @@ Rows that are not the chunk's own hold zeros, gates too. ``o`` is without the sc
 
 No decay is the exponential of a difference of long sums, which would cancel: each is exp of a sum over exactly the
 tokens that it spans, or of a difference that is exact.
+
+A key after a query, and a query whose output has no gradient, count for nothing, whatever they hold: products are
+masked by selection, as 0 times NaN or an infinity is no 0.
 """
 
 from __future__ import annotations
@@ -69,6 +72,13 @@ class Shape(NamedTuple):
         """``a^T b``."""
         return self.product(a, b, (0, 0))
 
+    def seen(self, pairs: jax.Array, x: jax.Array) -> jax.Array:
+        """``pairs x`` of queries with keys: what is not finite in x counts from its own token on only."""
+        x, place = x.astype(jnp.float32), self.order(x.shape, 0).astype(jnp.float32)
+        finite = jnp.abs(x) < jnp.inf
+        first = jnp.where(finite, float(self.C), place).min(0, keepdims=True)
+        return jnp.where(place < first, self.nn(pairs, jnp.where(finite, x, 0.0)), jnp.nan)
+
 
 def sums(weights: jax.Array, x: jax.Array, terms: int, left: bool = True) -> jax.Array:
     """``weights x``, or ``x weights``, for small integers and float32 numbers: 8 digits of these for each term.
@@ -89,6 +99,17 @@ def sums(weights: jax.Array, x: jax.Array, terms: int, left: bool = True) -> jax
 def dots(x: jax.Array, y: jax.Array) -> jax.Array:
     """The products of rows with rows, ``[C, 1]``, in float32."""
     return (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1, keepdims=True)
+
+
+def most(gradient: jax.Array, axis: int | None = 1) -> jax.Array:
+    """The largest magnitude of rows, or of all: 0 where there is no gradient."""
+    return jnp.abs(gradient.astype(jnp.float32)).max(axis, keepdims=True)
+
+
+def kept(x: jax.Array, live: jax.Array) -> jax.Array:
+    """``x`` in float32, but 0 where it is not finite and ``live``, of what it will be multiplied with, is 0."""
+    x = x.astype(jnp.float32)
+    return jnp.where((jnp.broadcast_to(live, x.shape) != 0) | (jnp.abs(x) < jnp.inf), x, 0.0)
 
 
 def scaled(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -127,18 +148,21 @@ class Scalar:
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, S: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The output and the state; see the top of this page."""
-        s = self.shape
-        o = s.nn(s.nt(q, k) * self.pair, v) + scaled(s.nt(q, S), self.enter)
+        s, (query, key) = self.shape, self.shape.places
+        o = s.seen(jnp.where(key <= query, s.nt(q, k), 0.0) * self.pair, v) + scaled(s.nt(q, S), self.enter)
         return o, self.total * S + s.tn(scaled(v, self.leave), k)
 
     def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
                  scale: float, gates: bool) -> tuple:
         """The gradients; see the top of this page."""
-        s, pair, enter = self.shape, self.pair * scale, self.enter * scale
-        scores, dscores = s.nt(q, k), s.nt(do, v) * pair
-        dq_enter, dk_leave = scaled(s.nn(do, S), enter), scaled(s.nn(v, D), self.leave)
-        dq, dk = s.nn(dscores, k) + dq_enter, s.tn(dscores, q) + dk_leave
-        dv = s.tn(scores * pair, do) + scaled(s.nt(k, D), self.leave)
+        s, pair, enter, (query, key) = self.shape, self.pair * scale, self.enter * scale, self.shape.places
+        live, after = most(do), most(D, None)
+        q, k_left = kept(q, live), kept(k, after)
+        scores, dscores = (jnp.where(key <= query, kept(x, live), 0.0) for x in (s.nt(q, k), s.nt(do, v)))
+        dscores *= pair
+        dq_enter, dk_leave = kept(scaled(s.nn(do, S), enter), live), scaled(s.nn(kept(v, after), D), self.leave)
+        dq, dk = kept(s.seen(dscores, k), live) + dq_enter, s.tn(dscores, q) + dk_leave
+        dv = s.tn(scores * pair, do) + scaled(s.nt(k_left, D), self.leave)
         da = None
         if gates:
             # Gate t scales the pairs of keys before it and queries from it on, what came in for these, what those left
@@ -146,8 +170,8 @@ class Scalar:
             at, gate = s.places
             inner = jnp.where(gate < at, scores * dscores, 0.0)
             later = s.nn(inner, jnp.where(at < gate, 1.0, 0.0))
-            came, left = dots(q, dq_enter), dots(k, dk_leave)
-            passed = self.total * (S * D).sum((0, 1), keepdims=True)
+            came, left = dots(q, dq_enter), dots(k_left, dk_leave)
+            passed = self.total * (kept(S, after) * D).sum((0, 1), keepdims=True)
             da = jnp.where(gate <= at, later + came, left).sum(0, keepdims=True) + passed  # [1, C]
         return dq, dk, dv, da, self.total * D + s.tn(scaled(do, enter), q)
 
@@ -170,7 +194,7 @@ class Mild:
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, S: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The output and the state; see the top of this page."""
         s, q, k, S = self.shape, q * self.to, k * self.back, S * self.early
-        o = s.nn(jnp.where(self.since, s.nt(q, k), 0.0), v) + s.nt(q, S)
+        o = s.seen(jnp.where(self.since, s.nt(q, k), 0.0), v) + s.nt(q, S)
         return o, self.late * (S + s.tn(v, k))
 
     def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
@@ -180,18 +204,21 @@ class Mild:
         # Rounded, so that what a pair adds to the gates at its query is what it takes away at its key.
         q, k = ((x * y).astype(s.dtype) for x, y in ((q, self.to), (k, self.back)))
         S, D = S * self.early, D * self.late
-        scores = jnp.where(self.since, s.nt(q, k) * scale, 0.0)
+        live, after = most(do), most(D, None)
+        q = kept(q, live)
+        scores = jnp.where(self.since, kept(s.nt(q, k) * scale, live), 0.0)
         # The diagonal spans no gate and is left out, not cancelled.
-        dscores = jnp.where(key < query, s.nt(do, v) * scale, 0.0).astype(s.dtype)
-        dq, dk, diagonal = s.nn(dscores, k), s.tn(dscores, q), dots(do, v) * scale
-        dq_enter, dk_leave = s.nn(do, S) * scale, s.nn(v, D)
-        dv, q, k = s.tn(scores, do) + s.nt(k, D), q.astype(jnp.float32), k.astype(jnp.float32)
+        dscores = jnp.where(key < query, kept(s.nt(do, v) * scale, live), 0.0).astype(s.dtype)
+        dq, dk, diagonal = kept(s.seen(dscores, k), live), s.tn(dscores, q), kept(dots(do, v) * scale, live)
+        dq_enter, dk_leave = kept(s.nn(do, S) * scale, live), s.nn(kept(v, after), D)
+        dv = s.tn(scores, do) + s.nt(kept(k, after), D)
         da = None
         if gates:
             from_here = jnp.where(query <= key, 1.0, 0.0)
-            da = sums(from_here, q * dq_enter + (q * dq - k * dk), 3)
-            da = da + sums(1.0 - from_here, k * dk_leave, 3) + (S * D).sum(0, keepdims=True)
-        dq = (dq + dq_enter + diagonal * k) * self.to
+            da = sums(from_here, q * dq_enter + (q * dq - kept(k, dk) * dk), 3)
+            da = da + sums(1.0 - from_here, kept(k, after) * dk_leave, 3)
+            da = da + (kept(S, after) * D).sum(0, keepdims=True)
+        dq = (dq + dq_enter + diagonal * kept(k, live)) * self.to
         dk = (dk + dk_leave + diagonal * q) * self.back
         return dq, dk, dv, da, self.early * (D + s.tn(do, q) * scale)
 
@@ -244,14 +271,15 @@ class Strong:
             return scores + jnp.where(pairs, s.nt(q * decay, k * decay), 0.0)
 
         scores = self.levels(step, self.diagonal(q, k))
-        return s.nn(scores, v) + s.nt(q * self.enter, S), self.total * S + s.tn(v, k * self.leave)
+        return s.seen(scores, v) + s.nt(q * self.enter, S), self.total * S + s.tn(v, k * self.leave)
 
     def backward(self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, S: jax.Array, D: jax.Array,
                  scale: float, gates: bool) -> tuple:
         """The gradients; see the top of this page."""
-        s = self.shape
+        s, live, after = self.shape, most(do), most(D, None)
+        q, live_back = kept(q, live), jnp.broadcast_to(live, (s.C, s.C)).T
         # Both ways round, as the compiler fails on products of transposed operands in a loop.
-        dscores, dscores_back = s.nt(do, v) * scale, s.nt(v, do) * scale
+        dscores, dscores_back = kept(s.nt(do, v) * scale, live), kept(s.nt(v, do) * scale, live_back)
 
         def step(level: jax.Array, found: tuple) -> tuple:
             scores_back, dq, dk, da = found
@@ -259,25 +287,26 @@ class Strong:
             decay = self.decay(span)
             right = s.order(q.shape, 0) >> level & 1 == 1
             q_right, k_left = q * decay, k * decay
-            scores_back = scores_back + jnp.where(pairs_back, s.nt(k_left, q_right), 0.0)
-            dq_right = s.nn(jnp.where(pairs, dscores, 0.0), k_left)
+            scores_back = scores_back + jnp.where(pairs_back, kept(s.nt(k_left, q_right), live_back), 0.0)
+            dq_right = kept(s.seen(jnp.where(pairs, dscores, 0.0), k_left), live)
             dk_left = s.nn(jnp.where(pairs_back, dscores_back, 0.0), q_right)
-            of_both = (dq_right + dk_left) * decay
+            of_both = jnp.where(right, dq_right, dk_left) * decay
             dq, dk = dq + jnp.where(right, of_both, 0.0), dk + jnp.where(right, 0.0, of_both)
             if gates:
-                da = da + s.nn(span_back, jnp.where(right, q, k) * of_both)
+                da = da + s.nn(span_back, kept(jnp.where(right, q, k), of_both) * of_both)
             return scores_back, dq, dk, da
 
-        diagonal = dots(do, v) * scale
-        start = self.diagonal(q, k), diagonal * k, diagonal * q, jnp.zeros(q.shape if gates else (1, 1), jnp.float32)
-        scores_back, dq, dk, da = self.levels(step, start)
-        dq_enter, dk_leave = s.nn(do, S) * scale * self.enter, s.nn(v, D) * self.leave
+        own, diagonal = kept(self.diagonal(q, k), live), kept(dots(do, v) * scale, live)
+        zeros = jnp.zeros(q.shape if gates else (1, 1), jnp.float32)
+        scores_back, dq, dk, da = self.levels(step, (own, diagonal * kept(k, live), diagonal * q, zeros))
+        dq_enter = kept(s.nn(do, S) * scale * self.enter, live)
+        dk_leave, k_leave = s.nn(kept(v, after), D) * self.leave, kept(k * self.leave, after)
         if gates:
             row, column = s.places
             from_here = jnp.where(row <= column, 1.0, 0.0)
-            da = da + s.nn(from_here, q * dq_enter) + s.nn(1.0 - from_here, k * dk_leave)
-            da = da + self.total * (S * D).sum(0, keepdims=True)
-        dv = s.nn(scores_back * scale, do) + s.nt(k * self.leave, D)
+            da = da + s.nn(from_here, q * dq_enter) + s.nn(1.0 - from_here, kept(k, after) * dk_leave)
+            da = da + self.total * (kept(S, after) * D).sum(0, keepdims=True)
+        dv = s.nn(scores_back * scale, do) + s.nt(k_leave, D)
         dq, dk, da = dq + dq_enter, dk + dk_leave, da if gates else None
         return dq, dk, dv, da, self.total * D + s.tn(do, q * self.enter) * scale
 
