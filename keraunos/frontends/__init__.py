@@ -47,7 +47,7 @@ class Operator:
     """An operation as a node of PyTorch's graphs, with a name and arguments that any process understands.
 
     Attributes:
-        name: of ``torch.ops.keraunos``.
+        name: of ``torch.ops.keraunos``; function: of the public function.
         args: the NamedTuple of the operation's arrays; fields: the names of those that it takes; required: of those
             that are always there; gradients: of those that can have a gradient; changed: of those that it changes in
             place; strided: of those that kernels take with any strides.
@@ -75,6 +75,7 @@ class Operator:
     changed: tuple[str, ...] = ()
     strided: tuple[str, ...] = ()
     settled: Mapping[str, Any] = field(default_factory=dict)
+    function: str = ""
 
 
 def framework_of(x: object) -> str | None:
@@ -189,6 +190,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
                 # The partitioner calls them later.
                 pair = get("jax.partition").partitioned(*map(get("jax").as_written, pair), axes)
             pair = get("jax").batched(*pair, *folding)
+            pair = [get("jax").once(fn, operator.function, platform) for fn in pair]
         return get("jax").differentiable(*pair, axes)
 
     def prepare(framework: str, opts: Any, args: Any = None) -> Callable[[Any], Any]:

@@ -306,20 +306,37 @@ def test_strong_gates_of_a_head_leave_the_bits_of_the_others(gla, dtype, place):
         assert usual.tobytes() == other.tobytes()
 
 
+def by_tokens(q, k, v, g, gamma=None):
+    """Token by token, with gates per dimension or per token."""
+    g = g if g.ndim == 4 else g[..., None]
+    g = g if gamma is None else g + gamma[:, None]
+
+    def step(state, x):
+        q, k, v, g = x
+        state = jnp.exp(g)[..., None] * state + k[..., None] * v[..., None, :]
+        return state, (state * q[..., None]).sum(-2) * 0.5
+
+    xs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g)]
+    state = jnp.zeros((*q.shape[::2], 4, 4), q.dtype)
+    return jnp.moveaxis(jax.lax.scan(step, state, xs)[1], 0, 1)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def small(decay="weak", gate="vector", T=3):
+    """Float64, in which sums of squares of gradients are as near as float32 asks for."""
+    case = Case(B=1, T=T, H=1, K=4, V=4, gate=gate, gamma=1, decay=decay, dtype="float64", gate_dtype="float64")
+    return [jnp.asarray(x) for x in case.arrays[0][:5]]
+
+
 @of_batching
 @pytest.mark.parametrize("decay", ["weak", "strong"])
-def test_second_derivatives(gla, decay):
+def test_second_derivatives(gla, x64, decay):
     """Second derivatives of the operation are those of a pass token by token."""
-    q, k, v, g = (jnp.asarray(x) for x in Case(B=1, T=9, H=1, K=4, V=4, gate="vector", decay=decay).arrays[0][:4])
-
-    def by_tokens(q, k, v, g):
-        def step(state, x):
-            q, k, v, g = x
-            state = jnp.exp(g)[..., None] * state + k[..., None] * v[..., None, :]
-            return state, (state * q[..., None]).sum(-2) * 0.5
-
-        xs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g)]
-        return jnp.moveaxis(jax.lax.scan(step, jnp.zeros((1, 1, 4, 4)), xs)[1], 0, 1)
 
     def second(f):
         def size(*x):
@@ -327,10 +344,81 @@ def test_second_derivatives(gla, decay):
 
         return jax.jit(jax.grad(size, range(4)))
 
+    q, k, value, g = small(decay, T=9)[:4]
     got, want = second(lambda *x: gla(*x)[0]), second(by_tokens)
     # With values of 0 the output's gradient is 0, whose own gradient is not.
-    for value in (v, 0 * v):
-        close(got(q, k, value, g), want(q, k, value, g))
+    for v in (value, 0 * value):
+        close(got(q, k, v, g), want(q, k, v, g))
+
+
+MODES = {
+    "hessian": jax.hessian, "jacfwd(grad)": lambda f, n: jax.jacfwd(jax.grad(f, n), n),
+    "jacrev(jacrev)": lambda f, n: jax.jacrev(jax.jacrev(f, n), n),
+}
+
+
+@of_batching
+@pytest.mark.parametrize(("mode", "call", "gate"), [
+    ("hessian", "gla", "vector"), ("jacfwd(grad)", "lightning", "scalar"), ("jacrev(jacrev)", "gla", "scalar"),
+])
+def test_second_derivatives_in_every_mode(x64, mode, call, gate):
+    q, k, _, g, gamma = small(gate=gate)
+
+    def ours(q, g, gamma):
+        if call == "lightning":
+            return keraunos.lightning_attention(q, k, q, log_decay=gamma)
+        return keraunos.gla_attention(q, k, q, g, gamma)
+
+    def loop(q, g, gamma):
+        return by_tokens(q, k, q, g * (call == "gla"), gamma)
+
+    def second(f):
+        return jax.jit(MODES[mode](lambda *x: (f(*x) ** 2).sum(), (0, 1, 2)))(q, g, gamma)
+
+    close(second(ours), second(loop))
+
+
+@of_batching
+@pytest.mark.parametrize(("gate", "mapped", "anywhere"), [
+    ("vector", "q", False), ("vector", "k g", True), ("scalar", "v gamma", False),
+])
+def test_derivatives_of_gradients_of_which_some_arguments_are_mapped(x64, gate, mapped, anywhere, monkeypatch):
+    if anywhere:
+        # As where arrays lie on several devices.
+        monkeypatch.setattr(xla.frontend, "is_local", lambda: False)
+    axes = [0 if name in mapped.split() else None for name in ("q", "k", "v", "g", "gamma")]
+    args = [x if axis is None else jnp.stack([x, x / 2]) for x, axis in zip(small(gate=gate), axes, strict=True)]
+
+    def second(f):
+        def size(*x):
+            each = jax.vmap(jax.grad(lambda *x: (f(*x) ** 2).sum(), range(5)), axes)(*x)
+            return sum((y**2).sum() for y in each)
+
+        return jax.jit(jax.grad(size, range(5)))(*args)
+
+    close(second(lambda *x: kernel_registry.get("gla", "xla")(*x)[0]), second(by_tokens))
+
+
+@of_batching
+def test_kernels_say_that_they_have_no_second_derivatives():
+    q = small()[0]
+
+    def loss(q):
+        return (folded()[0](q, q, q)[0] ** 2).sum()
+
+    for second in (jax.hessian(loss), jax.grad(lambda q: jax.grad(loss)(q).sum())):
+        with pytest.raises(NotImplementedError, match="^gla_attention: platform 'xla' has no second derivatives"):
+            second(q)
+
+
+@of_batching
+@pytest.mark.parametrize("name", ["gla_attention", "lightning_attention", "attention"])
+def test_forward_mode_says_what_there_is(name):
+    options = {"lightning_attention": dict(log_decay=[-0.5]),
+               "attention": dict(dtype=None, cfg=keraunos.AttentionConfig(block_q=16, block_k=16))}
+    q = jnp.ones((1, 20, 1, 4))
+    with pytest.raises(TypeError, match=f"^{name}: has no forward-mode derivative; expected a gradient first"):
+        jax.jvp(lambda q: getattr(keraunos, name)(q, q, q, **options.get(name, {})), (q,), (q,))
 
 
 def as_on_a_tpu(monkeypatch):

@@ -83,6 +83,37 @@ def test_gradients_where_64_bits_are_the_default():
         Case(bias=4, sinks=4, dropout=0.3, block=16).check("xla", "jax")
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("cfg", [None, SMALL], ids=["at_once", "blocks"])
+def test_second_derivatives(cfg, mapped):
+    """Forward over reverse of all arrays, and reverse over reverse of mapped calls that share their bias."""
+
+    def definition(q, k, bias, sinks):
+        x = jnp.einsum("bthk,bshk->bhts", q, k) * 0.5 + bias
+        x = jnp.where(jnp.tri(20, dtype=bool), x, -jnp.inf)
+        x = jnp.concatenate([x, jnp.broadcast_to(sinks, (*x.shape[:3], 1))], -1)
+        return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(x)[..., :-1], k)
+
+    def ours(q, k, bias, sinks):
+        return keraunos.attention(q, k, k, bias, None, sinks, causal=True, dtype=None, cfg=cfg, platform="xla")
+
+    with jax.enable_x64(True):
+        q, k = (x.astype(float) for x in arrays(1, 20, 1, 4, n=2))
+        given = q, k, jax.random.normal(jax.random.key(5), (1, 1, 20, 20), float), jnp.ones((1, 1))
+        tangents = tuple(map(jnp.cos, given))
+        several = jnp.stack([q, q / 2]), k, *given[2:]
+
+        def second(f):
+            gradients = jax.grad(lambda *x: (f(*x) ** 2).sum(), range(4))
+            if not mapped:
+                return jax.jit(lambda *x: jax.jvp(gradients, x, tangents))(*given)
+            each = jax.vmap(gradients, (0, None, None, None))
+            return jax.jit(jax.grad(lambda *x: sum((y**2).sum() for y in each(*x)), range(4)))(*several)
+
+        found, truth = (jax.tree.leaves(second(f)) for f in (ours, definition))
+        assert_within_rule(["derivative"] * len(truth), found, truth, truth, ["float32"] * len(truth))
+
+
 def test_a_traced_mask_info_is_a_pytree():
     ids = jnp.array([[0] * 20 + [1] * 15 + [-1] * 5] * 4)
     given = arrays(4, 40, 2, 16)

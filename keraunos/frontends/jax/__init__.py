@@ -30,9 +30,11 @@ from keraunos.frontends.jax.gradient import (
     batched,
     differentiable,
     in_place,
+    once,
     rehearsed,
     rowwise,
 )
+from keraunos.frontends.jax.partition import spread
 
 __all__ = [
     "aligned",

@@ -20,7 +20,14 @@ def zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
 
 def empty(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     """As :func:`zeros`, with any values."""
-    return vary(jax.lax.empty(shape, dtype), varying(like))
+
+    @jax.custom_batching.custom_vmap
+    def made() -> jax.Array:
+        return jax.lax.empty(shape, dtype)
+
+    # Under vmap JAX makes one of these for each call, and then takes all that is written there to differ between calls.
+    made.def_vmap(lambda size, mapped: (made(), False))
+    return vary(made(), varying(like))
 
 
 def array(x: np.ndarray, like: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,30 @@ def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Calla
         return call(args, residuals, grads)
 
     return run_forward, run_backward
+
+
+def once(fn: Callable, function: str, platform: str) -> Callable:
+    """A forward or a backward made of kernels, which have no derivative: whoever asks for one is told so.
+
+    First derivatives ask for none: they are made of both.
+    """
+
+    def run(*given: Any) -> Any:
+        *arrays, opts = given
+
+        @jax.custom_jvp
+        def call(*arrays: Any) -> Any:
+            return fn(*arrays, opts)
+
+        @call.defjvp
+        def refuse(primals: Any, tangents: Any) -> NoReturn:
+            raise NotImplementedError(
+                f"{function}: platform {platform!r} has no second derivatives; expected platform='xla', which has them"
+            )
+
+        return call(*arrays)
+
+    return run
 
 
 def rowwise(fn: Callable) -> Callable:

@@ -359,6 +359,7 @@ def _operator(op_id: str, fields: tuple[str, ...]) -> frontends.Operator:
         ("softmax_scale", "reverse", "cfg", "constant", "state", "kept"),
         passes=functools.partial(kernel_registry.passes, op_id), check=_check(op_id), flops=flops, outputs=outputs,
         fold=fold, unfold=unfold, gradients=tuple(x for x in fields if x != "cu_seqlens"),
+        function=public_name(op_id),
     )
 
 

@@ -366,7 +366,8 @@ def _by_strength(walker: _Walker, f: Callable, strong: jax.Array, *arrays: jax.A
 
     @call.defjvp
     def second_order(primals: tuple, tangents: tuple) -> tuple:
-        return jax.jvp(everywhere, primals, tangents)
+        # Under vmap the values have to be mapped alike with and without a derivative: those of call always all are.
+        return call(*primals), jax.jvp(everywhere, primals, tangents)[1]
 
     return call(strong, *arrays)
 
