@@ -285,6 +285,9 @@ def _as_called(fn: Callable[P, R], traced: Callable[..., Any] | None = None) -> 
         except Exception as error:
             if torch is not None:
                 get("torch").refuse(fn, args, kwargs, error)
+            if "forward-mode autodiff (jvp) to a custom_vjp" in str(error):
+                name, wanted = fn.__name__.lstrip("_"), "a gradient first, such as jax.grad, jax.vjp or jax.hessian"
+                raise TypeError(f"{name}: has no forward-mode derivative; expected {wanted}") from error
             raise
 
     return call

@@ -178,5 +178,8 @@ def test_heads_that_share_keys_stay_together():
 def test_shards_of_tokens_are_refused_where_they_are_known():
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(Q, NamedSharding(mesh, P(None, "tokens")))
-    with pytest.raises(ValueError, match=r"for shards of the tokens, see keraunos\.distributed"):
-        keraunos.gla_attention(x, x, x)
+    blocks = keraunos.AttentionConfig(block_q=16, block_k=16)
+    for name, options in (("gla_attention", {}), ("attention", {}), ("attention", dict(return_weights=True)),
+                          ("attention", dict(cfg=blocks))):
+        with pytest.raises(TypeError, match=rf"^{name}: query .*for shards of the tokens, see keraunos\.distributed"):
+            getattr(keraunos, name)(x, x, x, **options)

@@ -407,7 +407,7 @@ def test_kernels_say_that_they_have_no_second_derivatives():
         return (folded()[0](q, q, q)[0] ** 2).sum()
 
     for second in (jax.hessian(loss), jax.grad(lambda q: jax.grad(loss)(q).sum())):
-        with pytest.raises(NotImplementedError, match="^gla_attention: platform 'xla' has no second derivatives"):
+        with pytest.raises(NotImplementedError, match=r"^gla_attention: platform 'xla' has no second derivatives"):
             second(q)
 
 

@@ -263,6 +263,8 @@ BLOCKS = {"blocks": 16} if INTERPRETED or GPU else {"at_once": None, "blocks": 1
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_keys_that_no_query_sees(platform, name, garbage, block):
+    if platform[0] == "triton" and HIDDEN[name].bias:
+        pytest.skip("a bias of -inf hides no NaN there: docs/numerics.md")
     check(*platform, HIDDEN[name], GARBAGE[garbage], block)
 
 

@@ -19,12 +19,14 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from keraunos.frontends import UnnamedError
+
 
 def spread(call: Callable, axes: Callable, args: Any, opts: Any) -> Any:
     """``call(args, opts)``, on every device's shards if the query has any by explicit axes of a mesh.
 
     Raises:
-        ValueError: a dimension is sharded that takes an exchange between devices.
+        UnnamedError: a dimension is sharded that takes an exchange between devices.
     """
     sharding = jax.typeof(args[0]).sharding
     if not any(sharding.spec):
@@ -37,7 +39,7 @@ def spread(call: Callable, axes: Callable, args: Any, opts: Any) -> Any:
     own, outputs, _ = axes(args, opts)
     shards = _Shards.of(sharding, own[0], args[0].shape, _heads(own, args))
     if shards.spec(own[0]) != P(*sharding.spec, *[None] * (4 - len(sharding.spec))):
-        raise ValueError(
+        raise UnnamedError(
             f"query {args[0].shape} is sharded as {sharding.spec}; expected shards of batch and heads, in each whole "
             "heads of all arrays; for shards of the tokens, see keraunos.distributed"
         )

@@ -431,6 +431,19 @@ def _goes_to_cudnn(args: Args, opts: Options) -> bool:
 
 def _attention(args: Args, opts: Options) -> tuple[Any, Any]:
     """``(output, weights or None)``."""
+    if opts.dropout:
+        # What is left out follows from places in the whole call: JAX shards that by its own rules.
+        return _on_shards(args, opts)
+    return frontend.spread(_on_shards, _letters, args, opts)
+
+
+def _letters(args: Args, opts: Options) -> tuple[Args, tuple[str, str | None], None]:
+    own, rows = axes(args, opts)
+    return own, (rows, f"{rows[0]}{rows[2]}.." if opts.return_weights else None), None
+
+
+def _on_shards(args: Args, opts: Options) -> tuple[Any, Any]:
+    """:func:`_attention` of what is on one device, or where XLA's partitioner settles what is."""
     if _goes_to_cudnn(args, opts):
         q, k, v = args[:3]
         o = jax.nn.dot_product_attention(
