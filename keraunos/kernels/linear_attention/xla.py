@@ -366,7 +366,7 @@ def _by_strength(walker: _Walker, f: Callable, strong: jax.Array, *arrays: jax.A
 
     @call.defjvp
     def second_order(primals: tuple, tangents: tuple) -> tuple:
-        # Under vmap the values have to be mapped alike with and without a derivative: those of call always all are.
+        # Under vmap the same values have to be mapped with a derivative and without: both come from call.
         return call(*primals), jax.jvp(everywhere, primals, tangents)[1]
 
     return call(strong, *arrays)
@@ -544,19 +544,29 @@ def _pairs(x: jax.Array, live: jax.Array | None = None) -> jax.Array:
 
 def _seen(mm: Callable, pairs: jax.Array, x: jax.Array) -> jax.Array:
     """``pairs x`` of :func:`_pairs` and ``[B, H, C, dim]``: what is not finite in x counts from its own token on."""
-    product = functools.partial(mm, "bhij,bhjd->bhid", pairs)
+    product = functools.partial(mm, "bhij,bhjd->bhid")
 
-    def selected() -> jax.Array:
+    def selected(pairs: jax.Array, x: jax.Array) -> jax.Array:
         i, finite = jnp.arange(x.shape[2])[:, None], jnp.isfinite(x)
         first = jnp.where(finite, x.shape[2], i).min(2, keepdims=True)
-        return jnp.where(i < first, product(jnp.where(finite, x, 0)), jnp.nan)
+        return jnp.where(i < first, product(pairs, jnp.where(finite, x, 0)), jnp.nan)
 
+    # Other devices would wait for what decides, but on a CPU selecting costs more.
     if x.shape[2] > _CHUNK["cpu"]:
-        return selected()
-    # Other devices would wait for what decides, but on a CPU selecting costs more. The first token's pairs with others
-    # are 0: 0 times what is not finite shows there.
-    found = product(x)
-    return jax.lax.cond(jnp.isfinite(found[:, :, 0]).all(), lambda: found, selected)
+        return selected(pairs, x)
+
+    @jax.custom_jvp
+    def call(pairs: jax.Array, x: jax.Array) -> jax.Array:
+        # The first token's pairs with others are 0: 0 times what is not finite shows there.
+        found = product(pairs, x)
+        return jax.lax.cond(jnp.isfinite(found[:, :, 0]).all(), lambda: found, lambda: selected(pairs, x))
+
+    @call.defjvp
+    def second_order(primals: tuple, tangents: tuple) -> tuple:
+        # Under vmap JAX could not transpose a derivative that goes through lax.cond.
+        return call(*primals), jax.jvp(selected, primals, tangents)[1]
+
+    return call(pairs, x)
 
 
 def _since(a: jax.Array) -> jax.Array:
