@@ -190,7 +190,8 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
                 # The partitioner calls them later.
                 pair = get("jax.partition").partitioned(*map(get("jax").as_written, pair), axes)
             pair = get("jax").batched(*pair, *folding)
-            pair = [get("jax").once(fn, operator.function, platform) for fn in pair]
+            once = functools.partial(get("jax").once, function=operator.function, platform=platform)
+            pair = once(pair[0]), once(pair[1])
         return get("jax").differentiable(*pair, axes)
 
     def prepare(framework: str, opts: Any, args: Any = None) -> Callable[[Any], Any]:

@@ -309,9 +309,9 @@ def test_forward_mode_is_refused_by_name(name):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_steps_of_serving_have_no_forward_mode():
     x, states, slots = normal(2, H, K), normal(4, H, K, K), torch.tensor([2, 0], device=DEVICE)
-    with pytest.raises(NotImplementedError, match="^decode: has no forward-mode derivative"):
+    with pytest.raises(NotImplementedError, match=r"^decode: has no forward-mode derivative"):
         torch.func.jvp(lambda x: serving.decode(x, x, x, states, slots), (x,), (x,))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="^decode: has no forward-mode"):
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"^decode: has no forward-mode"):
         serving.decode(forward_ad.make_dual(x, x), x, x, states, slots)
 
 
