@@ -154,7 +154,14 @@ def slots(argument: str, size: int, once: bool) -> Rule:
         outside = (x < -1) | (x >= size)
         return outside | _repeated(x) if once else outside
 
-    return Rule(argument, wrong, f"a slot below {size}{', each once' if once else ''}, or -1 for padding")
+    def fine(x: np.ndarray) -> bool:
+        # Each step of decoding asks this: Python's own sets are faster than NumPy with as few numbers.
+        slots = x.tolist()
+        live = set(slots) - {-1}
+        return len(live) == len(slots) - slots.count(-1) and (not live or (min(live) >= 0 and max(live) < size))
+
+    wanted = f"a slot below {size}{', each once' if once else ''}, or -1 for padding"
+    return Rule(argument, wrong, wanted, fine=fine if once else None)
 
 
 def _repeated(x: np.ndarray) -> np.ndarray:

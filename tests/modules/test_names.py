@@ -83,7 +83,7 @@ def test_the_executor_takes_arrays_by_name(framework):
     equal(run(keraunos.Attention(), query=q, key=k, value=v, causal=True)[0],
           keraunos.attention(q, k, v, causal=True, dtype=None))
     step = arrays(framework, key=(3, H, K), value=(3, H, K), query=(3, H, K), states=(4, H, K, K))
-    slots = q[0, :3, 0, 0] * 0
+    slots = (q[0, :3, 0, 0] * 0 + 1).cumsum(0)
     step["slots"] = slots.astype("int32") if framework == "jax" else slots.int()
     assert run(DECODE, **step)[0].shape == (3, H, K)
 

@@ -119,14 +119,16 @@ def in_place(compute: Callable, operator: Operator, platform: str, pool: str, wr
             changes, launch = to_change(args, fits), launcher(kind, compute, opts).alike()
 
             def launched(args: Any) -> tuple[Any, Any]:
-                _refuse_tangents(args)
+                if forward_ad._current_level >= 0:
+                    _refuse_tangents(args)
                 return launch(fitted(args, changes))
 
             return launched
         node = operators.in_place(operator)
 
         def run(args: Any) -> tuple[Any, Any]:
-            _refuse_tangents(args)
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(args)
             flat = _seen(args, fits)
             if flat[place] is None and (made := output(args, opts)):
                 flat[place] = operators.room(made, args[0])
@@ -140,10 +142,8 @@ def in_place(compute: Callable, operator: Operator, platform: str, pool: str, wr
 
 def _refuse_tangents(args: Sequence[Any]) -> None:
     """Refuse tensors of forward mode, whose derivative the call would silently drop."""
-    if forward_ad._current_level >= 0:
-        for x in args:
-            if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-                raise NotImplementedError("there is no forward mode")
+    if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args):
+        raise NotImplementedError("there is no forward mode")
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, np.ndarray, type(None)}
