@@ -96,7 +96,7 @@ def _type(x: Any) -> str:
 
 
 class _Built(NamedTuple):
-    """What a launch needs of a kernel."""
+    """A kernel as a launch needs it."""
 
     ptx: str
     num_warps: int

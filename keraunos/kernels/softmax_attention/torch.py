@@ -197,7 +197,7 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _not_finite(seen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What the NaN and infinite values of ``x [..., n, dim]`` add to sums over what ``seen [..., m, n]`` tells."""
+    """The NaN that values of ``x [..., n, dim]`` that are not finite add to sums over ``seen [..., m, n]``."""
     mask = seen.to(torch.float32)
     above, below = (mask @ mark.to(torch.float32) > 0 for mark in (~(x < torch.inf), ~(x > -torch.inf)))
     return torch.where(above, torch.inf, 0.0) + torch.where(below, -torch.inf, 0.0)
@@ -236,7 +236,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[torch.Tensor, None], tuple
 
 def _gradients(args: Args, do: torch.Tensor, opts: Options, begin: tuple[int, int], known: tuple[torch.Tensor, ...],
                careful: bool) -> Args:
-    """What some queries and keys, which begin there, add to the gradients; of the bias before any sum.
+    """The part of the gradients from some queries and keys, which begin there; of the bias before any sum.
 
     ``known``: the queries' top and total and their means, if they are of more keys.
     """
