@@ -62,6 +62,18 @@ def test_it_agrees_with_float64(name):
     assert log < 2e-5
 
 
+@pytest.mark.parametrize(("name", "seen"), [("key lengths", [(0, 500)] * 2), ("some queries", [(0, 295), (0, 105)]),
+                                            ("window", [(590, 893), (0, 153)])])
+def test_what_no_query_sees_may_hold_anything(name, seen):
+    case = dataclasses.replace(CASES[name])
+    want = run(case)
+    for b, (first, end) in enumerate(seen):
+        for x in (case.arrays["key"], case.arrays["value"]):
+            x[b, :first] = x[b, end:] = float("nan")
+    for got, finite in zip(run(case), want, strict=True):
+        assert torch.equal(got, finite)
+
+
 @pytest.mark.parametrize("name", ["one query", "parts that are longer than the ring", "everything"])
 def test_every_schedule_gives_the_same_bits(name):
     first, log = run(CASES[name])
@@ -72,7 +84,7 @@ def test_every_schedule_gives_the_same_bits(name):
 
 
 # Two threads of a partition, which is one actor to the emulator: one makes the barriers, one may give them to copies.
-UNSEEN = mutants.steps(mutants.DECODE)[5]
+UNSEEN = mutants.steps(mutants.DECODE)[7]
 
 
 @pytest.mark.parametrize("step", mutants.steps(mutants.DECODE), ids=mutants.label)
@@ -92,7 +104,7 @@ BUILT = "one query", "64", "96 and 40", "256", "everything", "blocks of 128"
 def test_it_fits(name):
     used = built(CASES[name], decode_kernel)
     # Two programs on a multiprocessor, but for what has large tiles.
-    assert used["registers"] <= (255 if name in ("256", "blocks of 128") else 168)
+    assert used["registers"] <= (255 if name in ("256", "blocks of 128") else 176)
     assert used["stack"] == 0
     assert used["shared"] <= (frontends.SHARED_MEMORY if name in ("256", "blocks of 128") else 115_712)
     assert used["waits"] == 0

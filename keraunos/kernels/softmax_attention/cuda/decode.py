@@ -52,6 +52,23 @@ def fetch(descriptors, ring, full, at, hi, stage, N: gl.constexpr):
     copy_in(v_desc, [i_b, i_g, block * N, 0], arrived, v_s.index(stage), pred=some)
 
 
+@gluon.jit
+def clear_unseen(values, s0, reach, p_ids, S, LEFT: gl.constexpr, RIGHT: gl.constexpr, SEGMENTS: gl.constexpr,
+                 LAYOUT: gl.constexpr):
+    """Writes zeros over values, from key s0 on, that no query reaches: they may hold NaN, and 0 times NaN is NaN."""
+    s = s0 + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    seen = s < S
+    if LEFT:
+        seen = seen & (s >= reach[0])
+    if RIGHT:
+        seen = seen & (s <= reach[1])
+    if SEGMENTS:
+        seen = seen & (gl.load(p_ids + s, mask=s < S, other=-1) >= 0)
+    values.store(gl.where(seen[:, None], values.load(LAYOUT), 0.0))
+    fence_async_shared()
+    thread_barrier()
+
+
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
             "stride_vh", "stride_queryb", "stride_keyb", "stride_sinksh", "left", "right", "B", "T", "S", "parts"]
 
@@ -144,8 +161,11 @@ def decode_kernel(
         p, top, total, decay = weigh(x, top, total, inner, unit, masked, (block, t, own, p_ids, far_left, far_right),
                                      S, N, CAP, NEGATIVE, LEFT, RIGHT, SEGMENTS, W)
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, WO))[:, None]
+        values = v_s.index(stage).reshape([N, BD])
+        if masked:
+            clear_unseen(values, block * N, (first - far_left, last + far_right), p_ids, S, LEFT, RIGHT, SEGMENTS, IN)
         p = gl.convert_layout(p.to(dtype), LEFT_OF)
-        acc = warpgroup_mma(p, v_s.index(stage).reshape([N, BD]), acc, is_async=True)
+        acc = warpgroup_mma(p, values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         thread_barrier()
         fetch(descriptors, ring, full, (i_b, i_g, block + STAGES), hi, stage, N)
