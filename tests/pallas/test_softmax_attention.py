@@ -18,6 +18,7 @@ from keraunos.kernels.softmax_attention.pallas import passes
 from keraunos.ops.registry import kernel_registry
 from keraunos.types import MaskInfo
 from tests.linear_attention.cases import GPU
+from tests.softmax_attention import test_unseen as unseen
 from tests.softmax_attention.cases import Case
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
@@ -50,6 +51,20 @@ CASES = {
 @pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
 def test_values_and_gradients(sizes):
     Case(**{"B": 1, "T": 50, "H": 2, **sizes}).check("pallas", "jax")
+
+
+HIDDEN = {
+    "lengths": unseen.Case(lengths=True),
+    "segments, cap": unseen.Case(segments=True, soft_cap=4.0),
+    "causal": unseen.Case(S=70, causal=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("garbage", unseen.GARBAGE)
+@pytest.mark.parametrize("name", HIDDEN)
+def test_keys_that_no_query_sees(name, garbage):
+    unseen.check("pallas", "jax", HIDDEN[name], unseen.GARBAGE[garbage])
 
 
 def test_vmap():

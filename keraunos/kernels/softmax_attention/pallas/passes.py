@@ -5,7 +5,7 @@ unless the scale is a power of two. It computes causality and windows in the ker
 
 A query that sees nothing gets from it the mean of what it was shown, or NaN. So each head is given a sink that any
 visible key outweighs: exp of the difference is 0 in float32. It is left alone where no key is visible, and a sink has
-no value: the output and all gradients are 0.
+no value: the output and all gradients are 0. Keys that no query sees, and queries of padding, are set to 0 before.
 
 No TPU has run this: values are from Pallas' interpreter, and compilers for TPUs take it.
 """
@@ -44,6 +44,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, None], tuple]:
     if not _sees_any(args, opts):
         q, v = args.query, args.value
         return (frontend.zeros((*q.shape[:3], v.shape[3]), q.dtype, q), None), ()
+    args = _cleared(args, opts)
     with _precision(args):
         output, pull = jax.vjp(lambda q, k, v: _computed(args, opts, q, k, v), *args[:3])
     return (output, None), tuple(jax.tree.leaves(pull))
@@ -74,6 +75,21 @@ def _sees_any(args: Args, opts: Options) -> bool:
     first = 1 - T if opts.left is None else max(1 - T, -opts.left)
     last = S - 1 if opts.right is None else min(S - 1, opts.right)
     return args.query.shape[0] > 0 and min(T, S) > 0 and first <= last
+
+
+def _cleared(args: Args, opts: Options) -> Args:
+    """``args`` with zeros in queries of padding and in keys that lengths, ids or causality hide from every query."""
+    (T, S), own, other = (args.query.shape[1], args.key.shape[1]), args.query_segments, args.key_segments
+    first = 0 if opts.left is None else max(-opts.left, 0)
+    end = S if opts.right is None else min(T + opts.right, S)
+    seen = ((jnp.arange(S) >= first) & (jnp.arange(S) < end))[None]
+    if own is not None:
+        args = args._replace(query=jnp.where((own >= 0)[..., None, None], args.query, 0))
+        seen = seen & (other >= 0) & jax.vmap(jnp.isin)(other, own)
+    elif (first, end) == (0, S):
+        return args
+    key, value = (jnp.where(seen[..., None, None], x, 0) for x in (args.key, args.value))
+    return args._replace(key=key, value=value)
 
 
 def _computed(args: Args, opts: Options, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
