@@ -14,9 +14,9 @@ from workloads import Shape, Workload
 import keraunos
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
+from keraunos.kernels import kernel_registry
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config
-from keraunos.ops.registry import kernel_registry
 from keraunos.ops.selection import Choice
 from keraunos.types import MaskInfo
 

@@ -19,8 +19,8 @@ import harness
 import jax
 
 import keraunos
+from keraunos.kernels import kernel_registry
 from keraunos.ops.executor import Executor, default_executor
-from keraunos.ops.registry import kernel_registry
 
 
 def overhead(public, direct, batches, calls):

@@ -19,7 +19,7 @@ from keraunos.ops import Tuner
 from keraunos.ops.executor import default_executor
 if sys.argv[1] == "all candidates fail":
     from keraunos.kernels.linear_attention import xla
-    from keraunos.ops.registry import kernel_registry
+    from keraunos.kernels import kernel_registry
     from dataclasses import replace
     row = kernel_registry.find("gla", "xla")[0]
     def off(*args, cfg=None, **options):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keraunos import decay, frontends
 from keraunos.frontends.array_types import Array
+from keraunos.kernels import kernel_registry
 from keraunos.ops.invocation import Invocation
 
-# Public operation -> its class.
-OPERATIONS = {
-    "lightning_attention": "keraunos.modules.lightning_attention:LightningAttention",
-    "gla_attention": "keraunos.modules.gla_attention:GLAttention",
-    "attention": "keraunos.modules.attention:Attention",
-}
+# By the name of the public function.
+OPERATIONS = {operation.function: operation for operation in kernel_registry.operations.values() if not operation.like}
 # What calls of softmax attention have: arguments of its operation's ``invocation``. In those that are named "shared", 8
 # query heads share each key head.
 _WINDOW = {"causal": True, "window": (1023, 0)}
@@ -109,7 +104,7 @@ class Workload:
     @property
     def kernel(self) -> Any:
         """The operation's kernel."""
-        return _kernel(self.operation)
+        return OPERATIONS[self.operation].kernel
 
     def invocation(self, framework: str) -> Invocation:
         """The description of the call on a framework's default device."""
@@ -192,9 +187,3 @@ class Workload:
         """
         B, T = (1, 130) if self.products else (2, 300)
         return replace(self, shape=replace(self.shape, B=B, T=min(self.shape.T, T)))
-
-
-@functools.cache
-def _kernel(operation: str) -> Any:
-    module, name = OPERATIONS[operation].split(":")
-    return getattr(importlib.import_module(module), name)()

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from keraunos import ops as ops
     from keraunos import serving as serving
     from keraunos import types as types
+    from keraunos.kernels import detect_platform as detect_platform
+    from keraunos.kernels import kernel_registry as kernel_registry
     from keraunos.modules.attention import Attention as Attention
     from keraunos.modules.attention import AttentionConfig as AttentionConfig
     from keraunos.modules.attention import attention as attention
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from keraunos.ops.invocation import Platform as Platform
     from keraunos.ops.invocation import UnsupportedError as UnsupportedError
     from keraunos.ops.kernel import Kernel as Kernel
-    from keraunos.ops.registry import detect_platform as detect_platform
-    from keraunos.ops.registry import kernel_registry as kernel_registry
     from keraunos.ops.selection import AutotunePolicy as AutotunePolicy
     from keraunos.ops.selection import Choice as Choice
     from keraunos.ops.selection import ConfigSelectorChain as ConfigSelectorChain
@@ -70,10 +70,10 @@ _HOME = {
     "attention": "modules.attention",
     "bucketed": "modules.lengths",
     "create_default_executor": "ops.executor",
-    "detect_platform": "ops.registry",
+    "detect_platform": "kernels",
     "explain": "ops.executor",
     "gla_attention": "modules.gla_attention",
-    "kernel_registry": "ops.registry",
+    "kernel_registry": "kernels",
     "lightning_attention": "modules.lightning_attention",
     "overlay_cache": "ops.selection",
     "policy_override": "ops.selection",

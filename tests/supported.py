@@ -13,7 +13,7 @@ from typing import Any
 
 import keraunos
 from keraunos import frontends
-from keraunos.ops.registry import kernel_registry
+from keraunos.kernels import kernel_registry
 
 PAGE = Path(__file__).parent.parent / "docs" / "supported.md"
 TRITON = Path(__file__).parent / "triton"

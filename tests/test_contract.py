@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import keraunos
-from keraunos.ops.registry import kernel_registry
+from keraunos.kernels import kernel_registry
 
 KERNELS = {
     "gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention, "attention": keraunos.Attention,

@@ -10,7 +10,7 @@ from keraunos.text import pairs, printable
 
 
 def bench(
-    operation: calls.Operation,
+    operation: calls.OperationName,
     shape: Annotated[
         str, typer.Option(help="The call's sizes, such as B=1,T=2048,H=8,K=64,gate=scalar,dtype=float32.")
     ],
@@ -22,7 +22,8 @@ def bench(
 
     Nothing is tuned or stored. Exits with 1 if no platform can run the call, or if a result is wrong.
     """
-    kernel, known = calls.find_operation(operation)
+    entry = calls.find_operation(operation)
+    kernel, known = entry.kernel, entry.cases
     (sizes,) = calls.collect(known, [shape], None).values()
     framework = calls.find_framework(framework)
     inv = calls.describe(kernel, framework, shape, sizes)

@@ -1,21 +1,18 @@
 """Calls described by their sizes, as the options of `bench`, `explain` and `tune` give them."""
 
-import importlib
 import importlib.util
 import inspect
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-# Operation -> its class, and the module of the shapes of real models.
-OPERATIONS = {
-    "lightning_attn": ("keraunos.modules.lightning_attention:LightningAttention", "linear_attention"),
-    "gla": ("keraunos.modules.gla_attention:GLAttention", "linear_attention"),
-    "attention": ("keraunos.modules.attention:Attention", "softmax_attention"),
-}
+if TYPE_CHECKING:
+    from keraunos.ops.family import Operation
+
 _LARGEST = 2**31 - 1
 
-Operation = Annotated[str, typer.Argument(metavar="OP", help="lightning_attention, gla_attention or attention.")]
+OperationName = Annotated[str, typer.Argument(metavar="OP", help="lightning_attention, gla_attention or attention.")]
 Shapes = Annotated[
     list[str] | None,
     typer.Option(
@@ -26,20 +23,22 @@ Cases = Annotated[list[str] | None, typer.Option("--case", help="The shape of a 
 Framework = Annotated[str | None, typer.Option(help="jax or torch; the first that is installed.")]
 
 
-def find_operation(name: str) -> tuple[Any, dict[str, dict[str, Any]]]:
-    """An operation, and its calls in real models, by name."""
-    # The public function's name is good, and the one in keys.
+def operations() -> "list[Operation]":
+    """The operations that take a call described by its sizes."""
     # Loads NumPy, which a command's help does not need.
-    from keraunos.ops.invocation import public_name
+    from keraunos.kernels import kernel_registry
 
-    public = {public_name(algorithm): algorithm for algorithm in OPERATIONS}
-    name = public.get(name, name)
-    if name not in OPERATIONS:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(public)}", param_hint="OP")
-    target, family = OPERATIONS[name]
-    module, _, kernel = target.partition(":")
-    cases = importlib.import_module(f"keraunos.kernels.{family}.cases").CASES[name]
-    return getattr(importlib.import_module(module), kernel)(), cases
+    return [operation for operation in kernel_registry.operations.values() if not operation.like]
+
+
+def find_operation(name: str) -> "Operation":
+    """An operation by its public function's name, or by that in keys of configurations."""
+    known = operations()
+    for operation in known:
+        if name in (operation.function, operation.name):
+            return operation
+    names = ", ".join(operation.function for operation in known)
+    raise typer.BadParameter(f"{name!r} is none of {names}", param_hint="OP")
 
 
 def find_framework(asked: str | None) -> str:
@@ -53,7 +52,9 @@ def find_framework(asked: str | None) -> str:
     raise typer.BadParameter(f"not installed: {', '.join(names)}", param_hint="--framework")
 
 
-def collect(known: dict[str, dict], shapes: list[str] | None, cases: list[str] | None) -> dict[str, dict[str, Any]]:
+def collect(
+    known: Mapping[str, dict[str, Any]], shapes: list[str] | None, cases: list[str] | None
+) -> dict[str, dict[str, Any]]:
     """The sizes that the options name, by what the user called them."""
     calls = {text: _sizes(text) for text in shapes or ()}
     for name in cases or ():

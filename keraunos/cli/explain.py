@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    operation: calls.Operation,
+    operation: calls.OperationName,
     shape: calls.Shapes = None,
     case: calls.Cases = None,
     dtype: Annotated[
@@ -29,7 +29,8 @@ def explain(
 
     Nothing is launched, measured or stored. Exits with 1 if no platform can run a call.
     """
-    kernel, known = calls.find_operation(operation)
+    entry = calls.find_operation(operation)
+    kernel, known = entry.kernel, entry.cases
     wanted = calls.collect(known, shape, case)
     if not wanted:
         raise typer.BadParameter("expected --shape or --case: which call", param_hint="--shape")
@@ -66,8 +67,8 @@ def _examine(kernel: "Kernel", name: str, inv: "Invocation", platform: str) -> d
 
 def _platforms(inv: "Invocation", asked: str, taken: str | None) -> dict[str, str]:
     """Each platform's answer to the call, best first."""
+    from keraunos.kernels import kernel_registry
     from keraunos.ops.invocation import Platform
-    from keraunos.ops.registry import kernel_registry
 
     answers = {}
     for name in kernel_registry.platforms(inv.op_id):

@@ -13,7 +13,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keraunos.ops.family import Operation
 
 # What the line with the answer starts with.
 ANSWER = "keraunos probe: "
@@ -55,18 +58,16 @@ def _version(module: str) -> str:
 
 
 def _operations(framework: str) -> dict[str, Any]:
-    from keraunos.cli.calls import OPERATIONS
-    from keraunos.ops.invocation import public_name
+    from keraunos.cli.calls import operations
 
-    return {public_name(name): guarded(partial(_platforms, framework, name)) for name in OPERATIONS}
+    return {operation.function: guarded(partial(_platforms, framework, operation)) for operation in operations()}
 
 
-def _platforms(framework: str, operation: str) -> dict[str, Any]:
+def _platforms(framework: str, operation: "Operation") -> dict[str, Any]:
     """The answer of each platform to such a call; for "auto", the name of the platform that it takes."""
-    from keraunos.cli.calls import find_operation
-    from keraunos.ops.registry import kernel_registry
+    from keraunos.kernels import kernel_registry
 
-    call = find_operation(operation)[0].invocation(framework, **_SIZES)
+    call = operation.kernel.invocation(framework, **_SIZES)
     answers: dict[str, dict[str | None, None]] = {}
     for row in kernel_registry.rows(call.op_id):
         answers.setdefault(row.platform, {})[row.unsupported(call)] = None

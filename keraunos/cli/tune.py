@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def tune(
-    operation: calls.Operation,
+    operation: calls.OperationName,
     shape: calls.Shapes = None,
     cases: Annotated[bool, typer.Option("--cases", help="All shapes of real models.")] = False,
     case: calls.Cases = None,
@@ -29,7 +29,8 @@ def tune(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure all candidates for some shapes, store the winners in the user's cache, and show every time."""
-    kernel, known = calls.find_operation(operation)
+    entry = calls.find_operation(operation)
+    kernel, known = entry.kernel, entry.cases
     wanted = calls.collect(known, shape, [*(known if cases else ()), *(case or ())])
     if not wanted:
         raise typer.BadParameter("expected --shape, --case or --cases: what to tune for", param_hint="--shape")
@@ -51,10 +52,10 @@ def tune(
 
 def _tune(kernel: "Kernel", name: str, inv: "Invocation", platform: str, backward: bool, budget: float,
           ship: bool) -> dict[str, Any]:
+    from keraunos.kernels import kernel_registry
     from keraunos.ops.cache import PersistentCache, cache_key
     from keraunos.ops.cache import ship as store_in_package
     from keraunos.ops.invocation import UnsupportedError
-    from keraunos.ops.registry import kernel_registry
     from keraunos.ops.tuner import Tuner
 
     try:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from keraunos.kernels import FAMILIES
+
 if TYPE_CHECKING:
     from keraunos.distributed.linear import gla_attention as gla_attention
     from keraunos.distributed.linear import lightning_attention as lightning_attention
     from keraunos.distributed.softmax import attention as attention
 
 # Public name -> the module that defines it, imported at its first use; none has the name itself, as it would hide it.
-_HOME = {"attention": "softmax", "gla_attention": "linear", "lightning_attention": "linear"}
+_HOME = {operation.function: operation.distributed for family in FAMILIES for operation in family.operations
+         if operation.distributed}
 
 __all__ = [*_HOME]
 

@@ -7,8 +7,8 @@ import re
 import triton
 
 from keraunos import frontends
+from keraunos.ops.family import HOPPER
 from keraunos.ops.invocation import Invocation
-from keraunos.ops.registry import HOPPER
 
 if ".".join(triton.__version__.split(".")[:2]) not in (KNOWN := ("3.6", "3.7", "3.8", "3.9")):
     raise ImportError(f"knows Triton {', '.join(KNOWN)}; this is {triton.__version__}", name="triton")

@@ -34,14 +34,6 @@ class Backend(StrEnum):
     ANY = "any"
 
 
-_PUBLIC = {"gla": "gla_attention", "lightning_attn": "lightning_attention"}
-
-
-def public_name(algorithm: str) -> str:
-    """The public function of an algorithm, whose name errors carry; the algorithm's own where it has none."""
-    return _PUBLIC.get(algorithm, algorithm)
-
-
 class UnsupportedError(ValueError):
     """No implementation that was allowed can run the call; the message gives each one's reason."""
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from keraunos.frontends.array_types import Array
-from keraunos.ops.invocation import Config, Invocation, public_name
-from keraunos.ops.registry import Implementation, Row, kernel_registry
+from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.registry import Implementation, Row, kernel_registry, public_name
 
 
 class Kernel(ABC):

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
-from keraunos.ops.invocation import Backend, Config, Invocation, Platform, UnsupportedError, public_name
+from keraunos.ops.family import Family, Operation
+from keraunos.ops.invocation import Backend, Config, Invocation, Platform, UnsupportedError
 
 
 def _no_limits(inv: Invocation) -> str | None:
@@ -76,9 +77,9 @@ class Implementation:
         Raises:
             ValueError, TypeError: the arguments are wrong, or it cannot run the call (:class:`UnsupportedError`).
         """
-        kernel = operation(self.algorithm)
-        if kernel is None:
+        if self.algorithm not in kernel_registry.operations:
             return self.prepare(args, cfg=cfg, **options)(args)
+        kernel = kernel_registry.operations[self.algorithm].kernel
         args, options = kernel.low_level(*args, **{**self.defaults, **options})
         if cfg is None:
             inv = kernel.bind(*args, **options)
@@ -114,9 +115,9 @@ def _plain(algorithm: str, fn: Callable) -> Callable[..., Callable]:
     """``prepare`` of a function that has nothing to settle beforehand."""
 
     def prepare(args: tuple, *, cfg: Config, **options: Any) -> Callable[[tuple], Any]:
-        kernel = operation(algorithm)
-        if kernel is None:
+        if algorithm not in kernel_registry.operations:
             return lambda args: fn(*args, cfg=cfg, **options)
+        kernel = kernel_registry.operations[algorithm].kernel
         return lambda args: kernel.call(fn, args, cfg=cfg, **options)
 
     return prepare
@@ -173,11 +174,24 @@ Target = TypeVar("Target", bound="Callable | str")
 
 
 class KernelRegistry:
-    """All implementations, best first within an algorithm."""
+    """All implementations, best first within an algorithm.
+
+    Attributes:
+        operations: those of keraunos, by name; algorithms that users register are not among them.
+        generation: counts changes of the rows.
+    """
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
+        self.operations: dict[str, Operation] = {}
         self.generation = 0
+
+    def add(self, family: Family) -> None:
+        """Register a family's operations on all its platforms."""
+        self.operations |= {operation.name: operation for operation in family.operations}
+        for operation, row, target in family.targets():
+            self.register(operation.name, row.platform, row.backend, row.priority, frameworks=row.frameworks,
+                          devices=row.devices)(target)
 
     def register(
         self,
@@ -337,65 +351,11 @@ def _by_platform(reasons: dict[str, dict[str, None]]) -> list[str]:
 
 kernel_registry = KernelRegistry()
 
-_ROWS = (
-    # platform, its module in each family, priority, frameworks
-    (Platform.TRITON, "triton.passes", 30, ("jax", "torch")),
-    (Platform.XLA, "xla", 10, ("jax",)),
-    (Platform.TORCH, "torch", 10, ("torch",)),
-)
-_FAMILIES = {
-    "linear_attention": ("gla", "lightning_attn"),
-    "softmax_attention": ("attention",),
-    "state_pool": ("decode", "verify", "commit", "prefill"),
-}
-for _family, _algorithms in _FAMILIES.items():
-    for _algorithm in _algorithms:
-        for _platform, _module, _priority, _frameworks in _ROWS:
-            kernel_registry.register(_algorithm, _platform, Backend.ANY, _priority, frameworks=_frameworks)(
-                f"keraunos.kernels.{_family}.{_module}:{_algorithm}"
-            )
-NVIDIA = ("an NVIDIA GPU", r"^NVIDIA")
-# Where the vendor's own kernels do the call: nothing of ours is faster.
-for _platform, _framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch")):
-    kernel_registry.register("attention", _platform, Backend.GPU, 40, frameworks=(_framework,), devices=NVIDIA)(
-        f"keraunos.kernels.softmax_attention.{_platform}:preferred_attention"
-    )
-HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
-for _family, _algorithms in _FAMILIES.items():
-    for _algorithm in _algorithms:
-        _in_family = f"keraunos.kernels.{_family}"
-        if _algorithm not in ("decode", "verify", "commit"):
-            # Calls that it computes the fastest, and everything that it can run.
-            for _name, _rank in ((f"preferred_{_algorithm}", 45), (_algorithm, 15)):
-                kernel_registry.register(_algorithm, Platform.CUDA, Backend.GPU, _rank, devices=HOPPER)(
-                    f"{_in_family}.cuda.passes:{_name}"
-                )
-        # By name only: these kernels were compiled for TPUs, and run in an interpreter, but on none.
-        kernel_registry.register(_algorithm, Platform.PALLAS, Backend.TPU, 5, frameworks=("jax",))(
-            f"{_in_family}.pallas.passes:{_algorithm}"
-        )
 
-
-# What describes the calls of each algorithm.
-_OPERATIONS = {
-    "attention": "keraunos.modules.attention:Attention",
-    "gla": "keraunos.modules.gla_attention:GLAttention",
-    "lightning_attn": "keraunos.modules.lightning_attention:LightningAttention",
-    "decode": "keraunos.serving.pool_operation:DECODE",
-    "verify": "keraunos.serving.pool_operation:VERIFY",
-    "commit": "keraunos.serving.pool_operation:COMMIT",
-    "prefill": "keraunos.serving.pool_operation:PREFILL",
-}
-
-
-@functools.cache
-def operation(algorithm: str) -> Any:
-    """The operation of ours that computes an algorithm; None: it is none of ours."""
-    if algorithm not in _OPERATIONS:
-        return None
-    module, name = _OPERATIONS[algorithm].split(":")
-    found = getattr(importlib.import_module(module), name)
-    return found() if isinstance(found, type) else found
+def public_name(algorithm: str) -> str:
+    """The public function of an algorithm, whose name errors carry; the algorithm's own where it has none."""
+    known = kernel_registry.operations.get(algorithm)
+    return known.function if known else algorithm
 
 
 def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str:
@@ -418,8 +378,7 @@ def detect_platform(algorithm: str, platform: str | None = Platform.AUTO) -> str
     if platform not in (None, Platform.AUTO):
         return str(platform)
     there = [x for x in ("jax", "torch") if sys.modules.get(x)] or [x for x in ("jax", "torch") if find_spec(x)]
-    # The steps on a pool of states are asked what gated linear attention is.
-    kernel = operation(algorithm)
-    kernel = kernel if hasattr(kernel, "invocation") else operation("gla")
-    inv = replace(kernel.invocation((*there, "jax")[0], T=4096, H=16, K=128), op_id=algorithm)
+    ours = kernel_registry.operations
+    described = ours[ours[algorithm].like or algorithm].kernel
+    inv = replace(described.invocation((*there, "jax")[0], T=4096, H=16, K=128), op_id=algorithm)
     return kernel_registry.choose(inv)[0].platform

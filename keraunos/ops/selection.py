@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from keraunos.ops.cache import ConfigCache, PersistentCache, cache_key, find_shipped
-from keraunos.ops.invocation import Config, Invocation, Platform, UnsupportedError, public_name
+from keraunos.ops.invocation import Config, Invocation, Platform, UnsupportedError
 from keraunos.ops.kernel import Kernel
-from keraunos.ops.registry import Row, kernel_registry
+from keraunos.ops.registry import Row, kernel_registry, public_name
 from keraunos.ops.tuner import Tuner
 
 _log = logging.getLogger("keraunos")

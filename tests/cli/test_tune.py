@@ -227,7 +227,7 @@ def test_without_a_folder_the_reason_is_said(run, monkeypatch, command):
 
 @pytest.mark.parametrize(("operation", "name"), [(op, name) for op, cases in CASES.items() for name in cases])
 def test_every_case_is_a_call(operation, name):
-    kernel, cases = calls.find_operation(operation)
-    inv = kernel.invocation("jax", **cases[name])
+    found = calls.find_operation(operation)
+    inv = found.kernel.invocation("jax", **found.cases[name])
     assert inv.op_id == operation
     assert inv.dims["T"] >= 256

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 import keraunos
-from keraunos.ops.registry import HOPPER
+from keraunos.ops.family import HOPPER
 from tests.linear_attention.cases import GPU, Case, run_jax, run_torch
 from tests.sanitizer import CHECKS, watched
 

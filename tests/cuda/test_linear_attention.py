@@ -15,12 +15,11 @@ import triton
 import keraunos
 from keraunos import frontends
 from keraunos.frontends.torch import launch as torch_launch
-from keraunos.kernels import gluon
+from keraunos.kernels import gluon, kernel_registry
 from keraunos.kernels.gluon import RUN
 from keraunos.kernels.linear_attention.contract import Args, Options, describe
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops.invocation import Config
-from keraunos.ops.registry import kernel_registry
 from tests.cuda import builds, mutants
 from tests.cuda.compile import known
 from tests.cuda.emulator import EmulatorError

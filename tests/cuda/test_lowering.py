@@ -9,11 +9,11 @@ import triton
 from jax.sharding import PartitionSpec as P
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from keraunos.kernels import kernel_registry
 from keraunos.kernels.linear_attention.cuda.joins import sum_kernel
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.state_pool.contract import Args
 from keraunos.ops.invocation import Config
-from keraunos.ops.registry import kernel_registry
 from tests.cuda.compile import HOPPER, source_of
 from tests.linear_attention.cases import GPU
 

@@ -9,10 +9,10 @@ pytest.importorskip("torch")
 import torch
 import triton
 
+from keraunos.kernels import kernel_registry
 from keraunos.kernels.gluon import RUN
 from keraunos.kernels.state_pool.contract import Args, describe
 from keraunos.kernels.state_pool.cuda import passes
-from keraunos.ops.registry import kernel_registry
 from tests.cuda import builds
 from tests.cuda.platform import prefill, small_prefill
 from tests.linear_attention.cases import GPU

@@ -9,10 +9,10 @@ import triton
 
 import keraunos
 from keraunos import frontends
+from keraunos.kernels import kernel_registry
 from keraunos.kernels.gluon import RUN
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
-from keraunos.ops.registry import kernel_registry
 from tests.cuda.softmax_attention import Case, builds, built, call, errors, run
 
 PACKED = (100, 130, -20, 50), (100, 130, -20, 50)

@@ -12,8 +12,8 @@ import pytest
 
 import keraunos
 from keraunos.frontends import cannot_launch
+from keraunos.kernels import kernel_registry
 from keraunos.ops.invocation import Config, UnsupportedError
-from keraunos.ops.registry import kernel_registry
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax-triton")
 

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import keraunos
+from keraunos.kernels import kernel_registry
 from keraunos.kernels.linear_attention import contract, xla
-from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU, Case, run_jax
 from tests.numerics import assert_within_rule
 

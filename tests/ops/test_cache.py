@@ -389,7 +389,7 @@ def test_clear_drops_what_is_not_kept(store, tmp_path):
 
 
 def test_every_shipped_file_can_be_read():
-    from keraunos.ops.registry import kernel_registry
+    from keraunos.kernels import kernel_registry
 
     for file in cache_module.shipped_directory().iterdir():
         if file.name.endswith(".json"):

@@ -11,8 +11,8 @@ import pytest
 
 import keraunos
 from keraunos import distributed, frontends, serving
+from keraunos.kernels import kernel_registry
 from keraunos.kernels.linear_attention import contract
-from keraunos.ops.registry import kernel_registry
 
 T, H, K, N = 30, 4, 8, 3
 FRAMEWORKS = ["jax", "torch"]

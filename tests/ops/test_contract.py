@@ -15,8 +15,8 @@ import pytest
 
 import keraunos
 from keraunos import frontends
+from keraunos.kernels import kernel_registry
 from keraunos.ops import Config
-from keraunos.ops.registry import kernel_registry
 
 KERNELS = {
     "gla": keraunos.GLAttention, "lightning_attn": keraunos.LightningAttention, "attention": keraunos.Attention,

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keraunos.kernels import kernel_registry
 from keraunos.ops import Executor, Invocation, Kernel
 from keraunos.ops.cache import ConfigCache, PersistentCache
-from keraunos.ops.registry import kernel_registry
 from keraunos.ops.selection import AutotunePolicy, ConfigSelectorChain
 from keraunos.ops.tuner import Tuner
 

@@ -20,13 +20,13 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from keraunos.frontends.jax import partition
+from keraunos.kernels import kernel_registry
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.pallas import decays, kernels, passes
 from keraunos.kernels.softmax_attention import contract as softmax_contract
 from keraunos.kernels.softmax_attention.pallas import passes as softmax_passes
 from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops import Config
-from keraunos.ops.registry import kernel_registry
 
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 # A v5e: cycles and bytes of memory a second.

@@ -16,9 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 import keraunos
 from keraunos.frontends.jax import partition
+from keraunos.kernels import kernel_registry
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.pallas import kernels, passes
-from keraunos.ops.registry import kernel_registry
 from tests.linear_attention import test_unseen
 from tests.linear_attention.cases import GPU, Case, run_jax
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 import keraunos
 from keraunos.frontends.jax import partition
+from keraunos.kernels import kernel_registry
 from keraunos.kernels.softmax_attention.pallas import passes
-from keraunos.ops.registry import kernel_registry
 from keraunos.types import MaskInfo
 from tests.linear_attention.cases import GPU
 from tests.softmax_attention import test_unseen as unseen

@@ -10,8 +10,8 @@ pytest.importorskip("jax")
 from jax.experimental.pallas import tpu as pltpu
 
 import keraunos
+from keraunos.kernels import kernel_registry
 from keraunos.kernels.state_pool.pallas import passes
-from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU
 from tests.serving.cases import Case, run_jax
 

@@ -12,7 +12,7 @@ import torch
 
 import keraunos
 from keraunos import serving
-from keraunos.ops.registry import HOPPER
+from keraunos.ops.family import HOPPER
 from tests.cuda.platform import small_prefill
 from tests.cuda.test_prefill import CASES, transposed
 from tests.linear_attention.cases import GPU

@@ -210,9 +210,9 @@ def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, op, monkeypatch):
     # Not jax_triton itself, which would leave Triton without a cache for all tests that follow in the process.
     launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
     jax_triton = launch.jax_triton
+    from keraunos.kernels import kernel_registry
     from keraunos.kernels.state_pool.contract import Args
     from keraunos.ops import Config
-    from keraunos.ops.registry import kernel_registry
 
     # Without a device there is nothing to ask for its capability.
     capable = functools.partial(jax_triton.triton_call, compute_capability=90)

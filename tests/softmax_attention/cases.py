@@ -14,7 +14,7 @@ import keraunos
 from keraunos.kernels.softmax_attention.contract import Args
 from keraunos.kernels.softmax_attention.reference import attention
 from keraunos.numerics import working_dtype
-from keraunos.ops.registry import HOPPER
+from keraunos.ops.family import HOPPER
 from tests.linear_attention.cases import DTYPES, GPU, INTERPRETED
 from tests.numerics import assert_within_rule
 

@@ -10,7 +10,7 @@ import pytest
 
 import keraunos
 from keraunos import frontends
-from keraunos.ops.registry import kernel_registry
+from keraunos.kernels import kernel_registry
 from tests.linear_attention.cases import GPU
 from tests.softmax_attention.cases import Case, is_hopper
 

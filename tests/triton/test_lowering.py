@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from keraunos.kernels import kernel_registry
 from keraunos.ops import Config
-from keraunos.ops.registry import kernel_registry
 from tests.linear_attention.cases import GPU
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")

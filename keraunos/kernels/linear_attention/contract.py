@@ -24,8 +24,8 @@ import numpy as np
 from keraunos import decay, frontends
 from keraunos.frontends.array_types import Array
 from keraunos.ops import checks
-from keraunos.ops.invocation import Config, Invocation, is_number, public_name
-from keraunos.ops.registry import Implementation, kernel_registry
+from keraunos.ops.invocation import Config, Invocation, is_number
+from keraunos.ops.registry import Implementation, kernel_registry, public_name
 
 # One decay per head, as it is given: an array, or numbers.
 Decay: TypeAlias = "Array | list[float] | tuple[float, ...]"

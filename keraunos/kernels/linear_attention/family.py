@@ -1,0 +1,15 @@
+"""The family of linear attention: a state with a decay for each head, or for each token."""
+
+from keraunos.kernels.linear_attention.cases import CASES
+from keraunos.ops.family import PORTABLE, TPU, Family, Operation, hopper
+
+LINEAR_ATTENTION = Family(
+    "linear_attention",
+    (
+        Operation("lightning_attn", "lightning_attention", "keraunos.modules.lightning_attention:LightningAttention",
+                  distributed="linear", cases=CASES["lightning_attn"]),
+        Operation("gla", "gla_attention", "keraunos.modules.gla_attention:GLAttention", distributed="linear",
+                  cases=CASES["gla"]),
+    ),
+    (*PORTABLE, *hopper(), *TPU),
+)

@@ -1,0 +1,19 @@
+"""The family of softmax attention."""
+
+from keraunos.kernels.softmax_attention.cases import CASES
+from keraunos.ops.family import NVIDIA, PORTABLE, TPU, Family, Operation, PlatformRow, hopper
+from keraunos.ops.invocation import Backend, Platform
+
+# Where the vendor's own kernels compute the call, nothing of ours is faster.
+_VENDORS = tuple(
+    PlatformRow(platform, platform, 40, "preferred_", frameworks=(framework,), backend=Backend.GPU, devices=NVIDIA)
+    for platform, framework in ((Platform.XLA, "jax"), (Platform.TORCH, "torch"))
+)
+SOFTMAX_ATTENTION = Family(
+    "softmax_attention",
+    (
+        Operation("attention", "attention", "keraunos.modules.attention:Attention", distributed="softmax",
+                  cases=CASES["attention"]),
+    ),
+    (*PORTABLE, *_VENDORS, *hopper(), *TPU),
+)

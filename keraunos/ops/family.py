@@ -1,0 +1,103 @@
+"""The table of a family of operations: everything about it that is known by its name elsewhere.
+
+Each folder of kernels has one, ``family.py``, and ``keraunos.kernels.families`` lists them. The registry, the executor,
+the command line, the benchmarks and the distributed functions read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from keraunos.ops.invocation import Backend, Platform
+
+
+@dataclass(frozen=True)
+class PlatformRow:
+    """One platform of a family, as the registry lists it.
+
+    Attributes:
+        platform: its name.
+        module: of its implementations, in the family's folder.
+        priority: of the rows that can run a call, the one with the highest priority does.
+        prefix: of the implementations' names, before the operation's.
+        only: the operations that it has; empty: all.
+        frameworks, backend, devices: whose arrays and which devices it takes, as in ``KernelRegistry.register``.
+    """
+
+    platform: str
+    module: str
+    priority: int
+    prefix: str = ""
+    only: tuple[str, ...] = ()
+    frameworks: tuple[str, ...] = ("jax", "torch")
+    backend: str = Backend.ANY
+    devices: tuple[str, str] = ("", "")
+
+
+NVIDIA = ("an NVIDIA GPU", r"^NVIDIA")
+HOPPER = ("a Hopper GPU (H100, H200)", r"\bG?H(20|100|200|800)\b")
+# Platforms that have everything.
+PORTABLE = (
+    PlatformRow(Platform.TRITON, "triton.passes", 30),
+    PlatformRow(Platform.XLA, "xla", 10, frameworks=("jax",)),
+    PlatformRow(Platform.TORCH, "torch", 10, frameworks=("torch",)),
+)
+# By name only: these kernels were compiled for TPUs, and run in an interpreter, but on none.
+TPU = (PlatformRow(Platform.PALLAS, "pallas.passes", 5, frameworks=("jax",), backend=Backend.TPU),)
+
+
+def hopper(*only: str) -> tuple[PlatformRow, ...]:
+    """The rows of kernels for Hopper GPUs: of calls that these compute the fastest, and of all that they can run."""
+    return tuple(
+        PlatformRow(Platform.CUDA, "cuda.passes", priority, prefix, only, backend=Backend.GPU, devices=HOPPER)
+        for prefix, priority in (("preferred_", 45), ("", 15))
+    )
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a family.
+
+    Attributes:
+        name: in the registry and in keys of configurations.
+        function: the name of its public function, which errors carry.
+        described: ``"module:name"`` of its :class:`Kernel`, a class or an instance.
+        distributed: the module of ``keraunos.distributed`` that has it over several devices; None: there is none.
+        cases: calls of real models, name -> sizes.
+        like: an operation whose calls stand for its own where it has no sizes; "": it has.
+    """
+
+    name: str
+    function: str
+    described: str
+    distributed: str | None = None
+    cases: Mapping[str, dict[str, Any]] = field(default_factory=dict, hash=False)
+    like: str = ""
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        """Its :class:`Kernel`, imported at the first use: it is defined above its platforms."""
+        module, name = self.described.split(":")
+        found = getattr(importlib.import_module(module), name)
+        return found() if isinstance(found, type) else found
+
+
+@dataclass(frozen=True)
+class Family:
+    """A folder of ``keraunos.kernels``: its operations, and the platforms that have them."""
+
+    name: str
+    operations: tuple[Operation, ...]
+    rows: tuple[PlatformRow, ...]
+
+    def targets(self) -> Iterator[tuple[Operation, PlatformRow, str]]:
+        """Each implementation: of which operation, in which row, and where it is."""
+        for operation in self.operations:
+            for row in self.rows:
+                if not row.only or operation.name in row.only:
+                    home = f"keraunos.kernels.{self.name}.{row.module}"
+                    yield operation, row, f"{home}:{row.prefix}{operation.name}"
