@@ -1,4 +1,4 @@
-"""What the dispatching layer costs a call: a warm public call minus the implementation called directly, and under jit.
+"""The cost of dispatch: a warm public call minus the implementation called directly, and under jit.
 
     python benchmarks/dispatch.py [--json]
 

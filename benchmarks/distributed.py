@@ -191,7 +191,7 @@ def parts(x, size, heads):
 
 
 def torch_world(size, tokens, heads, operations, quick):
-    """What rank 0 of a world of processes found."""
+    """The results of rank 0 of a world of processes."""
     import torch.multiprocessing as mp
 
     with socket.socket() as free:

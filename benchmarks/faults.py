@@ -1,4 +1,4 @@
-"""What a user sees when the cache or the tuner cannot work: one line of log, and the call's result all the same.
+"""Faults of cache and tuner, as a user sees them: one line of log, and the call's result all the same.
 
 python benchmarks/faults.py        as root on Linux: it mounts file systems, one read-only and one full
 """

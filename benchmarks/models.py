@@ -84,7 +84,7 @@ def on_device(run: Callable[[], Any]) -> dict[str, float]:
 
 
 def compare(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:
-    """What each call costs, in milliseconds and gigabytes."""
+    """The cost of each call, in milliseconds and gigabytes."""
     for run in runs.values():
         for _ in range(min(rounds, 3)):
             run()

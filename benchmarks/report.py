@@ -151,7 +151,7 @@ def plot_name(stem: str) -> str:
 
 
 def shown(sections: dict) -> dict:
-    """What the plot shows: all cases but those of softmax attention, and the days on which they were measured."""
+    """The cases of the plot: all but those of softmax attention, with the days on which they were measured."""
     found = [section for name, section in sections.items() if name != "attention"]
     dates = ", ".join(dict.fromkeys(section["about"]["date"] for section in found))
     return {"about": found[0]["about"] | {"date": dates}, "cases": [case for x in found for case in x["cases"]]}

@@ -1,4 +1,4 @@
-"""What the compiler for TPUs expects the platform ``xla`` of linear attention to take on a v5e; no TPU runs anything.
+"""Estimates of the compiler for TPUs: the time of linear attention on ``xla`` on a v5e; no TPU runs anything.
 
     make build/libtpu
     PYTHONPATH=build/libtpu JAX_PLATFORMS=cpu python benchmarks/tpu_estimates.py            every row

@@ -77,7 +77,7 @@ def torch_program(config: ModelConfig, batch: int, platform: str, device: str = 
 
 
 def measure_torch(config: ModelConfig, batch: int, platform: str, steps: int) -> dict[str, Any]:
-    """What :func:`measure` says of JAX, of PyTorch."""
+    """:func:`measure` for PyTorch."""
     import torch
 
     step = torch_program(config, batch, platform)

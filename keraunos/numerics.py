@@ -18,7 +18,7 @@ import numpy as np
 
 
 def working_dtype(dtype: str) -> type[np.floating]:
-    """What the recurrence accumulates in for inputs of a dtype: float32, or float64 for float64."""
+    """The dtype in which the recurrence accumulates: float32, or float64 for float64."""
     return np.float64 if dtype == "float64" else np.float32
 
 

@@ -1,4 +1,4 @@
-"""What the model is in every framework: its sizes."""
+"""The sizes of the model, for every framework."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -34,5 +34,5 @@ class ModelConfig:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """What softmax attention with the same layers would keep of each byte: a key and a value, in float32."""
+        """Bytes that softmax attention with the same layers would keep of each token: a key and a value, in float32."""
         return len(self.blocks) * 2 * self.width * 4

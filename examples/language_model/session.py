@@ -18,7 +18,7 @@ from language_model.interrupts import HeldBackInterrupt
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for; see ``python examples/language_model --help``."""
+    """The user's options; see ``python examples/language_model --help``."""
 
     text: Path | None
     seconds: float

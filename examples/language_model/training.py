@@ -31,7 +31,7 @@ _COUNTERS = ("step", "elapsed", "train_bits", "held_out_bits")
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the numbers of a training run: a checkpoint is only continued under the same.
+    """The settings that decide the numbers of a training run: a checkpoint continues under the same ones only.
 
     Args:
         model: Sizes of the model.

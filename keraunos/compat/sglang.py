@@ -22,7 +22,7 @@ VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
 @dataclass
 class SegLaMeta:
-    """What SGLang says of a batch; its own class of this name serves :func:`seg_la_fwd` as well.
+    """SGLang's description of a batch; its own class of this name serves :func:`seg_la_fwd` as well.
 
     Attributes:
         batch_size: requests.

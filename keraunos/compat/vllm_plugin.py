@@ -100,7 +100,7 @@ def _drafts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, states: torch.Ten
 
 
 class _Layer:
-    """What both layers share; the engine's class comes after it among a layer's bases."""
+    """The base of both layers; the engine's class comes after it among a layer's bases."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -109,7 +109,7 @@ class _Layer:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What the engine's class has."""
+            """The attributes of the engine's class."""
 
     def _step(self, hidden_states: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """The step's metadata, None in a run that measures memory, and the tokens that are no padding."""

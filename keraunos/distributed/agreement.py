@@ -103,7 +103,7 @@ def exchange(group: ProcessGroup | None) -> Iterator[None]:
 
 
 class _Ledger:
-    """What a rank knows of the calls of its group."""
+    """The calls of a group, as one rank knows them."""
 
     def __init__(self, group: ProcessGroup):
         import torch.distributed as dist
@@ -185,7 +185,7 @@ class _Ledger:
         return _error(self.store.compare_set(f"{self.calls}/verdict", "", own))
 
     def difference(self, found: dict[int, dict[str, str] | None]) -> str:
-        """What differs between the ranks' descriptions; None: another call, of which nothing is known."""
+        """The difference between the ranks' descriptions; None: another call, of which nothing is known."""
         refused: dict[str, list[int]] = {}
         for rank, x in sorted(found.items()):
             if x and "refused" in x:
@@ -204,7 +204,7 @@ class _Ledger:
         return f"the ranks differ: {'; '.join(parts)}"
 
     def late(self, ranks: list[int]) -> Exception:
-        """What it means that ranks did not come to an exchange: those that found a mismatch never do."""
+        """The error for ranks that did not come to an exchange: those that found a mismatch never do."""
         for call in range(self.calls, max(self.calls - _RECENT, self.settled), -1):
             if self.store.check([f"{call}/verdict"]):
                 return _error(self.store.get(f"{call}/verdict"))
@@ -214,7 +214,7 @@ class _Ledger:
         )
 
     def failure(self, error: RuntimeError) -> Exception:
-        """What a failed collective means. Ranks that are alive fail too, at the latest at the timeout, and say so."""
+        """The error for a failed collective. Living ranks fail too, at the latest at the timeout, and say so."""
         failed, verdict = f"{self.calls}/failed/{{}}".format, f"{self.calls}/verdict"
         try:
             self.store.set(failed(self.me), "1")

@@ -268,7 +268,7 @@ class _OverShards(LinearOperation):
 
 
 def _description(op_id: str, args: Args, opts: Options) -> dict[str, Any]:
-    """What has to be the same on all ranks. The lengths of shards may differ."""
+    """The properties that all ranks must share. The lengths of shards may differ."""
     frontend = frontends.of(args.query)
     what = {"op": op_id, "softmax_scale": opts.softmax_scale, "reverse": opts.reverse, "return_state": opts.state}
     for name, x in args._asdict().items():

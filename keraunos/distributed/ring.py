@@ -1,4 +1,4 @@
-"""What both frameworks share of softmax attention over shards: the ring of shards, and sums over parts of the keys."""
+"""Softmax attention over shards, for both frameworks: the ring of shards, and sums over parts of the keys."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def merged(xp: ModuleType, a: Merged, b: Merged) -> Merged:
 
 
 def of_part(xp: ModuleType, found: tuple) -> Merged:
-    """What a platform's ``part`` gave."""
+    """The sums of one part, from the results of a platform's ``part``."""
     output, top, total = found
     return Merged(xp.asarray(output, dtype=top.dtype), xp.where(top == math.inf, -top, top), total)
 
@@ -102,5 +102,5 @@ def _by_head(xp: ModuleType, sinks: Array, like: Merged) -> Any:
 
 
 def whole(xp: ModuleType, found: Merged) -> tuple[Any, Any, Any]:
-    """What a platform's ``part_gradients`` takes: output and sums of all keys."""
+    """The arguments of a platform's ``part_gradients``: output and sums of all keys."""
     return found.output, xp.where(xp.isfinite(found.top), found.top, math.inf), found.total

@@ -30,7 +30,7 @@ _LAUNCHERS = {"jax-triton": ("0.3",), "jaxlib": ("0.8", "0.9", "0.10", "0.11")}
 
 
 class UnnamedError(TypeError):
-    """What a front end says of a call whose public function it does not know: the function puts its name before."""
+    """An error of a front end, which does not know the public function: that function puts its name before it."""
 
 
 class Device(NamedTuple):
@@ -104,7 +104,7 @@ def number(x: object) -> int | None:
 
 
 def signature(args: Sequence[Any]) -> list[Any]:
-    """What arrays are told apart by: choices, checks and what is prepared for a call depend on nothing else of them.
+    """The properties by which arrays are told apart: choices, checks and preparations depend on nothing else.
 
     The call runs where the first one is.
     """
@@ -150,7 +150,7 @@ def of(x: object) -> ModuleType:
 
 
 def arrays() -> str:
-    """What arrays may be, in errors, which say what to install where there is no framework."""
+    """The types that arrays may have, in errors; without a framework, how to install one."""
     if any(name in sys.modules or find_spec(name) for name in FRAMEWORKS):
         return "a jax.Array or a torch.Tensor"
     wanted = " or ".join(f"'keraunos[{name}]'" for name in FRAMEWORKS)
@@ -323,7 +323,7 @@ def cannot_launch(framework: str | None, gluon: bool = False) -> str | None:
 
 
 def in_shared_memory(build: Callable[[int], Any], kernel: str, num_stages: int) -> Any:
-    """What ``build`` makes with as many stages, up to these, as the GPU has shared memory for.
+    """Call ``build`` with as many stages, up to these, as fit the shared memory of the GPU.
 
     Args:
         build: takes the number of stages; raises Triton's OutOfResources if that many do not fit.

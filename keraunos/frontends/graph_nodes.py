@@ -1,4 +1,4 @@
-"""What ``torch.compile`` makes nodes of its graphs: public functions, as :mod:`keraunos.frontends` wraps them."""
+"""Public functions as nodes of the graphs of ``torch.compile``; :mod:`keraunos.frontends` wraps them."""
 
 from __future__ import annotations
 

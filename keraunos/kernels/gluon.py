@@ -1,4 +1,4 @@
-"""What Gluon kernels need: devices, dtypes and versions of Triton; and names that changed from one to the next."""
+"""Requirements of Gluon kernels: devices, dtypes, versions of Triton; and names that changed between versions."""
 
 from __future__ import annotations
 

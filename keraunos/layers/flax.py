@@ -31,7 +31,7 @@ class _Maker:
         self.heads = heads
 
     def _sharded(self, *of_heads: bool) -> dict[str, Any]:
-        """What parameters say of the mesh: which axes of a kernel are of heads; a bias has the last one."""
+        """The sharding of parameters: which axes of a kernel are heads; a bias has the last one."""
         if self.heads is None:
             return {}
         axes = tuple(self.heads if sharded else None for sharded in of_heads)
@@ -54,7 +54,7 @@ class _Maker:
 
 
 class _Layer(nnx.Module):
-    """What JAX adds to :class:`keraunos.layers.mixers.Layer`."""
+    """The part of :class:`keraunos.layers.mixers.Layer` that is JAX's."""
 
     xp: Any = jnp
     arrays: Any = jax.Array, np.ndarray

@@ -1,4 +1,4 @@
-"""What the layers compute, written once: a framework's class adds what :class:`Layer` names to make modules of it."""
+"""The arithmetic of the layers, written once; a framework's class adds the methods that :class:`Layer` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keraunos.ops import checks
 
 
 class Cache(NamedTuple):
-    """What a layer keeps of the tokens so far, for N sequences: a pytree that ``layer.init_cache(N)`` makes.
+    """The state of a layer after the tokens so far, for N sequences: a pytree that ``layer.init_cache(N)`` makes.
 
     Attributes:
         state: ``[N, H, K, V]``, the recurrence's state, float32 (float64 in layers of float64).
@@ -31,7 +31,7 @@ class Cache(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What :class:`LightningAttention` calls its parts: as published models do, to load their weights."""
+    """Names of the parts of :class:`LightningAttention`: those of published models, so that their weights load."""
 
     q: str = "q_proj"
     k: str = "k_proj"

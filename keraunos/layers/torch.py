@@ -59,7 +59,7 @@ class _Maker:
 
 
 class _Layer(nn.Module):
-    """What PyTorch adds to :class:`keraunos.layers.mixers.Layer`."""
+    """The part of :class:`keraunos.layers.mixers.Layer` that is PyTorch's."""
 
     xp: Any = torch
     arrays: Any = Tensor

@@ -143,7 +143,7 @@ class Attention(Kernel):
 
 
 def _options(kwargs: dict) -> dict:
-    """What the reference takes of :meth:`Attention.sample`'s options."""
+    """The options of :meth:`Attention.sample` that the reference takes."""
     return {name: kwargs[name] for name in ("causal", "window", "soft_cap", "softmax_scale", "shift")}
 
 

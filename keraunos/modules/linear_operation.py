@@ -1,4 +1,4 @@
-"""What the operations of the linear recurrence tell the tuner: inputs of their own, and the right results."""
+"""Answers to the tuner for operations of the linear recurrence: random inputs, and the right results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LinearOperation(Kernel):
         return Args(*args)
 
     def unpack(self, args: Args) -> tuple:
-        """What :meth:`pack` made them of."""
+        """The inverse of :meth:`pack`."""
         return tuple(args)
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,

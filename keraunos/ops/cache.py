@@ -50,7 +50,7 @@ _SOURCE = " | source "
 
 
 def cache_key(inv: Invocation, row: Row) -> str:
-    """What a configuration is stored under, readable: device, platform, call, and after them source and versions."""
+    """The key of a stored configuration, readable: device, platform, call, then source and versions."""
     return f"{inv.device} | {row.platform}/{row.backend} | {inv.key}{_provenance(row, inv.framework)}"
 
 

@@ -85,7 +85,7 @@ def _kind(x: object) -> str:
 
 
 class Rule(NamedTuple):
-    """What the values of an array have to be."""
+    """A rule for the values of an array."""
 
     argument: str  # its name in the public function
     wrong: Callable[..., np.ndarray]  # which are wrong; is also given the arrays of ``beside``
@@ -182,7 +182,7 @@ def counts(argument: str, most: int) -> Rule:
 
 
 def checker(function: str, rules: Mapping[str, Rule], args: NamedTuple) -> Callable[[NamedTuple], None] | None:
-    """What checks arrays like these in every call, in the name of a function; None: nothing of them is to be read.
+    """Make the check of the values of arrays like these, in the name of a function; None: nothing is to be read.
 
     Args:
         function: the public function.

@@ -1,4 +1,4 @@
-"""What one call of an operation is, and its launch configuration: what platforms choose by, and what they are given."""
+"""The description of one call of an operation, and its launch configuration."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Invocation:
 
     @functools.cached_property
     def key(self) -> str:
-        """What the call shares with every call that should get the same configuration, readable."""
+        """The key that all calls share which should get the same configuration, readable."""
         dims = " ".join(f"{d}{bucket(n) if d in self.lengths else n}" for d, n in self.dims.items())
         arrays = " ".join(
             f"{name}:{'constant-' if name in self.constants else ''}{dtype}x{ndim}"

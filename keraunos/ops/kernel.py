@@ -1,4 +1,4 @@
-"""What an operation, one call of it, and its launch configuration are."""
+"""The base class of operations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Kernel(ABC):
         return (*args, *map(kwargs.get, names[len(args) :])), options
 
     def checker(self, *args: Array | None, **kwargs: Any) -> Callable | None:
-        """What checks the values of ``args`` in all calls with arguments like these; None: nothing does.
+        """Make the check of the values of ``args`` for all calls with arguments like these; None: there is none.
 
         Raises:
             ValueError: a constant has a wrong value.

@@ -124,7 +124,7 @@ def _plain(algorithm: str, fn: Callable) -> Callable[..., Callable]:
 
 
 def _code(code: CodeType) -> Iterator[bytes]:
-    """What a function is, however it is named."""
+    """The parts of a function's code, without its name."""
     yield code.co_code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -147,7 +147,7 @@ class Row:
 
     @functools.cached_property
     def implementation(self) -> Implementation:
-        """What the row registers, imported if need be."""
+        """The registered implementation, imported if need be."""
         if not isinstance(self.target, str):
             return self.target
         module, name = self.target.split(":")

@@ -22,7 +22,7 @@ _log = logging.getLogger("keraunos")
 
 @dataclass(frozen=True)
 class AutotunePolicy:
-    """What to do for a call that no cache knows.
+    """The policy for a call that no cache knows.
 
     Attributes:
         allow_autotune: False: never measure anything.

@@ -32,7 +32,7 @@ COMPILING = 0.7
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is known of one candidate.
+    """The result of one candidate.
 
     Attributes:
         cfg: the candidate.
@@ -67,7 +67,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a tuning found.
+    """The result of a tuning.
 
     Attributes:
         winner: the configuration to use; None if every candidate failed.

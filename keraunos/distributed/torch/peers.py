@@ -36,7 +36,7 @@ _log = logging.getLogger("keraunos")
 
 
 class _Memory(NamedTuple):
-    """What ranks share; as :mod:`keraunos.distributed.torch.exchange` wants it."""
+    """The memory that ranks share, as :mod:`keraunos.distributed.torch.exchange` wants it."""
 
     own: torch.Tensor
     addresses: torch.Tensor
@@ -70,7 +70,7 @@ class Peers:
         _log.info("states of %d ranks go %s", self.size, f"through NCCL: {self.reason}" if self.reason else "directly")
 
     def _all(self, own: Any) -> list[Any]:
-        """What every rank says."""
+        """Gather an object from every rank."""
         self.asked += 1
         self.store.set(f"{self.asked}/{self.rank}", json.dumps(own))
         return [json.loads(self.store.get(f"{self.asked}/{rank}")) for rank in range(self.size)]
@@ -142,7 +142,7 @@ class Peers:
 
 
 def _facts(device: torch.device) -> tuple[str, str, int, bool]:
-    """What the others have to know of a rank: its host, its GPU, the programs that run there at once, its refusal."""
+    """The facts that others need of a rank: its host, its GPU, the programs that run there at once, its refusal."""
     properties, boot = torch.cuda.get_device_properties(device), Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
     return host, str(properties.uuid), properties.multi_processor_count, _refused()

@@ -149,7 +149,7 @@ class _OverShards(torch.autograd.Function):
 
 
 def _keys(args: Args) -> tuple:
-    """What is sent: keys, values and, where there are any, their ids."""
+    """The arrays that are sent: keys, values and, where there are any, their ids."""
     return tuple(x.contiguous() for x in (*args[1:3], args.key_segments) if x is not None)
 
 

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` needs to know; imported while it traces, for it loads PyTorch's compiler."""
+"""Support for ``torch.compile``; imported while it traces, for it loads PyTorch's compiler."""
 
 import operator
 from collections.abc import Callable

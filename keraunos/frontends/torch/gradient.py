@@ -150,7 +150,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, np.ndarray, type(None)}
 
 
 def signature(args: Sequence[Any]) -> list[Any] | None:
-    """What tells launches on tensors and constants apart; None where the call has to be an operator, or is wrong."""
+    """The properties that tell launches apart; None where the call has to be an operator, or is wrong."""
     return None if is_watched(args) else kinds(args)
 
 

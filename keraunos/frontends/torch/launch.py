@@ -261,7 +261,7 @@ class _Recording:
             self.first = self.steps[-1]
 
     def finish(self, results: Sequence[torch.Tensor | None]) -> _Launches | None:
-        """What repeats the calls; None where something else than launches made the results."""
+        """Make a function that repeats the launches; None where something other than launches made the results."""
         made = [None if x is None else self.slots.get(x, -1) for x in results]
         # In inference mode and within an operator PyTorch counts no changes: what launched nothing may have made some.
         if not self.steps or not self.complete or -1 in made or not self._unchanged():
@@ -307,7 +307,7 @@ class _Launches(NamedTuple):
 
 
 def kinds(arrays: Sequence[Any]) -> list[Any]:
-    """What tells launches on tensors apart, and NumPy arrays, which are constants of a call; None is an absent one.
+    """The properties that tell launches apart, of tensors and of constants (NumPy arrays); None is an absent one.
 
     In its deterministic mode PyTorch fills what it allocates: no launch may overlap that.
     """

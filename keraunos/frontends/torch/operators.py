@@ -103,7 +103,7 @@ class _Plain:
 
 
 class Residuals(NamedTuple):
-    """What a platform's forward keeps for its backward."""
+    """The tensors that a platform's forward keeps for its backward."""
 
     shared: int  # the outputs themselves, from the first
     own: tuple[Callable, ...]  # of the others: (args, opts) -> shape and dtype, None: there is none
@@ -166,7 +166,7 @@ class Differentiable:
         return [by_name.get(name) for name in self.operator.fields]
 
     def _transformed(self) -> tuple[Any, Any]:
-        """What ``torch.func`` takes the gradient of: not of an operator, only of such classes, without lists."""
+        """The classes that ``torch.func`` differentiates: it takes no operator, and no lists."""
         n, values, forward, backward = self.n, self.plain.count, self._forward, self._backward
 
         def run_forward(*given: Any) -> tuple[torch.Tensor, ...]:
@@ -243,7 +243,7 @@ class Differentiable:
 
     def _check_backward(self, args: Any, residuals: Sequence[torch.Tensor], doutput: torch.Tensor | None,
                         dstate: torch.Tensor | None, opts: Any) -> None:
-        """What is not among the arguments of a call; of an operator anyone may give anything."""
+        """Check the arguments that only the operator has; anyone may call an operator with anything."""
         shared = Residuals.of(self.operator.passes(opts.cfg.platform)[0]).shared
         output, state = self.operator.outputs(args, opts)
         wanted = [output, state, *[output] * shared, *self._residuals(args, opts)]
@@ -434,7 +434,7 @@ def _one_by_one(op: Callable, size: int, in_dims: Sequence[Any], given: Sequence
 def gradients_of(
     shape: tuple[int, ...], like: torch.Tensor, doutput: Any, dstate: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What kernels take as the gradients of outputs: in rows; that of the state may be absent."""
+    """The gradients of outputs as kernels take them: in rows; that of the state may be absent."""
     if doutput is None:
         doutput = torch.zeros(shape, dtype=like.dtype, device=like.device)
     return rows(doutput), dstate if dstate is None else dstate.contiguous()

@@ -271,7 +271,7 @@ class _Scalar:
         self.total = self.enter[..., -1:, :]  # [n, B, H, 1, 1]
 
     def inside(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """What each chunk's own keys give its queries, ``[n, B, H, C, V]``."""
+        """The output from keys of the query's own chunk, ``[n, B, H, C, V]``."""
         return self.walker.mm_seen(self.walker.pairs(self.mm(q, k.mT).mul_(self.pair)), v, self.onward.mT)
 
     def inside_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, live: torch.Tensor,
@@ -320,7 +320,7 @@ class _Vector:
         self.total = self.enter[..., -1:, :].mT  # [n, B, H, K, 1]
 
     def inside(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """What each chunk's own keys give its queries, ``[n, B, H, C, V]``."""
+        """The output from keys of the query's own chunk, ``[n, B, H, C, V]``."""
         o = (q * k).sum(-1, keepdim=True) * v
         for m, to_middle, from_middle in self.levels:
             scores = self.mm(_right(q, m) * from_middle, (_left(k, m) * to_middle).mT)
@@ -362,7 +362,7 @@ def _right(x: torch.Tensor, m: int) -> torch.Tensor:
 
 
 def _added(w: _Walker, k: torch.Tensor, v: torch.Tensor, decay: _Scalar | _Vector) -> torch.Tensor:
-    """What each chunk adds to the state, ``[n, B, H, K, V]``."""
+    """The sums that chunks add to the state, ``[n, B, H, K, V]``."""
     return w.mm((k * decay.leave).mT, v)
 
 

@@ -58,7 +58,7 @@ _Decay: TypeAlias = "_Scalar | _MildVector | _Vector"
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
-    """What suits the kind of device.
+    """Chunks and groups that suit the kind of device.
 
     Of a traced call, ``backend`` says whom it is for: where the program is lowered for another, that one's is taken.
     """
@@ -298,7 +298,7 @@ class _Walker:
         return state, jnp.stack(before, axis=1).reshape(self.B * self.n, *state.shape[1:])
 
     def carry(self, states: jax.Array) -> jax.Array:
-        """What the scan over chunks starts with: batch rows walk together, packed sequences one after another."""
+        """The initial carry of the scan over chunks: batch rows walk together, packed sequences one after another."""
         return states if self.args.cu_seqlens is None else self.zeros((1, self.H, self.K, self.V))
 
 
@@ -385,7 +385,7 @@ class _Scalar:
         self.total = self.enter[..., -1:, :]  # [B, H, 1, 1]
 
     def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
+        """The output from keys of the query's own chunk, ``[B, H, C, V]``."""
         return _seen(self.mm, _pairs(self.mm("bhik,bhjk->bhij", q, k)) * self.pair, v)
 
     def backward(
@@ -428,7 +428,7 @@ class _MildVector:
         self.total = jnp.swapaxes(early * late, -1, -2)  # [B, H, K, 1]
 
     def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
+        """The output from keys of the query's own chunk, ``[B, H, C, V]``."""
         return _seen(self.mm, _pairs(self.mm("bhik,bhjk->bhij", q * self.to, k * self.back)), v)
 
     def backward(
@@ -482,7 +482,7 @@ class _Vector:
         self.total = jnp.swapaxes(self.enter[..., -1:, :], -1, -2)  # [B, H, K, 1]
 
     def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """What the chunk's own keys give its queries, ``[B, H, C, V]``."""
+        """The output from keys of the query's own chunk, ``[B, H, C, V]``."""
         o = (q * k).sum(-1, keepdims=True) * v
         for m, decay in self.levels:
             scores = self.mm("...ik,...jk->...ij", _right(q * decay, m), _left(k * decay, m))

@@ -87,7 +87,7 @@ class _Weights(NamedTuple):
 
     @property
     def kept(self) -> torch.Tensor:
-        """What multiplies the values."""
+        """The weights that multiply the values."""
         return self.p * self.keep
 
 

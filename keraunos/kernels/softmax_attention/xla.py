@@ -60,7 +60,7 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
 
 
 class _Tile(NamedTuple):
-    """What the weights of some queries and keys depend on, but for queries and keys; absent arrays are None."""
+    """The arrays, other than queries and keys, that the weights of a tile depend on; absent ones are None."""
 
     t: Any  # [Tq] places of the queries
     s: Any  # [Sk] places of the keys
@@ -155,7 +155,7 @@ def _tangent(work: np.dtype, given: tuple, moved: tuple) -> tuple[jax.Array, jax
 
 
 def _kept(x: jax.Array, tile: _Tile, opts: Options) -> jax.Array:
-    """What the dropout leaves of weights or of their gradients."""
+    """Weights, or their gradients, after dropout."""
     if not opts.dropout:
         return x
     B, G, R = x.shape[:3]
@@ -244,7 +244,7 @@ class _Blocks:
         return jnp.moveaxis(x.reshape(shape), axis, 0)
 
     def joined(self, x: jax.Array, axis: int, length: int) -> jax.Array:
-        """What :meth:`cut` was given."""
+        """The inverse of :meth:`cut`."""
         x = jnp.moveaxis(x, 0, axis)
         x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
         return jax.lax.slice_in_dim(x, 0, length, axis=axis)

@@ -1,4 +1,4 @@
-"""What happens inside a chunk of one head, for each kind of decay: values, and gradients.
+"""The arithmetic inside a chunk of one head, for each kind of decay: values, and gradients.
 
 The state S is kept transposed, ``[V, K]``, so that decays of its rows of K are plain row vectors. Each class takes the
 chunk's gates and has two methods::
@@ -37,7 +37,7 @@ _UNIT = 2.0**-8
 
 
 class Shape(NamedTuple):
-    """What all chunks of a call have in common."""
+    """The sizes that all chunks of a call share."""
 
     C: int
     dtype: Any  # of the operands of products
@@ -257,7 +257,7 @@ class Strong:
         return lax.fori_loop(0, self.shape.C.bit_length() - 1, step, start)
 
     def diagonal(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """What queries have of their own keys, ``[C, C]``."""
+        """The products of queries with keys of the same token, on the diagonal of ``[C, C]``."""
         at, other = self.shape.places
         return jnp.where(at == other, dots(q, k), 0.0)
 

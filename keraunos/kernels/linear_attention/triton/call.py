@@ -46,7 +46,7 @@ def tile(n: int) -> int:
 
 
 class Spec(NamedTuple):
-    """What the host code needs to know of an array: hashable, so that what follows from it is worked out once."""
+    """The properties of an array that host code needs: hashable, so that plans are made once."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -54,7 +54,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(x: Array | None) -> Spec | None:
-    """What is known of an array; None of an absent one."""
+    """The properties of an array; None for an absent one."""
     if x is None:
         return None
     if hasattr(x, "stride"):
@@ -122,7 +122,7 @@ class Pool(NamedTuple):
     into: Any = None  # where the output goes
 
     def specs(self) -> Pool:
-        """What is known of the arrays."""
+        """The properties of the arrays."""
         states, slots, has_initial, exports = map(spec_of, self[:4])
         return Pool(states, slots, has_initial, exports, self.T, self.call)
 

@@ -44,7 +44,7 @@ def decay_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
     MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """What vector gates do inside a chunk, worked into q and k, so that a scan over chunks need not know them.
+    """Work vector gates into q and k inside each chunk, so that a scan over chunks need not know them.
 
     ``qd = scale * q * factor``, ``kd = k / factor`` with ``factor = exp(gates from the chunk's start to the token)``;
     ``sums`` are the gates of the chunk, base 2 or, EXACT, their own. If those of any dimension sum below -MILD, factors

@@ -203,7 +203,7 @@ def _combine_plan(call: Call, K: int, V: int, reverse: bool, init: bool, pool: P
 
 def _starts(call: Call, args: Args, k: Array, v: Array, h0: Array | None, *, reverse: bool, adjoint: bool = False,
             decayed: _Decayed | None = None, pool: Pool | None = None) -> dict[str, Any]:
-    """What each walk starts from: where sequences are cut, the states of their segments ``[slots, H, K, V]``."""
+    """The states that walks start from: where sequences are cut, those of their segments ``[slots, H, K, V]``."""
     if not call.L and pool:
         return dict(h0=None, init=_Init.SEQUENCE)
     if not call.L:
@@ -220,7 +220,7 @@ def _starts(call: Call, args: Args, k: Array, v: Array, h0: Array | None, *, rev
 
 
 class _Decayed(NamedTuple):
-    """What ``decay_kernel`` makes of vector gates, and the pairs of the chunks that are halved."""
+    """The results of ``decay_kernel`` for vector gates, and the pairs of the chunks that are halved."""
 
     q: Any
     k: Any
@@ -506,7 +506,7 @@ def heuristic(inv: Invocation, cfg: Config) -> Config:
 
 
 def _for_two_programs(inv: Invocation, cfg: Config, exact: bool, wide: bool) -> Config:
-    """What is chosen for GPUs with less shared memory than Hopper: by occupancy, as nothing was measured there.
+    """The choice for GPUs with less shared memory than Hopper: by occupancy, as nothing was measured there.
 
     Two programs of four warps fit a multiprocessor, by registers and by shared memory. Products there take operands
     from registers: with 64 tokens to a chunk these do not hold them, but for gates per dimension, whose pairs another

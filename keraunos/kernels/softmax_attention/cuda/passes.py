@@ -334,7 +334,7 @@ def heuristic(inv: Invocation, cfg: Config) -> Config:
 
 
 def candidates(inv: Invocation, cfg: Config) -> list[Config]:
-    """What fits registers and shared memory."""
+    """The tiles that fit registers and shared memory."""
     BD = _tile(inv.dims["K"], inv.dims["V"])
     tiles = {64: ((128, 128, 2), (128, 128, 3), (128, 64, 4), (256, 64, 3)), 128: ((128, 128, 2), (128, 64, 4)),
              256: ((128, 64, 2),)}[BD]

@@ -143,7 +143,7 @@ class Call:
         return dict(N=min(R & -R, block // 8), stride_qn=strides[0][2], stride_don=strides[1][2])
 
     def spreads(self, ids: Array | None, block: int) -> Array | None:
-        """What segments are in blocks of queries or keys; None without any."""
+        """The lowest and highest segment ids of blocks of queries or keys; None without segments."""
         if ids is None:
             return None
         B, n = ids.shape
@@ -155,7 +155,7 @@ class Call:
         )[0]
 
     def mask_flags(self, mask: Array | None, BT: int, BS: int) -> Array | None:
-        """What of each block of the mask is visible; None without one."""
+        """Flags of each block of the mask: nothing, something or everything is visible; None without a mask."""
         if mask is None:
             return None
         (B, heads), (NT, NS) = mask.shape[:2], (-(-self.T // BT), -(-self.S // BS))

@@ -81,7 +81,7 @@ def to_queries(
     SEGMENTS: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """What one block of keys adds to the gradient of the queries."""
+    """Add the part of one block of keys to the gradient of the queries."""
     EXACT: tl.constexpr = b_q.dtype == tl.float32
     s0 = tl.full([], 0, tl.int64) + i_s * BS
     o_n = i_s * BS + tl.arange(0, BS)
@@ -192,7 +192,7 @@ def to_keys(
     MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """What one block of queries, of N heads, adds to the gradients of keys and values; tiles are keys by queries."""
+    """Add the part of a block of queries, of N heads, to the gradients of keys and values (tiles: keys by queries)."""
     BQ: tl.constexpr = BT // N if N else BT
     t0 = tl.full([], 0, tl.int64) + i_t * BQ
     o_n, o_r = tl.arange(0, BT) // BQ, i_t * BQ + tl.arange(0, BT) % BQ

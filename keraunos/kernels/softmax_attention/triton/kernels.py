@@ -61,7 +61,7 @@ def load_rows(p, stride: tl.constexpr, left, ROWS: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def store_rows(p, b_x, stride: tl.constexpr, left, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """What :func:`load_rows` would load."""
+    """Store rows, as :func:`load_rows` loads them."""
     o_r, o_d = tl.arange(0, ROWS)[:, None], tl.arange(0, BD)[None, :]
     tl.store(p + o_r * stride + o_d, b_x.to(p.dtype.element_ty), mask=(o_r < left) & (o_d < D))
 

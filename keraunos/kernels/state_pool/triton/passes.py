@@ -112,7 +112,7 @@ def _call(specs: Args) -> linear_contract.Args:
 
 @_remember
 def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
-    """What says where the walk copies states to, and what takes these to the tokens that are asked for."""
+    """Plan where the walk copies states to, and how these are carried on to the tokens that are asked for."""
     N, M, (_, H, K, V) = specs.slots.shape[0], specs.tokens.shape[0], specs.states.shape
     BT, BN, sizes = cast(int, opts.cfg.block_q), pow2(N), dict(N=N, M=M)
     exact = specs.key.dtype == "float32"
