@@ -22,18 +22,43 @@ class Rehearsal:
 
     def __init__(self, fn: Callable[[], Any], device: Any = None):
         self.device = device
+        self._builds: list[tuple[Callable, tuple]] = []
+        self._later: list[tuple[Callable, tuple]] = []
+        _local.rehearsal = self
+        try:
+            with contextlib.suppress(Exception):
+                fn()
+        finally:
+            _local.rehearsal = None
         # Reading a kernel, Triton changes the process's filters of warnings: one thread would leave what another set.
-        with warnings.catch_warnings(), ThreadPoolExecutor() as self._threads:
-            _local.rehearsal = self
-            try:
-                with contextlib.suppress(Exception):
-                    fn()
-            finally:
-                _local.rehearsal = None
+        with warnings.catch_warnings(), ThreadPoolExecutor() as threads:
+            # Only one thread at a time can read a kernel, which is done in Python.
+            for build, args in (*self._builds, *self._later):
+                read = threading.Event()
+                threads.submit(_run, read, build, args)
+                read.wait()
 
     def build(self, fn: Callable, *args: Any) -> None:
-        """Begin ``fn(*args)``, which keeps what it builds."""
-        self._threads.submit(fn, *args)
+        """Have ``fn(*args)`` called, which keeps what it builds, and calls :func:`was_read` when it has read one."""
+        self._builds.append((fn, args))
+
+    def gradients(self) -> None:
+        """Say that gradients follow: their kernels, which take longest to compile, are read before those so far."""
+        self._later, self._builds = self._builds, []
+
+
+def _run(read: threading.Event, build: Callable, args: tuple) -> None:
+    _local.read = read
+    try:
+        build(*args)
+    finally:
+        read.set()
+
+
+def was_read() -> None:
+    """Say that this thread has read the kernel which it builds; what is left of that is done outside of Python."""
+    if read := getattr(_local, "read", None):
+        read.set()
 
 
 def current() -> Rehearsal | None:

@@ -1,9 +1,10 @@
 """Kernels that are built side by side before a call launches them."""
 
 import threading
+import time
 import warnings
 
-from keraunos.frontends.rehearsal import Rehearsal, current
+from keraunos.frontends.rehearsal import Rehearsal, current, was_read
 
 
 def test_what_fails_in_a_rehearsal_does_not_end_the_call():
@@ -23,6 +24,7 @@ def test_filters_of_warnings_stay_as_they_were():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             changed.set()
+            was_read()
             kept.wait(10)
         back.set()
 
@@ -35,3 +37,31 @@ def test_filters_of_warnings_stay_as_they_were():
     before = warnings.filters[:]
     Rehearsal(lambda: [current().build(fn) for fn in (first, second)])
     assert warnings.filters == before
+
+
+def test_kernels_are_read_one_by_one_and_those_of_gradients_first():
+    """Python reads them, one at a time: the longest build need not wait for others."""
+    seen, compiled = [], threading.Barrier(3)
+
+    def build(name):
+        seen.append(f"reads {name}")
+        time.sleep(0.01)
+        seen.append(f"has read {name}")
+        was_read()
+        compiled.wait(10)
+
+    def both():
+        current().build(build, "forward")
+        current().gradients()
+        for name in ("first", "second"):
+            current().build(build, name)
+
+    Rehearsal(both)
+    assert seen == [f"{does} {name}" for name in ("first", "second", "forward") for does in ("reads", "has read")]
+
+
+def test_a_build_that_reads_nothing_does_not_stop_the_next_one():
+    """It was built before, or fails."""
+    seen = []
+    Rehearsal(lambda: [current().build(fn) for fn in (lambda: 1 / 0, lambda: None, lambda: seen.append("next"))])
+    assert seen == ["next"]

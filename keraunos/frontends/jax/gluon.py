@@ -135,6 +135,7 @@ def _built(kernel: Any, signature: tuple, constants: tuple, num_warps: int) -> _
     backend.load_dialects(context)
     generators, modules = backend.get_codegen_implementation(options), backend.get_module_map()
     made = source.make_ir(target, options, generators, modules, context)
+    rehearsal.was_read()
     stages: dict[str, Any] = {}
     metadata = {"target": target, **vars(options)}
     backend.add_stages(stages, options, source.language)

@@ -112,8 +112,26 @@ def _warm_up(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[
              device: torch.device) -> None:
     """Build for a launch."""
     with _current_device(device):
+        # Triton sets what reads a kernel when it first looks up what it has built of it.
+        _ = kernel.device_caches[device.index]
+        if isinstance(kernel.ASTSource, type):
+            kernel.ASTSource = functools.partial(_source, kernel.ASTSource)
         # What launches it is compiled, too, when it is asked for.
         _ = kernel.warmup(*args, grid=grid, **options).run
+
+
+def _source(kind: Callable, *args: Any) -> Any:
+    """What Triton reads a kernel from; it says when it was read."""
+    source = kind(*args)
+    read = source.make_ir
+
+    def make_ir(*args: Any) -> Any:
+        made = read(*args)
+        rehearsal.was_read()
+        return made
+
+    source.make_ir = make_ir
+    return source
 
 
 def _without_memory(tensors: list[Any]) -> list[Any]:
@@ -397,6 +415,8 @@ def launchers(kind: Any, forward: Callable, backward: Callable, opts: Any) -> tu
 
     def launch_both(flat: list[Any]) -> None:
         output, _, *kept = launch_forward(flat)
+        if rehearsed := rehearsal.current():
+            rehearsed.gradients()
         launch_backward([*flat, *kept, output, None])  # an output's gradient is like it
 
     if not getattr(forward, "rehearsed", False):
