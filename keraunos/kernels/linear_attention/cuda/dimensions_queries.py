@@ -427,40 +427,6 @@ def multiply(shared, goal, learned, h0, size, scale, state_s, WG: gl.constexpr, 
         tma.store_wait(0)
 
 
-@gluon.jit
-def walk(parts, size, scale, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr,
-         BV: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, STORED: gl.constexpr, INIT: gl.constexpr,
-         COPIED: gl.constexpr, LEARNED: gl.constexpr, STORED_G: gl.constexpr, DG: gl.constexpr, DGAMMA: gl.constexpr,
-         GROUP: gl.constexpr, GAMMA: gl.constexpr, STRONG: gl.constexpr):
-    """The partitions. STRONG: with the code for chunks that are not mild, which takes registers from the other."""
-    shared, descriptors, goal, learned, h0, tiles, state_s, queries, gates, g, stride_t, gamma = parts
-    stages, factors_s, arrivals, ready, read, tree, vectors = shared
-    o_s, o_desc, o = goal
-    y, room, dh = learned
-    HALF: gl.constexpr = BK // 2
-    q_s, _, came_q = queries
-    high_s, low_s, base_s, z_full, z_empty, _, _, _, _ = gates
-    z = (high_s, low_s, base_s, z_full, z_empty)
-    of_first = (q_s, came_q, y, room, dh, z)
-    of_second = (q_s, came_q, y + room_of(HALF), room + C * HALF, dh, z)
-    gl.warp_specialize(
-        [
-            (multiply, (shared, (o_s.index(0), o_desc, o), of_first, h0, size, scale,
-                        state_s.index(0), 0, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP,
-                        STRONG)),
-            (multiply, (shared, (o_s.index(1), o_desc, o),
-                        of_second, h0, size, scale,
-                        state_s.index(1), 1, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP,
-                        STRONG)),
-            (work_in_gates, (stages, factors_s, arrivals, ready, read, tree, tiles, vectors, descriptors, queries,
-                             gates, g, stride_t, gamma, size, scale, H, C, K, BK, STAGES, REVERSE, GAMMA, COPIED,
-                             LEARNED, STORED_G, DG, DGAMMA, GROUP, STRONG)),
-        ],
-        [4, 8],
-        [176, 80],
-    )
-
-
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
             "stride_vh", "stride_ob", "stride_ot", "stride_oh", "stride_gb", "stride_gt", "stride_gh",
             "stride_gamma_b", "T", "L"]
@@ -468,19 +434,20 @@ _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "st
 
 @gluon.jit(do_not_specialize=_LENGTHS)
 def queries_kernel(
-    q, k, v, do, g, gamma, h0, y, dh, strong, cu_seqlens,
+    q, k, v, do, g, gamma, h0, y, dh, strong, cu_seqlens, dq_given, dg_given, dgamma_given,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh, stride_gamma_b, scale, T, L,
     dq, room, dg, dgamma,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, INIT_WALK: gl.constexpr, STORED: gl.constexpr,
-    STORED_G: gl.constexpr, GROUP: gl.constexpr,
+    STORED_G: gl.constexpr, GROUP: gl.constexpr, STRONG: gl.constexpr,
 ):
     """The gradients of one head's queries in one sequence, or in a segment of it, with gates ``[B, T, H, K]``.
 
     Two partitions of a warpgroup multiply, each for half of k's dimensions, one of two works the gates in. strong
-    ``[walks, H]`` says which walks have chunks that are not mild.
+    ``[walks, H]`` says which walks have chunks that are not mild. STRONG launches make the gradients of those, with
+    code for such chunks, which takes registers from the other; the others' go into the same arrays.
 
     h0: the states ``[.., H, K, V]`` that walks (INIT_WALK) or sequences start from. Where the gradients of gates are
     wanted, dg ``[B, T, H, K]`` and dgamma ``[walks, H]``, y are the dots and dh the states of ``keys_kernel``, and
@@ -489,6 +456,8 @@ def queries_kernel(
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
+    if (gl.load(strong + i_o * H + i_h) != 0) != STRONG:
+        return
     i_n, i_b, token, size, _ = locate(cu_seqlens, i_o, T, L, PACKED, SPLIT, REVERSE)
     natural = natural_decay(gamma, i_b, i_h, stride_gamma_b)
     HALF: gl.constexpr = BK // 2
@@ -567,7 +536,8 @@ def queries_kernel(
         group = group_slot(i_o, token, T, L, GROUP * C, PACKED, SPLIT) * H + i_h
         p_dh = dh + group * (BK * BV)
         p_y = y + (group_slot(i_o, token, T, L, C, PACKED, SPLIT) * H + i_h) * (2 * room_of(HALF))
-        p_room = room + gl.program_id(0).to(gl.int64) * (C * BK)
+        if STRONG:
+            p_room = room + gl.program_id(0).to(gl.int64) * (C * BK)
         # What outlasts no chunk has the tile of the tree, and that of queries.
         high_s = reinterpret(k_s, gl.bfloat16, [STAGES + 1, C, BK], PART).index(STAGES)
         low_s = reinterpret(q_s, gl.bfloat16, [C, BK], PART)
@@ -597,15 +567,21 @@ def queries_kernel(
     tiles = (sums_s, least_s, totals_s)
     shared = (stages, factors_s, arrivals, ready, read, tree, vectors)
     descriptors = (do_desc, v_desc, k_desc, g_desc)
-    learned = (p_y, p_room, p_dh)
     queries = (q_s, q_desc, met.index(2))
+    z = (high_s, low_s, base_s, met.index(3), met.index(4))
     gates = (high_s, low_s, base_s, met.index(3), met.index(4), dg_s, dg_desc, p_dg, p_dgamma)
-    goal = (o_s, o_desc, p_o)
-    parts = (shared, descriptors, goal, learned, p_h0, tiles, state_s, queries, gates, p_g, stride_gt, natural)
-    GAMMA: gl.constexpr = gamma is not None
-    if gl.load(strong + i_o * H + i_h) != 0:
-        walk(parts, size, scale, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, STORED_G, DG,
-             DGAMMA, GROUP, GAMMA, True)
-    else:
-        walk(parts, size, scale, H, C, K, V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, STORED_G, DG,
-             DGAMMA, GROUP, GAMMA, False)
+    of_first = (q_s, met.index(2), p_y, p_room, p_dh, z)
+    of_second = (q_s, met.index(2), p_y + room_of(HALF), p_room + C * HALF, p_dh, z)
+    gl.warp_specialize(
+        [
+            (multiply, (shared, (o_s.index(0), o_desc, p_o), of_first, p_h0, size, scale, state_s.index(0), 0, H, C, K,
+                        V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, STRONG)),
+            (multiply, (shared, (o_s.index(1), o_desc, p_o), of_second, p_h0, size, scale, state_s.index(1), 1, H, C, K,
+                        V, BK, BV, STAGES, REVERSE, STORED, INIT, COPIED, LEARNED, GROUP, STRONG)),
+            (work_in_gates, (stages, factors_s, arrivals, ready, read, tree, tiles, vectors, descriptors, queries,
+                             gates, p_g, stride_gt, natural, size, scale, H, C, K, BK, STAGES, REVERSE,
+                             gamma is not None, COPIED, LEARNED, STORED_G, DG, DGAMMA, GROUP, STRONG)),
+        ],
+        [4, 8],
+        [176, 80],
+    )

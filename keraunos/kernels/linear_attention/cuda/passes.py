@@ -248,21 +248,24 @@ def _dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, final: bool) -> _Pl
 
 
 @remember
-def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
+def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec, strong: bool) -> _Plan:
     g, dtype, tiles = call.specs.g, call.dtype_of_each(call.specs.query), _tiles(call.K, call.V)
     numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(do, "o"), **_strides(g, "g")}
     needs, of_each = call.opts.needs, (call.B, call.T, call.H, call.K)
     dtype_g = call.dtype_of_each(g)
-    outputs = dict(
+    outputs: dict[str, Any] = dict(
         dq=(of_each, dtype),
-        room=call.room,
+        room=call.room if strong else None,
         dg=(of_each, dtype_g) if needs(call.specs, "g") else None,
         dgamma=((call.walks, call.H), "float32") if needs(call.specs, "g_gamma") else None,
     )
+    if not strong:
+        outputs |= {name: f"{name}_given" for name in ("dq", "dg", "dgamma") if outputs[name]}
     constants = dict(
         H=call.H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **tiles, C=_CHUNK,
         STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
         INIT_WALK=call.L > 0, STORED=dtype != call.dtype, STORED_G=dtype_g == "float32", GROUP=call.group,
+        STRONG=strong,
     )
     return _Plan(queries_kernel, (call.walks * call.H,), {**numbers, **call.numbers}, outputs, constants)
 
@@ -433,9 +436,13 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
         plan = _keys_plan(call, *map(spec_of, (q, k, v, do)))
         dk, dv, dh0, dots, _, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,
                                                    cu_seqlens=cu_seqlens)
-        plan = _queries_plan(call, *map(spec_of, (q, k, v, do)))
-        dq, _, dg, dgamma = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, h0=starts, y=dots, dh=states,
-                                        strong=residuals[1], cu_seqlens=cu_seqlens)
+        dq = dg = dgamma = None
+        # Two kernels, which are built side by side; the first one takes longer.
+        for strong in (True, False):
+            plan = _queries_plan(call, *map(spec_of, (q, k, v, do)), strong)
+            dq, _, dg, dgamma = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, h0=starts, y=dots, dh=states,
+                                            strong=residuals[1], cu_seqlens=cu_seqlens, dq_given=dq, dg_given=dg,
+                                            dgamma_given=dgamma)
     else:
         plan = _gradients_plan(call, *map(spec_of, (q, k, v, do)))
         dk, dv, dh0, products, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,
