@@ -16,22 +16,14 @@ these are two Triton kernels, elsewhere a matrix product.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from keraunos import frontends
 from keraunos.frontends import interpreter
 from keraunos.frontends.array_types import Array
-from keraunos.kernels.linear_attention.triton.call import (
-    LITTLE,
-    Plan,
-    Spec,
-    pow2,
-    spec_of,
-    strides_of,
-    tile,
-    unit_of,
-)
+from keraunos.kernels.device.limits import LITTLE, precision
+from keraunos.kernels.host.arrays import Spec, pow2, spec_of, strides_by_name, tile, unit_of
+from keraunos.kernels.host.plan import Plan, remember
 
 # Stand for -inf: of a gate, and of the decay over stretches of which one begins anew. Finite, so that 0 times it is 0.
 _CLOSED = _ANEW = -1e30
@@ -164,7 +156,7 @@ def _arrive(left: Array, start: Array | None, plan: Array, way: Way, sizes: tupl
     return xp.where(plan[3] == 0, frontend.cast(start, frontend.dtype_name(state)), state)
 
 
-@functools.lru_cache(maxsize=4096)
+@remember
 def _leave_plans(
     k: Spec, v: Spec, g: Spec | None, gamma: Spec | None, way: Way, segment: int = 0, little: bool = False
 ) -> list[Plan]:
@@ -190,7 +182,7 @@ def _leave_plans(
     near = min(-(-_NEAR // L), P) if gate and not segment else P
     unit = unit_of(k, v, g if gate == 2 else None)
     numbers = dict(
-        **strides_of(k, "k", unit), **strides_of(v, "v", unit), **strides_of(g, "g", unit if gate == 2 else 1),
+        **strides_by_name(unit, k=k, v=v), **strides_by_name(unit if gate == 2 else 1, g=g),
         stride_gamma_b=H if gamma and len(gamma.shape) == 2 else 0, scale=way.scale, T=T, L=L, P=P, NEAR=near,
         SEGMENT=segment or P * L,
     )
@@ -201,7 +193,7 @@ def _leave_plans(
     constants = dict(
         H=H, K=K, V=V, RK=H // k.shape[2], RV=H // v.shape[2], RG=H // g.shape[2] if g else 1, UNIT=unit, BT=BT,
         BK=BK, BV=BV, GATE=gate, GAMMA=gamma is not None, EXACT=exact, RIGHT=way.right, INCLUSIVE=way.inclusive,
-        PRECISION="tf32" if not exact else "ieee" if interpreter.ON else "bf16x6",
+        PRECISION=precision(exact),
     )
     warps, stages = 8 if BK * BV > 8192 else 4, 4 if halves and not (exact or little) else 3
 
@@ -216,7 +208,7 @@ def _leave_plans(
     return plans
 
 
-@functools.lru_cache(maxsize=4096)
+@remember
 def _merge_plan(sizes: tuple[int, ...], gates: int, P: int, row: int, way: Way, start: bool, copies: int = 1) -> Plan:
     """The launch that makes one state of P; row: of values to a stretch, where they come from others, else 0."""
     from keraunos.distributed import stretches_kernels
@@ -278,7 +270,7 @@ def starts(left: Array, local: Array, total: Array, seen: Array | None, start: A
     return launch.launch(left=left, local=local, total=total, seen=seen, start=start, plan=plan)[0]
 
 
-@functools.lru_cache(maxsize=4096)
+@remember
 def _starts_plan(
     sizes: tuple[int, ...], gates: int, P: int, N: int, R: int, row: int, way: Way, start: bool
 ) -> Plan:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from keraunos.kernels.linear_attention.triton.shared import (
+from keraunos.kernels.device.recurrence import (
     CLOSED,
     LOG2E,
     NOTHING,

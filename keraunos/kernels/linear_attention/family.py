@@ -10,6 +10,8 @@ LINEAR_ATTENTION = Family(
                   distributed="linear", cases=CASES["lightning_attn"]),
         Operation("gla", "gla_attention", "keraunos.modules.gla_attention:GLAttention", distributed="linear",
                   cases=CASES["gla"]),
+        # The walk over sequences whose states are in a pool.
+        Operation("prefill", "prefill", "keraunos.serving.pool_operation:PREFILL", like="gla"),
     ),
     (*PORTABLE, *hopper(), *TPU),
 )

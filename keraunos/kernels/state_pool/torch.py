@@ -1,17 +1,20 @@
 """The serving functions in plain PyTorch operations, on any device: no value is read on the host.
 
-Prompts run through ``linear_attention/torch.py``. Where states are exported, requests are cut into pieces there: first
+Prompts run through a family's recurrence. Where states are exported, requests are cut into pieces there: first
 each piece's own state is made, from these what every piece starts from, and from that all outputs.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from keraunos.kernels.linear_attention import contract as linear_contract
-from keraunos.kernels.linear_attention import torch as linear
 from keraunos.kernels.state_pool import contract
 from keraunos.kernels.state_pool.contract import Args, Options
+from keraunos.ops.registry import Implementation
 
 
 def _read(args: Args) -> torch.Tensor:
@@ -80,7 +83,7 @@ def _finish(output: torch.Tensor, args: Args) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _prefill(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def _prefill(forward: Callable, args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """``(output, pool)``: the packed tokens of all requests."""
     cu, T = args.cu_seqlens.long(), args.key.shape[0]
     live = args.slots >= 0
@@ -93,9 +96,9 @@ def _prefill(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     call = linear_contract.Args(q, k, v, g, args.g_gamma, state, cu)
     options = linear_contract.Options(opts.softmax_scale, False, opts.cfg)
     if args.tokens is None:
-        (output, final), _ = linear.forward(call, options)
+        (output, final), _ = forward(call, options)
     else:
-        output, final, exported = _in_pieces(call, options, args)
+        output, final, exported = _in_pieces(forward, call, options, args)
     token = torch.searchsorted(cu[1:], torch.arange(T, device=cu.device), right=True)
     alive = torch.cat([live, live.new_zeros(1)])[token]
     if args.tokens is not None:
@@ -104,7 +107,9 @@ def _prefill(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     return _finish(_rows(alive, output[0]), args), args.states
 
 
-def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, args: Args) -> tuple:
+def _in_pieces(
+    forward: Callable, call: linear_contract.Args, options: linear_contract.Options, args: Args
+) -> tuple:
     """``(output, final states, (slots, states) to export)`` of requests cut where states are wanted."""
     cu, state = args.cu_seqlens.long(), call.initial_state
     N, M = len(cu) - 1, len(args.tokens)
@@ -116,7 +121,7 @@ def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, arg
     cuts = torch.cat([where[order] // 2, cu[-1:]])
     own = (order < N).view(-1, 1, 1, 1)
     cut = call._replace(initial_state=None, cu_seqlens=cuts)
-    (_, local), _ = linear.forward(cut, options)
+    (_, local), _ = forward(cut, options)
     total = _gates(cut, cuts)
     starts, carried = [], torch.zeros_like(state[:1])
     begin = state.index_select(0, order.clamp(max=N - 1))
@@ -124,7 +129,7 @@ def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, arg
         carried = torch.where(own[i], begin[i : i + 1], carried)
         starts.append(carried)
         carried = total[i : i + 1] * carried + local[i : i + 1]
-    (output, final), _ = linear.forward(cut._replace(initial_state=torch.cat(starts)), options)
+    (output, final), _ = forward(cut._replace(initial_state=torch.cat(starts)), options)
     # A request's last piece is the one before the next request's first.
     last = torch.cat([place[1:N], place.new_full((1,), N + M)]) - 1
     exported = final.index_select(0, (place[N:] - 1).clamp(min=0))
@@ -149,6 +154,13 @@ def _gates(call: linear_contract.Args, cuts: torch.Tensor) -> torch.Tensor:
     return total.exp()[..., None]
 
 
-decode, verify, commit, prefill = contract.kernels(
-    "torch", __file__, _steps, _prefill, prefill_fields=linear.FIELDS, heuristic=linear.heuristic
+def prefill(source: str, forward: Callable, fields: tuple[str, ...], heuristic: Callable) -> Implementation:
+    """Prefill by a family's ``forward``, with its heuristic; source: the module's ``__file__``."""
+    return contract.implementation("prefill", functools.partial(_prefill, forward), fields, platform="torch",
+                                   source=source, heuristic=heuristic)
+
+
+decode, verify, commit = (
+    contract.implementation(op_id, _steps, (), platform="torch", source=__file__)
+    for op_id in ("decode", "verify", "commit")
 )

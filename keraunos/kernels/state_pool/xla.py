@@ -1,18 +1,21 @@
 """The serving functions in ``jax.numpy``, on CPU, GPU and TPU.
 
-Prompts run through ``linear_attention/xla.py``. Where states are exported, requests are cut into pieces there: first
+Prompts run through a family's recurrence. Where states are exported, requests are cut into pieces there: first
 each piece's own state is made, from these what every piece starts from, and from that all outputs.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from keraunos.kernels.linear_attention import contract as linear_contract
-from keraunos.kernels.linear_attention import xla as linear
 from keraunos.kernels.state_pool import contract
 from keraunos.kernels.state_pool.contract import Args, Options
+from keraunos.ops.registry import Implementation
 
 
 def _read(args: Args) -> jax.Array:
@@ -66,7 +69,7 @@ def _steps(args: Args, opts: Options) -> tuple[jax.Array | None, jax.Array | Non
     return output, pool
 
 
-def _prefill(args: Args, opts: Options) -> tuple[jax.Array, jax.Array]:
+def _prefill(forward: Callable, args: Args, opts: Options) -> tuple[jax.Array, jax.Array]:
     """``(output, pool)``: the packed tokens of all requests."""
     cu, T = args.cu_seqlens, args.key.shape[0]
     live = args.slots >= 0
@@ -80,16 +83,18 @@ def _prefill(args: Args, opts: Options) -> tuple[jax.Array, jax.Array]:
     options = linear_contract.Options(opts.softmax_scale, False, opts.cfg)
     pool = args.states
     if args.tokens is None:
-        (output, final), _ = linear.forward(call, options)
+        (output, final), _ = forward(call, options)
     else:
-        output, final, exported = _in_pieces(call, options, args)
+        output, final, exported = _in_pieces(forward, call, options, args)
         pool = _write(pool, *exported)
     token = jnp.searchsorted(cu[1:], jnp.arange(T), side="right")
     alive = jnp.append(live, False)[token]
     return _rows(alive, output[0]), _write(pool, args.slots, final)
 
 
-def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, args: Args) -> tuple:
+def _in_pieces(
+    forward: Callable, call: linear_contract.Args, options: linear_contract.Options, args: Args
+) -> tuple:
     """``(output, final states, (slots, states) to export)`` of requests cut where states are wanted."""
     cu, state = args.cu_seqlens, call.initial_state
     N, M = len(cu) - 1, len(args.tokens)
@@ -100,7 +105,7 @@ def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, arg
     place = jnp.argsort(order)
     cuts = jnp.append(where[order] // 2, cu[-1])
     cut = call._replace(initial_state=None, cu_seqlens=cuts)
-    (_, local), _ = linear.forward(cut, options)
+    (_, local), _ = forward(cut, options)
 
     def enter(carried: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
         own, begin, total, local = piece
@@ -109,7 +114,7 @@ def _in_pieces(call: linear_contract.Args, options: linear_contract.Options, arg
 
     begin = state[jnp.minimum(order, N - 1)]
     _, starts = jax.lax.scan(enter, jnp.zeros_like(state[0]), (order < N, begin, _gates(cut, cuts), local))
-    (output, final), _ = linear.forward(cut._replace(initial_state=starts), options)
+    (output, final), _ = forward(cut._replace(initial_state=starts), options)
     # A request's last piece is the one before the next request's first.
     last = jnp.append(place[1:N], N + M) - 1
     request = jnp.searchsorted(cu[1:], tokens, side="right")
@@ -132,6 +137,13 @@ def _gates(call: linear_contract.Args, cuts: jax.Array) -> jax.Array:
     return jnp.exp(total)[..., None]
 
 
-decode, verify, commit, prefill = contract.kernels(
-    "xla", __file__, _steps, _prefill, prefill_fields=linear.FIELDS, heuristic=linear.heuristic
+def prefill(source: str, forward: Callable, fields: tuple[str, ...], heuristic: Callable) -> Implementation:
+    """Prefill by a family's ``forward``, with its heuristic; source: the module's ``__file__``."""
+    return contract.implementation("prefill", functools.partial(_prefill, forward), fields, platform="xla",
+                                   source=source, heuristic=heuristic)
+
+
+decode, verify, commit = (
+    contract.implementation(op_id, _steps, (), platform="xla", source=__file__)
+    for op_id in ("decode", "verify", "commit")
 )

@@ -6,7 +6,7 @@ The conventions are those of ``scan.py``, which walks over sequences.
 import triton
 import triton.language as tl
 
-from keraunos.kernels.linear_attention.triton.shared import (
+from keraunos.kernels.device.recurrence import (
     CLOSED,
     LOG2E,
     decay,

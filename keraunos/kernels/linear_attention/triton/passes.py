@@ -22,31 +22,18 @@ from dataclasses import replace
 from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
-from keraunos import frontends
-from keraunos.frontends import interpreter, shared_memory
+from keraunos.frontends import shared_memory
 from keraunos.frontends.array_types import Array
+from keraunos.kernels.device import limits
+from keraunos.kernels.device.limits import ENOUGH, LITTLE
+from keraunos.kernels.host.arrays import Spec, pow2, spec_of, strides_by_name, tile, unit_of
+from keraunos.kernels.host.plan import Plan, remember
+from keraunos.kernels.host.pool import NO_POOL, NO_STATES, Pool
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.triton import chunks, scan
-from keraunos.kernels.linear_attention.triton.call import (
-    ENOUGH,
-    LITTLE,
-    NO_POOL,
-    NO_STATES,
-    Call,
-    Part,
-    Plan,
-    Pool,
-    Spec,
-    call_of,
-    pow2,
-    remember,
-    room,
-    spec_of,
-    strides_of,
-    tile,
-    unit_of,
-)
+from keraunos.kernels.linear_attention.triton.call import Call, Part, call_of, room
+from keraunos.kernels.state_pool.triton import passes as pool_passes
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
@@ -83,8 +70,7 @@ def _scan_plan(call: Call, q: Spec | None, k: Spec, v: Spec, *, reverse: bool, a
     g = call.specs.g if call.gate == 1 else None
     unit = unit_of(like_q, k, v)
     numbers = dict(
-        **strides_of(like_q, "q", unit, "bh"), **strides_of(k, "k", unit, "bh"), **strides_of(v, "v", unit, "bh"),
-        **strides_of(g, "g", 1),
+        **strides_by_name(unit, "bh", q=like_q, k=k, v=v), **strides_by_name(g=g),
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P,
         **call.place(part), ROWS=pool.T if pool else 0,
     )
@@ -103,8 +89,7 @@ def _scan_plan(call: Call, q: Spec | None, k: Spec, v: Spec, *, reverse: bool, a
         total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if pieces and call.gate else None,
     )
     constants = dict(
-        H=H, K=K, V=V, RQ=call.ratio(like_q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g),
-        **strides_of(like_q, "q", 1, "t"), **strides_of(k, "k", 1, "t"), **strides_of(v, "v", 1, "t"),
+        H=H, K=K, V=V, **call.ratios(q=like_q, k=k, v=v, g=g), **strides_by_name(1, "t", q=like_q, k=k, v=v),
         UNIT=unit, BT=call.BT, BK=tile(K), BV=BV, BN=pow2(call.N), GATE=call.gate, MILD=call.mild,
         ADJOINT=adjoint, SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final),
         OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t, PRECISION=call.precision, EXPORT=False,
@@ -138,7 +123,7 @@ class _Save(IntEnum):
 
 
 class _Overlap(IntFlag):
-    """Which of two launches may run side by side: see ``shared.in_turn``.
+    """Which of two launches may run side by side: see ``recurrence.in_turn``.
 
     A walk of few programs leaves most of the GPU to another one. WITH_LAST: neither reads what the other writes, and
     what the first reads must live until the second ends. WITH_NEXT: the next one is such a launch, or waits itself:
@@ -234,11 +219,11 @@ def _decay_plans(call: Call, width: int) -> tuple[Plan, Plan]:
     q, k, g = call.specs.query, call.specs.key, call.specs.g
     unit = unit_of(q, k, g)
     numbers: dict[str, Any] = dict(
-        **strides_of(q, "q", unit), **strides_of(k, "k", unit), **strides_of(g, "g", unit),
+        **strides_by_name(unit, q=q, k=k, g=g),
         stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N,
     )
-    common = dict(H=call.H, K=call.K, RQ=call.ratio(q), RK=call.ratio(k), RG=call.ratio(g), UNIT=unit, BT=call.BT,
-                  BN=pow2(call.N), MILD=call.mild, OVERLAP=_IN_TURN, **call.flags(call.reverse))
+    common = dict(H=call.H, K=call.K, **call.ratios(q=q, k=k, g=g), UNIT=unit, BT=call.BT, BN=pow2(call.N),
+                  MILD=call.mild, OVERLAP=_IN_TURN, **call.flags(call.reverse))
     tokens, cells = (call.B, call.T, call.H), (call.chunks, call.H)
     mild, decayed, sums = call.mild > 0, ((*tokens, call.K), call.dtype), ((*cells, call.K), "float32")
     outputs: dict[str, Any] = dict(qd=decayed, kd=decayed, sums=sums, halved=(cells, "int32") if mild else None)
@@ -325,13 +310,13 @@ def _gradient_plan(
     num_stages = min(num_stages, 2) if call.little else num_stages
     vector = call.gate == 2
     unit = unit_of(q, k, v, do, g if vector else None)
-    numbers = dict(**strides_of(q, "q", unit), **strides_of(k, "k", unit), **strides_of(v, "v", unit),
-                   **strides_of(g, "g", unit if vector else 1), stride_gamma_b=call.stride_gamma_b,
-                   **strides_of(do, "o", unit), scale=call.scale, T=call.T, N=call.N, L=call.walk,
+    numbers = dict(**strides_by_name(unit, q=q, k=k, v=v), **strides_by_name(unit if vector else 1, g=g),
+                   stride_gamma_b=call.stride_gamma_b, **strides_by_name(unit, o=do),
+                   scale=call.scale, T=call.T, N=call.N, L=call.walk,
                    **(call.place(part) if part else dict(M=call.walk, F=0, W=0)))
     BH = min(pow2(H), _HEADS) if halved else 1
     constants = dict(
-        H=H, K=K, V=V, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), UNIT=unit, BT=call.BT,
+        H=H, K=K, V=V, **call.ratios(q=q, k=k, v=v, g=g), UNIT=unit, BT=call.BT,
         BK=BK, BV=BV, BH=BH, BN=pow2(call.N), GATE=call.gate, TERMS=call.terms,
         DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), MILD=mild, HALVED=halved, PRECISION=call.precision,
         OVERLAP=_IN_TURN, **call.flags(call.reverse),
@@ -471,15 +456,7 @@ def segment(args: Args, opts: Options) -> int | None:
 
 def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
-    if inv.backend != "gpu" and not (interpreter.ON and inv.framework == "torch"):
-        return f"needs a GPU; the call's arrays are on {inv.backend}"
-    if reason := frontends.cannot_launch(inv.framework):
-        return reason
-    if inv.arrays["query"][0] == "float64":
-        return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
-    if max(inv.dims["K"], inv.dims["V"]) > 256:
-        return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
-    return None
+    return limits.cannot_run(inv, inv.arrays["query"][0])
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
@@ -547,3 +524,4 @@ gla, lightning_attn = implementations(
     unsupported=unsupported,
     segment=segment,
 )
+prefill = pool_passes.prefill(__file__, forward, FIELDS, heuristic)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from keraunos.kernels.linear_attention.triton.shared import (
+from keraunos.kernels.device.recurrence import (
     CLOSED,
     LOG2E,
     decay,

@@ -1,4 +1,4 @@
-"""Functions that the Triton kernels share: chunks of packed sequences, sums of gates, decays, launches side by side.
+"""Functions of recurrences in Triton: chunks of packed sequences, sums of gates, decays, launches side by side.
 
 Every decay is ``exp2`` of a sum of gates over exactly the tokens that it spans, taken as a product with a 0/1 matrix:
 no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0, ``-inf`` included. Sums are to the
