@@ -321,7 +321,7 @@ def leave(dtype, K, V, H, G, gate, gamma, B=1, T=32768) -> None:
     for to in (way, way.adjoint):
         stretches.leave_pieces(x, start, plan, to, 0)
         left = empty(8, stretches.values_left(x, to), dtype="float32")
-        stretches._arrive_on_gpu(left, start, plan, to, (B, H, K, V))
+        platform.arrive(left, start, plan, to, (B, H, K, V))
         _, *pieces = stretches.leave_pieces(x, start, plan, to, 4096)
         stretches.starts(left, *pieces, start, plan, to, 4096)
 

@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 
 from keraunos import frontends, serving
-from keraunos.distributed import stretches, stretches_kernels
+from keraunos.distributed import stretches
 from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention.triton import call as triton_call
 from keraunos.kernels.linear_attention.triton import chunks
 from keraunos.kernels.linear_attention.triton import passes as platform
 from keraunos.kernels.linear_attention.triton import scan as triton_kernels
+from keraunos.kernels.linear_attention.triton import stretches as triton_stretches
 from keraunos.kernels.state_pool.triton import steps
 from keraunos.ops import Config
 from tests.sanitizer import limit_time
@@ -52,7 +53,7 @@ SERVING = [
 # Of what devices that share a sequence tell each other: dtype, K, V, gate.
 ENDS = [("bfloat16", 128, 128, None), ("float16", 256, 256, "scalar"), ("float32", 128, 64, "vector")]
 H, DEVICE = 2, "cuda"
-FILES = stretches_kernels, chunks, triton_kernels, steps
+FILES = chunks, triton_kernels, steps
 KERNELS = {name for file in FILES for name in vars(file) if name.endswith("_kernel")}
 
 
@@ -134,8 +135,9 @@ def leave(dtype, K, V, gate) -> set[str]:
         torch.tensor([0, 300, 1, 1], dtype=torch.int32),
     )
     way, plan = stretches.Way(H, True, False), plan.to(DEVICE)
-    with launches() as launched, mock.patch.multiple(stretches, _MIN_PIECE=64, _NEAR=64):
+    with launches() as launched, mock.patch.multiple(triton_call, _MIN_PIECE=64):
         for to in (way, way.adjoint):
+            triton_stretches.call_of_stretch.cache_clear()
             stretches.leave(x, args.initial_state, plan, to)
             left, *pieces = stretches.leave_pieces(x, args.initial_state, plan, to, 128)
             stretches.starts(torch.stack([left, left]), *pieces, args.initial_state, plan, to, 128)

@@ -1,1 +1,1 @@
-"""Device code in Triton that several families or platforms share, and what Triton can run."""
+"""Device code in Triton that several families or platforms share, and the limits of Triton."""

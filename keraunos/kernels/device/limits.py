@@ -1,4 +1,4 @@
-"""What Triton's kernels can run, and what they are told of the GPU."""
+"""The limits of Triton's kernels, and their precision."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def tile(n: int) -> int:
 
 
 class Spec(NamedTuple):
-    """The shape, strides and dtype of an array: hashable, so that what follows from them is worked out once."""
+    """The properties of an array that host code needs: hashable, so that plans are made once."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -33,7 +33,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(x: Array | None) -> Spec | None:
-    """What is known of an array; None of an absent one."""
+    """The properties of an array; None for an absent one."""
     return None if x is None else Spec(tuple(x.shape), strides_of(x), dtype_of(x))
 
 

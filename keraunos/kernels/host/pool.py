@@ -1,4 +1,4 @@
-"""Where the states of packed sequences come from and go to, if that is a pool of slots."""
+"""The pool of slots that the states of packed sequences come from and go to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NO_POOL = dict(POOL=False, MAY_START=False, **state_strides(None))
 
 
 class Pool(NamedTuple):
-    """The states of packed sequences; as arrays, or as what is known of them."""
+    """The states of packed sequences: the arrays, or their properties."""
 
     states: Any  # [slots, H, K, V], any strides
     slots: Any  # [N]; -1: no sequence
@@ -22,7 +22,7 @@ class Pool(NamedTuple):
     into: Any = None  # where the output goes
 
     def specs(self) -> Pool:
-        """What is known of the arrays."""
+        """The properties of the arrays."""
         states, slots, has_initial, exports = map(spec_of, self[:4])
         return Pool(states, slots, has_initial, exports, self.T, self.call)
 

@@ -8,21 +8,22 @@ from keraunos.kernels.host.arrays import Spec
 
 
 class Sizes:
-    """The sizes of one call and what its kernels share; one object for all calls that are alike.
+    """The sizes of one call; one object for all calls that are alike.
 
     Args:
-        specs: what is known of ``query``, ``key``, ``value`` [B, T, heads, dim], of the gates ``g`` and the decays
-            ``g_gamma``, of ``cu_seqlens``; and ``heads``.
+        specs: the properties of ``query``, ``key``, ``value`` [B, T, heads, dim], of the gates ``g``, the decays
+            ``g_gamma`` and ``cu_seqlens``; and ``heads``.
+        heads: of the recurrence, if more than any of these arrays has.
         opts: ``softmax_scale``, ``reverse``, ``cfg`` and ``needs``, which says what has a gradient.
     """
 
-    def __init__(self, specs: Any, opts: Any):
+    def __init__(self, specs: Any, opts: Any, heads: int = 0):
         self.specs, self.opts = specs, opts
         # Complete by the contract, whatever its declared type allows.
         self.cfg: Any = opts.cfg
         self.scale, self.reverse = opts.softmax_scale, opts.reverse
         self.B, self.T, _, self.K = specs.query.shape
-        self.H, self.V = specs.heads, specs.value.shape[3]
+        self.H, self.V = heads or specs.heads, specs.value.shape[3]
         self.dtype = specs.query.dtype
         self.packed, self.N = specs.cu_seqlens is not None, sequence_count(specs)
         # Gates: 0 none, 1 per token, 2 per token and dimension.

@@ -16,7 +16,7 @@ from keraunos.kernels.state_pool.contract import Args, Options
 
 
 class Own(NamedTuple):
-    """What a framework does in a way of its own."""
+    """The operations that a framework has in a form of its own."""
 
     read: Callable[[Args], Any]  # the requests' states [N, H, K, V] in float32; for padding those of some slot
     write: Callable[..., Any]  # (states, slots, new) -> the states, with the new ones in their slots

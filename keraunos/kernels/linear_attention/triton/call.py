@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from keraunos.frontends import SHARED_MEMORY
-from keraunos.kernels.device.limits import LITTLE, precision
+from keraunos.kernels.device.limits import ENOUGH, LITTLE, precision
 from keraunos.kernels.host.arrays import dtype_of, tile
 from keraunos.kernels.host.plan import remember
 from keraunos.kernels.host.sequences import Sizes, cut, sequence_count
@@ -20,6 +20,8 @@ from keraunos.kernels.linear_attention.contract import Args, Options
 _PROGRAMS = 128
 _MIN_SEGMENT, _MIN_PIECE = 512, 1024
 _PIECES, _PIECES_FORGETTING = 198, 2048
+# Pieces of a segment at most, where others have the rest of the sequence: those of all heads take tens of megabytes.
+_STRETCH_PIECES = 8
 # Parts of a walk, one after the other, in which gradients of gates are made; and the chunks of the shortest. With many
 # segments the states that parts start from count too.
 _PARTS, _MIN_PART = 5, 16
@@ -41,8 +43,8 @@ class Part(NamedTuple):
 class Call(Sizes):
     """One call as the Triton kernels see it, and how its sequences are cut."""
 
-    def __init__(self, specs: Args, opts: Options, shared: int):
-        super().__init__(specs, opts)
+    def __init__(self, specs: Args, opts: Options, shared: int, heads: int = 0):
+        super().__init__(specs, opts, heads)
         # Whether so little shared memory makes it worth its while to have less on its way, for two programs at once.
         self.little = shared < LITTLE
         self.need_gate = needs_gates(specs, opts)
@@ -103,6 +105,13 @@ class Call(Sizes):
                 last = token == tokens[-1 if self.reverse else 0]
                 self.parts.append(Part(token, n * walks, min(most, self.N - n) * walks, last))
 
+    def cut_stretch(self, segment: int) -> None:
+        """Cut what is a stretch of a longer sequence into pieces, of segments of so many tokens; 0: of one segment."""
+        most = _PIECES_FORGETTING if self.has_gamma and not self.gate else _PIECES
+        one = cut(max(self.T, 1), 1, most // max(self.N * self.H, 1), _MIN_PIECE, self.BT)
+        self.L, self.P = (segment, pieces_of(segment)) if segment else one
+        self.M, self.in_pairs, self.parts = 0, False, []
+
     @functools.cached_property
     def of_gradients(self) -> Call:
         """The call as gradients of gates walk it: pairs of segments, by as many programs, each with half a tile.
@@ -137,6 +146,24 @@ class Call(Sizes):
         return dict(GAMMA=self.has_gamma, EXACT=self.exact, REVERSE=reverse, PACKED=self.packed)
 
 
+def four_warps(exact: bool, wide: bool, vector: bool, shared: int) -> dict[str, Any]:
+    """The configuration of programs of four warps, on GPUs with so much shared memory.
+
+    With less than Hopper has it is by occupancy, as nothing was measured there: two programs fit a multiprocessor, by
+    registers and by shared memory. Products there take operands from registers: with 64 tokens to a chunk these do not
+    hold them, but for gates per dimension (vector), whose pairs another kernel makes.
+    """
+    if shared >= ENOUGH:
+        chunk, stages = 64, 2 if exact or wide else 3
+    else:
+        chunk = 64 if vector and not wide else 32
+        stages = (1 if exact or wide else 2) if shared < LITTLE else (1 if exact else 2 if wide else 3)
+    if exact:
+        # With 32 and wide heads, ptxas runs out of registers, and 13.0 builds wrong code.
+        chunk = 16 if wide else 32
+    return dict(block_q=chunk, block_d=32 if exact and wide else 64, num_warps=4, num_stages=stages)
+
+
 @remember
 def call_of(specs: Args, opts: Options, shared: int = SHARED_MEMORY) -> Call:
     """The call; the same object for all that are alike. shared: bytes of shared memory that a program may have."""
@@ -166,6 +193,12 @@ def segmentation(T: int, heads: int, programs: int, BT: int, forgets: bool) -> t
         return 0, 1
     most = _PIECES_FORGETTING // (count * heads) if forgets else _PIECES // ((count - 1) * heads)
     return cut(T, count, most, _MIN_PIECE, BT)
+
+
+def pieces_of(segment: int) -> int:
+    """How many pieces a segment of a stretch has: as many as are worth their while, of whole chunks."""
+    most = max(min(segment // _MIN_PIECE, _STRETCH_PIECES), 1)
+    return next(n for n in range(most, 0, -1) if segment % (n * 64) == 0 or n == 1)
 
 
 def needs_gates(args: Args, opts: Options) -> bool:
