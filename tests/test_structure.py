@@ -31,6 +31,8 @@ LAYERS = (
 )
 # In one room, folders of these names do not import each other.
 FRAMEWORKS = ("jax", "torch")
+# A module or a folder of one of these names, in a folder of ``kernels/``, is a platform.
+PLATFORMS = ("xla", "torch", "triton", "cuda", "pallas")
 UNREADABLE = re.compile(
     r"(The same\b|Those\b|And\b|Whose\b|Also\b|As \w+ does\b|That of\b|Theirs?\b|As (there|above)\b)"
 )
@@ -131,6 +133,27 @@ def across_frameworks(package: Path) -> list[str]:
     ]
 
 
+def across_platforms(package: Path) -> list[str]:
+    """Imports of one platform by another, and of a family's platform by what is not of that family.
+
+    A family is a folder of ``kernels/`` with a reference. A platform of a family may import its own platform of a
+    folder that is no family, which all families share.
+    """
+
+    def place(name: str) -> tuple[str, str]:
+        """The folder of ``kernels/`` that a module is in, and its platform."""
+        room, folder, platform = [*name.split(".")[1:4], "", "", ""][:3]
+        return (folder, platform if platform in PLATFORMS else "") if room == "kernels" else ("", "")
+
+    found = []
+    for name, where, target, _ in imports(package):
+        (own, at), (other, platform) = place(name), place(target)
+        is_family = (package / "kernels" / other / "reference.py").exists()
+        if platform and (platform != at or (is_family and own != other)):
+            found.append(f"{where} imports {target}")
+    return found
+
+
 def private(package: Path) -> list[str]:
     """Names with a leading underscore that are used outside of their module."""
 
@@ -222,7 +245,10 @@ def plant(folder: Path, files: dict[str, str]) -> Path:
     return package
 
 
-CHECKS = {check.__name__: check for check in (circles, upward, across_frameworks, private, unreadable, unexplained)}
+CHECKS = {
+    check.__name__: check
+    for check in (circles, upward, across_frameworks, across_platforms, private, unreadable, unexplained)
+}
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -279,6 +305,33 @@ PLANTED = {
         "across_frameworks",
         {"frontends/jax/a": "", "frontends/torch/b": "from keraunos.frontends.jax.a import x"},
         ["keraunos/frontends/torch/b.py:1 imports keraunos.frontends.jax.a"],
+    ),
+    "a platform that imports another": (
+        "across_platforms",
+        {"kernels/a/cuda/b": "from keraunos.kernels.a.triton.c import x", "kernels/a/triton/c": ""},
+        ["keraunos/kernels/a/cuda/b.py:1 imports keraunos.kernels.a.triton.c"],
+    ),
+    "a family that imports the platform of another": (
+        "across_platforms",
+        {"kernels/a/xla": "from keraunos.kernels.b import contract, xla", "kernels/b/contract": "", "kernels/b/xla": "",
+         "kernels/b/reference": ""},
+        ["keraunos/kernels/a/xla.py:1 imports keraunos.kernels.b.xla"],
+    ),
+    "what families share imports a platform": (
+        "across_platforms",
+        {"kernels/host/a": "from keraunos.kernels.b.xla import x", "kernels/b/xla": "", "kernels/b/reference": ""},
+        ["keraunos/kernels/host/a.py:1 imports keraunos.kernels.b.xla"],
+    ),
+    "a platform imported from outside": (
+        "across_platforms",
+        {"modules/a": "import keraunos.kernels.b.xla", "kernels/b/xla": ""},
+        ["keraunos/modules/a.py:1 imports keraunos.kernels.b.xla"],
+    ),
+    "a platform of what families share": (
+        "across_platforms",
+        {"kernels/a/xla": "from keraunos.kernels.pool import xla", "kernels/a/reference": "", "kernels/pool/xla": "",
+         "kernels/a/torch": "from keraunos.kernels.pool import xla"},
+        ["keraunos/kernels/a/torch.py:1 imports keraunos.kernels.pool.xla"],
     ),
     "a private name": (
         "private",

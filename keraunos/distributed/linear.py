@@ -160,8 +160,8 @@ def _sharded(framework: str, passes: Callable[[str], tuple[Callable, ...]],
         def launch(flat: list) -> tuple:
             left, start, plan, *pieces = flat
             if segment:
-                local, total, seen = pieces
-                return (stretches.starts(left, local, total, seen, start, plan, way, segment),)
+                local, total = pieces
+                return (stretches.starts(left, local, total, start, plan, way, segment),)
             return (stretches.arrive(left, start, plan, way, sizes),)
 
         return remembered(launch)
@@ -255,7 +255,7 @@ class _OverShards(LinearOperation):
         opts = Options(scale, bool(options["reverse"]), cfg, ("g_gamma",) if constant else (), options["return_state"])
         impl, what = self.get_impl(cfg), _description(self.op_id, given, opts)
         segment = None
-        # Gates per dimension: a pass that stops where all is forgotten is shorter than one that serves segments too.
+        # Where segments start from states that are given, gradients of gates per dimension do not walk them in pairs.
         if impl.segment and stretches.is_for_gpu(given.key) and (given.g is None or given.g.ndim == 3):
             segment = impl.segment(given, opts)
         call, check = _sharded(where.framework, impl.passes, segment)(opts, shards, given), shards.checker(**what)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.softmax_attention.contract import Options
 from keraunos.ops.invocation import Platform
+from keraunos.ops.registry import kernel_registry
 
-# The platforms that give the sums of parts of the keys, best first, and their modules.
-PLATFORMS: dict[str, str] = {Platform.TRITON: "triton.passes", Platform.XLA: "xla", Platform.TORCH: "torch"}
+# The platforms that give the sums of parts of the keys, best first.
+PLATFORMS = Platform.TRITON, Platform.XLA, Platform.TORCH
 
 
 class Ring(NamedTuple):
@@ -26,9 +27,11 @@ class Ring(NamedTuple):
     opts: Options  # of a part, but for left and right
 
     @property
-    def kernels(self) -> ModuleType:
-        """The platform's module."""
-        return importlib.import_module(f"keraunos.kernels.softmax_attention.{PLATFORMS[self.platform]}")
+    def parts(self) -> tuple[Callable, Callable]:
+        """The platform's ``part`` and ``part_gradients``."""
+        parts = kernel_registry.get("attention", self.platform).parts
+        assert parts
+        return parts
 
     def sees(self, shift: int, T: int) -> bool:
         """Whether queries of a shard see any keys of the one ``shift`` before it; shards of T tokens."""

@@ -24,7 +24,6 @@ class PlatformRow:
         module: of its implementations, in the family's folder.
         priority: of the rows that can run a call, the one with the highest priority does.
         prefix: of the implementations' names, before the operation's.
-        only: the operations that it has; empty: all.
         frameworks, backend, devices: whose arrays and which devices it takes, as in ``KernelRegistry.register``.
     """
 
@@ -32,7 +31,6 @@ class PlatformRow:
     module: str
     priority: int
     prefix: str = ""
-    only: tuple[str, ...] = ()
     frameworks: tuple[str, ...] = ("jax", "torch")
     backend: str = Backend.ANY
     devices: tuple[str, str] = ("", "")
@@ -50,12 +48,11 @@ PORTABLE = (
 TPU = (PlatformRow(Platform.PALLAS, "pallas.passes", 5, frameworks=("jax",), backend=Backend.TPU),)
 
 
-def hopper(*only: str) -> tuple[PlatformRow, ...]:
-    """The rows of kernels for Hopper GPUs: of calls that these compute the fastest, and of all that they can run."""
-    return tuple(
-        PlatformRow(Platform.CUDA, "cuda.passes", priority, prefix, only, backend=Backend.GPU, devices=HOPPER)
-        for prefix, priority in (("preferred_", 45), ("", 15))
-    )
+# Of kernels for Hopper GPUs: the calls that these compute the fastest, and all that they can run.
+CUDA = tuple(
+    PlatformRow(Platform.CUDA, "cuda.passes", priority, prefix, backend=Backend.GPU, devices=HOPPER)
+    for prefix, priority in (("preferred_", 45), ("", 15))
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +95,5 @@ class Family:
         """Each implementation: of which operation, in which row, and where it is."""
         for operation in self.operations:
             for row in self.rows:
-                if not row.only or operation.name in row.only:
-                    home = f"keraunos.kernels.{self.name}.{row.module}"
-                    yield operation, row, f"{home}:{row.prefix}{operation.name}"
+                home = f"keraunos.kernels.{self.name}.{row.module}"
+                yield operation, row, f"{home}:{row.prefix}{operation.name}"

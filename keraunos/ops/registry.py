@@ -56,6 +56,7 @@ class Implementation:
         passes: ``framework -> functions``, of which it is made, forward and backward mostly: for those who put
             something in between, and for PyTorch's operators.
         segment: ``(args, options) -> tokens`` of the segments that it cuts sequences into; None: into none.
+        parts: its functions of a part of the sequence, which others merge; see the operation's contract.
     """
 
     algorithm: str
@@ -69,6 +70,7 @@ class Implementation:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     passes: Callable[[str], tuple[Callable, ...]] | None = None
     segment: Callable[..., int | None] | None = None
+    parts: tuple[Callable, Callable] | None = None
     loses: Callable[[Invocation], str | None] = _no_limits
 
     def __call__(self, *args: Any, cfg: Config | None = None, **options: Any) -> Any:
@@ -94,15 +96,21 @@ class Implementation:
 
     @functools.cached_property
     def source_version(self) -> str:
-        """A hash of the source file, or of its platform's folder: a change makes stored configurations stale."""
+        """A hash of the source file, or of its platform's folder and what it shares with others.
+
+        A change makes stored configurations stale.
+        """
         fn, digest = inspect.unwrap(self.source if callable(self.source) else self.prepare), hashlib.sha256()
         try:
             path = Path(self.source if isinstance(self.source, str) else inspect.getsourcefile(fn) or "")
         except TypeError:  # no Python function
             return "unknown"
         if path.is_file():
-            folder = path.stem == "passes"  # a platform that has a folder of its own
-            for file in sorted(path.parent.glob("*.py" if folder else f"{path.stem}*{path.suffix}")):
+            files = [*path.parent.glob(f"{path.stem}*{path.suffix}")]
+            if path.stem == "passes":  # a platform that has a folder of its own
+                folders = path.parent, path.parents[1] / "shared", path.parents[2] / "device"
+                files = [file for folder in folders for file in folder.glob("*.py")]
+            for file in sorted(files):
                 digest.update(file.read_bytes())
         else:
             # Typed in, not in a file.

@@ -12,10 +12,9 @@ from keraunos import frontends
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.kernels.state_pool import contract as pool_contract
-from keraunos.kernels.state_pool.cuda import passes as pool_passes
 from keraunos.ops.invocation import Config
 from tests.cuda.compile import resources
-from tests.cuda.platform import small, small_prefill
+from tests.cuda.platform import PREFILL, small, small_prefill
 from tests.serving.cases import tensor
 
 CALLS = {
@@ -140,7 +139,7 @@ def prefills(case, transposed=False, stored=False):
         like = given["query"].new_empty(*case.rows, case.H, case.V)
         given["out"] = like.new_empty(like.numel() + 1)[1:].view_as(like)
     opts = pool_contract.Options("prefill", case.K**-0.5, Config(num_stages=3))
-    return launched(lambda: pool_passes._prefill(pool_contract.Args(**given), opts))
+    return launched(lambda: PREFILL(pool_contract.Args(**given), opts))
 
 
 def of(call):

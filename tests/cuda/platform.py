@@ -11,11 +11,12 @@ from keraunos import frontends
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.kernels.state_pool import contract as pool_contract
-from keraunos.kernels.state_pool.cuda import passes as pool_passes
 from keraunos.ops.invocation import Config
 from tests.cuda import emulator
 from tests.linear_attention.cases import LEFT_OUT, Case, tensor_array, torch_tensor
 from tests.serving import cases as serving_cases
+
+(PREFILL,) = passes.prefill.passes("torch")
 
 
 def poisoned(shape, dtype):
@@ -75,7 +76,7 @@ def prefill(case, view=lambda given: given, *, mode="late", seed=0, **options):
     given = view({name: serving_cases.tensor(x) for name, x in case.arrays.items()})
     opts = pool_contract.Options("prefill", case.scale or case.K**-0.5, Config(num_stages=3))
     with emulated(mode, seed):
-        output, pool = pool_passes._prefill(pool_contract.Args(**given, **options), opts)
+        output, pool = PREFILL(pool_contract.Args(**given, **options), opts)
     assert pool is given["states"]
     return serving_cases.array(output), serving_cases.array(pool)
 

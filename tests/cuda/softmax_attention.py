@@ -14,9 +14,9 @@ from keraunos.kernels.softmax_attention.contract import Args, Options, describe,
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel
 from keraunos.kernels.softmax_attention.reference import attention
-from keraunos.kernels.softmax_attention.triton.call import LOG2E
-from keraunos.kernels.softmax_attention.triton.gradients import mean_kernel, sum_kernel
-from keraunos.kernels.softmax_attention.triton.kernels import mask_kernel, spread_kernel
+from keraunos.kernels.softmax_attention.shared.call import LOG2E
+from keraunos.kernels.softmax_attention.shared.gradients import mean_kernel, sum_kernel
+from keraunos.kernels.softmax_attention.shared.tiles import mask_kernel, spread_kernel
 from keraunos.ops.invocation import Config
 from tests.cuda.builds import launched
 from tests.cuda.compile import known

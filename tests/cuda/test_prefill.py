@@ -11,8 +11,8 @@ import triton
 
 from keraunos.kernels import kernel_registry
 from keraunos.kernels.gluon import RUN
+from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.kernels.state_pool.contract import Args, describe
-from keraunos.kernels.state_pool.cuda import passes
 from tests.cuda import builds
 from tests.cuda.platform import prefill, small_prefill
 from tests.linear_attention.cases import GPU
@@ -112,7 +112,7 @@ def described(T=70, N=2, H=64, device="NVIDIA H200", **changes):
 
 def test_what_it_cannot_do_it_refuses_with_the_reason():
     def refused(**changes):
-        return passes.unsupported(described(**changes))
+        return passes.prefill.unsupported(described(**changes))
 
     assert refused() is None
     for dtype in (torch.bfloat16, torch.float16):

@@ -9,7 +9,7 @@ import torch
 
 from keraunos.kernels.softmax_attention.cuda import passes
 from keraunos.kernels.softmax_attention.cuda.gradients import gradients_kernel
-from keraunos.kernels.softmax_attention.triton.gradients import bias_kernel
+from keraunos.kernels.softmax_attention.shared.gradients import bias_kernel
 from tests.cuda.builds import ATTENTION, most
 from tests.cuda.softmax_attention import TRITON, Case, builds, built, run
 

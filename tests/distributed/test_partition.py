@@ -43,7 +43,7 @@ OFFSETS = np.array([7, -3], np.int32)
 
 def box_of_attention(q, k, v):
     """Attention in such a box, whose residuals are sharded too."""
-    call = pytest.importorskip("keraunos.kernels.softmax_attention.triton.call", exc_type=ImportError)
+    call = pytest.importorskip("keraunos.kernels.softmax_attention.shared.call", exc_type=ImportError)
 
     def forward(args, opts):
         output, top, _ = softmax.part(args, opts)

@@ -23,7 +23,7 @@ OPS = ("decode", "verify", "commit", "prefill")
 def interpreted():
     """The platform runs on the CPU."""
     for op in OPS:
-        target = f"keraunos.kernels.state_pool.pallas.passes:{op}"
+        target = f"keraunos.kernels.{'linear_attention' if op == 'prefill' else 'state_pool'}.pallas.passes:{op}"
         kernel_registry.register(op, "pallas", "cpu", 1, frameworks=("jax",))(target)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         yield

@@ -29,7 +29,6 @@ from keraunos import frontends
 from keraunos.distributed import stretches
 from keraunos.distributed.torch import peers as torch_peers
 from keraunos.kernels.linear_attention import contract
-from keraunos.kernels.linear_attention.triton import call as triton_call
 from keraunos.kernels.linear_attention.triton import passes as platform
 from keraunos.kernels.softmax_attention import contract as softmax_contract
 from keraunos.kernels.softmax_attention.triton import passes as softmax_platform
@@ -289,7 +288,7 @@ def write(name, found) -> None:
 @contextlib.contextmanager
 def launching(launch):
     """Kernels are launched by this function."""
-    with mock.patch.object(triton_call, "launch", launch), mock.patch.object(frontends, "launch", launch):
+    with mock.patch.object(frontends, "launch", launch):
         yield
 
 
@@ -322,7 +321,7 @@ def leave(dtype, K, V, H, G, gate, gamma, B=1, T=32768) -> None:
     for to in (way, way.adjoint):
         stretches.leave_pieces(x, start, plan, to, 0)
         left = empty(8, stretches.values_left(x, to), dtype="float32")
-        stretches._arrive_on_gpu(left, start, plan, to, (B, H, K, V))
+        platform.arrive(left, start, plan, to, (B, H, K, V))
         _, *pieces = stretches.leave_pieces(x, start, plan, to, 4096)
         stretches.starts(left, *pieces, start, plan, to, 4096)
 
@@ -378,8 +377,9 @@ def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> Non
         empty(N, dtype="bool") if prefill else None, boundaries if prefill else None, boundaries,
         exports=states if exports and not prefill else None,
     )
-    cfg = pool_platform.heuristic(pool_contract.describe(op_id, args), Config())
-    run = pool_platform._prefill if prefill else pool_platform._steps
+    implementation = platform.prefill if prefill else pool_platform.decode
+    cfg = implementation.heuristic(pool_contract.describe(op_id, args), Config())
+    (run,) = implementation.passes("torch")
     run(args, pool_contract.Options(op_id, K**-0.5, cfg))
 
 

@@ -6,6 +6,7 @@ process; ``planted`` runs a kernel with faults of both kinds, which the tools mu
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -16,12 +17,13 @@ import triton
 import triton.language as tl
 
 from keraunos import frontends, serving
-from keraunos.distributed import stretches, stretches_kernels
+from keraunos.distributed import stretches
 from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention.triton import call as triton_call
 from keraunos.kernels.linear_attention.triton import chunks
 from keraunos.kernels.linear_attention.triton import passes as platform
 from keraunos.kernels.linear_attention.triton import scan as triton_kernels
+from keraunos.kernels.linear_attention.triton import stretches as triton_stretches
 from keraunos.kernels.state_pool.triton import steps
 from keraunos.ops import Config
 from tests.sanitizer import limit_time
@@ -51,7 +53,7 @@ SERVING = [
 # Of what devices that share a sequence tell each other: dtype, K, V, gate.
 ENDS = [("bfloat16", 128, 128, None), ("float16", 256, 256, "scalar"), ("float32", 128, 64, "vector")]
 H, DEVICE = 2, "cuda"
-FILES = stretches_kernels, chunks, triton_kernels, steps
+FILES = chunks, triton_kernels, steps
 KERNELS = {name for file in FILES for name in vars(file) if name.endswith("_kernel")}
 
 
@@ -75,18 +77,25 @@ def configurations(call) -> list[Config]:
     return list({(cfg.block_q, cfg.block_d, cfg.num_warps): cfg for cfg in reversed(found)}.values())
 
 
-def run(call, cfg: Config) -> set[str]:
-    """Forward and backward; the kernels that they launched."""
-    launched = set()
+@contextlib.contextmanager
+def launches():
+    """The names of the kernels that are launched."""
+    real, launched = frontends.launch, set()
 
     def launch(kernel, *args, **options):
         launched.add(kernel.__name__)
-        return frontends.launch(kernel, *args, **options)
+        return real(kernel, *args, **options)
 
+    with mock.patch.object(frontends, "launch", launch):
+        yield launched
+
+
+def run(call, cfg: Config) -> set[str]:
+    """Forward and backward; the kernels that they launched."""
     args, opts = arguments(*call), contract.Options(0.1, False, cfg)
     # Gradients in parts, and in pairs of segments, which longer calls have.
     least = dict(_MIN_PART=1, _MIN_SEGMENT_PART=2)
-    with mock.patch.object(triton_call, "launch", launch), mock.patch.multiple(triton_call, **least):
+    with launches() as launched, mock.patch.multiple(triton_call, **least):
         outputs, residuals = platform.forward(args, opts)
         platform.backward(args, residuals, outputs, opts)
     return launched
@@ -94,12 +103,6 @@ def run(call, cfg: Config) -> set[str]:
 
 def serve(op, dtype, pool, K, V, gate) -> set[str]:
     """A serving function on the first and the last slot of a pool and on padding; the kernels that it launched."""
-    launched = set()
-
-    def launch(kernel, *args, **options):
-        launched.add(kernel.__name__)
-        return frontends.launch(kernel, *args, **options)
-
     def normal(*shape, dtype=dtype):
         return torch.randn(shape, device=DEVICE).to(getattr(torch, dtype))
 
@@ -111,7 +114,7 @@ def serve(op, dtype, pool, K, V, gate) -> set[str]:
     tokens = normal(*rows, H, K), normal(*rows, 1, K), normal(*rows, 1, V)
     pool, slots = (normal(5, H, K, V, dtype=pool), indices(0, -1, 4))
     options = dict(g=None if g is None else -normal(*g).abs(), g_gamma=[-0.1] * H, platform="triton")
-    with mock.patch.object(triton_call, "launch", launch):
+    with launches() as launched:
         if op == "commit":
             serving.commit(*tokens[1:], pool, slots, indices(4, 2, 1), **options)
         elif op == "prefill":
@@ -126,20 +129,15 @@ def serve(op, dtype, pool, K, V, gate) -> set[str]:
 
 def leave(dtype, K, V, gate) -> set[str]:
     """The states that a stretch leaves, either way, and those that its segments start from; the kernels."""
-    launched = set()
-
-    def launch(kernel, *args, **options):
-        launched.add(kernel.__name__)
-        return frontends.launch(kernel, *args, **options)
-
     args = arguments(dtype, 300, K, V, gate, False, False)
     x, plan = (
         stretches.Stretch(args.key, args.value, args.g, args.g_gamma),
         torch.tensor([0, 300, 1, 1], dtype=torch.int32),
     )
     way, plan = stretches.Way(H, True, False), plan.to(DEVICE)
-    with mock.patch.object(triton_call, "launch", launch), mock.patch.multiple(stretches, _MIN_PIECE=64, _NEAR=64):
+    with launches() as launched, mock.patch.multiple(triton_call, _MIN_PIECE=64):
         for to in (way, way.adjoint):
+            triton_stretches.call_of_stretch.cache_clear()
             stretches.leave(x, args.initial_state, plan, to)
             left, *pieces = stretches.leave_pieces(x, args.initial_state, plan, to, 128)
             stretches.starts(torch.stack([left, left]), *pieces, args.initial_state, plan, to, 128)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from keraunos import frontends
 from keraunos.ops import Config
 from tests.linear_attention.cases import GPU
 
@@ -12,7 +13,6 @@ pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run witho
 torch = pytest.importorskip("torch")
 
 from keraunos.kernels.linear_attention import contract  # noqa: E402
-from keraunos.kernels.linear_attention.triton import call as triton_call  # noqa: E402
 from keraunos.kernels.linear_attention.triton import passes as triton  # noqa: E402
 
 
@@ -29,7 +29,7 @@ def launches(monkeypatch):
         found.append(([x for x in inputs.values() if isinstance(x, torch.Tensor)], [x for x in made if x is not None]))
         return made
 
-    monkeypatch.setattr(triton_call, "launch", launch)
+    monkeypatch.setattr(frontends, "launch", launch)
     return found
 
 

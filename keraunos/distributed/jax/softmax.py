@@ -75,7 +75,7 @@ def _forward(args: Args, ring: Ring) -> tuple[jax.Array, Merged]:
     def add(found: Merged | None, keys: tuple, shift: int | None, seen: jax.Array | None = None) -> Merged:
         def attend() -> Merged:
             part = _with(args, keys)
-            made = of_part(jnp, ring.kernels.part(part, ring.part(shift, T)))
+            made = of_part(jnp, ring.parts[0](part, ring.part(shift, T)))
             return made if found is None else merged(jnp, found, made)
 
         return attend() if seen is None else jax.lax.cond(seen, attend, lambda: found)
@@ -109,7 +109,7 @@ def _backward(args: Args, found: Merged, doutput: jax.Array, ring: Ring) -> Args
 
     def gradients(keys: tuple, shift: int | None, seen: jax.Array | None = None) -> tuple:
         def compute() -> tuple:
-            part = ring.kernels.part_gradients(_with(args, keys), known, doutput, ring.part(shift, T))
+            part = ring.parts[1](_with(args, keys), known, doutput, ring.part(shift, T))
             return tuple(part[:3])
 
         def nothing() -> tuple:

@@ -101,7 +101,7 @@ class _OverShards(torch.autograd.Function):
         steps, found = _Steps(ring, group, query.shape[1]), None
         for keys, source, _ in steps.shards(_keys(args)):
             if source is not None:
-                made = ring.kernels.part(_with(args, keys), ring.part(steps.me - source, steps.T))
+                made = ring.parts[0](_with(args, keys), ring.part(steps.me - source, steps.T))
                 new = of_part(torch, made)
                 found = new if found is None else merged(torch, found, new)
         assert found is not None  # this rank's own keys come first
@@ -130,7 +130,7 @@ class _OverShards(torch.autograd.Function):
             grads: tuple = ()
             if source is not None:
                 opts = ring.part(steps.me - source, steps.T)
-                grads = tuple(ring.kernels.part_gradients(_with(args, keys), known, doutput, opts)[:3])
+                grads = tuple(ring.parts[1](_with(args, keys), known, doutput, opts)[:3])
                 add(grads[:1], [0])
             if source == steps.me:
                 add(grads[1:], [1, 2])

@@ -1,7 +1,7 @@
 """The family of linear attention: a state with a decay for each head, or for each token."""
 
 from keraunos.kernels.linear_attention.cases import CASES
-from keraunos.ops.family import PORTABLE, TPU, Family, Operation, hopper
+from keraunos.ops.family import CUDA, PORTABLE, TPU, Family, Operation
 
 LINEAR_ATTENTION = Family(
     "linear_attention",
@@ -10,6 +10,8 @@ LINEAR_ATTENTION = Family(
                   distributed="linear", cases=CASES["lightning_attn"]),
         Operation("gla", "gla_attention", "keraunos.modules.gla_attention:GLAttention", distributed="linear",
                   cases=CASES["gla"]),
+        # The walk over sequences whose states are in a pool.
+        Operation("prefill", "prefill", "keraunos.serving.pool_operation:PREFILL", like="gla"),
     ),
-    (*PORTABLE, *hopper(), *TPU),
+    (*PORTABLE, *CUDA, *TPU),
 )

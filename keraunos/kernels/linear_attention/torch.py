@@ -28,6 +28,7 @@ import torch
 
 from keraunos.frontends.torch.arrays import products_are_rounded
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels
+from keraunos.kernels.state_pool import torch as pool
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -447,3 +448,4 @@ def _gamma_gradient(da: torch.Tensor, group: _Group) -> torch.Tensor:
 gla, lightning_attn = kernels(
     "torch", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates
 )
+prefill = pool.prefill(__file__, forward, FIELDS, heuristic)

@@ -29,6 +29,7 @@ import numpy as np
 
 from keraunos.frontends import jax as frontend
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels, state_spec
+from keraunos.kernels.state_pool import xla as pool
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -777,3 +778,4 @@ def _gamma_gradient(w: _Walker, da: jax.Array, chunk: _Chunks) -> jax.Array:
 gla, lightning_attn = kernels(
     "xla", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
 )
+prefill = pool.prefill(__file__, forward, FIELDS, heuristic)

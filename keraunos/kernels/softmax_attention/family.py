@@ -1,7 +1,7 @@
 """The family of softmax attention."""
 
 from keraunos.kernels.softmax_attention.cases import CASES
-from keraunos.ops.family import NVIDIA, PORTABLE, TPU, Family, Operation, PlatformRow, hopper
+from keraunos.ops.family import CUDA, NVIDIA, PORTABLE, TPU, Family, Operation, PlatformRow
 from keraunos.ops.invocation import Backend, Platform
 
 # Where the vendor's own kernels compute the call, nothing of ours is faster.
@@ -15,5 +15,5 @@ SOFTMAX_ATTENTION = Family(
         Operation("attention", "attention", "keraunos.modules.attention:Attention", distributed="softmax",
                   cases=CASES["attention"]),
     ),
-    (*PORTABLE, *_VENDORS, *hopper(), *TPU),
+    (*PORTABLE, *_VENDORS, *CUDA, *TPU),
 )

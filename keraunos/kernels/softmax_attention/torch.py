@@ -412,9 +412,9 @@ def _at_once(args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _by_block = differentiable(forward, backward, OPERATOR, "torch")
-attention = kernel(
+attention = replace(kernel(
     "torch", __file__, forward, backward, compute=compute, fields=FIELDS, heuristic=heuristic, candidates=candidates
-)
+), parts=(part, part_gradients))
 
 # The row before Triton's, for calls that PyTorch's own kernels compute.
 preferred_attention = replace(attention, loses=not_for_libraries)

@@ -460,8 +460,8 @@ def _on_shards(args: Args, opts: Options) -> tuple[Any, Any]:
     return _by_block(_small(args, opts))(args), None
 
 
-attention = kernel(
+attention = replace(kernel(
     "xla", __file__, compute=lambda args, opts: _attention, fields=FIELDS, heuristic=heuristic, candidates=candidates
-)
+), parts=(part, part_gradients))
 # The row before Triton's, for calls that cuDNN computes.
 preferred_attention = replace(attention, loses=_not_for_cudnn)

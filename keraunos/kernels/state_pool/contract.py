@@ -1,13 +1,13 @@
 """What every platform of the serving functions is given and what it must return.
 
-A platform module (``xla.py``, ``torch.py``, ``triton/passes.py``) defines two functions which know this page only::
+A platform module (``xla.py``, ``torch.py``, ``triton/passes.py``) defines two functions::
 
     steps(args: Args, opts: Options)   -> (output or None, pool or None)      decode, verify, commit
     prefill(args: Args, opts: Options) -> (output, pool)
 
-and hands them to :func:`kernels`; one that has the latter only, to :func:`implementation`. In PyTorch the pool that is
-returned is the one given, changed in place; in JAX it is a new one, for which the front end gives the old one's memory
-up.
+and hands them to :func:`implementation`: the latter with a family's walk over sequences, which that family's module of
+the same platform gives it. In PyTorch the pool that is returned is the one given, changed in place; in JAX it is a new
+one, for which the front end gives the old one's memory up.
 """
 
 from __future__ import annotations
@@ -262,8 +262,15 @@ OPERATORS = {
 
 
 def implementation(op_id: str, compute: Callable, fields: tuple[str, ...], *, platform: str, source: str,
-                   unsupported: Callable, heuristic: Callable) -> Implementation:
-    """The implementation of one function; the arguments are those of :func:`kernels`."""
+                   heuristic: Callable = lambda inv, cfg: cfg,
+                   unsupported: Callable = lambda inv: None) -> Implementation:
+    """The implementation of one function that a platform module registers.
+
+    Args:
+        compute: as at the top of this page. fields: of the configuration, that it reads.
+        platform: the name that it is registered under; source: the module's ``__file__``.
+        unsupported, heuristic: see :class:`Implementation`.
+    """
     made = frontends.in_place(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
 
     def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None) -> Callable:
@@ -272,29 +279,3 @@ def implementation(op_id: str, compute: Callable, fields: tuple[str, ...], *, pl
 
     return Implementation(op_id, prepare, fields, unsupported, heuristic, source=source,
                           passes=lambda framework: (compute,))
-
-
-def kernels(
-    platform: str,
-    source: str,
-    steps: Callable,
-    prefill: Callable,
-    *,
-    unsupported: Callable = lambda inv: None,
-    step_fields: tuple[str, ...] = (),
-    prefill_fields: tuple[str, ...] = (),
-    heuristic: Callable,
-) -> tuple[Implementation, ...]:
-    """The implementations ``(decode, verify, commit, prefill)`` that a platform module registers.
-
-    Args:
-        platform: the name that it registers them under.
-        source: the module's ``__file__``.
-        steps, prefill: as at the top of this page.
-        unsupported, heuristic: see :class:`Implementation`.
-        step_fields, prefill_fields: the configuration fields that they read.
-    """
-    made = functools.partial(implementation, platform=platform, source=source, unsupported=unsupported,
-                             heuristic=heuristic)
-    return (*(made(op_id, steps, step_fields) for op_id in ("decode", "verify", "commit")),
-            made("prefill", prefill, prefill_fields))

@@ -1,12 +1,12 @@
 """The family of serving's steps on a pool of states."""
 
-from keraunos.ops.family import PORTABLE, TPU, Family, Operation, hopper
+from keraunos.ops.family import PORTABLE, TPU, Family, Operation
 
 STATE_POOL = Family(
     "state_pool",
     tuple(
         Operation(name, name, f"keraunos.serving.pool_operation:{name.upper()}", like="gla")
-        for name in ("decode", "verify", "commit", "prefill")
+        for name in ("decode", "verify", "commit")
     ),
-    (*PORTABLE, *hopper("prefill"), *TPU),
+    (*PORTABLE, *TPU),
 )

@@ -14,12 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from keraunos import frontends
 from keraunos.kernels.gluon import cannot_run, was_not_measured
+from keraunos.kernels.host.arrays import Spec, spec_of, state_strides
+from keraunos.kernels.host.plan import Plan, remember
+from keraunos.kernels.host.pool import NO_STATES, Pool
+from keraunos.kernels.host.sequences import Sizes, cut, sequence_count
 from keraunos.kernels.linear_attention.contract import Args, Options, state_spec
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.cuda.dimensions import dimensions_kernel
@@ -29,7 +33,7 @@ from keraunos.kernels.linear_attention.cuda.dimensions_queries import queries_ke
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
 from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
-from keraunos.kernels.linear_attention.triton.call import NO_STATES, Pool, Spec, remember, spec_of
+from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("num_stages",)
@@ -89,8 +93,7 @@ def segmentation(T: int, heads: int, forgets: bool) -> tuple[int, int]:
     if count < 2:
         return 0, 1
     most = _PIECES if forgets else _PROGRAMS // ((count - 1) * heads)
-    pieces = max(min(T // count // _MIN_PIECE, most), 1)
-    return -(-T // (count * pieces * _CHUNK)) * pieces * _CHUNK, pieces
+    return cut(T, count, most, _MIN_PIECE, _CHUNK)
 
 
 def _at_once(heads: int, forgets: bool) -> int:
@@ -100,23 +103,14 @@ def _at_once(heads: int, forgets: bool) -> int:
     return next(n for n in (2, 4, 8, _AT_ONCE) if n == _AT_ONCE or n * heads >= _PROGRAMS - heads)
 
 
-class _Call:
+class _Call(Sizes):
     """What follows from the shapes, dtypes and options of one call; one object for all that are alike."""
 
     def __init__(self, specs: Args, opts: Options):
-        self.specs, self.opts, self.reverse = specs, opts, opts.reverse
-        self.B, self.T = specs.query.shape[:2]
-        self.H, self.dtype = specs.heads, specs.query.dtype
-        self.K, self.V = specs.query.shape[-1], specs.value.shape[-1]
-        # Complete by the contract, whatever its declared type allows.
-        self.stages: Any = opts.cfg.num_stages
-        self.packed = specs.cu_seqlens is not None
-        self.N = specs.cu_seqlens.shape[0] - 1 if self.packed else self.B
+        super().__init__(specs, opts)
         # Gates are per token and dimension.
-        self.vector = specs.g is not None and len(specs.g.shape) == 4
-        self.learned = opts.needs(specs, "g") or opts.needs(specs, "g_gamma")
-        gamma = specs.g_gamma
-        self.stride_gamma_b = self.H if gamma is not None and len(gamma.shape) == 2 else 0
+        self.vector = self.gate == 2
+        self.learned = self.need_gamma or opts.needs(specs, "g")
         # Tokens per segment (0: sequences are whole), pieces of each, and walks.
         self.L, self.P = (0, 1) if self.packed else segmentation(self.T, self.N * self.H, specs.g is None)
         self.walks = self.N * -(-self.T // self.L) if self.L else self.N
@@ -127,37 +121,25 @@ class _Call:
         """Of all walks' groups of so many tokens."""
         return self.T // tokens + self.N if self.packed else self.walks * -(-(self.L or self.T) // tokens)
 
-    def ratio(self, x: Spec | None) -> int:
-        """How many heads share each of an array's; 1 for an absent one."""
-        return self.H // x.shape[2] if x else 1
-
     @property
     def state(self) -> tuple[int, int, int]:
         """The shape of the heads' states."""
         return self.H, self.K, self.V
-
-    def dtype_of_each(self, x: Spec) -> str:
-        """The dtype of a head's gradient of an array: wide where it is still to be summed over those that share."""
-        return "float32" if self.ratio(x) > 1 else x.dtype
 
     @property
     def room(self) -> tuple[tuple[int, ...], str] | None:
         """Where walks add up products for the gradients of gates per dimension, in strong chunks."""
         return ((self.walks, self.H, _CHUNK, _tiles(self.K, self.V)["BK"]), "float32") if self.learned else None
 
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """The kernels' numbers but for strides."""
-        return dict(stride_gamma_b=self.stride_gamma_b, scale=self.opts.softmax_scale, T=self.T, L=self.L)
-
 
 _call_of = remember(_Call)
 
 
-def _strides(x: Spec | None, name: str) -> dict[str, int]:
-    """``stride_<name><axis>`` of an array [B, T, heads, ...]; of a single token none, which may be anything."""
-    batch, token, head = (x.strides[i] if x and x.shape[i] > 1 else none for i, none in enumerate((0, _MOST_DIMS, 0)))
-    return {f"stride_{name}b": batch, f"stride_{name}t": token, f"stride_{name}h": head}
+def _strides(**arrays: Spec | None) -> dict[str, int]:
+    """``stride_<name><axis>`` of arrays [B, T, heads, ...]; of a single token none, which may be anything."""
+    none = 0, _MOST_DIMS, 0
+    return {f"stride_{name}{axis}": x.strides[i] if x and x.shape[i] > 1 else none[i]
+            for name, x in arrays.items() for i, axis in enumerate("bth")}
 
 
 def _state_strides(H: int, K: int, V: int, transposed: bool) -> dict[str, int]:
@@ -172,28 +154,29 @@ def _tiles(K: int, V: int) -> dict[str, int]:
     return dict(K=K, V=V, BK=BK, BV=BV)
 
 
-class _Plan(NamedTuple):
-    """A launch but for its arrays."""
+def _plan(call: _Call, kernel: Any, outputs: dict[str, Any], stages: int, own: dict[str, Any], walks: int | None = None,
+          numbers: dict[str, int] | None = None, **arrays: Any) -> Plan:
+    """The launch of a kernel that walks.
 
-    kernel: Any
-    grid: tuple[int, ...]
-    numbers: dict[str, Any]
-    outputs: dict[str, Any]
-    constants: dict[str, Any]
-
-    def launch(self, **arrays: Any) -> tuple[Any, ...]:
-        """Run it on arrays, given in the order of the kernel's parameters."""
-        return frontends.launch(
-            self.kernel, self.grid, {**arrays, **self.numbers}, self.outputs, self.constants, num_warps=4, num_stages=1
-        )
+    Args:
+        own: constants that other kernels have not. walks: how many, if not all; numbers: that others have not.
+        arrays: those of tokens, by the names of their strides.
+    """
+    tiles = _tiles(arrays["k"].shape[-1], arrays["v"].shape[-1])
+    constants = dict(
+        H=call.H, **call.ratios(**{name: x for name, x in arrays.items() if name != "o"}), **tiles, C=_CHUNK,
+        STAGES=stages, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0, **own,
+    )
+    given = dict(stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, L=call.L)
+    grid = ((call.walks if walks is None else walks) * call.H,)
+    return Plan(kernel, grid, {**_strides(**arrays), **given} | (numbers or {}), outputs, constants)
 
 
 @remember
 def _outputs_plan(call: _Call, q: Spec, k: Spec, v: Spec, f: Spec | None, *, output: str, final: bool,
-                  transposed: bool, pool: Pool | None, into: bool, aligned: bool) -> _Plan:
+                  transposed: bool, pool: Pool | None, into: bool, aligned: bool) -> Plan:
     B, T, H, (specs, opts) = call.B, call.T, call.H, (call.specs, call.opts)
     g, K, V = specs.g, k.shape[-1], v.shape[-1]
-    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(f, "f"), **_strides(g, "g")}
     outputs: dict[str, Any] = dict(
         o=((B, T, H, V), output),
         ht=((call.N, *call.state), "float32") if final else None,
@@ -201,18 +184,14 @@ def _outputs_plan(call: _Call, q: Spec, k: Spec, v: Spec, f: Spec | None, *, out
         dgamma=((call.walks, H), "float32") if f and opts.needs(specs, "g_gamma") else None,
         sums=None,
     )
-    most = _STAGES_GATES if f or g else _STAGES
-    constants = dict(
-        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RF=call.ratio(f), RG=call.ratio(g),
-        **_tiles(K, V), C=_CHUNK, STAGES=min(most, call.stages), REVERSE=call.reverse, PACKED=call.packed,
-        SPLIT=call.L > 0, INIT_WALK=call.L > 0, **_state_strides(H, K, V, transposed),
-        STORED=not aligned or output != call.dtype, GROUP=_GROUP, BACKWARDS=call.reverse,
-    )
+    own = dict(INIT_WALK=call.L > 0, **_state_strides(H, K, V, transposed),
+               STORED=not aligned or output != call.dtype, GROUP=_GROUP, BACKWARDS=call.reverse)
     if pool:
         # The states are not made, but put where they came from.
         outputs |= dict(o="into" if into else ((T, H, V), output), ht="h0")
-        constants |= {f"stride_s{axis}": n for axis, n in zip("shkv", pool.states.strides, strict=True)}
-    return _Plan(outputs_kernel, (call.walks * H,), {**numbers, **call.numbers, "P": 1}, outputs, constants)
+        own |= state_strides(pool.states)
+    stages = min(_STAGES_GATES if f or g else _STAGES, call.cfg.num_stages)
+    return _plan(call, outputs_kernel, outputs, stages, own, numbers=dict(P=1), q=q, k=k, v=v, f=f, g=g)
 
 
 def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, h0: Any = None, products: Any = None,
@@ -230,27 +209,21 @@ def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, 
 
 
 @remember
-def _dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, final: bool) -> _Plan:
-    g = call.specs.g
-    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"), **call.numbers, "P": 1}
+def _dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, final: bool) -> Plan:
     outputs = dict(
         o=((call.B, call.T, call.H, call.V), call.dtype),
         ht=((call.N, *call.state), "float32") if final else None,
         sums=None,
         strong=((call.walks, call.H), "int32") if call.opts.kept else None,
     )
-    constants = dict(
-        H=call.H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **_tiles(call.K, call.V),
-        C=_CHUNK, STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
-        INIT_WALK=call.L > 0, stride_sk=call.V, stride_sv=1, BACKWARDS=call.reverse,
-    )
-    return _Plan(dimensions_kernel, (call.walks * call.H,), numbers, outputs, constants)
+    own = dict(INIT_WALK=call.L > 0, stride_sk=call.V, stride_sv=1, BACKWARDS=call.reverse)
+    return _plan(call, dimensions_kernel, outputs, _STAGES_DIMENSIONS, own, numbers=dict(P=1), q=q, k=k, v=v,
+                 g=call.specs.g)
 
 
 @remember
-def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec, strong: bool) -> _Plan:
-    g, dtype, tiles = call.specs.g, call.dtype_of_each(call.specs.query), _tiles(call.K, call.V)
-    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(do, "o"), **_strides(g, "g")}
+def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec, strong: bool) -> Plan:
+    g, dtype = call.specs.g, call.dtype_of_each(call.specs.query)
     needs, of_each = call.opts.needs, (call.B, call.T, call.H, call.K)
     dtype_g = call.dtype_of_each(g)
     outputs: dict[str, Any] = dict(
@@ -261,20 +234,14 @@ def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec, strong: bool
     )
     if not strong:
         outputs |= {name: f"{name}_given" for name in ("dq", "dg", "dgamma") if outputs[name]}
-    constants = dict(
-        H=call.H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **tiles, C=_CHUNK,
-        STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
-        INIT_WALK=call.L > 0, STORED=dtype != call.dtype, STORED_G=dtype_g == "float32", GROUP=call.group,
-        STRONG=strong,
-    )
-    return _Plan(queries_kernel, (call.walks * call.H,), {**numbers, **call.numbers}, outputs, constants)
+    own = dict(INIT_WALK=call.L > 0, STORED=dtype != call.dtype, STORED_G=dtype_g == "float32", GROUP=call.group,
+               STRONG=strong)
+    return _plan(call, queries_kernel, outputs, _STAGES_DIMENSIONS, own, q=q, k=k, v=v, o=do, g=g)
 
 
 @remember
-def _keys_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
-    B, T, H, specs, g = call.B, call.T, call.H, call.specs, call.specs.g
-    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(do, "o"), **_strides(g, "g")}
-    tiles = _tiles(call.K, call.V)
+def _keys_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> Plan:
+    B, T, H, specs, tiles = call.B, call.T, call.H, call.specs, _tiles(call.K, call.V)
     outputs = dict(
         dk=((B, T, H, call.K), call.dtype_of_each(specs.key)),
         dv=((B, T, H, call.V), call.dtype_of_each(specs.value)),
@@ -283,60 +250,34 @@ def _keys_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
         room=call.room,
         states=((call.groups, H, tiles["BV"], tiles["BK"]), call.dtype) if call.learned else None,
     )
-    constants = dict(
-        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **tiles, C=_CHUNK,
-        STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0,
-        GROUP=call.group,
-    )
-    return _Plan(keys_kernel, (call.walks * H,), {**numbers, **call.numbers}, outputs, constants)
+    return _plan(call, keys_kernel, outputs, _STAGES_DIMENSIONS, dict(GROUP=call.group), q=q, k=k, v=v, o=do, g=specs.g)
 
 
 @remember
-def _pieces_plan(call: _Call, k: Spec, v: Spec, backwards: bool) -> _Plan:
-    H, g = call.H, call.specs.g
-    L, P = call.L // call.P, call.P
-    pieces = -(-call.T // L)
-    numbers = {**_strides(None, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(g, "g"), **call.numbers}
-    outputs = dict(
-        o=None,
-        ht=((call.N * pieces, *call.state), "float32"),
-        sums=((call.N * pieces, H, call.K), "float32"),
-        strong=None,
-    )
-    constants = dict(
-        H=H, RQ=1, RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **_tiles(call.K, call.V), C=_CHUNK,
-        STAGES=_STAGES_DIMENSIONS, REVERSE=call.reverse, PACKED=False, SPLIT=True, INIT_WALK=False,
-        stride_sk=call.V, stride_sv=1, BACKWARDS=backwards,
-    )
-    wanted = pieces - P if backwards else (-(-pieces // P) - 1) * P
-    return _Plan(dimensions_kernel, (call.N * wanted * H,), {**numbers, "L": L, "P": P}, outputs, constants)
-
-
-@remember
-def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[_Plan, _Plan]:
-    H, g = call.H, call.specs.g
-    L, P = call.L // call.P, call.P
+def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[Plan, Plan]:
+    """The launches for the states that pieces of segments leave, and for those that segments start from."""
+    H, g, L, P = call.H, call.specs.g, call.L // call.P, call.P
     pieces, KV = -(-call.T // L), call.K * call.V
-    numbers = {**_strides(None, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(None, "f"), **_strides(g, "g")}
-    outputs = dict(o=None, ht=((call.N * pieces, *call.state), "float32"), dg=None, dgamma=None,
-                   sums=((call.N * pieces, H), "float32") if g else None)
-    constants = dict(
-        H=H, RQ=1, RK=call.ratio(k), RV=call.ratio(v), RF=1, RG=call.ratio(g), **_tiles(call.K, call.V),
-        C=_CHUNK, STAGES=_STAGES_STATES, REVERSE=call.reverse, PACKED=False, SPLIT=True, INIT_WALK=False,
-        **_state_strides(H, call.K, call.V, False), STORED=False, GROUP=_GROUP, BACKWARDS=backwards,
-    )
+    cells, state = (call.N * pieces, H), ((call.N * pieces, *call.state), "float32")
     # None of the segment that is walked last.
-    wanted = pieces - P if backwards else (-(-pieces // P) - 1) * P
-    grid = (call.N * wanted * H,)
-    local = _Plan(outputs_kernel, grid, {**numbers, **call.numbers, "L": L, "P": P}, outputs, constants)
+    walks = call.N * (pieces - P if backwards else (-(-pieces // P) - 1) * P)
+    given: dict[str, Any] = dict(walks=walks, numbers=dict(L=L, P=P), q=None, k=k, v=v)
+    outputs: dict[str, Any]
+    own: dict[str, Any] = dict(INIT_WALK=False)
     if call.vector:
-        local = _pieces_plan(call, k, v, backwards)
-    numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, L=L, P=P)
+        outputs = dict(o=None, ht=state, sums=((*cells, call.K), "float32"), strong=None)
+        own |= dict(stride_sk=call.V, stride_sv=1, BACKWARDS=backwards)
+        local = _plan(call, dimensions_kernel, outputs, _STAGES_DIMENSIONS, own, **given, g=g)
+    else:
+        outputs = dict(o=None, ht=state, dg=None, dgamma=None, sums=(cells, "float32") if g else None)
+        own |= dict(**_state_strides(H, call.K, call.V, False), STORED=False, GROUP=_GROUP, BACKWARDS=backwards)
+        local = _plan(call, outputs_kernel, outputs, _STAGES_STATES, own, **given, f=None, g=g)
     BD = math.gcd(KV, _STARTS)
-    width = call.V if call.vector else KV
-    constants = dict(H=H, KV=KV, WIDTH=width, BD=BD, AT_ONCE=_at_once(call.N * H, g is None), BACKWARDS=backwards)
-    grid, outputs = (call.N * H * KV // BD,), dict(starts=((call.walks, *call.state), "float32"))
-    return local, _Plan(starts_kernel, grid, numbers, outputs, constants)
+    constants = dict(H=H, KV=KV, WIDTH=call.V if call.vector else KV, BD=BD,
+                     AT_ONCE=_at_once(call.N * H, g is None), BACKWARDS=backwards)
+    return local, Plan(starts_kernel, (call.N * H * KV // BD,),
+                       dict(stride_gamma_b=call.stride_gamma_b, T=call.T, L=L, P=P),
+                       dict(starts=((call.walks, *call.state), "float32")), constants)
 
 
 def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -> Any:
@@ -355,10 +296,8 @@ def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -
 
 
 @remember
-def _gradients_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
-    B, T, H, specs, g = call.B, call.T, call.H, call.specs, call.specs.g
-    numbers = {**_strides(q, "q"), **_strides(k, "k"), **_strides(v, "v"), **_strides(do, "o"), **_strides(g, "g")}
-    tiles = _tiles(call.K, call.V)
+def _gradients_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> Plan:
+    B, T, H, specs, tiles = call.B, call.T, call.H, call.specs, _tiles(call.K, call.V)
     outputs = dict(
         dk=((B, T, H, call.K), call.dtype_of_each(specs.key)),
         dv=((B, T, H, call.V), call.dtype_of_each(specs.value)),
@@ -366,11 +305,7 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> _Plan:
         dots=((B, T, H), "float32") if call.learned else None,
         states=((call.groups, H, tiles["BK"], tiles["BV"]), call.dtype) if call.learned else None,
     )
-    constants = dict(
-        H=H, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), **tiles, C=_CHUNK,
-        STAGES=_STAGES_GRADIENTS, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0, GROUP=_GROUP,
-    )
-    return _Plan(gradients_kernel, (call.walks * H,), {**numbers, **call.numbers}, outputs, constants)
+    return _plan(call, gradients_kernel, outputs, _STAGES_GRADIENTS, dict(GROUP=_GROUP), q=q, k=k, v=v, o=do, g=specs.g)
 
 
 def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
@@ -390,16 +325,16 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple[Any, ...]
     return (output, final), (starts if call.L else None, strong)
 
 
-def prefill(args: Args, opts: Options, pool: Pool) -> tuple[Any, Any]:
+def _prefill(given: pool_contract.Args, options: pool_contract.Options) -> tuple[Any, Any]:
     """``(output, pool)`` of packed sequences whose states are in a pool; tokens' arrays have no axis for the batch."""
-    args = args._replace(**{name: _aligned(getattr(args, name)) for name in ("query", "key", "value")})
-
-    def row(x: Any) -> Spec | None:
-        spec = spec_of(x)
-        return spec and Spec((1, *spec.shape), (0, *spec.strides), spec.dtype)
-
-    call = _call_of(Args(*map(row, args[:4]), *map(spec_of, args[4:])), opts)
-    return _outputs(call, args, *args[:3], h0=pool.states, pool=pool)[:2]
+    q, k, v = map(_aligned, (given.query, given.key, given.value))
+    args = Args(q, k, v, given.g, given.g_gamma, None, given.cu_seqlens)
+    known = Args(*map(spec_of, args))
+    rows = {name: x and x.row(x.shape[0]) for name, x in zip(Args._fields[:4], known[:4], strict=True)}
+    opts = Options(options.softmax_scale, False, options.cfg, ("g_gamma",), kept=False)
+    call = _call_of(known._replace(**rows), opts)
+    pool = Pool(given.states, given.slots, given.has_initial, into=given.out)
+    return _outputs(call, args, q, k, v, h0=pool.states, pool=pool)[:2]
 
 
 def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
@@ -413,8 +348,7 @@ def _strong(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     """Room for which heads' walks have strong gates per dimension, enough for all lengths."""
     if args.g is None or len(args.g.shape) != 4:
         return None
-    packed, heads = args.cu_seqlens is not None, args.heads
-    N = args.cu_seqlens.shape[0] - 1 if packed else args.query.shape[0]
+    packed, heads, N = args.cu_seqlens is not None, args.heads, sequence_count(args)
     return ((N if packed else N * _most_segments(N * heads), heads), "int32")
 
 
@@ -488,10 +422,10 @@ def _of_own(call: _Call, dx: Any, x: Spec | None) -> Any:
 
 
 @remember
-def _sum_plan(size: int, M: int, D: int, shape: tuple[int, ...], dtype: str) -> _Plan:
+def _sum_plan(size: int, M: int, D: int, shape: tuple[int, ...], dtype: str) -> Plan:
     BR, BO = 4, 128
     outputs, constants = dict(y=(shape, dtype)), dict(D=D, BR=BR, BO=BO)
-    return _Plan(sum_kernel, (-(-M * D // BO),), dict(M=M, R=size // (M * D)), outputs, constants)
+    return Plan(sum_kernel, (-(-M * D // BO),), dict(M=M, R=size // (M * D)), outputs, constants)
 
 
 def _sum(x: Any, M: int, D: int, like: Spec) -> Any:
@@ -566,6 +500,21 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     return [replace(cfg, num_stages=n) for n in (2, 3)]
 
 
+def _of_attention(inv: Invocation) -> Invocation:
+    """A call of prefill as one of linear attention, whose arrays have an axis for the batch."""
+    dtype, ndim = inv.arrays.get("g", ("", 0))
+    return replace(inv, arrays={**inv.arrays, "g": (dtype, ndim + 1)}) if dtype else inv
+
+
+def _cannot_prefill(inv: Invocation) -> str | None:
+    """Why these kernels cannot run a call of prefill, or None."""
+    if reason := cannot_walk(_of_attention(inv)):
+        return reason
+    if inv.arrays.get("g", ("", 0))[1] == 3:
+        return "takes gates per token [T, H]; the call has gates per token and dimension"
+    return "takes no boundaries: it exports no states" if "tokens" in inv.arrays else None
+
+
 gla, lightning_attn = implementations(
     "cuda",
     __file__,
@@ -578,3 +527,8 @@ gla, lightning_attn = implementations(
     segment=segment,
 )
 preferred_gla, preferred_lightning_attn = (replace(x, loses=loses) for x in (gla, lightning_attn))
+# Each request has one walk for each head, however long it is.
+prefill = pool_contract.implementation(
+    "prefill", _prefill, FIELDS, platform="cuda", source=__file__, unsupported=_cannot_prefill, heuristic=heuristic,
+)
+preferred_prefill = replace(prefill, loses=lambda inv: loses(_of_attention(inv)))

@@ -19,6 +19,7 @@ from keraunos.frontends.jax import partition
 from keraunos.kernels.linear_attention.contract import Args, Options, head_counts
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.pallas import decays, kernels
+from keraunos.kernels.state_pool.pallas import passes as pool_passes
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -128,7 +129,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array | Non
     return (made["o"], made.get("final")), (made.get("kept"),)
 
 
-def prefill(args: Args, opts: Options, slots: jax.Array, fresh: jax.Array) -> tuple[jax.Array, jax.Array]:
+def walk_in_pool(args: Args, opts: Options, slots: jax.Array, fresh: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``(output, pool)`` of packed sequences whose states are in slots of a pool, ``args.initial_state``.
 
     Args:
@@ -138,7 +139,7 @@ def prefill(args: Args, opts: Options, slots: jax.Array, fresh: jax.Array) -> tu
     if not args.query.shape[1]:
         args = args._replace(**{name: jnp.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2))
                                 for name, x in zip(Args._fields[:4], args[:4], strict=True) if x is not None})
-        output, pool = prefill(args, opts, slots, fresh)
+        output, pool = walk_in_pool(args, opts, slots, fresh)
         return output[:, :0], pool
     made = _Call(args, opts, (slots, fresh)).forward(True, False)
     return made["o"], made["final"]
@@ -197,3 +198,4 @@ gla, lightning_attn = implementations(
     candidates=candidates,
     unsupported=unsupported,
 )
+prefill = pool_passes.prefill(__file__, walk_in_pool, FIELDS, unsupported, heuristic)

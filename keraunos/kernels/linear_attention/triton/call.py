@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from keraunos.frontends import SHARED_MEMORY, interpreter, launch
-from keraunos.frontends.array_types import Array
+from keraunos.frontends import SHARED_MEMORY
+from keraunos.kernels.device.limits import ENOUGH, LITTLE, precision
+from keraunos.kernels.host.arrays import dtype_of, tile
+from keraunos.kernels.host.plan import remember
+from keraunos.kernels.host.sequences import Sizes, cut, sequence_count
 from keraunos.kernels.linear_attention.contract import Args, Options
 
 # Programs that fill the largest GPUs. With fewer, sequences are cut into segments, for which a pass over pieces of them
@@ -18,6 +20,8 @@ from keraunos.kernels.linear_attention.contract import Args, Options
 _PROGRAMS = 128
 _MIN_SEGMENT, _MIN_PIECE = 512, 1024
 _PIECES, _PIECES_FORGETTING = 198, 2048
+# Pieces of a segment at most, where others have the rest of the sequence: those of all heads take tens of megabytes.
+_STRETCH_PIECES = 8
 # Parts of a walk, one after the other, in which gradients of gates are made; and the chunks of the shortest. With many
 # segments the states that parts start from count too.
 _PARTS, _MIN_PART = 5, 16
@@ -25,76 +29,6 @@ _SEGMENT_PARTS, _MIN_SEGMENT_PART = 6, 10
 # Heads of all sequences that leave segments too short for so many parts: gradients walk them in pairs then, and each
 # program has but this many of V's dimensions, half of what it has elsewhere.
 _FEW_HEADS, _HALF_TILE = 24, 64
-
-# Bytes of shared memory that programs have on Hopper and sm_100 and nowhere else, of which tiles and stages were chosen
-# by speed; and those that they have on A100 but not on sm_86, sm_89, sm_120 and AMD's GPUs (99 and 64 KB). With less,
-# what is chosen is what lets two programs of four warps share a multiprocessor: by occupancy, as nothing was measured.
-ENOUGH, LITTLE = SHARED_MEMORY, 160 * 1024
-
-# What follows from shapes, dtypes and options is worked out once.
-remember = functools.lru_cache(maxsize=4096)
-
-
-def pow2(n: int) -> int:
-    """The power of two that is n or the next above."""
-    return 1 << max(int(n) - 1, 0).bit_length()
-
-
-def tile(n: int) -> int:
-    """The tile that holds n dimensions: the tensor cores take 16 at least."""
-    return max(pow2(n), 16)
-
-
-class Spec(NamedTuple):
-    """The properties of an array that host code needs: hashable, so that plans are made once."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-
-
-def spec_of(x: Array | None) -> Spec | None:
-    """The properties of an array; None for an absent one."""
-    if x is None:
-        return None
-    if hasattr(x, "stride"):
-        return Spec(tuple(x.shape), x.stride(), _name(x.dtype))
-    strides = [1]  # a JAX array is contiguous
-    for size in reversed(x.shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return Spec(tuple(x.shape), tuple(strides), _name(x.dtype))
-
-
-@functools.cache
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def strides_of(x: Spec | None, name: str, unit: int, axes: str = "bth") -> dict[str, int]:
-    """``stride_<name><axis>`` of the axes of an array [B, T, H, ...], in units."""
-    return {f"stride_{name}{axis}": x.strides["bth".index(axis)] // unit if x else 0 for axis in axes}
-
-
-def unit_of(*arrays: Spec | None) -> int:
-    """The largest power of two, up to 16, that divides every stride over tokens, heads and the batch."""
-    return math.gcd(16, *(stride for x in arrays if x for stride in x.strides[:3]))
-
-
-class Plan(NamedTuple):
-    """A launch but for its arrays."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    numbers: dict[str, Any]
-    outputs: dict[str, Any]
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int
-
-    def launch(self, **arrays: Array | None) -> tuple:
-        """Run it on arrays, given in the order of the kernel's parameters."""
-        return launch(self.kernel, self.grid, {**arrays, **self.numbers}, self.outputs, self.constants,
-                      num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 class Part(NamedTuple):
@@ -106,66 +40,20 @@ class Part(NamedTuple):
     last: bool
 
 
-# Where the states of sequences are in no pool, the kernels' flags for one.
-NO_POOL = dict(POOL=False, MAY_START=False, stride_ss=0, stride_sh=0, stride_sk=0, stride_sv=0)
+class Call(Sizes):
+    """One call as the Triton kernels see it, and how its sequences are cut."""
 
-
-class Pool(NamedTuple):
-    """Where the states of packed sequences come from and go to; as arrays, or as what is known of them."""
-
-    states: Any  # [slots, H, K, V], any strides
-    slots: Any  # [N]; -1: no sequence
-    has_initial: Any = None  # [N], bool
-    exports: Any = None  # for each chunk the slot that the state before it goes to as well; -1: none
-    T: int = 0  # tokens of the row
-    call: Args | None = None  # what is known of the call's arrays, which may say more tokens
-    into: Any = None  # where the output goes
-
-    def specs(self) -> Pool:
-        """The properties of the arrays."""
-        states, slots, has_initial, exports = map(spec_of, self[:4])
-        return Pool(states, slots, has_initial, exports, self.T, self.call)
-
-    def arrays(self) -> dict[str, Any]:
-        """The kernels' arguments."""
-        return dict(pool=self.states, slots=self.slots, has_initial=self.has_initial, exports=self.exports)
-
-    def flags(self) -> dict[str, Any]:
-        """The kernels' constants."""
-        strides = {f"stride_s{axis}": n for axis, n in zip("shkv", self.states.strides, strict=True)}
-        return dict(POOL=True, MAY_START=self.has_initial is not None, **strides)
-
-
-NO_STATES = Pool(None, None)
-
-
-class Call:
-    """The sizes of one call, its gates and how its sequences are cut; one object for all calls that are alike."""
-
-    def __init__(self, specs: Args, opts: Options, shared: int):
-        self.specs, self.opts = specs, opts
+    def __init__(self, specs: Args, opts: Options, shared: int, heads: int = 0):
+        super().__init__(specs, opts, heads)
         # Whether so little shared memory makes it worth its while to have less on its way, for two programs at once.
         self.little = shared < LITTLE
-        # Complete by the contract, whatever its declared type allows.
-        self.cfg: Any = opts.cfg
-        self.scale, self.reverse = opts.softmax_scale, opts.reverse
-        self.B, self.T, _, self.K = specs.query.shape
-        self.H, self.V = specs.heads, specs.value.shape[3]
-        self.dtype = specs.query.dtype
-        self.packed = specs.cu_seqlens is not None
-        self.N = _sequences(specs)
-        self.gate = 0 if specs.g is None else len(specs.g.shape) - 2
-        self.has_gamma = specs.g_gamma is not None
-        self.need_gamma = opts.needs(specs, "g_gamma")
         self.need_gate = needs_gates(specs, opts)
         # Of the gradient of gates, before it is summed over what shares a gate.
         self.dg = "float32" if self.need_gamma or self.gate < 2 else self.dtype_of_each(specs.g)
-        self.stride_gamma_b = self.H if self.has_gamma and len(specs.g_gamma.shape) == 2 else 0
         self.exact = self.dtype == "float32"
         plain = self.gate and specs.g.dtype == "bfloat16" and not self.has_gamma
         self.terms = 3 if self.exact else 1 if plain else 2
-        # Six bf16 products are as good as float32; the interpreter, which computes in float32, has no name for them.
-        self.precision = "tf32" if not self.exact else "ieee" if interpreter.ON else "bf16x6"
+        self.precision = precision(self.exact)
         # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
         self.mild = 92.0 if self.dtype == "bfloat16" else 0.0
         self.BT: int = cast(int, self.cfg.block_q)
@@ -217,6 +105,13 @@ class Call:
                 last = token == tokens[-1 if self.reverse else 0]
                 self.parts.append(Part(token, n * walks, min(most, self.N - n) * walks, last))
 
+    def cut_stretch(self, segment: int) -> None:
+        """Cut what is a stretch of a longer sequence into pieces, of segments of so many tokens; 0: of one segment."""
+        most = _PIECES_FORGETTING if self.has_gamma and not self.gate else _PIECES
+        one = cut(max(self.T, 1), 1, most // max(self.N * self.H, 1), _MIN_PIECE, self.BT)
+        self.L, self.P = (segment, pieces_of(segment)) if segment else one
+        self.M, self.in_pairs, self.parts = 0, False, []
+
     @functools.cached_property
     def of_gradients(self) -> Call:
         """The call as gradients of gates walk it: pairs of segments, by as many programs, each with half a tile.
@@ -231,14 +126,6 @@ class Call:
         call.L, call.P, call.walk, call.parts = 2 * self.L, 2 * self.P, 2 * self.walk, []
         call._list_parts(self.N)
         return call
-
-    def ratio(self, x: Spec | None) -> int:
-        """How many heads share each of an array's; 1 for an absent one."""
-        return self.H // x.shape[2] if x else 1
-
-    def dtype_of_each(self, x: Spec) -> str:
-        """The dtype of a head's gradient of an array: wide where it is still to be summed over those that share."""
-        return "float32" if self.ratio(x) > 1 else x.dtype
 
     def slots(self, length: int) -> int:
         """How many parts of a length sequences have at most; a packed one may end in a shorter part anywhere."""
@@ -259,20 +146,34 @@ class Call:
         return dict(GAMMA=self.has_gamma, EXACT=self.exact, REVERSE=reverse, PACKED=self.packed)
 
 
+def four_warps(exact: bool, wide: bool, vector: bool, shared: int) -> dict[str, Any]:
+    """The configuration of programs of four warps, on GPUs with so much shared memory.
+
+    With less than Hopper has it is by occupancy, as nothing was measured there: two programs fit a multiprocessor, by
+    registers and by shared memory. Products there take operands from registers: with 64 tokens to a chunk these do not
+    hold them, but for gates per dimension (vector), whose pairs another kernel makes.
+    """
+    if shared >= ENOUGH:
+        chunk, stages = 64, 2 if exact or wide else 3
+    else:
+        chunk = 64 if vector and not wide else 32
+        stages = (1 if exact or wide else 2) if shared < LITTLE else (1 if exact else 2 if wide else 3)
+    if exact:
+        # With 32 and wide heads, ptxas runs out of registers, and 13.0 builds wrong code.
+        chunk = 16 if wide else 32
+    return dict(block_q=chunk, block_d=32 if exact and wide else 64, num_warps=4, num_stages=stages)
+
+
 @remember
 def call_of(specs: Args, opts: Options, shared: int = SHARED_MEMORY) -> Call:
     """The call; the same object for all that are alike. shared: bytes of shared memory that a program may have."""
     return Call(specs, opts, shared)
 
 
-def _sequences(args: Args) -> int:
-    return args.query.shape[0] if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
-
-
 def _programs(args: Args, opts: Options) -> int:
     """Programs of a walk over whole sequences."""
     K, V = args.query.shape[-1], args.value.shape[-1]
-    return _sequences(args) * args.heads * -(-min(K, V) // cast(int, opts.cfg.block_d))
+    return sequence_count(args) * args.heads * -(-min(K, V) // cast(int, opts.cfg.block_d))
 
 
 def _most_segments(programs: int) -> int:
@@ -291,8 +192,13 @@ def segmentation(T: int, heads: int, programs: int, BT: int, forgets: bool) -> t
     if count < 2 or not heads:
         return 0, 1
     most = _PIECES_FORGETTING // (count * heads) if forgets else _PIECES // ((count - 1) * heads)
-    pieces = max(min(T // count // _MIN_PIECE, most), 1)
-    return -(-T // (count * pieces * BT)) * pieces * BT, pieces
+    return cut(T, count, most, _MIN_PIECE, BT)
+
+
+def pieces_of(segment: int) -> int:
+    """How many pieces a segment of a stretch has: as many as are worth their while, of whole chunks."""
+    most = max(min(segment // _MIN_PIECE, _STRETCH_PIECES), 1)
+    return next(n for n in range(most, 0, -1) if segment % (n * 64) == 0 or n == 1)
 
 
 def needs_gates(args: Args, opts: Options) -> bool:
@@ -303,8 +209,8 @@ def needs_gates(args: Args, opts: Options) -> bool:
 
 def room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     """Room for the states that segments or parts start from, the same for all lengths; None: no length is cut."""
-    H, K, V, N = args.heads, args.query.shape[-1], args.value.shape[-1], _sequences(args)
+    H, K, V, N = args.heads, args.query.shape[-1], args.value.shape[-1], sequence_count(args)
     most, packed = _most_segments(_programs(args, opts)), args.cu_seqlens is not None
     if not packed and needs_gates(args, opts):
-        return (N * max(most, 1) * (_SEGMENT_PARTS if most > 1 else _PARTS), H, K, V), _name(args.query.dtype)
+        return (N * max(most, 1) * (_SEGMENT_PARTS if most > 1 else _PARTS), H, K, V), dtype_of(args.query)
     return ((N + most if packed else N * most, H, K, V), "float32") if most > 1 else None

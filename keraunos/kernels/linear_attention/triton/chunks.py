@@ -6,7 +6,7 @@ The conventions are those of ``scan.py``, which walks over sequences.
 import triton
 import triton.language as tl
 
-from keraunos.kernels.linear_attention.triton.shared import (
+from keraunos.kernels.device.recurrence import (
     CLOSED,
     LOG2E,
     decay,
@@ -50,7 +50,7 @@ def decay_kernel(
     ``sums`` are the gates of the chunk, base 2 or, EXACT, their own. If those of any dimension sum below -MILD, factors
     may be too small for the dtype, and if they sum below -4 for each of few tokens, what cancels in their gradients may
     leave more than they are: then the chunk is ``halved``, and ``kd = k exp(gates after the token to its end)``. Walks
-    token by token, two at a time.
+    token by token, two at a time. One of qd and kd may be absent.
     """
     in_turn(OVERLAP)
     LOG: tl.constexpr = 1.0 if EXACT else LOG2E
@@ -78,27 +78,30 @@ def decay_kernel(
             t = (left - 1 - i - j) if REVERSE else (i + j)
             m_t = m_k & (i + j < left)
             b_g = load_gate(p_g + t * (stride_gt * UNIT), m_t, CLOSED)
-            b_q = tl.load(p_q + t * (stride_qt * UNIT), mask=m_t, other=0.0).to(tl.float32)
-            if MILD > 0:
+            if qd is not None:
+                b_q = tl.load(p_q + t * (stride_qt * UNIT), mask=m_t, other=0.0).to(tl.float32)
+            if kd is not None and MILD > 0:
                 b_k = tl.load(p_k + t * (stride_kt * UNIT), mask=m_t, other=0.0).to(tl.float32)
             b_to += tl.where(m_t, b_g * LOG + b_gamma, 0.0)
             b_f = power(b_to, EXACT)
             o_t = o_d + t * (H * K)
-            tl.store(qd + o_t, (b_q * (b_f * scale)).to(qd.dtype.element_ty), mask=m_t)
-            if MILD > 0:
+            if qd is not None:
+                tl.store(qd + o_t, (b_q * (b_f * scale)).to(qd.dtype.element_ty), mask=m_t)
+            if kd is not None and MILD > 0:
                 tl.store(kd + o_t, (b_k * tl.exp2(-b_to)).to(kd.dtype.element_ty), mask=m_t)
     i_slot = i_s.to(tl.int64) * H + i_h
     tl.store(sums + i_slot * K + o_k, b_to, mask=m_k)
     strong = tl.min(tl.where(m_k, b_to, 0.0), 0) <= -tl.minimum(MILD, 4.0 * left)
     if MILD > 0:
         tl.store(halved + i_slot, strong.to(tl.int32))
-    if strong:
-        b_left = tl.zeros([BK], dtype=tl.float32)
-        for i in range(left):
-            t = i if REVERSE else (left - 1 - i)
-            b_k = tl.load(p_k + t * (stride_kt * UNIT), mask=m_k, other=0.0).to(tl.float32)
-            tl.store(kd + o_d + t * (H * K), (b_k * power(b_left, EXACT)).to(kd.dtype.element_ty), mask=m_k)
-            b_left += load_gate(p_g + t * (stride_gt * UNIT), m_k, CLOSED) * LOG + b_gamma
+    if kd is not None:  # noqa: SIM102
+        if strong:
+            b_left = tl.zeros([BK], dtype=tl.float32)
+            for i in range(left):
+                t = i if REVERSE else (left - 1 - i)
+                b_k = tl.load(p_k + t * (stride_kt * UNIT), mask=m_k, other=0.0).to(tl.float32)
+                tl.store(kd + o_d + t * (H * K), (b_k * power(b_left, EXACT)).to(kd.dtype.element_ty), mask=m_k)
+                b_left += load_gate(p_g + t * (stride_gt * UNIT), m_k, CLOSED) * LOG + b_gamma
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -19,249 +19,40 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from enum import IntEnum, IntFlag
-from typing import Any, NamedTuple
+from typing import Any
 
-from keraunos import frontends
-from keraunos.frontends import interpreter, shared_memory
+from keraunos.frontends import shared_memory
 from keraunos.frontends.array_types import Array
+from keraunos.kernels.device import limits
+from keraunos.kernels.device.limits import ENOUGH
+from keraunos.kernels.host.arrays import Spec, pow2, spec_of, strides_by_name, tile, unit_of
+from keraunos.kernels.host.plan import Plan, remember
+from keraunos.kernels.host.pool import Pool
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
-from keraunos.kernels.linear_attention.triton import chunks, scan
-from keraunos.kernels.linear_attention.triton.call import (
-    ENOUGH,
-    LITTLE,
-    NO_POOL,
-    NO_STATES,
-    Call,
-    Part,
-    Plan,
-    Pool,
-    Spec,
-    call_of,
-    pow2,
-    remember,
-    room,
-    spec_of,
-    strides_of,
-    tile,
-    unit_of,
+from keraunos.kernels.linear_attention.triton import chunks
+from keraunos.kernels.linear_attention.triton.call import Call, Part, call_of, four_warps, room
+from keraunos.kernels.linear_attention.triton.stretches import arrive, leave
+from keraunos.kernels.linear_attention.triton.walks import (
+    HEADS,
+    IN_TURN,
+    Decayed,
+    Final,
+    Init,
+    Overlap,
+    Save,
+    gates_of,
+    starts_of,
+    walk,
 )
+from keraunos.kernels.state_pool.triton import passes as pool_passes
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 
-# Tiles and launch options: dimensions of K, warps, stages of the kernel that halves; of V, warps, stages of walks that
-# make states only; of K, of V, warps, stages of the gradient of gates. The last are never cut to fewer dimensions: with
-# 32 of K and 64 of V, Triton 3.6 builds wrong code for Hopper.
-_HALVING = (64, 4, 1)
-_STATES = (64, 4, 3)
+# Dimensions of K, of V, warps, stages of the gradient of gates, which are never cut to fewer dimensions: with 32 of K
+# and 64 of V, Triton 3.6 builds wrong code for Hopper.
 _GRADIENT = (64, 64, 4, 3)
-# Stages of a walk of four warps that leave room on its multiprocessor for another.
-_SHARING = 3
-# Heads that one program looks at, to find chunks with strong gates.
-_HEADS = 8
-
-
-@remember
-def _scan_plan(call: Call, q: Spec | None, k: Spec, v: Spec, *, reverse: bool, adjoint: bool, init: _Init,
-               final: _Final, state: str, output: str | None, into: bool, save: _Save, part: Part | None, state_t: bool,
-               width: int, pool: Pool | None, overlap: _Overlap) -> Plan:
-    H, cfg = call.H, call.cfg
-    K, V = k.shape[-1], v.shape[-1]
-    BV, num_warps, num_stages = min(cfg.block_d, tile(V)), cfg.num_warps, cfg.num_stages
-    if q is None:
-        BV, num_warps, num_stages = min((BV, num_warps, num_stages), (*_STATES[:2], min(num_stages, _STATES[2])))
-    if overlap and num_warps == 4:
-        num_stages = min(num_stages, _SHARING)
-    pieces = final == _Final.PIECE
-    split = pieces or (call.L > 0 and init != _Init.SEQUENCE)
-    length = call.L // call.P if pieces else call.L
-    slots = call.slots(length) if split else call.N
-    walks = part.walks if part else slots
-    like_q = q or k
-    g = call.specs.g if call.gate == 1 else None
-    unit = unit_of(like_q, k, v)
-    numbers = dict(
-        **strides_of(like_q, "q", unit, "bh"), **strides_of(k, "k", unit, "bh"), **strides_of(v, "v", unit, "bh"),
-        **strides_of(g, "g", 1),
-        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P,
-        **call.place(part), ROWS=pool.T if pool else 0,
-    )
-    if not overlap & _Overlap.WITH_LAST:
-        overlap |= _Overlap.AFTER_LAST
-    ends = (call.N if final == _Final.SEQUENCE else slots, H)
-    saved = 0
-    if save:
-        whole = slots + slots % 2 if call.in_pairs else slots
-        saved = call.chunk_slots(part) if save == _Save.CHUNKS else whole * (-(-call.walk // call.M))
-    save = save if saved else _Save.NOTHING
-    outputs: dict[str, Any] = dict(
-        o=None if q is None else "into" if into else ((call.B, call.T, H, V), output),
-        ht="h0" if final == _Final.WALK else ((*ends, V, K) if state_t else (*ends, K, V), state) if final else None,
-        hs=((saved, H, K, V), call.dtype) if saved else None,
-        total=((slots, H, K) if call.gate == 2 else (slots, H), "float32") if pieces and call.gate else None,
-    )
-    constants = dict(
-        H=H, K=K, V=V, RQ=call.ratio(like_q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g),
-        **strides_of(like_q, "q", 1, "t"), **strides_of(k, "k", 1, "t"), **strides_of(v, "v", 1, "t"),
-        UNIT=unit, BT=call.BT, BK=tile(K), BV=BV, BN=pow2(call.N), GATE=call.gate, MILD=call.mild,
-        ADJOINT=adjoint, SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final),
-        OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t, PRECISION=call.precision, EXPORT=False,
-        OVERLAP=int(overlap), **NO_POOL, **call.flags(reverse),
-    )
-    if pool:
-        # The states are not made, but put where they came from.
-        outputs["ht"] = "pool"
-        outputs["o"] = outputs["o"] if into else ((pool.T, H, V), output)
-        constants |= dict(EXPORT=pool.exports is not None, **pool.flags())
-    grid = (walks * H * -(-V // BV),)
-    return Plan(scan.scan_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
-
-
-class _Init(IntEnum):
-    """The state that a walk starts from: zeros, or that of its sequence, walk or part."""
-
-    ZERO, SEQUENCE, WALK, PART = range(4)
-
-
-class _Final(IntEnum):
-    """The final states that a walk writes: none, or those of sequences, pieces or walks."""
-
-    NONE, SEQUENCE, PIECE, WALK = range(4)
-
-
-class _Save(IntEnum):
-    """The places before which a walk writes the state down."""
-
-    NOTHING, CHUNKS, PARTS = range(3)
-
-
-class _Overlap(IntFlag):
-    """Which of two launches may run side by side: see ``shared.in_turn``.
-
-    A walk of few programs leaves most of the GPU to another one. WITH_LAST: neither reads what the other writes, and
-    what the first reads must live until the second ends. WITH_NEXT: the next one is such a launch, or waits itself:
-    AFTER_LAST, as all do that are not WITH_LAST.
-    """
-
-    NONE, WITH_NEXT, WITH_LAST, AFTER_LAST = 0, 1, 2, 4
-
-
-# Programs are there when the launch before theirs ends, and wait for that; so may those of the next. Not so where it
-# matters that programs spread over all multiprocessors: those that come early go where there is room first.
-_IN_TURN = int(_Overlap.WITH_NEXT | _Overlap.AFTER_LAST)
-
-
-def _scan(call: Call, args: Args, q: Array | None, k: Array, v: Array, *, reverse: bool, adjoint: bool = False,
-          h0: Array | None = None, init: _Init = _Init.ZERO, decayed: _Decayed | None = None,
-          final: _Final = _Final.NONE, state: str = "float32", output: str | None = None, into: Array | None = None,
-          save: _Save = _Save.NOTHING, part: Part | None = None, state_t: bool = False, pool: Pool | None = None,
-          overlap: _Overlap = _Overlap.NONE) -> tuple:
-    """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
-
-    Args:
-        reverse: from the last token to the first; adjoint: with the gradient of the state.
-        h0, init: the states to start from.
-        decayed: where the gates are vectors.
-        final, state: the final states that are wanted, their dtype; those of pieces of segments are from zero.
-        output: its dtype; into: an array to write it into.
-        save: states that are written down.
-        part: walk only this part.
-        state_t: states are transposed in memory.
-        pool: where the states of sequences are.
-        overlap: whether the launch before or after this one may run beside it.
-
-    Returns:
-        ``(output, final states, states written down, sums of the gates)``.
-    """
-    q_spec, k_spec, v_spec = (
-        known if x is own else spec_of(x) for x, own, known in zip((q, k, v), args[:3], call.specs[:3], strict=True)
-    )
-    plan = _scan_plan(
-        call, q_spec, k_spec, v_spec, reverse=reverse, adjoint=adjoint, init=init, final=final, state=state,
-        output=output, into=into is not None, save=save, part=part, state_t=state_t,
-        width=decayed.intra.shape[-1] if decayed else 0, pool=pool and pool.specs(), overlap=overlap,
-    )
-    # Triton would build other code for absent arrays.
-    return plan.launch(
-        q=k if q is None else q, k=k, v=v, g=args.g if call.gate == 1 else None, gamma=args.g_gamma,
-        sums=decayed and decayed.sums, halved=decayed and decayed.halved, intra=decayed and decayed.intra,
-        h0=h0, into=v if into is None else into, cu_seqlens=args.cu_seqlens, **(pool or NO_STATES).arrays(),
-    )
-
-
-@remember
-def _combine_plan(call: Call, K: int, V: int, reverse: bool, init: bool, pool: Pool | None = None) -> Plan:
-    BK, flags = 8, pool.flags() if pool else NO_POOL
-    numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L // call.P, P=call.P)
-    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=tile(V), GATE=call.gate, INIT=init, OVERLAP=_IN_TURN,
-                     **flags, **call.flags(reverse))
-    outputs = dict(starts=((call.slots(call.L), call.H, K, V), "float32"))
-    return Plan(scan.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
-
-
-def _starts(call: Call, args: Args, k: Array, v: Array, h0: Array | None, *, reverse: bool, adjoint: bool = False,
-            decayed: _Decayed | None = None, pool: Pool | None = None) -> dict[str, Any]:
-    """The states that walks start from: where sequences are cut, those of their segments ``[slots, H, K, V]``."""
-    if not call.L and pool:
-        return dict(h0=None, init=_Init.SEQUENCE)
-    if not call.L:
-        return dict(h0=h0, init=_Init.ZERO if h0 is None else _Init.SEQUENCE)
-    if call.opts.started:
-        return dict(h0=h0, init=_Init.WALK)
-    _, local, _, total = _scan(call, args, None, k, v, reverse=reverse, adjoint=adjoint, final=_Final.PIECE,
-                               decayed=decayed)
-    plan = _combine_plan(call, k.shape[-1], v.shape[-1], reverse, h0 is not None, pool and pool.specs())
-    given = pool or NO_STATES
-    (starts,) = plan.launch(local=local, total=total, gamma=args.g_gamma, h0=h0 if pool is None else pool.states,
-                            cu_seqlens=args.cu_seqlens, slots=given.slots, has_initial=given.has_initial)
-    return dict(h0=starts, init=_Init.WALK)
-
-
-class _Decayed(NamedTuple):
-    """The results of ``decay_kernel`` for vector gates, and the pairs of the chunks that are halved."""
-
-    q: Any
-    k: Any
-    sums: Any
-    halved: Any
-    intra: Any
-
-
-@remember
-def _decay_plans(call: Call, width: int) -> tuple[Plan, Plan]:
-    q, k, g = call.specs.query, call.specs.key, call.specs.g
-    unit = unit_of(q, k, g)
-    numbers: dict[str, Any] = dict(
-        **strides_of(q, "q", unit), **strides_of(k, "k", unit), **strides_of(g, "g", unit),
-        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N,
-    )
-    common = dict(H=call.H, K=call.K, RQ=call.ratio(q), RK=call.ratio(k), RG=call.ratio(g), UNIT=unit, BT=call.BT,
-                  BN=pow2(call.N), MILD=call.mild, OVERLAP=_IN_TURN, **call.flags(call.reverse))
-    tokens, cells = (call.B, call.T, call.H), (call.chunks, call.H)
-    mild, decayed, sums = call.mild > 0, ((*tokens, call.K), call.dtype), ((*cells, call.K), "float32")
-    outputs: dict[str, Any] = dict(qd=decayed, kd=decayed, sums=sums, halved=(cells, "int32") if mild else None)
-    BK = tile(call.K)
-    decay = Plan(chunks.decay_kernel, (call.chunks * call.H,), numbers, outputs, dict(**common, BK=BK),
-                 max(BK // 128, 1), 1)
-    BK, num_warps, num_stages = _HALVING
-    BH = min(pow2(call.H), _HEADS)
-    grid, outputs = (call.chunks * -(-call.H // BH),), dict(intra=((*tokens, width), call.dtype))
-    constants = dict(**common, BK=min(tile(call.K), BK), BH=BH, TERMS=call.terms, PRECISION=call.precision)
-    halving = Plan(chunks.halving_kernel, grid, {**numbers, "WIDTH": width}, outputs, constants, num_warps,
-                   num_stages)
-    return decay, halving
-
-
-def _decay(call: Call, args: Args, width: int) -> _Decayed | None:
-    """Vector gates, worked into q and k in parallel over chunks; None where there are none. width: of ``intra``."""
-    if call.gate != 2:
-        return None
-    decay, halving = _decay_plans(call, width)
-    arrays = dict(q=args.query, k=args.key, g=args.g, gamma=args.g_gamma)
-    made = decay.launch(**arrays, cu_seqlens=args.cu_seqlens)
-    return _Decayed(*made, *halving.launch(**arrays, halved=made[-1], cu_seqlens=args.cu_seqlens))
 
 
 def forward(args: Args, opts: Options, pool: Pool | None = None) -> tuple[tuple[Array, Array | None], tuple]:
@@ -271,14 +62,14 @@ def forward(args: Args, opts: Options, pool: Pool | None = None) -> tuple[tuple[
     """
     call = call_of(pool.call if pool else Args(*map(spec_of, args)), opts, shared_memory(args.query))
     q, k, v = args.query, args.key, args.value
-    decayed = _decay(call, args, call.BT)
+    decayed = gates_of(call, args, call.BT)
     if decayed:
         q, k = decayed.q, decayed.k
-    starts = _starts(call, args, k, v, args.initial_state, reverse=call.reverse, decayed=decayed, pool=pool)
-    save = _Save.PARTS if call.M and opts.kept else _Save.NOTHING
-    output, final, saved, _ = _scan(
+    starts = starts_of(call, args, k, v, args.initial_state, reverse=call.reverse, decayed=decayed, pool=pool)
+    save = Save.PARTS if call.M and opts.kept else Save.NOTHING
+    output, final, saved, _ = walk(
         call, args, q, k, v, reverse=call.reverse, **starts, decayed=decayed, output=call.dtype,
-        final=_Final.SEQUENCE if opts.state else _Final.NONE, save=save, pool=pool, into=pool and pool.into,
+        final=Final.SEQUENCE if opts.state else Final.NONE, save=save, pool=pool, into=pool and pool.into,
     )
     return (output, final), (saved if call.M else starts["h0"] if call.L else None,)
 
@@ -291,24 +82,24 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     call = call_of(Args(*map(spec_of, args)), opts, shared_memory(args.query)).of_gradients
     q, k, v, h0 = args.query, args.key, args.value, args.initial_state
     do, dfinal = grads
-    decayed = _decay(call, args, call.K if call.shares_pairs else call.BT)
+    decayed = gates_of(call, args, call.K if call.shares_pairs else call.BT)
     qd = decayed.q if decayed else q
     run: dict[str, Any] = dict(reverse=not call.reverse, adjoint=True)
-    begin = dict(h0=residuals[0], init=_Init.PART if call.M else _Init.WALK)
+    begin = dict(h0=residuals[0], init=Init.PART if call.M else Init.WALK)
     if not (call.M or call.L):
-        begin = _starts(call, args, k, v, h0, reverse=call.reverse)
-    ends = _starts(call, args, qd, do, dfinal, decayed=decayed, **run)
-    wanted = {} if h0 is None else dict(final=_Final.SEQUENCE, state=call.specs.initial_state.dtype)
+        begin = starts_of(call, args, k, v, h0, reverse=call.reverse)
+    ends = starts_of(call, args, qd, do, dfinal, decayed=decayed, **run)
+    wanted = {} if h0 is None else dict(final=Final.SEQUENCE, state=call.specs.initial_state.dtype)
     if call.need_gate:
         dq, dk, dv, dg, dgamma, dh0 = _gradients(call, args, decayed, do, begin, ends, wanted)
     else:
         dg = dgamma = None
         query, key, value = map(call.dtype_of_each, call.specs[:3])
-        dv, dh0, _, _ = _scan(call, args, k, q, do, **ends, output=value, overlap=_Overlap.WITH_NEXT,
+        dv, dh0, _, _ = walk(call, args, k, q, do, **ends, output=value, overlap=Overlap.WITH_NEXT,
                               **wanted, **run)
-        dq = _scan(call, args, do, v, k, reverse=call.reverse, **begin, output=query, state_t=True,
-                   overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)[0]
-        dk = _scan(call, args, v, do, q, **ends, output=key, state_t=True, overlap=_Overlap.WITH_LAST,
+        dq = walk(call, args, do, v, k, reverse=call.reverse, **begin, output=query, state_t=True,
+                   overlap=Overlap.WITH_LAST | Overlap.WITH_NEXT)[0]
+        dk = walk(call, args, v, do, q, **ends, output=key, state_t=True, overlap=Overlap.WITH_LAST,
                    **run)[0]
     dq, dk, dv, dg = (_shared(call, *x) for x in zip((dq, dk, dv, dg), call.specs[:4], strict=True))
     return Args(dq, dk, dv, dg, dgamma, dh0)
@@ -325,16 +116,16 @@ def _gradient_plan(
     num_stages = min(num_stages, 2) if call.little else num_stages
     vector = call.gate == 2
     unit = unit_of(q, k, v, do, g if vector else None)
-    numbers = dict(**strides_of(q, "q", unit), **strides_of(k, "k", unit), **strides_of(v, "v", unit),
-                   **strides_of(g, "g", unit if vector else 1), stride_gamma_b=call.stride_gamma_b,
-                   **strides_of(do, "o", unit), scale=call.scale, T=call.T, N=call.N, L=call.walk,
+    numbers = dict(**strides_by_name(unit, q=q, k=k, v=v), **strides_by_name(unit if vector else 1, g=g),
+                   stride_gamma_b=call.stride_gamma_b, **strides_by_name(unit, o=do),
+                   scale=call.scale, T=call.T, N=call.N, L=call.walk,
                    **(call.place(part) if part else dict(M=call.walk, F=0, W=0)))
-    BH = min(pow2(H), _HEADS) if halved else 1
+    BH = min(pow2(H), HEADS) if halved else 1
     constants = dict(
-        H=H, K=K, V=V, RQ=call.ratio(q), RK=call.ratio(k), RV=call.ratio(v), RG=call.ratio(g), UNIT=unit, BT=call.BT,
+        H=H, K=K, V=V, **call.ratios(q=q, k=k, v=v, g=g), UNIT=unit, BT=call.BT,
         BK=BK, BV=BV, BH=BH, BN=pow2(call.N), GATE=call.gate, TERMS=call.terms,
         DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), MILD=mild, HALVED=halved, PRECISION=call.precision,
-        OVERLAP=_IN_TURN, **call.flags(call.reverse),
+        OVERLAP=IN_TURN, **call.flags(call.reverse),
     )
     grid = (call.chunk_slots(part) * -(-H // BH) * -(-K // BK),)
     return Plan(chunks.gradient_kernel, grid, numbers, dict(zip(_GRADIENTS, outputs, strict=True)), constants,
@@ -345,7 +136,7 @@ _GRADIENTS = ("dq", "dk", "dg")
 _GIVEN = tuple(f"{name}_given" for name in _GRADIENTS)
 
 
-def _gradients(call: Call, args: Args, decayed: _Decayed | None, do: Array, begin: dict[str, Any], ends: dict[str, Any],
+def _gradients(call: Call, args: Args, decayed: Decayed | None, do: Array, begin: dict[str, Any], ends: dict[str, Any],
                wanted: dict[str, Any]) -> tuple:
     """``(dq, dk, dv, dg, dgamma, dh0)`` where gates have gradients, part by part, from the last one that is walked.
 
@@ -360,23 +151,23 @@ def _gradients(call: Call, args: Args, decayed: _Decayed | None, do: Array, begi
     if call.M:
         # Walks go on from each other's states, which stay in one place. The first do so too: all are the same kernel.
         shape = (call.N * -(-call.T // call.walk), call.H, call.K, call.V)
-        if ends["init"] != _Init.WALK:
-            given = ends["init"] == _Init.SEQUENCE
+        if ends["init"] != Init.WALK:
+            given = ends["init"] == Init.SEQUENCE
             ends = dict(h0=_sum(ends["h0"] if given else do, 1, int(given), math.prod(shape), shape, "float32"))
-        ends = dict(h0=ends["h0"], init=_Init.WALK)
+        ends = dict(h0=ends["h0"], init=Init.WALK)
     parts: list[Part | None] = [*call.parts]
     for part in parts or [None]:
         final = wanted
         if part and not (part.last and call.L and wanted):
-            final = dict(final=_Final.WALK)
+            final = dict(final=Final.WALK)
         q, k = (decayed.q, decayed.k) if decayed else (args.query, args.key)
-        dv, dh0, dhs, _ = _scan(
+        dv, dh0, dhs, _ = walk(
             call, args, k, q, do, reverse=not call.reverse, adjoint=True, **ends, decayed=decayed, into=dv, part=part,
-            output=call.dtype_of_each(call.specs.value), save=_Save.CHUNKS, overlap=_Overlap.WITH_NEXT, **final,
+            output=call.dtype_of_each(call.specs.value), save=Save.CHUNKS, overlap=Overlap.WITH_NEXT, **final,
         )
-        _, _, hs, _ = _scan(call, args, None, k, args.value, reverse=call.reverse, **begin, decayed=decayed,
-                            save=_Save.CHUNKS, part=part, overlap=_Overlap.WITH_LAST | _Overlap.WITH_NEXT)
-        ends = dict(h0=dh0, init=_Init.WALK)
+        _, _, hs, _ = walk(call, args, None, k, args.value, reverse=call.reverse, **begin, decayed=decayed,
+                            save=Save.CHUNKS, part=part, overlap=Overlap.WITH_LAST | Overlap.WITH_NEXT)
+        ends = dict(h0=dh0, init=Init.WALK)
         decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, grads, part)
     dq, dk, dg = grads
     if call.gate < 2:
@@ -391,8 +182,8 @@ def _gradients(call: Call, args: Args, decayed: _Decayed | None, do: Array, begi
     return dq, dk, dv, dg, dgamma, dh0 if wanted else None
 
 
-def _part_gradients(call: Call, args: Args, decayed: _Decayed | None, do: Array, hs: Array, dhs: Array, grads: tuple,
-                    part: Part | None) -> tuple[_Decayed | None, tuple]:
+def _part_gradients(call: Call, args: Args, decayed: Decayed | None, do: Array, hs: Array, dhs: Array, grads: tuple,
+                    part: Part | None) -> tuple[Decayed | None, tuple]:
     """``(dq, dk, dg)`` with those of a part's chunks, from the states before and the gradients after each of them.
 
     Each program overwrites what no other reads: with mild vector gates its own part of the decayed q and k, and dg's
@@ -455,7 +246,7 @@ def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: 
     # So long a row that the kernel needs 64 bits has no units: the number then comes in 64 bits.
     unit = math.gcd(16, D) if D < 2**31 else 1
     return Plan(chunks.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
-                dict(UNIT=unit, BR=BR, BD=BD, LAST=last, OVERLAP=_IN_TURN), 4, 2)
+                dict(UNIT=unit, BR=BR, BD=BD, LAST=last, OVERLAP=IN_TURN), 4, 2)
 
 
 def _sum(x: Array, M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: bool = False) -> Array:
@@ -471,26 +262,16 @@ def segment(args: Args, opts: Options) -> int | None:
 
 def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
-    if inv.backend != "gpu" and not (interpreter.ON and inv.framework == "torch"):
-        return f"needs a GPU; the call's arrays are on {inv.backend}"
-    if reason := frontends.cannot_launch(inv.framework):
-        return reason
-    if inv.arrays["query"][0] == "float64":
-        return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
-    if max(inv.dims["K"], inv.dims["V"]) > 256:
-        return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
-    return None
+    return limits.cannot_run(inv, inv.arrays["query"][0])
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
     """Chunks of 64 tokens; tiles of V and pipeline depth as registers and shared memory allow."""
     exact, K, V = inv.arrays["query"][0] == "float32", inv.dims["K"], inv.dims["V"]
     wide = max(K, V) > 128
-    if inv.shared_memory < ENOUGH:
-        return _for_two_programs(inv, cfg, exact, wide)
-    if exact or wide:
-        return replace(cfg, block_q=_exact_chunk(wide) if exact else 64, block_d=32 if exact and wide else 64,
-                       num_warps=4, num_stages=2)
+    if exact or wide or inv.shared_memory < ENOUGH:
+        vector = "g" in inv.arrays and inv.arrays["g"][1] == inv.arrays["key"][1]
+        return replace(cfg, **four_warps(exact, wide, vector, inv.shared_memory))
     # Two warpgroups with half a state each read every input once. But where programs with half a state fill the GPU as
     # they are, and with a whole one only once sequences are cut, that pays in long sequences only.
     heads = inv.dims["N"] * inv.dims["H"]
@@ -503,24 +284,6 @@ def heuristic(inv: Invocation, cfg: Config) -> Config:
     wide = min(K, V) > 64 and not narrow
     stages = 3 if gates else 4
     return replace(cfg, block_q=64, block_d=128 if wide else 64, num_warps=8 if wide else 4, num_stages=stages)
-
-
-def _for_two_programs(inv: Invocation, cfg: Config, exact: bool, wide: bool) -> Config:
-    """The choice for GPUs with less shared memory than Hopper: by occupancy, as nothing was measured there.
-
-    Two programs of four warps fit a multiprocessor, by registers and by shared memory. Products there take operands
-    from registers: with 64 tokens to a chunk these do not hold them, but for gates per dimension, whose pairs another
-    kernel makes.
-    """
-    vector = "g" in inv.arrays and inv.arrays["g"][1] == inv.arrays["key"][1]
-    chunk = _exact_chunk(wide) if exact else 64 if vector and not wide else 32
-    stages = (1 if exact or wide else 2) if inv.shared_memory < LITTLE else (1 if exact else 2 if wide else 3)
-    return replace(cfg, block_q=chunk, block_d=32 if exact and wide else 64, num_warps=4, num_stages=stages)
-
-
-def _exact_chunk(wide: bool) -> int:
-    """Tokens per chunk in float32: with 32 and wide heads, ptxas runs out of registers, and 13.0 builds wrong code."""
-    return 16 if wide else 32
 
 
 def candidates(inv: Invocation, cfg: Config) -> list[Config]:
@@ -536,14 +299,11 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     ]
 
 
-gla, lightning_attn = implementations(
-    "triton",
-    __file__,
-    forward,
-    backward,
-    fields=FIELDS,
-    heuristic=heuristic,
-    candidates=candidates,
-    unsupported=unsupported,
-    segment=segment,
+gla, lightning_attn = (
+    replace(implementation, parts=(leave, arrive))
+    for implementation in implementations(
+        "triton", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
+        unsupported=unsupported, segment=segment,
+    )
 )
+prefill = pool_passes.prefill(__file__, forward, FIELDS, heuristic)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from keraunos.kernels.linear_attention.triton.shared import (
+from keraunos.kernels.device.recurrence import (
     CLOSED,
     LOG2E,
     decay,
@@ -28,6 +28,19 @@ from keraunos.kernels.linear_attention.triton.shared import (
 
 # The log of less than any 16-bit value.
 FAINT = tl.constexpr(-100.0)
+# In place of the sum of a piece's gates, whose state is not written: it leaves nothing, and lets nothing pass; it has
+# no tokens.
+FORGOTTEN, EMPTY = tl.constexpr(-1e30), tl.constexpr(1e30)
+
+
+@triton.jit
+def join(b_s, b_decay, b_local):
+    """The operator that joins pieces, segments and shards: the state after one, from that before it.
+
+    b_decay: the decay over the piece; b_local: the state that it leaves from zeros.
+    """
+    # What is forgotten is nothing, even if it was no number.
+    return tl.where(b_decay > 0, b_s, 0.0) * b_decay + b_local
 
 
 @triton.jit
@@ -38,6 +51,20 @@ def reach(b_gamma, i_p, L, P, REVERSE: tl.constexpr, EXACT: tl.constexpr):
     """
     n_after = (i_p if REVERSE else (P - 1 - i_p)) * L
     return span(b_gamma, EXACT) - n_after
+
+
+@triton.jit
+def store_total(
+    total, i_s, i_h, i_v, b_total, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr
+):
+    """The sum of a piece's gates, one or K of them, which programs of all tiles of V have."""
+    if i_v == 0:
+        i_total = i_s.to(tl.int64) * H + i_h
+        if GATE == 2:
+            o_k = tl.arange(0, BK)
+            tl.store(total + i_total * K + o_k, tl.zeros([BK], dtype=tl.float32) + b_total, mask=o_k < K)
+        else:
+            tl.store(total + i_total, b_total)
 
 
 @triton.jit
@@ -88,8 +115,9 @@ def scan_kernel(
     decayed to the end, and the pairs are in ``intra`` ``[B, T, H, WIDTH]``, in the rows of their queries. INIT: 0
     zeros, 1 h0 of the sequence, 2 h0 of the walk, 3 h0 of the walk's part. FINAL: 0 none, 1 ht of the sequence, 2 ht
     (and the sum of the gates, ``total``) of the piece, if anything of it is left at its segment's end, 3 ht of the
-    walk. SAVE: write to hs the state before each chunk (1) or part (2). STATE_T: h0 and ht are ``[V, K]`` in memory.
-    L: tokens per segment, or per piece where FINAL is 2. PART: walk only M tokens from the F-th on, of the sequences
+    walk, 4 as 2, of a sequence that goes on elsewhere: of the last segment too, and ``total`` is natural and complete.
+    SAVE: write to hs the state before each chunk (1) or part (2). STATE_T: h0 and ht are ``[V, K]`` in memory. L:
+    tokens per segment, or per piece where FINAL is 2 or 4. PART: walk only M tokens from the F-th on, of the sequences
     or segments from the W-th on; of M tokens are the parts in INIT and SAVE, too. ``into`` has no values: o may
     overwrite it.
 
@@ -106,7 +134,9 @@ def scan_kernel(
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
     i_o = tl.program_id(0) // (NV * H)
-    if FINAL == 2 and GAMMA and GATE == 0:
+    GOES_ON: tl.constexpr = FINAL == 4
+    PIECE: tl.constexpr = FINAL == 2 or GOES_ON
+    if PIECE and GAMMA and GATE == 0:
         # Heads that forget have little to read: side by side are the pieces of one head, so that all multiprocessors
         # get as much of each.
         n_o = tl.num_programs(0) // (NV * H)
@@ -114,6 +144,10 @@ def scan_kernel(
         i_o = (tl.program_id(0) // NV) % n_o
     i_s = (i_o + W) if PART else i_o
     i_n, begin, length, i_g = locate(cu_seqlens, i_s, T, N, L, PACKED, SPLIT, BN)
+    if GOES_ON:  # noqa: SIM102
+        if i_g * L >= length:
+            store_total(total, i_s, i_h, i_v, EMPTY, H, K, BK, GATE)
+            return
     if SPLIT:
         if i_g * L >= length and i_g > 0:
             return
@@ -140,9 +174,15 @@ def scan_kernel(
     b_gamma = 0.0
     if GAMMA and GATE < 2:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT)
-    if FINAL == 2 and GAMMA and GATE == 0:
+    if PIECE and GAMMA and GATE == 0:
         # Only the tokens count of which anything is left at the segment's end.
         n_seen = reach(b_gamma, (i_g % P).to(tl.int32), L, P, REVERSE, EXACT)
+        if GOES_ON:
+            if not REVERSE:
+                # The last segment may be a short one.
+                n_seen = tl.maximum(n_seen, span(b_gamma, EXACT) - tl.maximum(length - (i_g + 1) * L, 0))
+            b_total = tl.where(n_seen < 0, FORGOTTEN, b_gamma / LOG * size)
+            store_total(total, i_s, i_h, i_v, b_total, H, K, BK, GATE)
         if n_seen < 0:
             return
         unseen = tl.maximum(size - n_seen, 0) // BT * BT
@@ -337,7 +377,11 @@ def scan_kernel(
         elif write:
             i_final = (i_n if FINAL == 1 else i_s).to(tl.int64) * H + i_h
             tl.store(ht + i_final * K * V + o_s, b_s, mask=m_s)
-    if FINAL == 2 and i_v == 0:
+    if GOES_ON:
+        if GATE > 0 or not GAMMA:
+            b_total = b_sum / LOG if GATE == 2 else b_sum1 + b_gamma / LOG * size
+            store_total(total, i_s, i_h, i_v, b_total, H, K, BK, GATE)
+    elif FINAL == 2 and i_v == 0:
         i_total = i_s.to(tl.int64) * H + i_h
         if GATE == 1:
             tl.store(total + i_total, b_sum1 * LOG)
@@ -349,15 +393,22 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def combine_kernel(
-    local, total, gamma, h0, cu_seqlens, slots, has_initial, stride_gamma_b, T, N, L, P,
+    local, total, gamma, h0, cu_seqlens, slots, has_initial, left, plan, stride_gamma_b, T, N, L, P, R, stride_left,
     starts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
     INIT: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GOES_ON: tl.constexpr, COPIES: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """Each segment's incoming state ``[slots, H, K, V]``, walking a sequence's pieces, from their own states."""
+    """Each segment's incoming state ``[slots, H, K, V]``, walking a sequence's pieces, from their own states.
+
+    GOES_ON: R devices share each sequence, and T pieces are of the stretch that is here; L is 1. ``plan`` are four
+    numbers, of which the third says whether the sequence begins in this stretch, and the fourth how many stretches are
+    before it. COPIES: what the stretch leaves, so many times: its state ``[N, H, K, V]`` from zeros, or from h0 if the
+    sequence begins in it, and the sum of its gates ``[N, H, K or 1]``. No COPIES: ``left`` is what all stretches leave,
+    from left to right, and h0 is for the first of them.
+    """
     in_turn(OVERLAP)
     NK: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % NK
@@ -382,35 +433,67 @@ def combine_kernel(
         o_pool = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
         b_s = tl.load(p_pool + o_pool, mask=m_init, other=0.0).to(tl.float32)
     elif INIT:
-        b_s = tl.load(h0 + (i_n.to(tl.int64) * H + i_h) * K * V + o_s, mask=m_s, other=0.0).to(tl.float32)
+        m_init = m_s
+        if GOES_ON:
+            m_init &= (tl.load(plan + 2) != 0) if COPIES > 0 else (tl.load(plan + 3) == 0)
+        b_s = tl.load(h0 + (i_n.to(tl.int64) * H + i_h) * K * V + o_s, mask=m_init, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros([BK, BV], dtype=tl.float32)
+    KD: tl.constexpr = K if GATE == 2 else 1
+    i_m = i_n.to(tl.int64) * H + i_h
+    n_m = i_m * 0 + N * H
+    o_d = o_k if GATE == 2 else o_k * 0
+    if GOES_ON and COPIES == 0:
+        for i in tl.range(tl.load(plan + 3), num_stages=4):
+            p_left = left + (i_m * 0 + ((R - 1 - i) if REVERSE else i)) * stride_left
+            b_all = tl.load(p_left + n_m * (K * V) + i_m * KD + o_d, mask=o_k < K, other=0.0)  # [BK]
+            b_local = tl.load(p_left + i_m * (K * V) + o_s, mask=m_s, other=0.0)  # [BK, BV]
+            b_s = join(b_s, power(b_all, True)[:, None], b_local)
     b_gamma = 0.0
     if GAMMA and GATE < 2:
         b_gamma = load_gamma(gamma, i_b, i_h, stride_gamma_b, EXACT)
+    b_sum = tl.zeros([BK], dtype=tl.float32)
     # All pieces but those of the segment that is walked last: the segment, and the piece's place in it.
     i_s = (n_s - 1) if REVERSE else 0
     i_p = (n_g - 1 - i_s * P) if REVERSE else 0
-    # A step is short: what it waits for costs more than what it does.
-    for i in tl.range((n_g - P) if REVERSE else (n_s - 1) * P, num_stages=4, loop_unroll_factor=4):
-        i_g = (n_g - 1 - i) if REVERSE else i
-        enters = (i == 0) | (i_p == (P - 1 if REVERSE else 0))
-        tl.store(starts + ((segment0 + i_s) * H + i_h) * K * V + o_s, b_s, mask=m_s & enters)
-        i_slot = (piece0 + i_g) * H + i_h
-        m_l = m_s
-        if GATE == 2:
-            b_s *= power(tl.load(total + i_slot * K + o_k, mask=o_k < K, other=0.0), EXACT)[:, None]
-        else:
-            b_all = b_gamma * tl.minimum(length - i_g * L, L).to(tl.float32)
-            if GATE == 1:
-                b_all += tl.load(total + i_slot)
+    if local is not None:
+        # Nobody continues from the last segment, unless that is elsewhere.
+        n = n_g if COPIES > 0 else (n_g - P) if REVERSE else (n_s - 1) * P
+        # A step is short: what it waits for costs more than what it does.
+        for i in tl.range(n, num_stages=4, loop_unroll_factor=4):
+            i_g = (n_g - 1 - i) if REVERSE else i
+            if COPIES == 0:
+                enters = (i == 0) | (i_p == (P - 1 if REVERSE else 0))
+                tl.store(starts + ((segment0 + i_s) * H + i_h) * K * V + o_s, b_s, mask=m_s & enters)
+            i_slot = (piece0 + i_g) * H + i_h
+            m_l = m_s
+            if GOES_ON:
+                b_all = tl.load(total + i_slot * KD + o_d, mask=o_k < K, other=0.0)  # [BK]
+                m_l = m_s & (tl.abs(b_all) < EMPTY)[:, None]
+                b_all = tl.where(b_all < EMPTY, b_all, 0.0)
+                b_sum += b_all
+                b_decay = power(b_all, True)[:, None]
+            elif GATE == 2:
+                b_decay = power(tl.load(total + i_slot * K + o_k, mask=o_k < K, other=0.0), EXACT)[:, None]
             else:
-                m_l = m_s & (reach(b_gamma, i_p, L, P, REVERSE, EXACT) >= 0)
-            b_s *= power(b_all, EXACT)
-        b_s += tl.load(local + i_slot * K * V + o_s, mask=m_l, other=0.0)
-        i_p += -1 if REVERSE else 1
-        over = (i_p < 0) if REVERSE else (i_p == P)
-        i_s += tl.where(over, -1 if REVERSE else 1, 0)
-        i_p = tl.where(over, P - 1 if REVERSE else 0, i_p)
-    i_last = 0 if REVERSE else n_s - 1
-    tl.store(starts + ((segment0 + i_last) * H + i_h) * K * V + o_s, b_s, mask=m_s)
+                b_all = b_gamma * tl.minimum(length - i_g * L, L).to(tl.float32)
+                if GATE == 1:
+                    b_all += tl.load(total + i_slot)
+                else:
+                    m_l = m_s & (reach(b_gamma, i_p, L, P, REVERSE, EXACT) >= 0)
+                b_decay = power(b_all, EXACT)
+            b_s = join(b_s, b_decay, tl.load(local + i_slot * K * V + o_s, mask=m_l, other=0.0))
+            i_p += -1 if REVERSE else 1
+            over = (i_p < 0) if REVERSE else (i_p == P)
+            i_s += tl.where(over, -1 if REVERSE else 1, 0)
+            i_p = tl.where(over, P - 1 if REVERSE else 0, i_p)
+    if COPIES > 0:
+        # Nothing older passes a beginning.
+        b_sum = tl.where(tl.load(plan + 2) != 0, FORGOTTEN, b_sum)
+        for _ in tl.static_range(COPIES):
+            tl.store(starts + i_m * (K * V) + o_s, b_s, mask=m_s)
+            tl.store(starts + n_m * (K * V) + i_m * KD + o_d, b_sum, mask=(o_k < K) if GATE == 2 else (o_k == 0))
+            starts += n_m * (K * V + KD)
+    else:
+        i_last = 0 if REVERSE else n_s - 1
+        tl.store(starts + ((segment0 + i_last) * H + i_h) * K * V + o_s, b_s, mask=m_s)

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import PropagateNan
 
 from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
-from keraunos.kernels.softmax_attention.triton.kernels import mixed
+from keraunos.kernels.softmax_attention.shared.tiles import mixed
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # Offsets are no further from 0, so that sums with windows and places stay within 32 bits.

@@ -14,19 +14,13 @@ from typing import Any
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.gluon import cannot_run, was_not_measured
+from keraunos.kernels.host.arrays import strides_of
 from keraunos.kernels.softmax_attention.contract import Args, Options, describe, is_for_libraries, kernel
 from keraunos.kernels.softmax_attention.cuda.decode import decode_kernel, join_kernel
 from keraunos.kernels.softmax_attention.cuda.forward import forward_kernel, zero_kernel
 from keraunos.kernels.softmax_attention.cuda.gradients import gradients_kernel, queries_kernel, range_kernel
-from keraunos.kernels.softmax_attention.triton import passes as triton
-from keraunos.kernels.softmax_attention.triton.call import (
-    LOG2E,
-    Call,
-    axes_with_residuals,
-    lse_spec,
-    output_spec,
-    strides_of,
-)
+from keraunos.kernels.softmax_attention.shared import backward as triton
+from keraunos.kernels.softmax_attention.shared.call import LOG2E, Call, axes_with_residuals, lse_spec, output_spec
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q", "block_k", "num_stages")
@@ -80,7 +74,7 @@ def _memory(cfg: Any, BD: int) -> tuple[int, int]:
 def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
     """``((output, None), (output, the log of each query's sum, base 2))``."""
     if not args.key.shape[1]:
-        return triton.forward(args, _of_triton(args, opts))
+        return _no_keys(args, opts)
     args = args._replace(**{name: frontends.of(args.query).aligned(getattr(args, name))
                             for name in ("query", "key", "value")})
     w = Call(args, opts)
@@ -116,7 +110,14 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
     return (output, None), (output, lse)
 
 
-forward.residuals = triton.forward.residuals  # type: ignore[attr-defined]
+forward.residuals = dict(output=frontends.OUTPUT, lse=lse_spec)  # type: ignore[attr-defined]
+
+
+def _no_keys(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
+    """:func:`forward` where queries see nothing, and have no sum."""
+    arrays = frontends.of(args.query)
+    output, lse = (arrays.zeros(*spec(args, opts), args.query) for spec in (output_spec, lse_spec))
+    return (output, None), (output, lse + math.inf)
 
 
 def _few(w: Call) -> tuple[tuple[Array, None], tuple]:

@@ -1,23 +1,26 @@
 """The serving functions on TPUs, in Pallas: the arrays that kernels are given.
 
 decode, verify and commit are one kernel. Nothing but the state's bytes matters to it: what a token has is widened to
-float32 and to a copy for each head before, and decays are made there. prefill is the walk of linear attention, which
-reads the states that requests come with from the pool and leaves theirs there.
+float32 and to a copy for each head before, and decays are made there. prefill is a family's walk, which reads the
+states that requests come with from the pool and leaves theirs there.
 
 No TPU has run this: values are from Pallas' interpreter, and compilers for TPUs take it.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from keraunos.kernels.linear_attention import contract as linear_contract
-from keraunos.kernels.linear_attention.pallas import passes as linear
 from keraunos.kernels.state_pool import contract
 from keraunos.kernels.state_pool.contract import Args, Options
 from keraunos.kernels.state_pool.pallas import steps
 from keraunos.ops.invocation import Invocation
+from keraunos.ops.registry import Implementation
 
 # Bytes of a program's states, in float32: where there are more of them its steps are no faster; and the most that fit.
 _ENOUGH, _MOST = 1 << 20, 8 << 20
@@ -63,13 +66,13 @@ def _steps(args: Args, opts: Options) -> tuple[jax.Array | None, jax.Array | Non
     return output, made["pool"] if opts.writes else None
 
 
-def _prefill(args: Args, opts: Options) -> tuple[jax.Array, jax.Array]:
-    """``(output, pool)``: the packed tokens of all requests, by the walk of linear attention."""
+def _prefill(walk: Callable, args: Args, opts: Options) -> tuple[jax.Array, jax.Array]:
+    """``(output, pool)``: the packed tokens of all requests, by a family's walk."""
     q, k, v, g = (x if x is None else x[None] for x in (args.query, args.key, args.value, args.g))
     row = linear_contract.Args(q, k, v, g, args.g_gamma, args.states, args.cu_seqlens)
     options = linear_contract.Options(opts.softmax_scale, False, opts.cfg, kept=False)
     fresh = jnp.zeros(args.slots.shape, bool) if args.has_initial is None else ~args.has_initial
-    output, pool = linear.prefill(row, options, args.slots, fresh)
+    output, pool = walk(row, options, args.slots, fresh)
     return output[0], pool
 
 
@@ -91,20 +94,25 @@ def unsupported(inv: Invocation) -> str | None:
     return _copies(inv)
 
 
-def _cannot_prefill(inv: Invocation) -> str | None:
-    """Why the walk cannot run the call, or None."""
-    if "tokens" in inv.arrays:
-        return "takes no boundaries: it exports no states"
-    return linear.unsupported(inv) or _copies(inv)
+def prefill(source: str, walk: Callable, fields: tuple[str, ...], cannot_walk: Callable,
+            heuristic: Callable) -> Implementation:
+    """Prefill by a family's walk.
+
+    Args:
+        source: the module's ``__file__``; fields, heuristic: of the walk's configuration.
+        walk: ``(args, opts, slots, fresh) -> (output, pool)``; cannot_walk: why it cannot run a call, or None.
+    """
+
+    def unsupported(inv: Invocation) -> str | None:
+        if "tokens" in inv.arrays:
+            return "takes no boundaries: it exports no states"
+        return cannot_walk(inv) or _copies(inv)
+
+    return contract.implementation("prefill", functools.partial(_prefill, walk), fields, platform="pallas",
+                                   source=source, unsupported=unsupported, heuristic=heuristic)
 
 
 decode, verify, commit = (
-    contract.implementation(
-        op_id, _steps, (), platform="pallas", source=__file__, unsupported=unsupported, heuristic=lambda inv, cfg: cfg
-    )
+    contract.implementation(op_id, _steps, (), platform="pallas", source=__file__, unsupported=unsupported)
     for op_id in ("decode", "verify", "commit")
-)
-prefill = contract.implementation(
-    "prefill", _prefill, linear.FIELDS, platform="pallas", source=__file__, unsupported=_cannot_prefill,
-    heuristic=linear.heuristic,
 )

@@ -1,42 +1,33 @@
 """The serving functions in Triton, for JAX and PyTorch on NVIDIA GPUs from sm_80.
 
-decode, verify and commit are one kernel, which moves states and little else; prefill is the walk over sequences of
-``linear_attention/triton``, which reads the states that requests come with from the pool and leaves theirs there. It
-copies those that are exported to their slots from before the chunk they are in; another kernel takes them further.
+decode, verify and commit are one kernel, which moves states and little else; prefill is a family's walk over
+sequences, which reads the states that requests come with from the pool and leaves theirs there. It copies those that
+are exported to their slots from before the chunk they are in; another kernel takes them further.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from keraunos.frontends import interpreter
 from keraunos.frontends.array_types import Array
+from keraunos.kernels.device import limits
+from keraunos.kernels.host.arrays import Spec, contiguous, pow2, spec_of, state_strides, tile, unit_of
+from keraunos.kernels.host.plan import Plan, remember
+from keraunos.kernels.host.pool import Pool
 from keraunos.kernels.linear_attention import contract as linear_contract
-from keraunos.kernels.linear_attention.triton import passes as linear
-from keraunos.kernels.linear_attention.triton.call import Plan, Pool, Spec, pow2, spec_of, tile
 from keraunos.kernels.state_pool import contract
 from keraunos.kernels.state_pool.contract import Args, Options
 from keraunos.kernels.state_pool.triton import steps
 from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.registry import Implementation
 
 STEP_FIELDS = ("block_d", "num_warps")
-PREFILL_FIELDS = linear.FIELDS
 
 # Dimensions of V per program, and warps, that take exported states to their tokens.
 _EXPORT = (64, 8)
-
-_remember = functools.lru_cache(maxsize=4096)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _strides(states: Spec | None, name: str = "s") -> dict[str, int]:
-    return {f"stride_{name}{axis}": n for axis, n in zip("shkv", states.strides if states else (0,) * 4, strict=True)}
 
 
 def _ratios(specs: Args, gate: int) -> dict[str, int]:
@@ -50,7 +41,7 @@ def _tokens(specs: Args, axes: str, out: Spec | None) -> tuple[dict[str, Any], i
     """The strides of tokens' arrays with these axes, in units, 0 for others; the unit; the kind of gate."""
     gate = 0 if specs.g is None else len(specs.g.shape) - len(specs.key.shape) + 2
     vectors = dict(q=specs.query, k=specs.key, v=specs.value, g=specs.g if gate == 2 else None, o=out)
-    unit = functools.reduce(math.gcd, (stride for x in vectors.values() if x for stride in x.strides[:-1]), 16)
+    unit = unit_of(*vectors.values())
     numbers: dict[str, Any] = {}
     for name, x in vectors.items():
         x, own = (specs.g, 1) if name == "g" and gate == 1 else (x, unit)
@@ -60,7 +51,7 @@ def _tokens(specs: Args, axes: str, out: Spec | None) -> tuple[dict[str, Any], i
     return numbers, unit, gate
 
 
-@_remember
+@remember
 def _step_plan(specs: Args, opts: Options) -> Plan:
     """The launch of decode, verify or commit."""
     q, k, states, out = specs.query, specs.key, specs.states, specs.out
@@ -68,12 +59,12 @@ def _step_plan(specs: Args, opts: Options) -> Plan:
     many, made = opts.op_id != "decode", None
     if opts.reads:
         shape = (*q.shape[:-2], H, V)
-        made = out or Spec(shape, _contiguous(shape), q.dtype)
+        made = out or Spec(shape, contiguous(shape), q.dtype)
     numbers, unit, gate = _tokens(specs, "nth" if many else "nh", made)
     numbers |= dict(scale=opts.softmax_scale, T=k.shape[1] if many else 1)
     BV = min(cast(int, opts.cfg.block_d), tile(V))
     constants = dict(
-        H=H, K=K, V=V, **_ratios(specs, gate), UNIT=unit, **_strides(states), **_strides(specs.exports, "e"),
+        H=H, K=K, V=V, **_ratios(specs, gate), UNIT=unit, **state_strides(states), **state_strides(specs.exports, "e"),
         BK=tile(K), BV=BV, GATE=gate, GAMMA=0 if specs.g_gamma is None else len(specs.g_gamma.shape),
         EXACT=k.dtype == "float32", MANY=many,
         COUNTED=specs.counts is not None, OUTPUT=opts.reads, STORE=opts.writes, EXPORT=specs.exports is not None,
@@ -102,21 +93,16 @@ def _bucket(n: int) -> int:
 
 def _call(specs: Args) -> linear_contract.Args:
     """The packed row as a row of linear attention with room for some more tokens."""
-
-    def row(x: Spec | None) -> Spec | None:
-        return x and Spec((1, _bucket(x.shape[0]), *x.shape[1:]), (0, *x.strides), x.dtype)
-
-    q, k, v, g = map(row, (specs.query, specs.key, specs.value, specs.g))
+    q, k, v, g = (x and x.row(_bucket(x.shape[0])) for x in (specs.query, specs.key, specs.value, specs.g))
     return linear_contract.Args(q, k, v, g, specs.g_gamma, None, specs.cu_seqlens)
 
 
-@_remember
+@remember
 def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     """Plan where the walk copies states to, and how these are carried on to the tokens that are asked for."""
     N, M, (_, H, K, V) = specs.slots.shape[0], specs.tokens.shape[0], specs.states.shape
     BT, BN, sizes = cast(int, opts.cfg.block_q), pow2(N), dict(N=N, M=M)
     exact = specs.key.dtype == "float32"
-    precision = "tf32" if not exact else "ieee" if interpreter.ON else "bf16x6"
     chunks = _bucket(specs.key.shape[0]) // BT + N
     plan = Plan(steps.plan_kernel, (chunks,), sizes, dict(exports=((chunks,), "int32")),
                 dict(BT=BT, BN=BN), 1, 1)
@@ -126,8 +112,8 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     names = [f"stride_{name}{axis}" for name in "kvg" for axis in "th"]
     BV = min(_EXPORT[0], tile(V))
     constants = dict(
-        H=H, K=K, V=V, **ratios, UNIT=unit, **_strides(specs.states), BK=tile(K), BV=BV,
-        BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, EXACT=exact, PRECISION=precision,
+        H=H, K=K, V=V, **ratios, UNIT=unit, **state_strides(specs.states), BK=tile(K), BV=BV,
+        BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, EXACT=exact, PRECISION=limits.precision(exact),
     )
     return plan, Plan(
         steps.export_kernel, (M * H * -(-V // BV),), {name: strides[name] for name in names} | sizes,
@@ -135,7 +121,7 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     )
 
 
-def _prefill(args: Args, opts: Options) -> tuple[Array, Array | None]:
+def _prefill(forward: Callable, args: Args, opts: Options) -> tuple[Array, Array | None]:
     """``(output, pool)``: the packed tokens of all requests."""
     specs = Args(*map(spec_of, args))
     row = linear_contract.Args(args.query, args.key, args.value, args.g, args.g_gamma, None, args.cu_seqlens)
@@ -146,7 +132,7 @@ def _prefill(args: Args, opts: Options) -> tuple[Array, Array | None]:
         (exports,) = plan.launch(cu_seqlens=args.cu_seqlens, **wanted)
         pool = pool._replace(exports=exports)
     options = linear_contract.Options(opts.softmax_scale, False, opts.cfg, ("g_gamma",), kept=False)
-    (output, states), _ = linear.forward(row, options, pool)
+    (output, states), _ = forward(row, options, pool)
     if args.tokens is not None:
         (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, cu_seqlens=args.cu_seqlens,
                                   slots=args.slots, **wanted, states=states)
@@ -155,17 +141,30 @@ def _prefill(args: Args, opts: Options) -> tuple[Array, Array | None]:
 
 def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
-    return linear.unsupported(replace(inv, arrays={"query": inv.arrays["key"]}))
+    return limits.cannot_run(inv, inv.arrays["key"][0])
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
-    """Steps: the same for all batches, so that a request's bits do not depend on it. Prefill: as for the attention."""
-    if inv.op_id != "prefill":
-        return replace(cfg, block_d=64 if inv.dims["K"] <= 128 else 32, num_warps=4)
-    return linear.heuristic(replace(inv, arrays={**inv.arrays, "query": inv.arrays["key"]}), cfg)
+    """The configuration of all batches, so that a request's bits do not depend on its batch."""
+    return replace(cfg, block_d=64 if inv.dims["K"] <= 128 else 32, num_warps=4)
 
 
-decode, verify, commit, prefill = contract.kernels(
-    "triton", __file__, _steps, _prefill, unsupported=unsupported, step_fields=STEP_FIELDS,
-    prefill_fields=PREFILL_FIELDS, heuristic=heuristic,
+def prefill(source: str, forward: Callable, fields: tuple[str, ...], of_family: Callable) -> Implementation:
+    """Prefill by a family's walk.
+
+    Args:
+        source: the module's ``__file__``; fields: of the configuration, that the walk reads.
+        forward: ``(args, opts, pool) -> ((output, pool), residuals)``; of_family: its heuristic.
+    """
+    return contract.implementation(
+        "prefill", functools.partial(_prefill, forward), fields, platform="triton", source=source,
+        unsupported=unsupported,
+        heuristic=lambda inv, cfg: of_family(replace(inv, arrays={**inv.arrays, "query": inv.arrays["key"]}), cfg),
+    )
+
+
+decode, verify, commit = (
+    contract.implementation(op_id, _steps, STEP_FIELDS, platform="triton", source=__file__, unsupported=unsupported,
+                            heuristic=heuristic)
+    for op_id in ("decode", "verify", "commit")
 )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from keraunos.kernels.linear_attention.triton.shared import decay, locate
+from keraunos.kernels.device.recurrence import decay, locate
 
 
 @triton.jit

@@ -12,7 +12,7 @@ No kernel adds to what another has written: who owns a row sums all of it. So th
 import triton
 import triton.language as tl
 
-from keraunos.kernels.softmax_attention.triton.kernels import (
+from keraunos.kernels.softmax_attention.shared.tiles import (
     bounds,
     kept,
     load_log,

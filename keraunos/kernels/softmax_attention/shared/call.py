@@ -1,4 +1,4 @@
-"""Sizes, strides, numbers and flags of one call of softmax attention: what launches share, of Gluon's kernels too."""
+"""Sizes, strides, numbers and flags of one call of softmax attention: what launches share."""
 
 from __future__ import annotations
 
@@ -8,37 +8,14 @@ from typing import Any, cast
 from keraunos import frontends
 from keraunos.frontends import interpreter
 from keraunos.frontends.array_types import Array
+from keraunos.kernels.device.limits import precision
+from keraunos.kernels.host.arrays import dtype_of, strides_of
 from keraunos.kernels.softmax_attention.contract import FAR, Args, Options, axes
-from keraunos.kernels.softmax_attention.triton import kernels
+from keraunos.kernels.softmax_attention.shared import tiles
 
 LOG2E = math.log2(math.e)
 # Times a cap up to this the error of the tangents' difference from 1 is nothing next to 16 bits' own.
 _SMALL_CAP = 1000.0
-
-
-def pow2(n: int) -> int:
-    """The first power of two from n on."""
-    return 1 << max(int(n) - 1, 0).bit_length()
-
-
-def tile(n: int) -> int:
-    """The tile that holds n dimensions: the tensor cores take 16 at least."""
-    return max(pow2(n), 16)
-
-
-def name_of(x: Array) -> str:
-    """The dtype's name, such as "bfloat16"."""
-    return str(x.dtype).removeprefix("torch.")
-
-
-def strides_of(x: Array) -> tuple[int, ...]:
-    """In values, not bytes."""
-    if hasattr(x, "stride"):
-        return x.stride()
-    strides = [1]  # a JAX array is contiguous
-    for size in reversed(x.shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)
 
 
 class Call:
@@ -47,14 +24,14 @@ class Call:
     def __init__(self, args: Args, opts: Options):
         self.args, self.opts = args, opts
         (self.B, self.T, self.H, self.K), (self.S, self.G, self.V) = args.query.shape, args.value.shape[1:]
-        self.dtype = name_of(args.query)
+        self.dtype = dtype_of(args.query)
         self.exact = self.dtype == "float32"
         # Complete by the contract, whatever its declared type allows.
         self.cfg = cast(Any, opts.cfg)
         self.sinks = 0 if args.sinks is None else args.sinks.shape[-1]
         self.flags = dict(
             CAP=self.cap(), LEFT=opts.left is not None, RIGHT=opts.right is not None, DROPOUT=opts.dropout > 0,
-            PRECISION="tf32" if not self.exact else "ieee" if interpreter.ON else "bf16x6",
+            PRECISION=precision(self.exact),
         )
         self.masks = dict(SEGMENTS=args.query_segments is not None, BIAS=args.bias is not None,
                           MASK=args.mask is not None)
@@ -148,9 +125,9 @@ class Call:
             return None
         B, n = ids.shape
         NB = -(-n // block)
-        dtype = "int64" if name_of(ids) == "int64" else "int32"
+        dtype = "int64" if dtype_of(ids) == "int64" else "int32"
         return frontends.launch(
-            kernels.spread_kernel, (B * NB,), dict(ids=ids, stride_b=strides_of(ids)[0], n=n, NB=NB),
+            tiles.spread_kernel, (B * NB,), dict(ids=ids, stride_b=strides_of(ids)[0], n=n, NB=NB),
             dict(spreads=((B, 3, NB), dtype)), dict(BLOCK=block), num_warps=1, num_stages=1,
         )[0]
 
@@ -162,20 +139,20 @@ class Call:
         stride_b, stride_h, stride_t, _ = strides_of(mask)
         numbers = dict(stride_b=stride_b, stride_h=stride_h, stride_t=stride_t, HM=heads, T=self.T, S=self.S)
         return frontends.launch(
-            kernels.mask_kernel, (B * heads * NT * NS,), dict(mask=mask, **numbers),
+            tiles.mask_kernel, (B * heads * NT * NS,), dict(mask=mask, **numbers),
             dict(flags=((B, heads, NT, NS), "int8")), dict(BT=BT, BS=BS), num_warps=4, num_stages=1,
         )[0]
 
 
 def output_spec(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of the output."""
-    return (*args.query.shape[:3], args.value.shape[3]), name_of(args.query)
+    return (*args.query.shape[:3], args.value.shape[3]), dtype_of(args.query)
 
 
 def lse_spec(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of the logs of the queries' sums; in float32 of their tops and their sums."""
     B, T, H = args.query.shape[:3]
-    return (B, H, 2, T) if name_of(args.query) == "float32" else (B, H, T), "float32"
+    return (B, H, 2, T) if dtype_of(args.query) == "float32" else (B, H, T), "float32"
 
 
 def axes_with_residuals(args: Args, opts: Options) -> tuple[Args, tuple[str, None], tuple[str, str]]:

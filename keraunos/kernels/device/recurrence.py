@@ -1,4 +1,4 @@
-"""Functions that the Triton kernels share: chunks of packed sequences, sums of gates, decays, launches side by side.
+"""Functions of recurrences in Triton: chunks of packed sequences, sums of gates, decays, launches side by side.
 
 Every decay is ``exp2`` of a sum of gates over exactly the tokens that it spans, taken as a product with a 0/1 matrix:
 no difference of cumulative sums, so nothing overflows or cancels for any gate <= 0, ``-inf`` included. Sums are to the
@@ -21,7 +21,11 @@ LN2_REST = tl.constexpr(-2.12194440e-4)
 
 @triton.jit
 def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr):
-    """Slot -> (sequence, its first token, its length, part). Sequence n owns the slots from ``begin // L + n``."""
+    """Slot -> (sequence, its first token, its length, part). Packed sequence n owns the slots from ``begin // L + n``.
+
+    Where sequences are not packed, ``cu_seqlens``, if given, has the first token of each that counts, and one past the
+    last.
+    """
     if PACKED:
         i_n = i_s
         if SPLIT:
@@ -38,6 +42,9 @@ def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, 
         begin = tl.full([], 0, tl.int64)
         length = begin + T
         i_g = begin + i_s % count
+        if cu_seqlens is not None:
+            begin = tl.load(cu_seqlens).to(tl.int64)
+            length = tl.maximum(tl.load(cu_seqlens + 1).to(tl.int64) - begin, 0)
     return i_n, begin, length, i_g
 
 

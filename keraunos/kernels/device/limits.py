@@ -1,0 +1,31 @@
+"""The limits of Triton's kernels, and their precision."""
+
+from __future__ import annotations
+
+from keraunos import frontends
+from keraunos.frontends import interpreter
+from keraunos.ops.invocation import Invocation
+
+# Bytes of shared memory that programs have on Hopper and sm_100 and nowhere else, of which tiles and stages were chosen
+# by speed; and those that they have on A100 but not on sm_86, sm_89, sm_120 and AMD's GPUs (99 and 64 KB). With less,
+# what is chosen is what lets two programs of four warps share a multiprocessor: by occupancy, as nothing was measured.
+ENOUGH, LITTLE = frontends.SHARED_MEMORY, 160 * 1024
+
+
+def precision(exact: bool) -> str:
+    """How products are computed; exact: of float32."""
+    # Six bf16 products are as good as float32; the interpreter, which computes in float32, has no name for them.
+    return "tf32" if not exact else "ieee" if interpreter.ON else "bf16x6"
+
+
+def cannot_run(inv: Invocation, *dtypes: str) -> str | None:
+    """Why no kernel in Triton can run the call, or None; dtypes: those of its products."""
+    if inv.backend != "gpu" and not (interpreter.ON and inv.framework == "torch"):
+        return f"needs a GPU; the call's arrays are on {inv.backend}"
+    if reason := frontends.cannot_launch(inv.framework):
+        return reason
+    if "float64" in dtypes:
+        return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
+    if max(inv.dims["K"], inv.dims["V"]) > 256:
+        return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
+    return None

@@ -1,1 +1,0 @@
-"""The serving functions in Gluon for Hopper GPUs: prefill, for JAX and PyTorch."""
