@@ -13,7 +13,6 @@ is None; so may residuals be that are not kept (``opts.kept``), as no gradient f
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -216,14 +215,6 @@ def fold(args: Args, size: int) -> Args | None:
     return Args(query, key, value, g, gamma, joined(args.initial_state, 1), cu_seqlens)
 
 
-def unfold(x: Array, size: int, shape: tuple[int, ...]) -> Array:
-    """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
-    if math.prod(x.shape) == size * math.prod(shape):
-        return x.reshape(size, *shape)
-    # A decay that the batch of a call shares.
-    return x.reshape(size, -1, *shape).sum(1)
-
-
 def axes(args: Args, opts: Options) -> tuple[Args, tuple[str, str | None], None]:
     """What may be sharded among devices: batch and heads; of packed sequences, which lie in one row, heads.
 
@@ -307,7 +298,7 @@ def _operator(op_id: str, fields: tuple[str, ...]) -> frontends.Operator:
         op_id, Args, fields, frozenset(("query", "key", "value")), Options,
         ("softmax_scale", "reverse", "cfg", "constant", "state", "kept"),
         passes=functools.partial(kernel_registry.passes, op_id), check=_check(op_id), flops=flops, outputs=outputs,
-        fold=fold, unfold=unfold, gradients=tuple(x for x in fields if x != "cu_seqlens"),
+        fold=fold, gradients=tuple(x for x in fields if x != "cu_seqlens"),
         function=public_name(op_id),
     )
 
@@ -343,7 +334,7 @@ def kernels(
             ``jax.export``; without, calls under ``vmap`` are folded into one, and shared out among devices as
             :func:`axes` says.
     """
-    folding = None if has_vmap else (fold, unfold)
+    folding = None if has_vmap else (fold, frontends.unfold)
     both = _without_state(forward), backward
     made = {
         op_id: frontends.differentiable(*both, operator, platform, folding, axes)

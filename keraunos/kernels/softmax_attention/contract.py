@@ -30,7 +30,6 @@ mask, dropout or offset comes; ``opts.left`` and ``opts.right`` count from the p
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -297,20 +296,12 @@ def fold(args: Args, size: int) -> Args | None:
     return Args(*map(joined, args))
 
 
-def unfold(x: Array, size: int, shape: tuple[int, ...]) -> Array:
-    """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
-    if math.prod(x.shape) == size * math.prod(shape):
-        return x.reshape(size, *shape)
-    # A bias that the batch of a call shares.
-    return x.reshape(size, -1, *shape).sum(1)
-
-
 _GRADIENTS = ("query", "key", "value", "bias", "sinks")
 OPERATOR = frontends.Operator(
     "attention", Args, Args._fields, frozenset(("query", "key", "value")), Options,
     ("softmax_scale", "soft_cap", "left", "right", "dropout", "softmax_dtype", "cfg", "constant"),
     passes=functools.partial(kernel_registry.passes, "attention"), check=_check, flops=flops, outputs=outputs,
-    fold=fold, unfold=unfold, gradients=_GRADIENTS, settled={"return_weights": False}, function="attention",
+    fold=fold, gradients=_GRADIENTS, settled={"return_weights": False}, function="attention",
 )
 
 
@@ -340,7 +331,7 @@ def kernel(
     """
     made, passes = None, None
     if forward and backward:
-        made = frontends.differentiable(forward, backward, OPERATOR, platform, (fold, unfold), letters)
+        made = frontends.differentiable(forward, backward, OPERATOR, platform, (fold, frontends.unfold), letters)
         passes = forward, backward
 
     def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None, soft_cap: float | None = None,
