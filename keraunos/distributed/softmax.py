@@ -19,8 +19,9 @@ from keraunos.distributed.ring import PLATFORMS, Ring
 from keraunos.frontends.array_types import Array, DType
 from keraunos.kernels.softmax_attention.arguments import dtype_name
 from keraunos.kernels.softmax_attention.arguments import softmax_dtype as as_softmax_dtype
-from keraunos.kernels.softmax_attention.contract import Args, Options, sides, truth
+from keraunos.kernels.softmax_attention.contract import Args, Options, sides
 from keraunos.modules.attention import Attention
+from keraunos.ops.arguments import truth
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, Platform, UnsupportedError
 from keraunos.types import MaskInfo, as_window, narrower
@@ -118,7 +119,7 @@ def attention(
                          for x in (query, key, value))
     window = narrower(as_window(sliding_window), limits.sliding_window)
     limits = limits.placed(query)
-    causal = truth("causal", causal) or limits.causal
+    causal = truth("attention", "causal", causal) or limits.causal
     options = dict(softmax_scale=softmax_scale, soft_cap=logits_soft_cap, causal=causal, window=window,
                    softmax_dtype=as_softmax_dtype(wanted, softmax_dtype))
     args = Args(query, key, value, None, softmax_aux, None, limits.query_segments, limits.key_segments)

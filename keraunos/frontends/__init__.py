@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Operator:
         passes: ``platform -> functions``: forward and backward, or the one that changes arrays.
         check: ``(args, opts)``: raises what the public function would, for the platform of ``opts.cfg``.
         outputs: ``(args, opts) ->`` for each output ``(shape, dtype name)``, None for one that is not there.
-        fold, unfold: what makes one call of many; see :func:`keraunos.frontends.jax.gradient.batched`.
+        fold: what makes one call of many; see :func:`keraunos.frontends.jax.gradient.batched`.
         flops: ``args -> (forward, backward)``, the floating point operations of a call with arrays of these shapes.
     """
 
@@ -70,7 +71,6 @@ class Operator:
     flops: Callable[[Any], tuple[int, int]]
     outputs: Callable[[Any, Any], tuple] = lambda args, opts: ()
     fold: Callable[[Any, int], Any] = lambda args, size: None
-    unfold: Callable[[Any, int, tuple[int, ...]], Any] = lambda x, size, shape: x
     gradients: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     strided: tuple[str, ...] = ()
@@ -344,3 +344,11 @@ def in_shared_memory(build: Callable[[int], Any], kernel: str, num_stages: int) 
                     f"has {error.limit}; expected a cfg with smaller blocks, or none: the default fits"
                 ) from error
             num_stages -= 1
+
+
+def unfold(x: Array, size: int, shape: tuple[int, ...]) -> Array:
+    """An output of a folded call, or a gradient, as those of ``size`` calls: each of ``shape``."""
+    if math.prod(x.shape) == size * math.prod(shape):
+        return x.reshape(size, *shape)
+    # An argument that the batch of a call shares, such as a decay or a bias.
+    return x.reshape(size, -1, *shape).sum(1)

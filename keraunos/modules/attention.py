@@ -16,6 +16,7 @@ from keraunos.kernels.softmax_attention import contract, reference
 from keraunos.kernels.softmax_attention.arguments import Arrangement
 from keraunos.kernels.softmax_attention.arguments import softmax_dtype as as_softmax_dtype
 from keraunos.kernels.softmax_attention.contract import Args
+from keraunos.ops.arguments import FLOATS, truth
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.kernel import Kernel
@@ -70,8 +71,8 @@ class Attention(Kernel):
             ValueError: a size or name is wrong.
         """
         S, G, V = S or T, G or H, V or K
-        if dtype not in contract.FLOATS:
-            raise ValueError(f"attention: dtype is {dtype!r}; expected one of {list(contract.FLOATS)}")
+        if dtype not in FLOATS:
+            raise ValueError(f"attention: dtype is {dtype!r}; expected one of {list(FLOATS)}")
         if min(B, T, S, H, G, K, V) < 1 or H % G:
             raise ValueError(
                 f"attention: sizes B={B} T={T} S={S} H={H} G={G} K={K} V={V}; expected at least 1, G a divisor of H"
@@ -236,7 +237,7 @@ def attention(
         raise TypeError(f"attention: mask_info is a {type(mask_info).__name__}; expected a keraunos.types.MaskInfo")
     if init_bias is not None and bias is None and not _has_mask(mask_info):
         bias = init_bias()
-    dropout = 0.0 if contract.truth("deterministic", deterministic) else dropout_prob
+    dropout = 0.0 if truth("attention", "deterministic", deterministic) else dropout_prob
     seed = None
     if dropout and dropout_rng is not None and frontends.framework_of(query):
         seed = _seed(dropout_rng, query)
@@ -286,7 +287,7 @@ def _attention(
     shift = 0
     if mask_info is not None or query_offset is not None:
         limits = _limits(mask_info, query_offset, query)
-        causal, window = contract.truth("causal", causal) or limits.causal, narrower(window, limits.sliding_window)
+        causal, window = truth("attention", "causal", causal) or limits.causal, narrower(window, limits.sliding_window)
         lengths = limits.key_lengths
         if bias is None:
             mask, own, other = limits.attention_mask, limits.query_segments, limits.key_segments

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,68 +19,6 @@ from keraunos.frontends.array_types import Array
 
 EVERYWHERE = os.environ.get("KERAUNOS_CHECK", "0") not in ("", "0")
 OFFSETS = ("int32", "int64")
-INTEGERS = (*OFFSETS, "int8", "int16", "uint8", "uint16", "uint32", "uint64")
-
-
-def arrays(
-    function: str,
-    args: NamedTuple,
-    required: tuple[str, ...],
-    allowed: Mapping[str, tuple[str, ...]],
-    *,
-    like: tuple[str, ...] = ("key", "value"),
-    constants: tuple[str, ...] = (),
-    names: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[str, ModuleType, dict[str, str]]:
-    """Check that the arrays of a call belong together: ``(framework, its front end, the dtypes of those given)``.
-
-    Args:
-        function: the public function.
-        args: a NamedTuple of arrays.
-        required: those that must be there; the framework and the place of the first are those of all.
-        allowed: the dtypes that each may have.
-        like: those that have the dtype of the first.
-        constants: those that may be NumPy arrays.
-        names: what the function calls some of them.
-
-    Raises:
-        TypeError, ValueError: an array is missing, or of another framework, place or dtype.
-    """
-
-    def fail(error: type[Exception], name: str, got: str, wanted: str) -> NoReturn:
-        raise error(f"{function}: {names.get(name, name)} {got}; expected {wanted}")
-
-    first = required[0]
-    one = getattr(args, first)
-    framework = frontends.framework_of(one)
-    if framework is None:
-        fail(TypeError, first, f"is {_kind(one)}", frontends.arrays())
-    frontend, found = frontends.get(framework), {}
-    place = frontend.place_of(one)
-    for name, x in args._asdict().items():
-        if x is None:
-            if name in required:
-                fail(TypeError, name, "is None", "an array")
-            continue
-        if isinstance(x, np.ndarray) and name in constants:
-            own = x.dtype.name
-        elif frontends.framework_of(x) != framework:
-            fail(TypeError, name, f"is {_kind(x)}", f"an array of {framework}, like {first}")
-        elif (other := frontend.place_of(x)) != place:
-            fail(ValueError, name, f"is on {other}", f"{place}, like {first}")
-        else:
-            own = frontend.dtype_name(x)
-        found[name] = own
-        if own not in allowed[name]:
-            wanted = "integers" if allowed[name] == INTEGERS else " or ".join(allowed[name])
-            fail(TypeError, name, f"has dtype {own}", wanted + (", token offsets" if name == "cu_seqlens" else ""))
-        if name in like and own != found[first]:
-            fail(TypeError, name, f"has dtype {own}", f"{found[first]}, like {first}")
-    return framework, frontend, found
-
-
-def _kind(x: object) -> str:
-    return f"of type {type(x).__module__}.{type(x).__qualname__}" if x is not None else "None"
 
 
 class Rule(NamedTuple):

@@ -15,7 +15,7 @@ from keraunos import distributed, frontends
 from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention import xla as linear
 from keraunos.kernels.softmax_attention import xla as softmax
-from keraunos.kernels.softmax_attention.contract import OPERATOR, Args, Options, fold, unfold
+from keraunos.kernels.softmax_attention.contract import OPERATOR, Args, Options, fold
 from keraunos.types import MaskInfo
 from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
@@ -53,7 +53,8 @@ def box_of_attention(q, k, v):
         return softmax.part_gradients(args, (*residuals, 0 * residuals[1]), grads[0], opts)
 
     opts = Options(0.25, None, None, 0, 0.0, "float32", False, CFG)
-    prepare = frontends.differentiable(forward, backward, OPERATOR, "box", (fold, unfold), call.axes_with_residuals)
+    folding = fold, frontends.unfold
+    prepare = frontends.differentiable(forward, backward, OPERATOR, "box", folding, call.axes_with_residuals)
     return prepare("jax", opts)(Args(q, k, v))[0]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from keraunos.frontends import OUTPUT, Operator, alone
+from keraunos.frontends import OUTPUT, Operator, alone, unfold
 from keraunos.frontends.torch.arrays import DTYPES, dtype_name
 from keraunos.frontends.torch.launch import launcher, launchers
 from keraunos.frontends.torch.strides import fitting, rows
@@ -288,7 +288,7 @@ class Differentiable:
         one = self.operator.outputs(self._first(arrays, in_dims), opts)
         # A larger batch may be cut in other pieces: the backward makes its residuals itself.
         outputs = self._forward(*folded, *self.plain.of(alone(opts), opts.cfg.platform))[:2]
-        outputs = [x if like is None else self.operator.unfold(x, size, tuple(like[0]))
+        outputs = [x if like is None else unfold(x, size, tuple(like[0]))
                    for x, like in zip(outputs, one, strict=True)]
         residuals = [room(None, given[0]) for _ in self._residuals(self._first(arrays, in_dims), opts)]
         dims = [None if like is None else 0 for like in one]
@@ -311,7 +311,7 @@ class Differentiable:
             residuals = [*made[: kept.shared], *made[2]]
         found = self._backward(*folded, residuals, *grads, *values)
         one = self._wanted(self._first(arrays, in_dims), opts)
-        found = [x if like is None else self.operator.unfold(x, size, tuple(like.shape))
+        found = [x if like is None else unfold(x, size, tuple(like.shape))
                  for x, like in zip(found, one, strict=True)]
         return tuple(found), tuple(None if like is None else 0 for like in one)
 

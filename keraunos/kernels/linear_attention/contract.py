@@ -13,23 +13,21 @@ is None; so may residuals be that are not kept (``opts.kept``), as no gradient f
 from __future__ import annotations
 
 import functools
-import math
-import reprlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from keraunos import decay, frontends
 from keraunos.frontends.array_types import Array
 from keraunos.ops import checks
-from keraunos.ops.invocation import Config, Invocation, is_number
+from keraunos.ops.arguments import FLOATS, Arguments
+from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.registry import Implementation, kernel_registry, public_name
 
 # One decay per head, as it is given: an array, or numbers.
 Decay: TypeAlias = "Array | list[float] | tuple[float, ...]"
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 # What stands for sizes that are symbols of jax.export, where a configuration is chosen.
 _USUAL = {"B": 8, "T": 4096}
 
@@ -97,6 +95,9 @@ class Options(NamedTuple):
         return getattr(args, name) is not None and name not in self.constant
 
 
+_DTYPES = dict.fromkeys(Args._fields, FLOATS) | {"cu_seqlens": checks.OFFSETS}
+
+
 def describe(
     op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False, state_v_first: bool = False
 ) -> Invocation:
@@ -109,87 +110,34 @@ def describe(
         ValueError: a shape does not fit.
     """
 
-    def fail(error: type[Exception], name: str, got: str, wanted: str, why: str) -> NoReturn:
-        name = "log_decay" if (op_id, name) == ("lightning_attn", "g_gamma") else name
-        raise error(f"{public_name(op_id)}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
-
-    allowed = dict.fromkeys(Args._fields, FLOATS) | {"cu_seqlens": checks.OFFSETS}
-    framework, frontend, dtypes = checks.arrays(
-        public_name(op_id), args, ("query", "key", "value"), allowed, constants=("g_gamma",),
+    check = Arguments(
+        public_name(op_id), args, ("query", "key", "value"), _DTYPES, constants=("g_gamma",),
         names={"g_gamma": "log_decay"} if op_id == "lightning_attn" else {},
     )
-    if args.query.ndim != 4:
-        fail(ValueError, "query", f"has shape {tuple(args.query.shape)}", "[B, T, H, K]", "")
-    B, T, _, K = args.query.shape
-    for name, letter, dim in (("key", "K", K), ("value", "V", "V")):
-        x = getattr(args, name)
-        if x.ndim != 4 or tuple(x.shape[:2]) != (B, T) or dim not in ("V", x.shape[3]):
-            wanted = f"[B, T, heads, {letter}] = ({B}, {T}, heads, {dim})"
-            fail(ValueError, name, f"has shape {tuple(x.shape)}", wanted, "like query")
-    V = args.value.shape[3]
-    g = args.g
-    if g is not None and (g.ndim not in (3, 4) or tuple(g.shape[:2]) != (B, T) or tuple(g.shape[3:]) not in ((), (K,))):
-        wanted = f"[B, T, heads, K] = ({B}, {T}, heads, {K}) or [B, T, heads] = ({B}, {T}, heads)"
-        fail(ValueError, "g", f"has shape {tuple(g.shape)}", wanted, "like query")
+    check.shape("query", "B, T, H, K")
+    check.shape("key", "B, T, heads, K", why="like query")
+    check.shape("value", "B, T, heads, V", why="like query")
+    check.shape("g", "B, T, heads, K", "B, T, heads", why="like query")
+    sizes = check.sizes
     heads = {name: x.shape[2] for name, x in zip(Args._fields, args[:4], strict=False) if x is not None}
-    H = args.heads
+    sizes["H"] = H = args.heads
     for name, n in heads.items():
-        if n < 1 or H % n:
-            why = "the most that query, key, value or g has"
-            fail(ValueError, name, f"has {n} heads", f"a divisor of H = {H}", why)
+        check.shared_heads(name, n, "the most that query, key, value or g has")
+    K, V = sizes["K"], sizes["V"]
     if min(K, V) < 1:
-        fail(ValueError, "query", f"has K = {K}, and value V = {V}", "sizes of at least 1", "")
-    if args.g_gamma is not None and tuple(args.g_gamma.shape) not in ((H,), (B, H)):
-        fail(ValueError, "g_gamma", f"has shape {tuple(args.g_gamma.shape)}", f"[H] = {(H,)} or [B, H] = {(B, H)}",
-             "one decay per head")
-    N = B
-    if args.cu_seqlens is not None:
-        if args.cu_seqlens.ndim != 1 or args.cu_seqlens.shape[0] < 2:
-            fail(ValueError, "cu_seqlens", f"has shape {tuple(args.cu_seqlens.shape)}", "[N + 1] with N >= 1", "")
-        if B != 1:
-            fail(ValueError, "query", f"has B = {B}", "B = 1 with cu_seqlens", "packed sequences lie in one row")
-        N = args.cu_seqlens.shape[0] - 1
-    if not isinstance(state_v_first, bool | np.bool_):
-        fail(TypeError, "state_v_first", f"is {state_v_first!r}", "True or False", "")
-    letters, shape = ("V, K", (N, H, V, K)) if state_v_first else ("K, V", (N, H, K, V))
-    if args.initial_state is not None and tuple(args.initial_state.shape) != shape:
-        fail(ValueError, "initial_state", f"has shape {tuple(args.initial_state.shape)}",
-             f"[N, H, {letters}] = {shape}", "one state per sequence and head")
-    if softmax_scale is not None and not is_number(softmax_scale):
-        fail(
-            TypeError,
-            "softmax_scale",
-            f"is {reprlib.repr(softmax_scale)}",
-            "a finite number",
-            "to learn it, scale the query",
-        )
-    if not isinstance(reverse, bool | np.bool_):
-        fail(TypeError, "reverse", f"is {reverse!r}", "True or False", "")
-    device = frontend.device_of(args.query)
-    given = dict(zip("BTHGKVN", (B, T, H, heads["key"], K, V, N), strict=True))
-    sizes = {name: frontend.length(n, _USUAL.get(name)) for name, n in given.items() if name != "N" or n is not B}
-    sizes.setdefault("N", sizes["B"])
-    sizes |= head_sizes(heads, H)
-    return Invocation(
-        op_id=op_id,
-        framework=framework,
-        backend=device.backend,
-        device=device.kind,
-        shared_memory=device.shared_memory,
-        dims=sizes,
-        lengths=frozenset("BTN"),
-        arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
-        options={"reverse": bool(reverse)},
-        constants=constants(args),
-        arguments=args._asdict(),
-        settled=device.settled,
-        symbolic=any(map(frontend.is_symbol, given.values())),
-    )
-
-
-def constants(args: NamedTuple) -> frozenset[str]:
-    """The names of the arrays that are numbers to the program: NumPy arrays."""
-    return frozenset(name for name, x in zip(args._fields, args, strict=True) if isinstance(x, np.ndarray))
+        check.fail(ValueError, "query", f"has K = {K}, and value V = {V}", "sizes of at least 1")
+    check.shape("g_gamma", "H", "B, H", why="one decay per head")
+    check.sequences()
+    state = "N, H, V, K" if check.truth("state_v_first", state_v_first) else "N, H, K, V"
+    check.shape("initial_state", state, why="one state per sequence and head")
+    check.number("softmax_scale", softmax_scale, why="to learn it, scale the query")
+    reverse = check.truth("reverse", reverse)
+    sizes["G"] = heads["key"]
+    given, length = [sizes[letter] for letter in "BTHGKVN"], check.frontend.length
+    dims = {letter: length(sizes[letter], _USUAL.get(letter)) for letter in "BTHGKV"}
+    dims["N"] = dims["B"] if args.cu_seqlens is None else length(sizes["N"])
+    return check.invocation(op_id, dims | head_sizes(heads, H), "BTN", options={"reverse": reverse},
+                            symbolic=any(map(check.frontend.is_symbol, given)))
 
 
 def checker(op_id: str, args: Args, whole: bool = True) -> Callable[[Args], None] | None:
@@ -265,14 +213,6 @@ def fold(args: Args, size: int) -> Args | None:
         cu_seqlens = frontend.xp.concatenate([cu_seqlens[0], cu_seqlens[1:, 1:].reshape(-1)])
     query, key, value, g = (joined(x, 2 if packed else 1) for x in args[:4])
     return Args(query, key, value, g, gamma, joined(args.initial_state, 1), cu_seqlens)
-
-
-def unfold(x: Array, size: int, shape: tuple[int, ...]) -> Array:
-    """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
-    if math.prod(x.shape) == size * math.prod(shape):
-        return x.reshape(size, *shape)
-    # A decay that the batch of a call shares.
-    return x.reshape(size, -1, *shape).sum(1)
 
 
 def axes(args: Args, opts: Options) -> tuple[Args, tuple[str, str | None], None]:
@@ -358,7 +298,7 @@ def _operator(op_id: str, fields: tuple[str, ...]) -> frontends.Operator:
         op_id, Args, fields, frozenset(("query", "key", "value")), Options,
         ("softmax_scale", "reverse", "cfg", "constant", "state", "kept"),
         passes=functools.partial(kernel_registry.passes, op_id), check=_check(op_id), flops=flops, outputs=outputs,
-        fold=fold, unfold=unfold, gradients=tuple(x for x in fields if x != "cu_seqlens"),
+        fold=fold, gradients=tuple(x for x in fields if x != "cu_seqlens"),
         function=public_name(op_id),
     )
 
@@ -394,7 +334,7 @@ def kernels(
             ``jax.export``; without, calls under ``vmap`` are folded into one, and shared out among devices as
             :func:`axes` says.
     """
-    folding = None if has_vmap else (fold, unfold)
+    folding = None if has_vmap else (fold, frontends.unfold)
     both = _without_state(forward), backward
     made = {
         op_id: frontends.differentiable(*both, operator, platform, folding, axes)

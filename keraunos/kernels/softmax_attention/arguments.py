@@ -10,7 +10,8 @@ import numpy as np
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array, DType
-from keraunos.kernels.softmax_attention.contract import FLOATS, Args
+from keraunos.kernels.softmax_attention.contract import Args
+from keraunos.ops.arguments import FLOATS
 
 # Segment ids need numbers below 0; PyTorch has no comparisons of its larger unsigned numbers.
 _WIDER = {"uint8": "int32", "uint16": "int32"}

@@ -30,18 +30,14 @@ mask, dropout or offset comes; ``opts.left`` and ``opts.right`` count from the p
 from __future__ import annotations
 
 import functools
-import math
-import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array, ArrayT
-from keraunos.ops import checks
+from keraunos.ops.arguments import FLOATS, INTEGERS, Arguments
 from keraunos.ops.invocation import Config, Invocation, UnsupportedError, is_number
 from keraunos.ops.registry import Implementation, kernel_registry
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class Args(NamedTuple):
@@ -82,17 +78,6 @@ NO_WEIGHTS = "never forms the weights; return_weights needs xla or torch"
 FAR = 1 << 30
 
 
-def truth(name: str, x: object) -> bool:
-    """An option that is True or False, and nothing that only counts as such.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if type(x).__name__ not in ("bool", "bool_"):
-        raise TypeError(f"attention: {name} is {x!r}; expected True or False")
-    return bool(x)
-
-
 def sides(causal: bool, window: tuple[int, int] | None, shift: int = 0) -> tuple[int | None, int | None]:
     """``(left, right)`` of :class:`Options`, for queries of which the first has the place ``shift`` among the keys."""
     left, right = window or (None, None)
@@ -109,7 +94,7 @@ def sides(causal: bool, window: tuple[int, int] | None, shift: int = 0) -> tuple
 
 _DTYPES = (
     dict.fromkeys(Args._fields, FLOATS)
-    | dict.fromkeys(("query_segments", "key_segments", "seed", "query_offset"), checks.INTEGERS)
+    | dict.fromkeys(("query_segments", "key_segments", "seed", "query_offset"), INTEGERS)
     | {"mask": ("bool",)}
 )
 
@@ -124,74 +109,42 @@ def describe(args: Args, *, softmax_scale: float | None = None, soft_cap: float 
         ValueError: a shape or a number does not fit.
     """
 
-    def fail(error: type[Exception], name: str, got: str, wanted: str, why: str = "") -> NoReturn:
-        raise error(f"attention: {name} {got}; expected {wanted}{', ' + why if why else ''}")
-
-    framework, frontend, dtypes = checks.arrays("attention", args, ("query", "key", "value"), _DTYPES)
-    if args.query.ndim != 4:
-        fail(ValueError, "query", f"has shape {tuple(args.query.shape)}", "[B, T, H, K]")
-    B, T, H, K = args.query.shape
-    if args.key.ndim != 4 or args.key.shape[0] != B or args.key.shape[3] != K:
-        fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[B, S, G, K] = ({B}, S, G, {K})", "like query")
-    S, G = args.key.shape[1:3]
-    if args.value.ndim != 4 or tuple(args.value.shape[:3]) != (B, S, G):
-        fail(ValueError, "value", f"has shape {tuple(args.value.shape)}", f"[B, S, G, V] = ({B}, {S}, {G}, V)",
-             "like key")
-    V = args.value.shape[3]
+    check = Arguments("attention", args, ("query", "key", "value"), _DTYPES, names={"sinks": "softmax_aux"})
+    check.shape("query", "B, T, H, K")
+    check.shape("key", "B, S, G, K", why="like query")
+    check.shape("value", "B, S, G, V", why="like key")
+    B, T, S, H, G, K, V = (check.sizes[letter] for letter in "BTSHGKV")
     if min(H, G, K, V) < 1:
-        fail(ValueError, "query", f"has H = {H}, G = {G}, K = {K}, V = {V}", "sizes of at least 1")
+        check.fail(ValueError, "query", f"has H = {H}, G = {G}, K = {K}, V = {V}", "sizes of at least 1")
     if H % G:
-        fail(ValueError, "key", f"has G = {G} heads", f"a divisor of H = {H}", "query heads share them evenly")
-    for name in ("bias", "mask"):
-        x = getattr(args, name)
-        if x is not None and (
-            x.ndim != 4 or x.shape[0] not in (1, B) or x.shape[1] not in (1, G, H) or tuple(x.shape[2:]) != (T, S)
-        ):
-            fail(ValueError, name, f"has shape {tuple(x.shape)}", "[1 or B, 1 or G or H, T, S]"
-                 f" with B = {B}, G = {G}, H = {H}, T = {T}, S = {S}")
-    if args.sinks is not None and not (
-        args.sinks.ndim in (1, 2) and (args.sinks.ndim == 1 or args.sinks.shape[0] in (1, G, H))
-    ):
-        fail(ValueError, "softmax_aux", f"has shape {tuple(args.sinks.shape)}",
-             f"[sinks] or [1 or G or H, sinks] with G = {G}, H = {H}")
+        check.fail(ValueError, "key", f"has G = {G} heads", f"a divisor of H = {H}", "query heads share them evenly")
+    check.shape("bias", "1 or B, 1 or G or H, T, S")
+    check.shape("mask", "1 or B, 1 or G or H, T, S")
+    check.shape("sinks", "sinks", "1 or G or H, sinks")
     if args.sinks is not None and tuple(args.sinks.shape) == (H,) != (1,):
         # Models with one sink for each head hold them so, and would silently get something else.
-        fail(ValueError, "softmax_aux", f"has shape {(H,)}, as many sinks as heads",
-             f"[H, 1] = {(H, 1)} for one sink of each head, or [1, sinks] = {(1, H)} for sinks that all heads share")
+        wanted = f"[H, 1] = {(H, 1)} for one sink of each head, or [1, sinks] = {(1, H)} for sinks that all heads share"
+        check.fail(ValueError, "sinks", f"has shape {(H,)}, as many sinks as heads", wanted)
     if (args.query_segments is None) != (args.key_segments is None):
-        fail(ValueError, "segments", "are given for one side", "ids of queries and of keys")
-    for name, n in (("query_segments", T), ("key_segments", S)):
-        x = getattr(args, name)
-        if x is not None and tuple(x.shape) != (B, n):
-            fail(ValueError, name, f"has shape {tuple(x.shape)}", f"{(B, n)}")
-    if args.query_offset is not None and tuple(args.query_offset.shape) != (B,):
-        fail(ValueError, "query_offset", f"has shape {tuple(args.query_offset.shape)}", f"an int, or [B] = ({B},)")
-    for name, x, lowest in (("softmax_scale", softmax_scale, None), ("logits_soft_cap", soft_cap, 0)):
-        if x is not None and not (is_number(x) and (lowest is None or x > lowest)):
-            fail(TypeError, name, f"is {reprlib.repr(x)}", f"a finite number{'' if lowest is None else ' above 0'}")
+        check.fail(ValueError, "segments", "are given for one side", "ids of queries and of keys")
+    check.shape("query_segments", "B, T", wanted=f"{(B, T)}")
+    check.shape("key_segments", "B, S", wanted=f"{(B, S)}")
+    check.shape("query_offset", "B", wanted=f"an int, or [B] = ({B},)")
+    check.number("softmax_scale", softmax_scale)
+    check.number("logits_soft_cap", soft_cap, positive=True)
     if not (is_number(dropout) and 0 <= dropout < 1):
-        fail(ValueError, "dropout_prob", f"is {dropout!r}", "a number from 0 to less than 1")
+        check.fail(ValueError, "dropout_prob", f"is {dropout!r}", "a number from 0 to less than 1")
     if dropout and args.seed is None:
-        fail(ValueError, "dropout_rng", "is None", "a key or generator", "dropout_prob is above 0")
-    causal, return_weights = truth("causal", causal), truth("return_weights", return_weights)
+        check.fail(ValueError, "dropout_rng", "is None", "a key or generator", "dropout_prob is above 0")
+    causal, return_weights = check.truth("causal", causal), check.truth("return_weights", return_weights)
     if softmax_dtype not in FLOATS:
-        fail(TypeError, "softmax_dtype", f"is {softmax_dtype}", " or ".join(FLOATS))
-    device = frontend.device_of(args.query)
-    return Invocation(
-        op_id="attention",
-        framework=framework,
-        backend=device.backend,
-        device=device.kind,
-        shared_memory=device.shared_memory,
-        dims={name: frontend.length(n) for name, n in zip("BTSHGKV", (B, T, S, H, G, K, V), strict=True)},
-        lengths=frozenset("BTS"),
-        arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
-        # Of numbers that may change from call to call only what the choice depends on.
-        options={"causal": causal, "window": window, "shifted": bool(shift), "soft_cap": soft_cap is not None,
-                 "dropout": bool(dropout), "softmax_dtype": softmax_dtype, "return_weights": return_weights,
-                 "positive_scale": softmax_scale is None or softmax_scale > 0},
-        arguments=args._asdict(),
-    )
+        check.fail(TypeError, "softmax_dtype", f"is {softmax_dtype}", " or ".join(FLOATS))
+    # Of numbers that may change from call to call only what the choice depends on.
+    options = {"causal": causal, "window": window, "shifted": bool(shift), "soft_cap": soft_cap is not None,
+               "dropout": bool(dropout), "softmax_dtype": softmax_dtype, "return_weights": return_weights,
+               "positive_scale": softmax_scale is None or softmax_scale > 0}
+    dims = dict(zip("BTSHGKV", map(check.frontend.length, (B, T, S, H, G, K, V)), strict=True))
+    return check.invocation("attention", dims, "BTS", options=options)
 
 
 def traits(opts: Options) -> dict[str, Any]:
@@ -343,20 +296,12 @@ def fold(args: Args, size: int) -> Args | None:
     return Args(*map(joined, args))
 
 
-def unfold(x: Array, size: int, shape: tuple[int, ...]) -> Array:
-    """An output of :func:`fold`'s call, or a gradient, as those of ``size`` calls: each of ``shape``."""
-    if math.prod(x.shape) == size * math.prod(shape):
-        return x.reshape(size, *shape)
-    # A bias that the batch of a call shares.
-    return x.reshape(size, -1, *shape).sum(1)
-
-
 _GRADIENTS = ("query", "key", "value", "bias", "sinks")
 OPERATOR = frontends.Operator(
     "attention", Args, Args._fields, frozenset(("query", "key", "value")), Options,
     ("softmax_scale", "soft_cap", "left", "right", "dropout", "softmax_dtype", "cfg", "constant"),
     passes=functools.partial(kernel_registry.passes, "attention"), check=_check, flops=flops, outputs=outputs,
-    fold=fold, unfold=unfold, gradients=_GRADIENTS, settled={"return_weights": False}, function="attention",
+    fold=fold, gradients=_GRADIENTS, settled={"return_weights": False}, function="attention",
 )
 
 
@@ -386,7 +331,7 @@ def kernel(
     """
     made, passes = None, None
     if forward and backward:
-        made = frontends.differentiable(forward, backward, OPERATOR, platform, (fold, unfold), letters)
+        made = frontends.differentiable(forward, backward, OPERATOR, platform, (fold, frontends.unfold), letters)
         passes = forward, backward
 
     def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None, soft_cap: float | None = None,

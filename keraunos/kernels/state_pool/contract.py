@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import functools
 import math
-import reprlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.contract import constants, head_sizes
+from keraunos.kernels.linear_attention.contract import head_sizes
 from keraunos.ops import checks
-from keraunos.ops.invocation import Config, Invocation, is_number
+from keraunos.ops.arguments import Arguments
+from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.registry import Implementation, kernel_registry
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -78,7 +78,7 @@ _DTYPES = (
     dict.fromkeys(Args._fields, FLOATS) | dict.fromkeys(INDICES, INTEGERS)
     | dict.fromkeys(("states", "exports"), POOLS) | {"has_initial": ("bool",)}
 )
-_ROWS = {"decode": "N", "verify": "NT", "commit": "NT", "prefill": "T"}
+_ROWS = {"decode": "N", "verify": "N, T", "commit": "N, T", "prefill": "T"}
 
 
 def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invocation:
@@ -89,98 +89,84 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         ValueError: a shape does not fit.
     """
 
-    def fail(error: type[Exception], name: str, got: str, wanted: object, why: str = "") -> NoReturn:
-        raise error(f"{op_id}: {name} {got}; expected {wanted}{', ' + why if why else ''}")
-
     first = ("key", "value", "query") if op_id != "commit" else ("key", "value")
     required = (*first, "states", "slots", *{"commit": ("counts",), "prefill": ("cu_seqlens",)}.get(op_id, ()))
-    framework, frontend, dtypes = checks.arrays(
-        op_id, args, required, _DTYPES, like=("value", "query"), constants=("g_gamma",)
-    )
-    rows = _ROWS[op_id]
-    if args.key.ndim != len(rows) + 2:
-        fail(ValueError, "key", f"has shape {tuple(args.key.shape)}", f"[{', '.join(rows)}, heads, K]")
+    check = Arguments(op_id, args, required, _DTYPES, like=("value", "query"), constants=("g_gamma",))
+    rows, sizes = _ROWS[op_id], check.sizes
+    check.shape("key", f"{rows}, heads, K")
     if args.states.ndim != 4 or not args.states.shape[0]:
-        fail(ValueError, "states", f"has shape {tuple(args.states.shape)}", "[slots, H, K, V] with slots >= 1")
-    *leading, _, K = args.key.shape
-    sizes = dict(zip(rows, leading, strict=True))
+        check.wrong("states", "[slots, H, K, V] with slots >= 1")
     _, H, _, V = args.states.shape
+    K, sizes["H"], sizes["V"] = sizes["K"], H, V
     N = sizes.setdefault("N", args.slots.shape[0] if args.slots.ndim == 1 else 0)
-
-    def shape(name: str, wanted: Sequence[tuple], letters: Sequence[Sequence[str]], why: str = "") -> None:
-        x = getattr(args, name)
-        if x is not None and tuple(x.shape) not in wanted:
-            sought = " or ".join(f"[{', '.join(label)}] = {w}" for label, w in zip(letters, wanted, strict=True))
-            fail(ValueError, name, f"has shape {tuple(x.shape)}", sought, why)
-
     if args.states.shape[2] != K:
-        fail(ValueError, "states", f"has shape {tuple(args.states.shape)}", f"[slots, H, K, V] with K = {K}",
-             "like key")
-    drafts = sizes.get("T", 1) if op_id != "prefill" else 1
-    if min(H, K, V, drafts) < 1:
-        fail(ValueError, "key", f"has shape {tuple(args.key.shape)} with H = {H}, V = {V}", "sizes of at least 1")
-    lead, heads = tuple(leading), {}
-    for name, last, why in (
-        ("key", "K", ""),
-        ("query", "K", "like key"),
-        ("value", "V", "like states"),
-        ("g", "K", ""),
-    ):
-        if (x := getattr(args, name)) is None:
-            continue
-        n = heads[name] = x.shape[len(lead)] if x.ndim > len(lead) else 1
-        wanted = [(*lead, n, V if last == "V" else K), (*lead, n)]
-        few = 2 if name == "g" else 1
-        shape(name, wanted[:few], [(*rows, "heads", last), (*rows, "heads")][:few], why)
-        if n < 1 or H % n:
-            fail(ValueError, name, f"has {n} heads", f"a divisor of H = {H}", "the heads of states")
-    if op_id != "commit" and max(heads.values()) < H:
-        fail(
-            ValueError, "states", f"has H = {H} heads", max(heads.values()), "the most that query, key, value or g has"
-        )
-    shape("g_gamma", [(H,), (N, H)], ["H", "NH"], "one decay per head, or per request and head")
-    shape("out", [(*lead, H, V)], [(*rows, "H", "V")])
+        check.wrong("states", f"[slots, H, K, V] with K = {K}", "like key")
+    if min(H, K, V, sizes.get("T", 1) if op_id != "prefill" else 1) < 1:
+        got = f"has shape {tuple(args.key.shape)} with H = {H}, V = {V}"
+        check.fail(ValueError, "key", got, "sizes of at least 1")
+    heads = _check_rows(check, rows)
+    if op_id != "commit" and (most := max(heads.values())) < H:
+        check.fail(ValueError, "states", f"has H = {H} heads", most, "the most that query, key, value or g has")
+    check.shape("g_gamma", "H", "N, H", why="one decay per head, or per request and head")
+    check.shape("out", f"{rows}, H, V")
     for name in ("slots", "counts", "has_initial"):
-        shape(name, [(N,)], ["N"], "one per request")
+        check.shape(name, "N", why="one per request")
     if op_id == "prefill" and N < 1:
-        fail(ValueError, "slots", f"has shape {tuple(args.slots.shape)}", "[N] with N >= 1", "-1 is padding")
-    shape("cu_seqlens", [(N + 1,)], [("N + 1",)], "with N like slots")
+        check.wrong("slots", "[N] with N >= 1", "-1 is padding")
+    sizes["N + 1"] = N + 1
+    check.shape("cu_seqlens", "N + 1", why="with N like slots")
+    _check_exports(check, rows)
+    check.number("softmax_scale", softmax_scale)
+    _check_out(check)
+    dims = {"N": N, "T": sizes.get("T", 1), "H": H, "G": heads["key"], "K": K, "V": V}
+    return check.invocation(op_id, dims | head_sizes(heads, H), "NT")
+
+
+def _check_rows(check: Arguments, rows: str) -> dict[str, int]:
+    """Check the arrays of tokens; their heads by the arrays' names."""
+    heads, place = {}, len(rows.split(", "))
+    for name, layouts, why in (
+        ("key", (f"{rows}, heads, K",), ""),
+        ("query", (f"{rows}, heads, K",), "like key"),
+        ("value", (f"{rows}, heads, V",), "like states"),
+        ("g", (f"{rows}, heads, K", f"{rows}, heads"), ""),
+    ):
+        if (x := getattr(check.args, name)) is not None:
+            check.sizes["heads"] = heads[name] = n = x.shape[place] if x.ndim > place else 1
+            check.shape(name, *layouts, why=why)
+            check.shared_heads(name, n, "the heads of states")
+    return heads
+
+
+def _check_exports(check: Arguments, rows: str) -> None:
+    """Check where states go other than to their own slots."""
+    args: Any = check.args
     if args.tokens is not None:
         if args.tokens.ndim != 1:
-            fail(ValueError, "boundaries", f"has tokens of shape {tuple(args.tokens.shape)}", "[M]")
-        shape("targets", [tuple(args.tokens.shape)], ["M"], "one slot for each token")
+            check.fail(ValueError, "boundaries", f"has tokens of shape {tuple(args.tokens.shape)}", "[M]")
+        check.shape("tokens", "M")
+        check.shape("targets", "M", why="one slot for each token")
     if args.exports is not None:
         pool, found = tuple(args.states.shape[1:]), tuple(args.exports.shape)
         if found[1:] != pool or not found[0]:
-            room = f"[slots, {', '.join(map(str, pool))}] with slots >= 1"
-            fail(ValueError, "exports", f"has a pool of shape {found}", room, "like states")
+            wanted = f"[slots, {', '.join(map(str, pool))}] with slots >= 1"
+            check.fail(ValueError, "exports", f"has a pool of shape {found}", wanted, "like states")
         if args.targets is None:
-            fail(TypeError, "exports", "has None as targets", "a pair (pool, targets)")
-        shape("targets", [tuple(leading)], [rows], "one slot for each draft")
-    if softmax_scale is not None and not is_number(softmax_scale):
-        fail(TypeError, "softmax_scale", f"is {reprlib.repr(softmax_scale)}", "a finite number")
-    if args.out is not None and framework == "jax":
-        fail(TypeError, "out", "is given", "None", "JAX returns new arrays; donate the old ones to reuse their memory")
-    if args.out is not None and dtypes["out"] != dtypes["query"]:
-        fail(TypeError, "out", f"has dtype {dtypes['out']}", dtypes["query"], "like query")
-    if args.exports is not None and framework == "jax":
-        fail(TypeError, "exports", "is given", "None", "it changes an array that is given, which JAX has none of")
-    device = frontend.device_of(args.key)
-    sizes = {"N": N, "T": sizes.get("T", 1), "H": H, "G": heads["key"], "K": K, "V": V}
-    sizes |= head_sizes(heads, H)
-    return Invocation(
-        op_id=op_id,
-        framework=framework,
-        backend=device.backend,
-        device=device.kind,
-        shared_memory=device.shared_memory,
-        dims=sizes,
-        lengths=frozenset("NT"),
-        arrays={name: (dtype, getattr(args, name).ndim) for name, dtype in dtypes.items()},
-        constants=constants(args),
-        arguments=args._asdict(),
-        settled=device.settled,
-    )
+            check.fail(TypeError, "exports", "has None as targets", "a pair (pool, targets)")
+        check.shape("targets", rows, why="one slot for each draft")
+
+
+def _check_out(check: Arguments) -> None:
+    """Check what a call writes to: JAX has no such arrays."""
+    args: Any = check.args
+    if args.out is not None and check.framework == "jax":
+        check.fail(TypeError, "out", "is given", "None",
+                   "JAX returns new arrays; donate the old ones to reuse their memory")
+    if args.out is not None and check.dtypes["out"] != check.dtypes["query"]:
+        check.fail(TypeError, "out", f"has dtype {check.dtypes['out']}", check.dtypes["query"], "like query")
+    if args.exports is not None and check.framework == "jax":
+        check.fail(TypeError, "exports", "is given", "None",
+                   "it changes an array that is given, which JAX has none of")
 
 
 def checker(op_id: str, args: Args) -> Callable[[Args], None] | None:
