@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from keraunos.modules.attention import Attention as Attention
     from keraunos.modules.attention import AttentionConfig as AttentionConfig
     from keraunos.modules.attention import attention as attention
+    from keraunos.modules.gated_delta_rule import GatedDeltaRule as GatedDeltaRule
+    from keraunos.modules.gated_delta_rule import GatedDeltaRuleConfig as GatedDeltaRuleConfig
+    from keraunos.modules.gated_delta_rule import gated_delta_rule as gated_delta_rule
     from keraunos.modules.gla_attention import GLAttention as GLAttention
     from keraunos.modules.gla_attention import GLAttentionConfig as GLAttentionConfig
     from keraunos.modules.gla_attention import gla_attention as gla_attention
@@ -59,6 +62,8 @@ _HOME = {
     "Executor": "ops.executor",
     "GLAttention": "modules.gla_attention",
     "GLAttentionConfig": "modules.gla_attention",
+    "GatedDeltaRule": "modules.gated_delta_rule",
+    "GatedDeltaRuleConfig": "modules.gated_delta_rule",
     "Invocation": "ops.invocation",
     "Kernel": "ops.kernel",
     "LightningAttention": "modules.lightning_attention",
@@ -72,6 +77,7 @@ _HOME = {
     "create_default_executor": "ops.executor",
     "detect_platform": "kernels",
     "explain": "ops.executor",
+    "gated_delta_rule": "modules.gated_delta_rule",
     "gla_attention": "modules.gla_attention",
     "kernel_registry": "kernels",
     "lightning_attention": "modules.lightning_attention",

@@ -7,21 +7,23 @@ A program that ``torch.export`` has saved names them, and needs them registered 
 
 Calls register what they need by themselves, so nothing else needs the import.
 
-The operators: ``gla``, ``lightning_attn`` and ``attention``, each with its gradient (``gla_backward``, ...), and those
-that change a pool of states: ``decode``, ``verify``, ``commit``, ``prefill``. Their names and arguments last: tensors,
-numbers and texts, such as ``platform="triton"`` and ``launch="block_q=64 num_warps=4"``, what was chosen when the graph
-was made. Arguments are checked as those of the public functions are, so that a program may come from anyone.
+The operators: ``gla``, ``lightning_attn``, ``gated_delta_rule`` and ``attention``, each with its gradient
+(``gla_backward``, ...), and those that change a pool of states: ``decode``, ``verify``, ``commit``, ``prefill``. Their
+names and arguments last: tensors, numbers and texts, such as ``platform="triton"`` and ``launch="block_q=64
+num_warps=4"``, what was chosen when the graph was made. Arguments are checked as those of the public functions are, so
+that a program may come from anyone.
 """
 
 from __future__ import annotations
 
 from keraunos import frontends
+from keraunos.kernels.gated_delta_rule import contract as gated_delta_rule
 from keraunos.kernels.linear_attention import contract as linear_attention
 from keraunos.kernels.softmax_attention import contract as softmax_attention
 from keraunos.kernels.state_pool import contract as state_pool
 
 _operators = frontends.get("torch").operators
-for _operator in (*linear_attention.OPERATORS.values(), softmax_attention.OPERATOR):
+for _operator in (*linear_attention.OPERATORS.values(), gated_delta_rule.OPERATOR, softmax_attention.OPERATOR):
     _operators.differentiable(_operator)
 for _operator in state_pool.OPERATORS.values():
     _operators.in_place(_operator)

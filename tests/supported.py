@@ -84,6 +84,11 @@ GATED = {
     "gates per token, head and dimension; packed sequences": {"gate": "vector", **PACKED},
     "gates per token, head and dimension; K = V = 256": {"gate": "vector", "K": 256, "V": 256},
 }
+DELTA = {
+    "gates per token and head": {},
+    "gates per token, head and dimension": {"gate": "vector"},
+    "no gates": {"gate": "none"},
+}
 # Options of attention, and arrays that come with them.
 SOFTMAX = {
     "plain": ({}, {}),
@@ -129,8 +134,8 @@ def calls(operation: str, framework: str) -> dict[str, Any]:
         for label, sizes in SOFTMAX_SIZES.items():
             made[label] = describe(framework, **{"T": 4096, "H": 8, "K": 128, **sizes})
     else:
-        kernel = keraunos.LightningAttention() if operation == "lightning_attention" else keraunos.GLAttention()
-        variants = {**GATED, **LINEAR} if operation == "gla_attention" else LINEAR
+        kernel = next(x.kernel for x in kernel_registry.operations.values() if x.function == operation)
+        variants = {**{"gla_attention": GATED, "gated_delta_rule": DELTA}.get(operation, {}), **LINEAR}
         for label, sizes in variants.items():
             learned = sizes.get("gate") == "learned"
             sizes = {**sizes, "gate": "constant"} if learned else sizes
@@ -192,7 +197,7 @@ def page() -> str:
         *gpus(),
         "",
     ]
-    for operation in ("lightning_attention", "gla_attention", "attention"):
+    for operation in ("lightning_attention", "gla_attention", "gated_delta_rule", "attention"):
         found = columns(operation)
         heads = [f"`{platform}`, {FRAMEWORKS[framework]}" for platform, framework in found]
         text += [f"## `{operation}`", "", f"| | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]

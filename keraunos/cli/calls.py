@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 2**31 - 1
 
-OperationName = Annotated[str, typer.Argument(metavar="OP", help="lightning_attention, gla_attention or attention.")]
+OperationName = Annotated[str, typer.Argument(metavar="OP", help="A public function, such as gla_attention.")]
 Shapes = Annotated[
     list[str] | None,
     typer.Option(

@@ -24,6 +24,7 @@ from keraunos.distributed import stretches
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention.contract import Args, Decay, Options
+from keraunos.kernels.recurrent.contract import most_heads
 from keraunos.modules.gla_attention import GLAttention
 from keraunos.modules.lightning_attention import LightningAttention
 from keraunos.modules.linear_operation import LinearOperation
@@ -434,7 +435,7 @@ def lightning_attention(
         >>> keraunos.distributed.lightning_attention(q, q, q, **shape).shape
         (1, 100, 2, 16)
     """
-    heads = contract.most_heads(query, key, value)
+    heads = most_heads(query, key, value)
     log_decay = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     arrays = query, key, value, log_decay, initial_state, cu_seqlens
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,

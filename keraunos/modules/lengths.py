@@ -8,7 +8,8 @@ from typing import Any
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
-from keraunos.kernels.linear_attention.contract import Decay, constant_decay, most_heads, per_head, placed
+from keraunos.kernels.linear_attention.contract import Decay, constant_decay, per_head, placed
+from keraunos.kernels.recurrent.contract import most_heads
 from keraunos.modules.gla_attention import gla_attention
 from keraunos.modules.lightning_attention import lightning_attention
 

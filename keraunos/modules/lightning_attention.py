@@ -9,6 +9,7 @@ from typing import Any
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention import contract
+from keraunos.kernels.recurrent.contract import most_heads
 from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, Invocation
@@ -45,7 +46,7 @@ class LightningAttention(LinearOperation):
                   reverse: bool = False, cu_seqlens: Array | None = None,
                   *, log_decay: contract.Decay | None = None) -> tuple[tuple, dict[str, Any]]:
         """See :meth:`Kernel.low_level`."""
-        heads = contract.most_heads(query, key, value)
+        heads = most_heads(query, key, value)
         gamma = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
         arrays = query, key, value, gamma, initial_state, cu_seqlens
         return arrays, dict(softmax_scale=softmax_scale, reverse=reverse)
@@ -129,7 +130,7 @@ def lightning_attention(
 
     Source: Lightning Attention-2 (arXiv:2401.04658).
     """
-    heads = contract.most_heads(query, key, value)
+    heads = most_heads(query, key, value)
     gamma = contract.constant_decay("lightning_attention", query, heads, layer_idx, num_layers, log_decay)
     if cu_seqlens is not None:
         cu_seqlens = contract.placed("lightning_attention", cu_seqlens, query)

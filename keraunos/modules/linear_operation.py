@@ -11,9 +11,10 @@ import numpy as np
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention import contract
-from keraunos.kernels.linear_attention.contract import Args, head_counts
+from keraunos.kernels.linear_attention.contract import Args
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
+from keraunos.kernels.recurrent.contract import head_counts
 from keraunos.ops.arguments import FLOATS
 from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.kernel import Kernel

@@ -72,7 +72,7 @@ def test_what_cannot_be_run_is_said(run):
     ("arguments", "message"),
     [
         (["gla"], "Missing option '--shape'"),
-        (["gal", "--shape", SHAPE], "'gal' is none of lightning_attention, gla_attention, attention"),
+        (["gal", "--shape", SHAPE], "'gal' is none of lightning_attention, gla_attention, gated_delta_rule, attention"),
         (["gla", "--shape", "T=8"], "T=8: gla needs H, K as well"),
         (["gla", "--shape", SHAPE, "--platform", "tritom"], "unknown platform 'tritom'; expected one of"),
         (["gla", "--shape", SHAPE, "--framework", "numpy"], "'numpy' is none of jax, torch"),

@@ -28,10 +28,10 @@ def test_json_says_what_is_there():
     assert report["jax"]["devices"]["value"][0] == "cpu:0 cpu"
     found = {framework: report[framework]["operations"]["value"] for framework in ("jax", "torch")}
     for framework, platform in (("jax", "xla"), ("torch", "torch")):
-        assert found[framework].keys() == {"lightning_attention", "gla_attention", "attention"}
+        assert found[framework].keys() == {"lightning_attention", "gla_attention", "gated_delta_rule", "attention"}
         for operation, platforms in found[framework].items():
             assert platforms["value"][platform] == platforms["value"]["auto"] == {"value": platform}, operation
-            assert platforms["value"]["triton"].get("error")
+            assert operation == "gated_delta_rule" or platforms["value"]["triton"].get("error")
 
 
 @pytest.mark.parametrize(

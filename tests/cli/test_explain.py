@@ -87,7 +87,7 @@ def test_real_models_by_name(run):
     ("arguments", "message"),
     [
         (["gla"], "expected --shape or --case: which call"),
-        (["gal", "--shape", SHAPE], "'gal' is none of lightning_attention, gla_attention, attention"),
+        (["gal", "--shape", SHAPE], "'gal' is none of lightning_attention, gla_attention, gated_delta_rule, attention"),
         (["gla", "--shape", "T=²,H=1,K=16"], "T is '²'; expected a whole number"),
         (["gla", "--shape", SHAPE, "--platform", "tritom"], "unknown platform 'tritom'; expected one of"),
         (["gla", "--shape", SHAPE, "--framework", "numpy"], "'numpy' is none of jax, torch"),

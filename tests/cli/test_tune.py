@@ -76,7 +76,7 @@ def test_the_table_has_every_candidate(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gal", "--cases"], "'gal' is none of lightning_attention, gla_attention, attention"),
+        (["gal", "--cases"], "'gal' is none of lightning_attention, gla_attention, gated_delta_rule, attention"),
         (["gla"], "what to tune for"),
         (["gla", "--shape", "T"], "expected NAME=VALUE"),
         (["gla", "--shape", "T=8,H=1,K=16,gate=no"], "gate is 'no'; expected one of"),

@@ -13,14 +13,23 @@ is None; so may residuals be that are not kept (``opts.kept``), as no gradient f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from keraunos import decay, frontends
 from keraunos.frontends.array_types import Array
+from keraunos.kernels.recurrent.contract import (
+    check_states,
+    described,
+    described_heads,
+    folded,
+    implementation,
+    most_heads,
+    outputs,
+    scale_of,
+)
 from keraunos.ops import checks
 from keraunos.ops.arguments import FLOATS, Arguments
 from keraunos.ops.invocation import Config, Invocation
@@ -28,8 +37,6 @@ from keraunos.ops.registry import Implementation, kernel_registry, public_name
 
 # One decay per head, as it is given: an array, or numbers.
 Decay: TypeAlias = "Array | list[float] | tuple[float, ...]"
-# What stands for sizes that are symbols of jax.export, where a configuration is chosen.
-_USUAL = {"B": 8, "T": 4096}
 
 
 class Args(NamedTuple):
@@ -48,35 +55,14 @@ class Args(NamedTuple):
     cu_seqlens: Any = None  # [N + 1], int
 
     @property
+    def tokens(self) -> tuple:
+        """The arrays of tokens."""
+        return self[:4]
+
+    @property
     def heads(self) -> int:
         """H, the heads of the recurrence."""
         return most_heads(*self[:4])
-
-
-def most_heads(*arrays: object) -> int:
-    """The most heads that any of some arrays ``[B, T, heads, ...]`` has; what is no such array has none."""
-    most = 0
-    for x in arrays:
-        shape: tuple[int, ...] = getattr(x, "shape", ())
-        if len(shape) > 2 and shape[2] > most:
-            most = shape[2]
-    return most or 1
-
-
-def head_counts(dims: Mapping[str, int]) -> dict[str, int]:
-    """The heads of each array by the sizes of an invocation.
-
-    H: those of the recurrence; G: the key's. HQ: the query's, where they are not H; HV: the value's, where they are
-    not G; HG: those of g, where they are not H.
-    """
-    H, G = dims["H"], dims["G"]
-    return {"query": dims.get("HQ", H), "key": G, "value": dims.get("HV", G), "g": dims.get("HG", H)}
-
-
-def head_sizes(heads: Mapping[str, int], H: int) -> dict[str, int]:
-    """Of the sizes of an invocation those that :func:`head_counts` says are only there where they are not as usual."""
-    usual = {"HQ": ("query", H), "HV": ("value", heads["key"]), "HG": ("g", H)}
-    return {letters: heads[name] for letters, (name, n) in usual.items() if heads.get(name, n) != n}
 
 
 class Options(NamedTuple):
@@ -118,26 +104,11 @@ def describe(
     check.shape("key", "B, T, heads, K", why="like query")
     check.shape("value", "B, T, heads, V", why="like query")
     check.shape("g", "B, T, heads, K", "B, T, heads", why="like query")
-    sizes = check.sizes
-    heads = {name: x.shape[2] for name, x in zip(Args._fields, args[:4], strict=False) if x is not None}
-    sizes["H"] = H = args.heads
-    for name, n in heads.items():
-        check.shared_heads(name, n, "the most that query, key, value or g has")
-    K, V = sizes["K"], sizes["V"]
-    if min(K, V) < 1:
-        check.fail(ValueError, "query", f"has K = {K}, and value V = {V}", "sizes of at least 1")
+    check.sizes["H"] = args.heads
+    sizes = described_heads(check, ("query", "key", "value", "g"))
     check.shape("g_gamma", "H", "B, H", why="one decay per head")
-    check.sequences()
-    state = "N, H, V, K" if check.truth("state_v_first", state_v_first) else "N, H, K, V"
-    check.shape("initial_state", state, why="one state per sequence and head")
-    check.number("softmax_scale", softmax_scale, why="to learn it, scale the query")
-    reverse = check.truth("reverse", reverse)
-    sizes["G"] = heads["key"]
-    given, length = [sizes[letter] for letter in "BTHGKVN"], check.frontend.length
-    dims = {letter: length(sizes[letter], _USUAL.get(letter)) for letter in "BTHGKV"}
-    dims["N"] = dims["B"] if args.cu_seqlens is None else length(sizes["N"])
-    return check.invocation(op_id, dims | head_sizes(heads, H), "BTN", options={"reverse": reverse},
-                            symbolic=any(map(check.frontend.is_symbol, given)))
+    check_states(check, softmax_scale, state_v_first)
+    return described(check, op_id, sizes, {"reverse": check.truth("reverse", reverse)})
 
 
 def checker(op_id: str, args: Args, whole: bool = True) -> Callable[[Args], None] | None:
@@ -159,21 +130,6 @@ def placed(function: str, cu_seqlens: Array | None, query: Array, whole: bool = 
     )
 
 
-def outputs(args: Args, opts: Options) -> tuple[tuple[tuple[int, ...], str] | None, ...]:
-    """The shapes and dtypes of the output and of the final state, None if it is not wanted."""
-    dtype = _dtype(frontends.of(args.query), args.query)
-    output = *args.query.shape[:2], args.heads, args.value.shape[-1]
-    return (output, dtype), state_spec(args) if opts.state else None
-
-
-def state_spec(args: Args) -> tuple[tuple[int, ...], str]:
-    """The shape and dtype of the final state."""
-    (B, _, _, K), H, V = args.query.shape, args.heads, args.value.shape[-1]
-    N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
-    dtype = _dtype(frontends.of(args.query), args.query)
-    return (N, H, K, V), "float64" if dtype == "float64" else "float32"
-
-
 def flops(args: Args) -> tuple[int, int]:
     """The floating point operations of a call with arrays of these shapes, forward and backward.
 
@@ -193,53 +149,15 @@ def fold(args: Args, size: int) -> Args | None:
     per call comes back as one per sequence of the batch; None: packed sequences share theirs, so calls with decays of
     their own cannot be one.
     """
-    query, cu_seqlens, gamma = args.query, args.cu_seqlens, args.g_gamma
-    packed = cu_seqlens is not None
-    if packed and gamma is not None:
-        return None
-    frontend = frontends.of(query)
-
-    def joined(x: Array | None, axis: int) -> Array | None:
-        return x if x is None else x.reshape(*x.shape[1:axis], size * x.shape[axis], *x.shape[axis + 1 :])
-
+    gamma = args.g_gamma
     if gamma is not None:
-        B, H = query.shape[1], max(x.shape[3] for x in args[:4] if x is not None)
-        gamma = gamma if gamma.ndim == 3 else frontend.xp.broadcast_to(gamma[:, None], (size, B, H))
+        if args.cu_seqlens is not None:
+            return None
+        B, H = args.query.shape[1], max(x.shape[3] for x in args.tokens if x is not None)
+        xp = frontends.of(args.query).xp
+        gamma = gamma if gamma.ndim == 3 else xp.broadcast_to(gamma[:, None], (size, B, H))
         gamma = gamma.reshape(size * B, H)
-    if packed:
-        # Each call's sequences start where the tokens of those before it end.
-        calls = frontend.cast(frontend.numbers(size, cu_seqlens), frontend.dtype_name(cu_seqlens))
-        cu_seqlens = cu_seqlens + calls[:, None] * query.shape[2]
-        cu_seqlens = frontend.xp.concatenate([cu_seqlens[0], cu_seqlens[1:, 1:].reshape(-1)])
-    query, key, value, g = (joined(x, 2 if packed else 1) for x in args[:4])
-    return Args(query, key, value, g, gamma, joined(args.initial_state, 1), cu_seqlens)
-
-
-def axes(args: Args, opts: Options) -> tuple[Args, tuple[str, str | None], None]:
-    """What may be sharded among devices: batch and heads; of packed sequences, which lie in one row, heads.
-
-    See :func:`keraunos.frontends.jax.partition.partitioned`.
-    """
-    b = "." if args.cu_seqlens is not None else "b"
-    gamma = None if args.g_gamma is None else "bh"[-args.g_gamma.ndim :]
-    gate = None if args.g is None else f"{b}.h."[: args.g.ndim]
-    letters = Args(f"{b}.h.", f"{b}.h.", f"{b}.h.", gate, gamma, f"{b}h..", ".")
-    return letters, (f"{b}.h.", f"{b}h.." if opts.state else None), None
-
-
-def _without_state(forward: Callable) -> Callable:
-    """``forward``, which gives None in place of a final state that is not wanted."""
-
-    @functools.wraps(forward)
-    def run_forward(args: Args, opts: Options) -> tuple[tuple[Array, Array | None], Any]:
-        (output, state), residuals = forward(args, opts)
-        return (output, state if opts.state else None), residuals
-
-    return run_forward
-
-
-def _dtype(frontend: ModuleType, x: Array) -> str:
-    return x.dtype.name if isinstance(x, np.ndarray) else frontend.dtype_name(x)
+    return Args(**folded(args, size), g_gamma=gamma)
 
 
 def constant_decay(op_id: str, query: Array, num_heads: int, layer_idx: int | Array | None, num_layers: int | None,
@@ -334,31 +252,14 @@ def kernels(
             ``jax.export``; without, calls under ``vmap`` are folded into one, and shared out among devices as
             :func:`axes` says.
     """
-    folding = None if has_vmap else (fold, frontends.unfold)
-    both = _without_state(forward), backward
-    made = {
-        op_id: frontends.differentiable(*both, operator, platform, folding, axes)
-        for op_id, operator in OPERATORS.items()
-    }
-
-    def refused(inv: Invocation) -> str | None:
-        if inv.symbolic and not has_vmap:
-            return "takes no sizes that are symbols of jax.export: export each size, or with platform='xla'"
-        return unsupported(inv)
-
-    def passes(framework: str) -> tuple[Callable, ...]:
-        return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both
-
-    def prepare(op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False, *,
-                cfg: Config, return_state: bool = True) -> Callable[[Args], tuple]:
-        scale = float(args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    def options(args: Args, cfg: Config, state: bool, softmax_scale: float | None = None,
+                reverse: bool = False) -> Options:
         constant = ("g_gamma",) if isinstance(args.g_gamma, np.ndarray) else ()
-        opts = Options(scale, bool(reverse), cfg, constant, return_state)
-        return made[op_id](frontends.framework_of(args.query), opts, args)
+        return Options(scale_of(args, softmax_scale), bool(reverse), cfg, constant, state)
 
     gla, lightning_attn = (
-        Implementation(op_id, functools.partial(prepare, op_id), fields, refused, heuristic, candidates, source=source,
-                       passes=passes, segment=segment)
-        for op_id in OPERATORS
+        implementation(operator, options, platform, source, forward, backward, fields=fields, heuristic=heuristic,
+                       candidates=candidates, unsupported=unsupported, has_vmap=has_vmap, segment=segment)
+        for operator in OPERATORS.values()
     )
     return gla, lightning_attn

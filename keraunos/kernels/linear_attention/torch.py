@@ -11,7 +11,7 @@ the state: memory grows by ``K * V / chunk`` values a token and head, not by ``K
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -34,9 +34,10 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     return [replace(cfg, block_q=c) for c in (16, 32, 64, 128, 256)]
 
 
-def _added(w: Walker, k: torch.Tensor, v: torch.Tensor, decay: ScalarDecay | VectorDecay) -> torch.Tensor:
-    """The sums that chunks add to the state, ``[n, B, H, K, V]``."""
-    return w.mm((k * decay.leave).mT, v)
+def _steps(added: torch.Tensor, decay: ScalarDecay | VectorDecay) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """The steps of a walk on which chunks add ``[n, B, H, K, V]`` to the state; overwrites these."""
+    total = decay.total.expand(len(added), *decay.total.shape[1:])
+    return lambda i, state: added[i].addcmul_(total[i], state)
 
 
 def forward(args: Args, opts: Options) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
@@ -50,7 +51,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[torch.Tensor, torch.Tensor
             q, k, v = w.qkv(group)
             w.look_at(q, k, v)
             decay = w.decay(group)
-            incoming, state = w.walk(state, states, _added(w, k, v, decay), decay.total, group)
+            incoming, state = w.walk(state, states, _steps(w.mm((k * decay.leave).mT, v), decay), group)
             o = decay.inside(q, k, v).add_(w.mm(q.mul_(decay.enter), incoming))
             w.write(output, o, group)
     return (w.written(output), w.final(state, states)), ()
@@ -62,7 +63,7 @@ def _states_before(w: Walker) -> Iterator[torch.Tensor]:
     for group in w.groups:
         k, v = w.read(w.args.key, group), w.read(w.args.value, group)
         decay = w.decay(group)
-        incoming, state = w.walk(state, states, _added(w, k, v, decay), decay.total, group)
+        incoming, state = w.walk(state, states, _steps(w.mm((k * decay.leave).mT, v), decay), group)
         yield incoming
 
 
@@ -85,7 +86,8 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
             q = w.kept(q, live)
             decay = w.decay(group)
             q_enter = q * decay.enter
-            dincoming, ddstate = w.walk(dstate, dstates, w.mm(q_enter.mT, do), decay.total, group, backwards=True)
+            steps = _steps(w.mm(q_enter.mT, do), decay)
+            dincoming, ddstate = w.walk(dstate, dstates, steps, group, backwards=True)
             later = w.live(dincoming, (-2, -1))
             k_leave = w.kept(k * decay.leave, later)
             dq_enter, dk_leave = w.kept(w.mm(do, state.mT), live), w.mm(w.kept(v, later), dincoming.mT)

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from keraunos.frontends import jax as frontend
-from keraunos.kernels.linear_attention.contract import Args, Options, kernels, state_spec
+from keraunos.kernels.linear_attention.contract import Args, Options, kernels
+from keraunos.kernels.recurrent.contract import state_spec
 from keraunos.kernels.recurrent.xla import (
     CHUNK,
     Chunks,
@@ -32,6 +33,7 @@ from keraunos.kernels.recurrent.xla import (
     kept,
     live_along,
     sum_last,
+    without_tokens,
 )
 from keraunos.kernels.state_pool import xla as pool
 from keraunos.ops.invocation import Config, Invocation
@@ -78,7 +80,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
 def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """``((output, final_state), (the states before the groups of chunks, [groups, B or 1, H, K, V],))``."""
     if args.query.shape[1] == 0:
-        return _no_tokens(args), ()
+        return without_tokens(args), ()
     w = Walker(args, opts)
     under = w.decay()
 
@@ -103,14 +105,6 @@ def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tu
     return (w.written(output), states), (before,)
 
 
-def _no_tokens(args: Args) -> tuple[jax.Array, jax.Array]:
-    (B, _, _, K), H, V = args.query.shape, args.heads, args.value.shape[-1]
-    N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
-    dtype = jnp.promote_types(args.query.dtype, jnp.float32)
-    states = jnp.zeros((N, H, K, V), dtype) if args.initial_state is None else args.initial_state.astype(dtype)
-    return jnp.zeros((B, 0, H, V), args.query.dtype), states
-
-
 def _states_before(w: Walker, under: Callable, group: Chunks, state: jax.Array) -> jax.Array:
     """The state before each step of a group, ``[steps, B, H, K, V]``, from the one before its first."""
     if group.begin.shape[0] == 1:
@@ -132,7 +126,7 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
     if dfinal is None:
         dfinal = frontend.zeros(*state_spec(args), args.query)
     if args.query.shape[1] == 0:
-        return jax.vjp(_no_tokens, args)[1]((doutput, dfinal))[0]
+        return jax.vjp(without_tokens, args)[1]((doutput, dfinal))[0]
     w = Walker(args, opts)
     under = w.decay()
     doutput = w.room_for(doutput)

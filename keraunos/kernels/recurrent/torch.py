@@ -14,6 +14,7 @@ nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -208,26 +209,31 @@ class Walker:
             states[:N] = given
         return states, torch.zeros_like(states[:1]) if self.packed else states
 
-    def walk(self, state: torch.Tensor, states: torch.Tensor, added: torch.Tensor, total: torch.Tensor, group: Group,
-             backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """The state that comes into each chunk ``[n, B, H, K, V]``, and the one carried on; overwrites ``added``.
+    def walk(self, state: torch.Tensor, states: torch.Tensor, step: Callable[[int, torch.Tensor], torch.Tensor],
+             group: Group, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The state that comes into each chunk ``[n, B, H, K, V]``, and the one carried on.
 
-        Packed sequences start from their rows of ``states`` and leave their last state there.
+        ``step(i, state)`` is the state after chunk i. Packed sequences start from their rows of ``states`` and leave
+        their last state there.
         """
         if self.packed:
             own = states[group.chunks.sequence][:, None]
             starts, ends = group.chunks.first, group.chunks.last
             if backwards:
                 starts, ends = ends, starts
-        total, incoming = total.expand(group.n, *total.shape[1:]), []
+        incoming, outgoing = [], []
         for i in range(group.n)[:: -1 if backwards else 1]:
             if self.packed:
                 state = torch.where(starts[i], own[i], state)
             incoming.append(state)
-            state = added[i].addcmul_(total[i], state)
+            state = step(i, state)
+            outgoing.append(state)
+        if backwards:
+            incoming, outgoing = incoming[::-1], outgoing[::-1]
         if self.packed:
-            states.index_copy_(0, torch.where(ends, group.chunks.sequence, len(states) - 1), added[:, 0])
-        return torch.stack(incoming[::-1] if backwards else incoming), state
+            to = torch.where(ends, group.chunks.sequence, len(states) - 1)
+            states.index_copy_(0, to, torch.cat(outgoing))
+        return torch.stack(incoming), state
 
     def final(self, state: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """The final states ``[N, H, K, V]``."""
@@ -251,15 +257,26 @@ class ScalarDecay:
         self.leave = self.pair[..., -1, :, None]  # [n, B, H, C, 1], from j to the chunk's end
         self.total = self.enter[..., -1:, :]  # [n, B, H, 1, 1]
 
+    def before_pairs(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """The products of queries with the keys before them in the chunk, ``[n, B, H, C, C]``."""
+        return self.mm(q, k.mT).mul_(self.pair).tril_(-1)
+
     def inside(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The output from keys of the query's own chunk, ``[n, B, H, C, V]``."""
         return self.walker.mm_seen(self.walker.pairs(self.mm(q, k.mT).mul_(self.pair)), v, self.onward.mT)
 
-    def inside_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, live: torch.Tensor,
-                        need_gate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C]``; live: queries with a gradient."""
+    def inside_backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, live: torch.Tensor, need_gate: bool,
+        own: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C]``; live: queries with a gradient.
+
+        ``own``: queries see the key of their own token.
+        """
         w = self.walker
         scores, dscores = w.pairs(self.mm(q, k.mT), live), w.pairs(self.mm(do, v.mT).mul_(self.pair), live)
+        if not own:
+            scores, dscores = scores.tril_(-1), dscores.tril_(-1)
         dq = w.kept(w.mm_seen(dscores, k, self.onward.mT), live)
         dk = w.mm_seen(dscores.mT, q, self.onward)
         da = None
@@ -300,6 +317,15 @@ class VectorDecay:
         self.enter, self.leave = through, after
         self.total = self.enter[..., -1:, :].mT  # [n, B, H, K, 1]
 
+    def before_pairs(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """The products of queries with the keys before them in the chunk, ``[n, B, H, C, C]``."""
+        found = q.new_zeros(*q.shape[:-1], q.shape[-2])
+        for m, to_middle, from_middle in self.levels:
+            scores = self.mm(right_half(q, m) * from_middle, (left_half(k, m) * to_middle).mT)
+            blocks = found.unflatten(-2, (-1, 2, m)).unflatten(-1, (-1, 2, m)).diagonal(dim1=-6, dim2=-3)
+            blocks[..., 1, :, 0, :, :] = scores.movedim(-3, -1)
+        return found
+
     def inside(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The output from keys of the query's own chunk, ``[n, B, H, C, V]``."""
         o = (q * k).sum(-1, keepdim=True) * v
@@ -308,18 +334,23 @@ class VectorDecay:
             right_half(o, m).add_(self.mm(scores, left_half(v, m)))
         return o
 
-    def inside_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, live: torch.Tensor,
-                        need_gate: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C, K]``; live: queries with a gradient."""
+    def inside_backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, live: torch.Tensor, need_gate: bool,
+        own: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Gradients of :meth:`inside` for q, k, v and the gates ``[n, B, H, C, K]``; see :class:`ScalarDecay`."""
         kept = self.walker.kept
-        score, diagonal = (kept((x * y).sum(-1, keepdim=True), live) for x, y in ((q, k), (do, v)))
-        dq, dk, dv = kept(diagonal * k, live), diagonal * q, score * do
+        if own:
+            score, diagonal = (kept((x * y).sum(-1, keepdim=True), live) for x, y in ((q, k), (do, v)))
+            dq, dk, dv = kept(diagonal * k, live), diagonal * q, score * do
+        else:
+            dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         da = torch.zeros_like(q) if need_gate else None
         for m, to_middle, from_middle in self.levels:
             q_right, k_left = right_half(q, m) * from_middle, left_half(k, m) * to_middle
-            v_left, do_right, own = left_half(v, m), right_half(do, m), right_half(live, m)
-            scores, dscores = kept(self.mm(q_right, k_left.mT), own), kept(self.mm(do_right, v_left.mT), own)
-            dq_right, dk_left = kept(self.mm(dscores, k_left), own), self.mm(dscores.mT, q_right)
+            v_left, do_right, rows = left_half(v, m), right_half(do, m), right_half(live, m)
+            scores, dscores = kept(self.mm(q_right, k_left.mT), rows), kept(self.mm(do_right, v_left.mT), rows)
+            dq_right, dk_left = kept(self.mm(dscores, k_left), rows), self.mm(dscores.mT, q_right)
             right_half(dq, m).addcmul_(dq_right, from_middle)
             left_half(dk, m).addcmul_(dk_left, to_middle)
             left_half(dv, m).add_(self.mm(scores.mT, do_right))

@@ -12,7 +12,7 @@ the functions after it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -81,15 +81,16 @@ def chunk_length(T: int, block_q: int) -> int:
     return block_q if frontend.is_symbol(T) else min(block_q, 1 << (T.bit_length() - 1))
 
 
-def find_groups(args: Any, C: int) -> tuple[int, int, int]:
+def find_groups(args: Any, C: int, at_once: bool = True) -> tuple[int, int, int]:
     """How many groups of chunks there are, the last of which may be empty, steps in each, and chunks at each step.
 
     Chunks as short as a CPU's are taken one by one, which its caches like; so are those of packed sequences, which
-    begin anywhere. Others are taken all at once, as fast matrix units wait for nothing as long as for the next step.
+    begin anywhere. Others are taken all at once, as fast matrix units wait for nothing as long as for the next step,
+    if the recurrence can (``at_once``).
     """
     T, packed = args.query.shape[1], args.cu_seqlens is not None
     N = args.cu_seqlens.shape[0] - 1 if packed else 0
-    at_once = not packed and CHUNK["cpu"] < C
+    at_once = at_once and not packed and CHUNK["cpu"] < C
     if frontend.is_symbol(T):
         # As many groups whatever the chunk: packed sequences have up to N chunks that are not whole.
         groups, group = -(-T // _GROUP) + -(-N // 4), max(_GROUP // C, 4 if packed else 1)
@@ -110,7 +111,7 @@ class Walker:
     n are the chunks that one step takes.
     """
 
-    def __init__(self, args: Any, opts: Any):
+    def __init__(self, args: Any, opts: Any, at_once: bool = True):
         self.opts = opts
         self.B, self.T, _, self.K = args.query.shape
         self.H, self.V = args.heads, args.value.shape[3]
@@ -119,7 +120,7 @@ class Walker:
         self.dtype = jnp.promote_types(args.query.dtype, jnp.float32)
         self.precision = _PRECISION.get(args.query.dtype.name, jax.lax.Precision.HIGHEST)
         self.far = _FAR if args.query.dtype.name in _PRECISION else _MILD
-        groups, steps, self.n = find_groups(args, self.C)
+        groups, steps, self.n = find_groups(args, self.C, at_once)
         self.span = self.n * self.C  # tokens of a step
         self.chunks = find_chunks(args, opts, self.span, groups, steps)
         self.whole = args.cu_seqlens is None and not symbolic and groups * steps * self.span == self.T
@@ -363,22 +364,29 @@ class ScalarDecay:
         self.leave = self.pair[..., -1, :, None]  # [B, H, C, 1], from j to the chunk's end
         self.total = self.enter[..., -1:, :]  # [B, H, 1, 1]
 
+    def before_pairs(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """The products of queries with the keys before them in the chunk, ``[B, H, C, C]``."""
+        return jnp.tril(self.mm("bhik,bhjk->bhij", q, k) * self.pair, -1)
+
     def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """The output from keys of the query's own chunk, ``[B, H, C, V]``."""
         return seen(self.mm, pairs_of(self.mm("bhik,bhjk->bhij", q, k)) * self.pair, v)
 
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array,
-        crossing: tuple[jax.Array, jax.Array, jax.Array] | None
+        crossing: tuple[jax.Array, jax.Array, jax.Array] | None, own: bool = True
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C]`` of it and of ``crossing``.
 
         Crossing are the terms of the loss that span the chunk's border: x ``[B, H, C, K]`` came in and reached query i;
-        y went out from key j; z ``[B, H, K, V]`` passed through. None: the gates need no gradient.
+        y went out from key j; z ``[B, H, K, V]`` passed through. None: the gates need no gradient. ``own``: queries
+        see the key of their own token.
         """
         live = live_along(do)
         scores = pairs_of(self.mm("bhik,bhjk->bhij", q, k), live)
         dscores = pairs_of(self.mm("bhiv,bhjv->bhij", do, v), live) * self.pair
+        if not own:
+            scores, dscores = jnp.tril(scores, -1), jnp.tril(dscores, -1)
         dq = kept(seen(self.mm, dscores, k), live)
         dk, dv = self.mm("bhij,bhik->bhjk", dscores, q), self.mm("bhij,bhiv->bhjv", scores * self.pair, do)
         if crossing is None:
@@ -406,13 +414,17 @@ class MildVectorDecay:
         self.enter, self.leave = self.to * early, self.back * late
         self.total = jnp.swapaxes(early * late, -1, -2)  # [B, H, K, 1]
 
+    def before_pairs(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """The products of queries with the keys before them in the chunk, ``[B, H, C, C]``."""
+        return jnp.tril(self.mm("bhik,bhjk->bhij", q * self.to, k * self.back), -1)
+
     def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """The output from keys of the query's own chunk, ``[B, H, C, V]``."""
         return seen(self.mm, pairs_of(self.mm("bhik,bhjk->bhij", q * self.to, k * self.back)), v)
 
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array,
-        crossing: tuple[jax.Array, jax.Array, jax.Array] | None
+        crossing: tuple[jax.Array, jax.Array, jax.Array] | None, own: bool = True
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C, K]``; see :class:`ScalarDecay`.
 
@@ -425,6 +437,8 @@ class MildVectorDecay:
         dscores = jnp.tril(pairs_of(self.mm("bhiv,bhjv->bhij", do, v), live), -1)
         dk, dv = self.mm("bhij,bhik->bhjk", dscores, q), self.mm("bhij,bhiv->bhjv", scores, do)
         dq, diagonal = kept(seen(self.mm, dscores, k), live), kept(sum_last(do * v)[..., None], live)
+        if not own:
+            diagonal = jnp.zeros_like(diagonal)
         da = None
         if crossing is not None:
             x, y, z = crossing
@@ -460,6 +474,16 @@ class VectorDecay:
         self.enter, self.leave = through, after
         self.total = jnp.swapaxes(self.enter[..., -1:, :], -1, -2)  # [B, H, K, 1]
 
+    def before_pairs(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """The products of queries with the keys before them in the chunk, ``[B, H, C, C]``."""
+        blocks = jnp.zeros((*q.shape[:3], 1, 1), q.dtype)
+        for m, decay in self.levels:
+            scores = self.mm("...ik,...jk->...ij", _right(q * decay, m), _left(k * decay, m))
+            left, right = blocks[:, :, ::2], blocks[:, :, 1::2]
+            halves = jnp.concatenate([left, jnp.zeros_like(left)], -1), jnp.concatenate([scores, right], -1)
+            blocks = jnp.concatenate(halves, -2)
+        return blocks[:, :, 0]
+
     def inside(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """The output from keys of the query's own chunk, ``[B, H, C, V]``."""
         o = (q * k).sum(-1, keepdims=True) * v
@@ -470,7 +494,7 @@ class VectorDecay:
 
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array,
-        crossing: tuple[jax.Array, jax.Array, jax.Array] | None
+        crossing: tuple[jax.Array, jax.Array, jax.Array] | None, own: bool = True
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C, K]``; see :class:`ScalarDecay`.
 
@@ -480,16 +504,18 @@ class VectorDecay:
         """
         live = live_along(do)
         score, diagonal = (kept((x * y).sum(-1, keepdims=True), live) for x, y in ((q, k), (do, v)))
+        if not own:
+            score, diagonal = jnp.zeros_like(score), jnp.zeros_like(diagonal)
         dq, dk, dv = diagonal * kept(k, live), diagonal * q, score * do
         if crossing is not None:
             by_query, by_key, z = crossing
             da = z.sum(-1)[..., None, :]
         for m, decay in reversed(self.levels):
             q_right, k_left = _right(q * decay, m), _left(k * decay, m)
-            v_left, do_right, own = _left(v, m), _right(do, m), _right(live, m)
-            scores = kept(self.mm("...ik,...jk->...ij", q_right, k_left), own)
-            dscores = kept(self.mm("...iv,...jv->...ij", do_right, v_left), own)
-            dq_right = kept(self.mm("...ij,...jk->...ik", dscores, k_left), own)
+            v_left, do_right, rows = _left(v, m), _right(do, m), _right(live, m)
+            scores = kept(self.mm("...ik,...jk->...ij", q_right, k_left), rows)
+            dscores = kept(self.mm("...iv,...jv->...ij", do_right, v_left), rows)
+            dq_right = kept(self.mm("...ij,...jk->...ik", dscores, k_left), rows)
             dk_left = self.mm("...ij,...ik->...jk", dscores, q_right)
             dqk = _join(dk_left, dq_right) * decay
             is_right = (jnp.arange(q.shape[2]) // m % 2 == 1)[:, None]
@@ -593,7 +619,7 @@ def _join(left: jax.Array | None, right: jax.Array | None) -> jax.Array:
     return jnp.stack(halves, axis=3).reshape(B, H, n * 2 * m, dim)
 
 
-def by_device(fn: Callable, opts: Any, args: Any, *others: Any) -> Any:
+def by_device(fn: Callable, opts: Any, args: Any, *others: Any, sizes: Mapping[str, int] = CHUNK) -> Any:
     """``fn(opts, args, ...)``; with the chunks of the device that it is lowered for, where these are nobody's choice.
 
     Devices whose chunks are as long, as few tokens have no longer ones, share what is traced.
@@ -606,4 +632,13 @@ def by_device(fn: Callable, opts: Any, args: Any, *others: Any) -> Any:
     def on(block_q: int) -> Callable:
         return functools.partial(fn, opts._replace(cfg=replace(opts.cfg, block_q=block_q, backend="any")))
 
-    return frontend.by_device({name: on(chunk_length(T, n)) for name, n in CHUNK.items()}, args, *others)
+    return frontend.by_device({name: on(chunk_length(T, n)) for name, n in sizes.items()}, args, *others)
+
+
+def without_tokens(args: Any) -> tuple[jax.Array, jax.Array]:
+    """The output and the final states of a call that has no tokens."""
+    (B, _, _, K), H, V = args.query.shape, args.heads, args.value.shape[-1]
+    N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+    dtype = jnp.promote_types(args.query.dtype, jnp.float32)
+    states = jnp.zeros((N, H, K, V), dtype) if args.initial_state is None else args.initial_state.astype(dtype)
+    return jnp.zeros((B, 0, H, V), args.query.dtype), states

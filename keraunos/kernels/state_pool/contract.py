@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.linear_attention.contract import head_sizes
+from keraunos.kernels.recurrent.contract import head_sizes
 from keraunos.ops import checks
 from keraunos.ops.arguments import Arguments
 from keraunos.ops.invocation import Config, Invocation

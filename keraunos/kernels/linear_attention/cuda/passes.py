@@ -24,7 +24,7 @@ from keraunos.kernels.host.arrays import Spec, spec_of, state_strides
 from keraunos.kernels.host.plan import Plan, remember
 from keraunos.kernels.host.pool import NO_STATES, Pool
 from keraunos.kernels.host.sequences import Sizes, cut, sequence_count
-from keraunos.kernels.linear_attention.contract import Args, Options, state_spec
+from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.cuda.dimensions import dimensions_kernel
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import room_of
@@ -33,6 +33,7 @@ from keraunos.kernels.linear_attention.cuda.dimensions_queries import queries_ke
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
 from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
+from keraunos.kernels.recurrent.contract import state_spec
 from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops.invocation import Config, Invocation
 

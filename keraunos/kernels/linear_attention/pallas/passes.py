@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from keraunos.frontends.jax import partition
-from keraunos.kernels.linear_attention.contract import Args, Options, head_counts
+from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.pallas import decays, kernels
+from keraunos.kernels.recurrent.contract import head_counts
 from keraunos.kernels.state_pool.pallas import passes as pool_passes
 from keraunos.ops.invocation import Config, Invocation
 

@@ -1,0 +1,132 @@
+"""Values and gradients of the gated delta rule on every platform of the machine, against float64."""
+
+import dataclasses
+import importlib.util
+
+import numpy as np
+import pytest
+
+import keraunos
+from keraunos.kernels.gated_delta_rule.reference import gated_delta_rule
+from tests.gated_delta_rule.cases import Case
+from tests.linear_attention.cases import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="has no kernels of Triton")
+PLATFORMS = [pair for pair in (("xla", "jax"), ("torch", "torch")) if importlib.util.find_spec(pair[1])]
+
+
+@pytest.fixture(params=PLATFORMS, ids="-".join)
+def platform(request):
+    return request.param
+
+
+CASES = {
+    "gate per token": Case(state=True),
+    "gate per dimension": Case(gate="vector", state=True),
+    "no gates, no beta": Case(gate="none", beta=None),
+    "one token": Case(T=1, state=True),
+    "63 tokens": Case(T=63, block=64),
+    "65 tokens": Case(T=65, block=64, gate="vector"),
+    "700 tokens": Case(B=1, T=700, H=1, state=True),
+    "packed, with empty sequences": Case(lengths=(5, 0, 35, 1, 0, 59), state=True),
+    "packed, reverse, per dimension": Case(lengths=(33, 0, 64, 7), gate="vector", reverse=True, state=True),
+    "normalised": Case(norm=True),
+    "normalised, reverse, per dimension": Case(norm=True, gate="vector", reverse=True, scale=0.7),
+    "values share queries and keys": Case(H=6, HQ=2, G=2, HV=6, HG=3, HB=6, T=50),
+    "queries share all else": Case(H=4, HQ=4, G=1, HV=1, HG=1, HB=2, T=50, gate="vector", state=True),
+    "K = 40, V = 24": Case(K=40, V=24, T=50),
+    "gates of 0": Case(decay=0.0),
+    "strong gates": Case(decay=8.0, state=True),
+    "strong gates per dimension": Case(decay=40.0, gate="vector", state=True),
+    "gates of -inf": Case(decay=None, state=True),
+    "gates of -inf, per dimension": Case(decay=None, gate="vector", state=True),
+    "beta 0": Case(beta=0.0, state=True),
+    "beta 2": Case(beta=2.0),
+    "equal keys": Case(keys="equal", beta=1.0),
+    "equal keys, per dimension": Case(keys="equal", beta=1.0, gate="vector"),
+    "keys that are not normalised": Case(keys="longer"),
+    "bfloat16": Case(dtype="bfloat16", state=True),
+    "float16, per dimension": Case(dtype="float16", gate="vector"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_call(platform, name):
+    CASES[name].check(*platform)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_every_chunk_length(platform, block):
+    Case(block=block, T=150, B=1, state=True).check(*platform)
+
+
+def test_three_thousand_sequences():
+    """As many as others number by the second axis of a grid."""
+    pytest.importorskip("torch")
+    case = Case(lengths=(1,) * 3000, H=1, K=4, V=4)
+    case.check("torch", "torch")
+
+
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_a_prefix_and_the_rest_are_the_whole(platform, gate):
+    args, _, _ = Case(gate=gate, state=True, T=90, B=1).arrays
+    array = _array(platform[1])
+
+    def call(begin, end, state):
+        tokens = [array(x[:, begin:end]) for x in args[:5]]
+        return keraunos.gated_delta_rule(*tokens, state, return_state=True, platform=platform[0])
+
+    output, state = call(0, 90, array(args.initial_state))
+    first, between = call(0, 37, array(args.initial_state))
+    second, last = call(37, 90, between)
+    whole = np.concatenate([np.asarray(first), np.asarray(second)], 1)
+    np.testing.assert_allclose(np.asarray(output), whole, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(np.asarray(state), np.asarray(last), rtol=0, atol=2e-6)
+
+
+def test_states_with_values_first(platform):
+    args, _, _ = Case(state=True, K=8, V=12).arrays
+    array = _array(platform[1])
+    output, state = keraunos.gated_delta_rule(*map(array, args[:6]), return_state=True, platform=platform[0])
+    turned = args._replace(initial_state=np.ascontiguousarray(args.initial_state.swapaxes(2, 3)))
+    other, last = keraunos.gated_delta_rule(*map(array, turned[:6]), return_state=True, state_v_first=True,
+                                            platform=platform[0])
+    np.testing.assert_array_equal(np.asarray(output), np.asarray(other))
+    np.testing.assert_array_equal(np.asarray(state).swapaxes(2, 3), np.asarray(last))
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, 3e38])
+def test_tokens_of_other_sequences_may_hold_anything(platform, garbage):
+    case = Case(lengths=(20, 30, 10))
+    args, _, _ = case.arrays
+    array = _array(platform[1])
+
+    def call(args):
+        return np.asarray(keraunos.gated_delta_rule(*map(array, args), platform=platform[0]))
+
+    clean = call(args)
+    spoilt = dataclasses.replace(case).arrays[0]
+    for x in spoilt[:3]:
+        x[:, 20:50] = garbage
+    found = call(spoilt)
+    np.testing.assert_array_equal(found[:, :20], clean[:, :20])
+    np.testing.assert_array_equal(found[:, 50:], clean[:, 50:])
+
+
+def test_the_same_call_gives_the_same_bits(platform):
+    args, _, _ = Case(gate="vector", state=True).arrays
+    array = _array(platform[1])
+    first, second = (np.asarray(keraunos.gated_delta_rule(*map(array, args), platform=platform[0])) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert np.isfinite(first).all()
+    assert np.abs(first - gated_delta_rule(*args)[0]).max() < 1e-5
+
+
+def _array(framework):
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return lambda x: None if x is None else jnp.asarray(x)
+    import torch
+
+    return lambda x: None if x is None else torch.from_numpy(np.array(x))
