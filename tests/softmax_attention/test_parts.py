@@ -54,13 +54,13 @@ def test_parts_give_what_the_whole_gives(case, platform, framework):
     rows = []
     for i in range(SHARDS):
         seen = [j for j in range(SHARDS) if i == j or ring.sees(i - j, n)]
-        parts = [of_part(xp, ring.kernels.part(call(i, j), ring.part(i - j, n))) for j in seen]
+        parts = [of_part(xp, ring.parts[0](call(i, j), ring.part(i - j, n))) for j in seen]
         found = parts[0]
         for part in parts[1:]:
             found = merged(xp, found, part)
         found = with_sinks(xp, found, sinks)
         known = found._replace(output=xp.asarray(found.output, dtype=shards[0][i].dtype))
-        grads = {j: ring.kernels.part_gradients(call(i, j), whole(xp, known), gradients[i],
+        grads = {j: ring.parts[1](call(i, j), whole(xp, known), gradients[i],
                                                 ring.part(i - j, n)) for j in seen}
         means = (numpy(known.output) * numpy(gradients[i])).sum(-1).swapaxes(1, 2)
         dsinks = sinks_gradient(xp, sinks, known, xp.asarray(array(means), dtype=found.top.dtype))
