@@ -91,7 +91,7 @@ bench-gpu:
 # many threads in each process as there are processors. A test that takes five minutes says where it is.
 test-gpu:
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0 \
-		--xla_gpu_force_compilation_parallelism=1" PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/linear_attention tests/softmax_attention tests/triton tests/cuda tests/serving tests/compat tests/layers tests/types tests/modules/test_lengths.py tests/distributed/test_gpu.py tests/test_contract.py --gpu -p no:benchmark -W default -o faulthandler_timeout=300 -n $(GPU_JOBS) --dist worksteal
+		--xla_gpu_force_compilation_parallelism=1" PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/linear_attention tests/gated_delta_rule tests/softmax_attention tests/triton tests/cuda tests/serving tests/compat tests/layers tests/types tests/modules/test_lengths.py tests/distributed/test_gpu.py tests/test_contract.py --gpu -p no:benchmark -W default -o faulthandler_timeout=300 -n $(GPU_JOBS) --dist worksteal
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
