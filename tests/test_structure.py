@@ -235,6 +235,27 @@ def _is_there(root: Path, parts: list[str]) -> bool:
     return False
 
 
+def asks_for_none(package: Path) -> list[str]:
+    """Triton kernels that ask whether an argument is None: launched from JAX, an absent array is another one.
+
+    Functions that kernels call may have parameters that are None if left out: they are no arguments of a launch.
+    """
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if not any(ast.unparse(x).startswith("triton.jit") for x in function.decorator_list):
+                continue
+            own = function.args.args[: len(function.args.args) - len(function.args.defaults)]
+            arguments = {x.arg for x in own if x.annotation is None}
+            for node in ast.walk(function):
+                is_asked = isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "None"
+                if is_asked and ast.unparse(node.left) in arguments:
+                    found.append(f"{path.relative_to(package.parent)}:{node.lineno} {ast.unparse(node)}")
+    return found
+
+
 def plant(folder: Path, files: dict[str, str]) -> Path:
     """A small package with these modules."""
     package = folder / "keraunos"
@@ -247,7 +268,7 @@ def plant(folder: Path, files: dict[str, str]) -> Path:
 
 CHECKS = {
     check.__name__: check
-    for check in (circles, upward, across_frameworks, across_platforms, private, unreadable, unexplained)
+    for check in (circles, upward, across_frameworks, across_platforms, private, unreadable, unexplained, asks_for_none)
 }
 
 
@@ -270,6 +291,11 @@ def test_the_map_names_what_is_there():
 
 
 PLANTED = {
+    "a kernel that asks whether an argument is there": (
+        "asks_for_none",
+        {"kernels/a": "@triton.jit\ndef run(x, y, z=None):\n    if z is not None and y is not None:\n        x += 1"},
+        ["keraunos/kernels/a.py:3 y is not None"],
+    ),
     "a circle": (
         "circles",
         {"ops/a": "from keraunos.ops import b", "ops/b": "from . import c", "ops/c": "import keraunos.ops.a"},

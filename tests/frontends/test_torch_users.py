@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import keraunos  # noqa: E402
 from keraunos import serving  # noqa: E402
-from keraunos.kernels.linear_attention import torch as linear  # noqa: E402
+from keraunos.kernels.recurrent.torch import ScalarDecay, VectorDecay  # noqa: E402
 from keraunos.types import MaskInfo  # noqa: E402
 from tests.linear_attention.cases import GPU  # noqa: E402
 from tests.numerics import assert_within_rule  # noqa: E402
@@ -347,7 +347,7 @@ def test_gradients_that_nobody_wants_are_not_made(monkeypatch, compiled):
     def refuse(*args):
         raise AssertionError("a gradient that nobody wants")
 
-    for kind in (linear._Scalar, linear._Vector):
+    for kind in (ScalarDecay, VectorDecay):
         monkeypatch.setattr(kind, "across_backward", refuse)
     monkeypatch.setattr(torch.Tensor, "sum_to_size", refuse)
     q, k, v = qkv()

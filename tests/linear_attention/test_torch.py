@@ -19,6 +19,7 @@ import keraunos  # noqa: E402
 from keraunos.frontends.torch import operators as operators  # noqa: E402
 from keraunos.kernels.linear_attention import contract  # noqa: E402
 from keraunos.kernels.linear_attention import torch as platform  # noqa: E402
+from keraunos.kernels.recurrent import torch as shared  # noqa: E402
 from keraunos.types import MaskInfo  # noqa: E402
 from tests.linear_attention.cases import INTERPRETED, Case, runner  # noqa: E402
 from tests.linear_attention.test_values import GATES, gla  # noqa: E402
@@ -116,7 +117,7 @@ def test_operators_keep_their_promises_and_read_no_value(case, monkeypatch):
 
 def test_nothing_inside_reads_a_value_but_on_a_cpu(monkeypatch):
     args = contract.Args(*arguments(grad=False, gate="vector", gamma=1, lengths=(70, 0, 30), state=True))
-    monkeypatch.setattr(platform._Walker, "look_at", lambda *_: None)
+    monkeypatch.setattr(shared.Walker, "look_at", lambda *_: None)
     opts = contract.Options(1.0, False, keraunos.Config(block_q=16))
     with Recorder():
         outputs, residuals = platform.forward(args, opts)
@@ -125,7 +126,7 @@ def test_nothing_inside_reads_a_value_but_on_a_cpu(monkeypatch):
 
 @pytest.mark.parametrize("gates", ["gamma", "scalar", "vector"])
 def test_where_no_value_is_read(monkeypatch, gates):
-    monkeypatch.setattr(platform._Walker, "look_at", lambda *_: None)
+    monkeypatch.setattr(shared.Walker, "look_at", lambda *_: None)
     Case(**GATES[gates], T=75, B=1, state=True, decay="infinite").check(run)
 
 
@@ -296,7 +297,7 @@ def test_rounded_products_are_not_used(rounded_products):
 )
 def test_many_groups_of_chunks(monkeypatch, chunks, case):
     case = Case(**{"T": 330, "H": 1, "state": True, "decay": "infinite", **case})
-    monkeypatch.setitem(platform._GROUP, "cpu", chunks * (1 if case.lengths else case.B) * 64 * 64)
+    monkeypatch.setitem(shared._GROUP, "cpu", chunks * (1 if case.lengths else case.B) * 64 * 64)
     case.check(run)
 
 

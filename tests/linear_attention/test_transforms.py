@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import keraunos
 from keraunos.kernels import kernel_registry
 from keraunos.kernels.linear_attention import contract, xla
+from keraunos.kernels.recurrent.xla import VectorDecay
 from tests.linear_attention.cases import GPU, Case, run_jax
 from tests.numerics import assert_within_rule
 
@@ -251,7 +252,7 @@ def on_one_device(f):
 
 def rows_computed(monkeypatch, *arrays, mapped=False):
     """How many rows are computed in the way for strong gates, in each chunk where any is."""
-    counts, made = [], xla._Vector.__init__
+    counts, made = [], VectorDecay.__init__
 
     def counted(self, walker, a):
         jax.debug.callback(lambda: counts.append(a.shape[0] * a.shape[1]))
@@ -264,7 +265,7 @@ def rows_computed(monkeypatch, *arrays, mapped=False):
     )
     call = on_one_device(functools.partial(kernels[0], cfg=keraunos.Config(block_q=32, platform="xla")))
     with monkeypatch.context() as patch:
-        patch.setattr(xla._Vector, "__init__", counted)
+        patch.setattr(VectorDecay, "__init__", counted)
         jax.block_until_ready(jax.jit(jax.vmap(call) if mapped else call)(*arrays))
         jax.effects_barrier()
     return counts

@@ -20,11 +20,11 @@ LN2_REST = tl.constexpr(-2.12194440e-4)
 
 
 @triton.jit
-def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr):
+def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr,
+           WITHIN: tl.constexpr = False):
     """Slot -> (sequence, its first token, its length, part). Packed sequence n owns the slots from ``begin // L + n``.
 
-    Where sequences are not packed, ``cu_seqlens``, if given, has the first token of each that counts, and one past the
-    last.
+    WITHIN: sequences are not packed, and ``cu_seqlens`` has the first token of each that counts, and one past the last.
     """
     if PACKED:
         i_n = i_s
@@ -42,7 +42,7 @@ def locate(cu_seqlens, i_s, T, N, L, PACKED: tl.constexpr, SPLIT: tl.constexpr, 
         begin = tl.full([], 0, tl.int64)
         length = begin + T
         i_g = begin + i_s % count
-        if cu_seqlens is not None:
+        if WITHIN:
             begin = tl.load(cu_seqlens).to(tl.int64)
             length = tl.maximum(tl.load(cu_seqlens + 1).to(tl.int64) - begin, 0)
     return i_n, begin, length, i_g

@@ -42,7 +42,8 @@ def decay_kernel(
     qd, kd, sums, halved,
     H: tl.constexpr, K: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr, UNIT: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
-    MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+    MILD: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Work vector gates into q and k inside each chunk, so that a scan over chunks need not know them.
 
@@ -50,13 +51,13 @@ def decay_kernel(
     ``sums`` are the gates of the chunk, base 2 or, EXACT, their own. If those of any dimension sum below -MILD, factors
     may be too small for the dtype, and if they sum below -4 for each of few tokens, what cancels in their gradients may
     leave more than they are: then the chunk is ``halved``, and ``kd = k exp(gates after the token to its end)``. Walks
-    token by token, two at a time. One of qd and kd may be absent.
+    token by token, two at a time. QUERIES, KEYS: which of qd and kd are wanted; one of them of a stretch of a sequence.
     """
     in_turn(OVERLAP)
     LOG: tl.constexpr = 1.0 if EXACT else LOG2E
     i_h = tl.program_id(0) % H
     i_s = tl.program_id(0) // H
-    i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, BT, PACKED, True, BN)
+    i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, BT, PACKED, True, BN, not (QUERIES and KEYS))
     if i_c * BT >= length:
         return
     i_b = 0 if PACKED else i_n.to(tl.int64)
@@ -78,23 +79,23 @@ def decay_kernel(
             t = (left - 1 - i - j) if REVERSE else (i + j)
             m_t = m_k & (i + j < left)
             b_g = load_gate(p_g + t * (stride_gt * UNIT), m_t, CLOSED)
-            if qd is not None:
+            if QUERIES:
                 b_q = tl.load(p_q + t * (stride_qt * UNIT), mask=m_t, other=0.0).to(tl.float32)
-            if kd is not None and MILD > 0:
+            if KEYS and MILD > 0:
                 b_k = tl.load(p_k + t * (stride_kt * UNIT), mask=m_t, other=0.0).to(tl.float32)
             b_to += tl.where(m_t, b_g * LOG + b_gamma, 0.0)
             b_f = power(b_to, EXACT)
             o_t = o_d + t * (H * K)
-            if qd is not None:
+            if QUERIES:
                 tl.store(qd + o_t, (b_q * (b_f * scale)).to(qd.dtype.element_ty), mask=m_t)
-            if kd is not None and MILD > 0:
+            if KEYS and MILD > 0:
                 tl.store(kd + o_t, (b_k * tl.exp2(-b_to)).to(kd.dtype.element_ty), mask=m_t)
     i_slot = i_s.to(tl.int64) * H + i_h
     tl.store(sums + i_slot * K + o_k, b_to, mask=m_k)
     strong = tl.min(tl.where(m_k, b_to, 0.0), 0) <= -tl.minimum(MILD, 4.0 * left)
     if MILD > 0:
         tl.store(halved + i_slot, strong.to(tl.int32))
-    if kd is not None:  # noqa: SIM102
+    if KEYS:  # noqa: SIM102
         if strong:
             b_left = tl.zeros([BK], dtype=tl.float32)
             for i in range(left):

@@ -143,7 +143,7 @@ def scan_kernel(
         i_h = tl.program_id(0) // (NV * n_o)
         i_o = (tl.program_id(0) // NV) % n_o
     i_s = (i_o + W) if PART else i_o
-    i_n, begin, length, i_g = locate(cu_seqlens, i_s, T, N, L, PACKED, SPLIT, BN)
+    i_n, begin, length, i_g = locate(cu_seqlens, i_s, T, N, L, PACKED, SPLIT, BN, GOES_ON)
     if GOES_ON:  # noqa: SIM102
         if i_g * L >= length:
             store_total(total, i_s, i_h, i_v, EMPTY, H, K, BK, GATE)
@@ -399,7 +399,7 @@ def combine_kernel(
     GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
     INIT: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
-    GOES_ON: tl.constexpr, COPIES: tl.constexpr, OVERLAP: tl.constexpr,
+    GOES_ON: tl.constexpr, COPIES: tl.constexpr, LOCAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """Each segment's incoming state ``[slots, H, K, V]``, walking a sequence's pieces, from their own states.
 
@@ -407,7 +407,7 @@ def combine_kernel(
     numbers, of which the third says whether the sequence begins in this stretch, and the fourth how many stretches are
     before it. COPIES: what the stretch leaves, so many times: its state ``[N, H, K, V]`` from zeros, or from h0 if the
     sequence begins in it, and the sum of its gates ``[N, H, K or 1]``. No COPIES: ``left`` is what all stretches leave,
-    from left to right, and h0 is for the first of them.
+    from left to right, and h0 is for the first of them. LOCAL: there are pieces.
     """
     in_turn(OVERLAP)
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -456,7 +456,7 @@ def combine_kernel(
     # All pieces but those of the segment that is walked last: the segment, and the piece's place in it.
     i_s = (n_s - 1) if REVERSE else 0
     i_p = (n_g - 1 - i_s * P) if REVERSE else 0
-    if local is not None:
+    if LOCAL:
         # Nobody continues from the last segment, unless that is elsewhere.
         n = n_g if COPIES > 0 else (n_g - P) if REVERSE else (n_s - 1) * P
         # A step is short: what it waits for costs more than what it does.

@@ -40,7 +40,7 @@ def leave(x: Stretch, start: Array | None, plan: Array, way: Way, segment: int,
     _, local, _, total = walk(call, args, None, key, x.value, reverse=not way.right, adjoint=way.inclusive,
                                final=Final.STRETCH, decayed=decayed)
     sizes, T = (call.N, call.H, call.K, call.V), -(-call.T // (call.L // call.P))
-    join = _join_plan(sizes, call.gate == 2, not way.right, start is not None, T, 1, copies=copies)
+    join = _join_plan(sizes, call.gate == 2, not way.right, start is not None, T, 1, True, copies=copies)
     return _join(join, local, total, start, None, plan), local, total
 
 
@@ -49,7 +49,8 @@ def arrive(left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple
     """The states that arrive at a stretch, or, with what pieces of its segments leave, at each of them."""
     (B, H, K, V), (R, row) = sizes, left.shape
     T, P = (local.shape[0] // B, pieces_of(segment)) if local is not None else (0, 1)
-    join = _join_plan(sizes, row > B * H * (K * V + 1), not way.right, start is not None, T, P, R=R, row=row)
+    join = _join_plan(sizes, row > B * H * (K * V + 1), not way.right, start is not None, T, P, local is not None, R=R,
+                      row=row)
     return _join(join, local, total, start, left, plan)
 
 
@@ -60,12 +61,12 @@ def _join(join: Plan, local: Array | None, total: Array | None, start: Array | N
 
 
 @remember
-def _join_plan(sizes: tuple[int, ...], vector: bool, reverse: bool, init: bool, T: int, P: int, *, copies: int = 0,
-               R: int = 0, row: int = 0) -> Plan:
-    """The launch for T pieces, P to a segment; row: the values that each of R stretches has left."""
+def _join_plan(sizes: tuple[int, ...], vector: bool, reverse: bool, init: bool, T: int, P: int, pieces: bool, *,
+               copies: int = 0, R: int = 0, row: int = 0) -> Plan:
+    """The launch for T pieces, P to a segment, if any; row: the values that each of R stretches has left."""
     (N, H, K, V), BK = sizes, 8
     numbers = dict(stride_gamma_b=0, T=T, N=N, L=1, P=P, R=R, stride_left=row)
     constants = dict(H=H, K=K, V=V, BK=BK, BV=tile(V), GATE=2 if vector else 0, INIT=init, GOES_ON=True, COPIES=copies,
-                     GAMMA=False, EXACT=True, REVERSE=reverse, PACKED=False, OVERLAP=IN_TURN, **NO_POOL)
+                     LOCAL=pieces, GAMMA=False, EXACT=True, REVERSE=reverse, PACKED=False, OVERLAP=IN_TURN, **NO_POOL)
     shape = (copies * N * H * (K * V + (K if vector else 1)),) if copies else (N * max(-(-T // P), 1), H, K, V)
     return Plan(scan.combine_kernel, (N * H * -(-K // BK),), numbers, dict(starts=(shape, "float32")), constants, 4, 2)

@@ -157,7 +157,7 @@ def _combine_plan(call: Call, K: int, V: int, reverse: bool, init: bool, pool: P
     numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L // call.P, P=call.P, R=0,
                    stride_left=0)
     constants = dict(H=call.H, K=K, V=V, BK=BK, BV=tile(V), GATE=call.gate, INIT=init, GOES_ON=False, COPIES=0,
-                     OVERLAP=IN_TURN, **flags, **call.flags(reverse))
+                     LOCAL=True, OVERLAP=IN_TURN, **flags, **call.flags(reverse))
     outputs = dict(starts=((call.slots(call.L), call.H, K, V), "float32"))
     return Plan(scan.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
 
@@ -200,7 +200,8 @@ def _decay_plan(call: Call, queries: bool, keys: bool) -> Plan:
         sums=((call.chunks, call.H, call.K), "float32"),
         halved=((call.chunks, call.H), "int32") if call.mild > 0 else None,
     )
-    return Plan(chunks.decay_kernel, (call.chunks * call.H,), numbers, outputs, dict(**common, BK=BK),
+    return Plan(chunks.decay_kernel, (call.chunks * call.H,), numbers, outputs,
+                dict(**common, BK=BK, QUERIES=queries, KEYS=keys),
                 max(BK // 128, 1), 1)
 
 
