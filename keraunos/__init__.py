@@ -1,4 +1,4 @@
-"""Attention kernels for JAX and PyTorch: lightning attention, gated linear attention and softmax attention."""
+"""Attention kernels for JAX and PyTorch: lightning attention, GLA, the gated delta rule and softmax attention."""
 
 from __future__ import annotations
 
