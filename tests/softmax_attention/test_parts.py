@@ -61,7 +61,7 @@ def test_parts_give_what_the_whole_gives(case, platform, framework):
         found = with_sinks(xp, found, sinks)
         known = found._replace(output=xp.asarray(found.output, dtype=shards[0][i].dtype))
         grads = {j: ring.parts[1](call(i, j), whole(xp, known), gradients[i],
-                                                ring.part(i - j, n)) for j in seen}
+                                  ring.part(i - j, n)) for j in seen}
         means = (numpy(known.output) * numpy(gradients[i])).sum(-1).swapaxes(1, 2)
         dsinks = sinks_gradient(xp, sinks, known, xp.asarray(array(means), dtype=found.top.dtype))
         rows.append((known.output, grads, dsinks))

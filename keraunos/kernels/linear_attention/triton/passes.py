@@ -96,11 +96,11 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
         dg = dgamma = None
         query, key, value = map(call.dtype_of_each, call.specs[:3])
         dv, dh0, _, _ = walk(call, args, k, q, do, **ends, output=value, overlap=Overlap.WITH_NEXT,
-                              **wanted, **run)
+                             **wanted, **run)
         dq = walk(call, args, do, v, k, reverse=call.reverse, **begin, output=query, state_t=True,
-                   overlap=Overlap.WITH_LAST | Overlap.WITH_NEXT)[0]
+                  overlap=Overlap.WITH_LAST | Overlap.WITH_NEXT)[0]
         dk = walk(call, args, v, do, q, **ends, output=key, state_t=True, overlap=Overlap.WITH_LAST,
-                   **run)[0]
+                  **run)[0]
     dq, dk, dv, dg = (_shared(call, *x) for x in zip((dq, dk, dv, dg), call.specs[:4], strict=True))
     return Args(dq, dk, dv, dg, dgamma, dh0)
 
@@ -166,7 +166,7 @@ def _gradients(call: Call, args: Args, decayed: Decayed | None, do: Array, begin
             output=call.dtype_of_each(call.specs.value), save=Save.CHUNKS, overlap=Overlap.WITH_NEXT, **final,
         )
         _, _, hs, _ = walk(call, args, None, k, args.value, reverse=call.reverse, **begin, decayed=decayed,
-                            save=Save.CHUNKS, part=part, overlap=Overlap.WITH_LAST | Overlap.WITH_NEXT)
+                           save=Save.CHUNKS, part=part, overlap=Overlap.WITH_LAST | Overlap.WITH_NEXT)
         ends = dict(h0=dh0, init=Init.WALK)
         decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, grads, part)
     dq, dk, dg = grads

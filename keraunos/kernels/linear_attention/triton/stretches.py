@@ -38,7 +38,7 @@ def leave(x: Stretch, start: Array | None, plan: Array, way: Way, segment: int,
     if decayed:
         key = decayed.q if way.inclusive else decayed.k
     _, local, _, total = walk(call, args, None, key, x.value, reverse=not way.right, adjoint=way.inclusive,
-                               final=Final.STRETCH, decayed=decayed)
+                              final=Final.STRETCH, decayed=decayed)
     sizes, T = (call.N, call.H, call.K, call.V), -(-call.T // (call.L // call.P))
     join = _join_plan(sizes, call.gate == 2, not way.right, start is not None, T, 1, True, copies=copies)
     return _join(join, local, total, start, None, plan), local, total

@@ -113,10 +113,10 @@ def _scan_plan(call: Call, q: Spec | None, k: Spec, v: Spec, *, reverse: bool, a
 
 
 def walk(call: Call, args: Args, q: Array | None, k: Array, v: Array, *, reverse: bool, adjoint: bool = False,
-          h0: Array | None = None, init: Init = Init.ZERO, decayed: Decayed | None = None,
-          final: Final = Final.NONE, state: str = "float32", output: str | None = None, into: Array | None = None,
-          save: Save = Save.NOTHING, part: Part | None = None, state_t: bool = False, pool: Pool | None = None,
-          overlap: Overlap = Overlap.NONE) -> tuple:
+         h0: Array | None = None, init: Init = Init.ZERO, decayed: Decayed | None = None,
+         final: Final = Final.NONE, state: str = "float32", output: str | None = None, into: Array | None = None,
+         save: Save = Save.NOTHING, part: Part | None = None, state_t: bool = False, pool: Pool | None = None,
+         overlap: Overlap = Overlap.NONE) -> tuple:
     """One walk of ``scan_kernel`` over the queries q, keys k and values v (None q: only states are wanted).
 
     Args:
@@ -163,7 +163,7 @@ def _combine_plan(call: Call, K: int, V: int, reverse: bool, init: bool, pool: P
 
 
 def starts_of(call: Call, args: Args, k: Array, v: Array, h0: Array | None, *, reverse: bool, adjoint: bool = False,
-            decayed: Decayed | None = None, pool: Pool | None = None) -> dict[str, Any]:
+              decayed: Decayed | None = None, pool: Pool | None = None) -> dict[str, Any]:
     """The states that walks start from: where sequences are cut, those of their segments ``[slots, H, K, V]``."""
     if not call.L and pool:
         return dict(h0=None, init=Init.SEQUENCE)
@@ -172,7 +172,7 @@ def starts_of(call: Call, args: Args, k: Array, v: Array, h0: Array | None, *, r
     if call.opts.started:
         return dict(h0=h0, init=Init.WALK)
     _, local, _, total = walk(call, args, None, k, v, reverse=reverse, adjoint=adjoint, final=Final.PIECE,
-                               decayed=decayed)
+                              decayed=decayed)
     plan = _combine_plan(call, k.shape[-1], v.shape[-1], reverse, h0 is not None, pool and pool.specs())
     given = pool or NO_STATES
     (starts,) = plan.launch(local=local, total=total, gamma=args.g_gamma, h0=h0 if pool is None else pool.states,
