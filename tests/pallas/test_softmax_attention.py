@@ -67,6 +67,21 @@ def test_keys_that_no_query_sees(name, garbage):
     unseen.check("pallas", "jax", HIDDEN[name], unseen.GARBAGE[garbage])
 
 
+def test_queries_of_padding_may_hold_anything():
+    own = np.array([[0] * 30 + [-1] * 10, [1] * 38 + [-1] * 2], np.int32)
+    q, k, v = (jax.random.normal(key, (2, 40, 2, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    info = MaskInfo.from_segments(jnp.asarray(own), jnp.asarray(own))
+
+    def loss(q, k, v):
+        output = keraunos.attention(q, k, v, mask_info=info, dtype=None, platform="pallas")
+        return (output**2).sum()
+
+    clean = jax.grad(loss, (0, 1, 2))(q, k, v)
+    spoilt = jax.grad(loss, (0, 1, 2))(jnp.where(own[..., None, None] < 0, jnp.nan, q), k, v)
+    for a, b in zip(clean, spoilt, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_vmap():
     case = Case(B=2, T=20, H=1, segments=True)
     args = case.arrays[0]
