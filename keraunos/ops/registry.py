@@ -106,7 +106,8 @@ class Implementation:
         except TypeError:  # no Python function
             return "unknown"
         if path.is_file():
-            files = [*path.parent.glob(f"{path.stem}*{path.suffix}")]
+            shared = path.parents[1].glob(f"recurrent/{path.stem}.py")  # what families share of a platform in one file
+            files = [*path.parent.glob(f"{path.stem}*{path.suffix}"), *shared]
             if path.stem == "passes":  # a platform that has a folder of its own
                 folders = path.parent, path.parents[1] / "shared", path.parents[2] / "device"
                 files = [file for folder in folders for file in folder.glob("*.py")]

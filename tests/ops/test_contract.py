@@ -217,3 +217,16 @@ def test_a_change_of_any_file_with_its_kernels_makes_stored_configurations_stale
             copy.write("# changed")
         versions.add(version())
     assert len(versions) == 1 + len(files)
+
+
+@pytest.mark.parametrize("platform", ["xla", "torch"])
+def test_a_change_of_chunks_that_families_share_makes_stored_configurations_stale(platform, tmp_path):
+    pytest.importorskip({"xla": "jax", "torch": "torch"}[platform])
+    implementation = kernel_registry.get("gla", platform)
+    source = Path(implementation.source)
+    shutil.copytree(source.parents[1], tmp_path / "kernels")
+    moved = dataclasses.replace(implementation, source=str(tmp_path / "kernels" / source.parent.name / source.name))
+    before = moved.source_version
+    with (tmp_path / "kernels" / "recurrent" / source.name).open("a") as copy:
+        copy.write("# changed")
+    assert dataclasses.replace(moved).source_version != before
