@@ -15,7 +15,6 @@ by ``K * V / 1024`` values a token and head, not by ``K * V``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,9 +29,7 @@ from keraunos.kernels.recurrent.xla import (
     Chunks,
     Decay,
     Walker,
-    by_device,
-    chunk_length,
-    find_groups,
+    on_each_device,
     sum_last,
     without_tokens,
 )
@@ -96,31 +93,6 @@ def _corrections(w: Walker, decay: Decay, k: jax.Array, v: jax.Array, beta: jax.
 def _after(w: Walker, decay: Decay, k: jax.Array, u: jax.Array, state: jax.Array) -> jax.Array:
     """The state after a chunk."""
     return decay.total * state + w.mm("bhik,bhiv->bhkv", k * decay.leave, u)
-
-
-def forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    """See :func:`_forward`."""
-
-    def run(opts: Options, args: Args) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-        outputs, residuals = _forward(args, opts)
-        # All devices keep equally many states.
-        return outputs, tuple(frontend.pad(x, 0, most - x.shape[0]) for x in residuals)
-
-    T = args.query.shape[1]
-    if opts.cfg.backend == "any" or T == 0:
-        return _forward(args, opts)
-    counts = [find_groups(args, chunk_length(T, n), at_once=False)[0] for n in _CHUNK.values()]
-    most = functools.reduce(max, counts)
-    return by_device(run, opts, args, sizes=_CHUNK)
-
-
-def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
-    """See :func:`_backward`."""
-
-    def run(opts: Options, args: Args, residuals: tuple, grads: tuple) -> Args:
-        return _backward(args, residuals, grads, opts)
-
-    return by_device(run, opts, args, residuals, grads, sizes=_CHUNK)
 
 
 def _walker(args: Args, opts: Options) -> Walker:
@@ -237,6 +209,7 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, found, strict=True)))
 
 
+forward, backward = on_each_device(_forward, _backward, _CHUNK, at_once=False)
 gated_delta_rule = kernel(
     "xla", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
 )

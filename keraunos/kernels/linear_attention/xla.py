@@ -12,7 +12,6 @@ but for the products that the state gathers: few and large operations.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,11 +26,9 @@ from keraunos.kernels.recurrent.xla import (
     Chunks,
     Decay,
     Walker,
-    by_device,
-    chunk_length,
-    find_groups,
     kept,
     live_along,
+    on_each_device,
     sum_last,
     without_tokens,
 )
@@ -52,29 +49,6 @@ def heuristic(inv: Invocation, cfg: Config) -> Config:
 def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     """Every chunk length that has a chance on some device."""
     return [replace(cfg, block_q=c) for c in (16, 32, 64, 128, 256)]
-
-
-def forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    """See :func:`_forward`."""
-
-    def run(opts: Options, args: Args) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-        outputs, residuals = _forward(args, opts)
-        # All devices keep equally many states.
-        return outputs, tuple(frontend.pad(x, 0, most - x.shape[0]) for x in residuals)
-
-    if opts.cfg.backend == "any" or args.query.shape[1] == 0:
-        return _forward(args, opts)
-    most = functools.reduce(max, (find_groups(args, chunk_length(args.query.shape[1], n))[0] for n in CHUNK.values()))
-    return by_device(run, opts, args)
-
-
-def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
-    """See :func:`_backward`."""
-
-    def run(opts: Options, args: Args, residuals: tuple, grads: tuple) -> Args:
-        return _backward(args, residuals, grads, opts)
-
-    return by_device(run, opts, args, residuals, grads)
 
 
 def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
@@ -190,6 +164,7 @@ def _gamma_gradient(w: Walker, da: jax.Array, chunk: Chunks) -> jax.Array:
     return total if w.n == 1 else total.reshape(w.B, w.n, w.H).sum(1)
 
 
+forward, backward = on_each_device(_forward, _backward, CHUNK)
 gla, lightning_attn = kernels(
     "xla", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
 )

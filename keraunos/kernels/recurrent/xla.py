@@ -619,7 +619,39 @@ def _join(left: jax.Array | None, right: jax.Array | None) -> jax.Array:
     return jnp.stack(halves, axis=3).reshape(B, H, n * 2 * m, dim)
 
 
-def by_device(fn: Callable, opts: Any, args: Any, *others: Any, sizes: Mapping[str, int] = CHUNK) -> Any:
+def on_each_device(forward: Callable, backward: Callable, sizes: Mapping[str, int],
+                   at_once: bool = True) -> tuple[Callable, Callable]:
+    """``forward`` and ``backward`` with the chunks of the device that a program is lowered for.
+
+    Args:
+        forward, backward: as a family's contract has them; the residuals are states before groups of chunks.
+        sizes: tokens per chunk by the kind of device, where these are nobody's choice.
+        at_once: see :func:`find_groups`.
+    """
+
+    def run_forward(args: Any, opts: Any) -> tuple[tuple, tuple]:
+        T = args.query.shape[1]
+        if opts.cfg.backend == "any" or T == 0:
+            return forward(args, opts)
+        most = max(find_groups(args, chunk_length(T, n), at_once)[0] for n in sizes.values())
+
+        def run(opts: Any, args: Any) -> tuple[tuple, tuple]:
+            outputs, residuals = forward(args, opts)
+            # All devices keep equally many states.
+            return outputs, tuple(frontend.pad(x, 0, most - x.shape[0]) for x in residuals)
+
+        return _by_device(run, opts, args, sizes=sizes)
+
+    def run_backward(args: Any, residuals: tuple, grads: tuple, opts: Any) -> Any:
+        def run(opts: Any, args: Any, residuals: tuple, grads: tuple) -> Any:
+            return backward(args, residuals, grads, opts)
+
+        return _by_device(run, opts, args, residuals, grads, sizes=sizes)
+
+    return run_forward, run_backward
+
+
+def _by_device(fn: Callable, opts: Any, args: Any, *others: Any, sizes: Mapping[str, int]) -> Any:
     """``fn(opts, args, ...)``; with the chunks of the device that it is lowered for, where these are nobody's choice.
 
     Devices whose chunks are as long, as few tokens have no longer ones, share what is traced.
