@@ -121,7 +121,7 @@ def _warm_up(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[
 
 
 def _source(kind: Callable, *args: Any) -> Any:
-    """What Triton reads a kernel from; it says when it was read."""
+    """Make the source that Triton reads a kernel from; it says when it was read."""
     source = kind(*args)
     read = source.make_ir
 

@@ -1,4 +1,4 @@
-"""What every platform of the gated delta rule is given and what it must return.
+"""The contract of the gated delta rule: arguments of every platform, and the results that it must return.
 
 A platform module (``xla.py``, ``torch.py``) defines two functions that know this page only::
 

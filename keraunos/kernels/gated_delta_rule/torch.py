@@ -39,7 +39,7 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
 
 
 class _Chunks:
-    """What a group of chunks is made of, ``[n, B, H, C, dim]``, and its corrections as a function of the state."""
+    """The arrays of a group of chunks, ``[n, B, H, C, dim]``, and its corrections as a function of the state."""
 
     def __init__(self, w: Walker, group: Group):
         args, opts = w.args, w.opts
