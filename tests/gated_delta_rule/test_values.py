@@ -1,7 +1,6 @@
 """Values and gradients of the gated delta rule on every platform of the machine, against float64."""
 
 import dataclasses
-import importlib.util
 
 import numpy as np
 import pytest
@@ -9,13 +8,10 @@ import pytest
 import keraunos
 from keraunos.kernels.gated_delta_rule.reference import gated_delta_rule
 from tests.gated_delta_rule.cases import Case
-from tests.linear_attention.cases import INTERPRETED
-
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="has no kernels of Triton")
-PLATFORMS = [pair for pair in (("xla", "jax"), ("torch", "torch")) if importlib.util.find_spec(pair[1])]
+from tests.linear_attention.cases import GPU, INTERPRETED, platforms
 
 
-@pytest.fixture(params=PLATFORMS, ids="-".join)
+@pytest.fixture(params=platforms(), ids="-".join)
 def platform(request):
     return request.param
 
@@ -47,6 +43,12 @@ CASES = {
     "keys that are not normalised": Case(keys="longer"),
     "bfloat16": Case(dtype="bfloat16", state=True),
     "float16, per dimension": Case(dtype="float16", gate="vector"),
+    "bfloat16, equal keys": Case(dtype="bfloat16", keys="equal", beta=1.0, gate="none", state=True, K=64, V=32),
+    "bfloat16, equal keys, per dimension": Case(dtype="bfloat16", keys="equal", beta=1.0, gate="vector", state=True),
+    "float16, equal keys": Case(dtype="float16", keys="equal", beta=1.0, K=64, V=32),
+    "bfloat16, beta 2": Case(dtype="bfloat16", beta=2.0, gate="none", T=200, B=1, K=64, V=32),
+    "float16, beta 0, normalised": Case(dtype="float16", beta=0.0, state=True, norm=True),
+    "bfloat16, gates of -inf, per dimension": Case(dtype="bfloat16", decay=None, gate="vector", state=True),
 }
 
 
@@ -60,11 +62,31 @@ def test_every_chunk_length(platform, block):
     Case(block=block, T=150, B=1, state=True).check(*platform)
 
 
+@pytest.mark.skipif(not (INTERPRETED or GPU), reason="cuts sequences on Triton only")
+@pytest.mark.parametrize("case", [
+    Case(B=1, T=200, state=True),
+    Case(B=1, T=230, gate="vector", reverse=True, state=True, K=80, V=24),
+    Case(lengths=(130, 0, 64, 65, 1), state=True, keys="equal", beta=1.0),
+    Case(lengths=(0, 70, 140), reverse=True, dtype="bfloat16", norm=True),
+], ids=["scalar", "vector, reverse", "packed, equal keys", "packed, reverse, bfloat16"])
+def test_segments(platform, case, monkeypatch):
+    """What few long sequences are cut into, as short as tests can have them."""
+    from keraunos.kernels.gated_delta_rule.triton import passes
+
+    if platform[0] != "triton":
+        pytest.skip("cuts no sequences")
+    monkeypatch.setattr(passes, "_MIN_SEGMENT", 20)
+    made = []
+    monkeypatch.setattr(passes, "call_of", lambda *args: made.append(passes.Call(*args)) or made[-1])
+    dataclasses.replace(case, block=32).check(*platform)
+    assert made[0].L == 32
+
+
 def test_three_thousand_sequences():
     """As many as others number by the second axis of a grid."""
     pytest.importorskip("torch")
-    case = Case(lengths=(1,) * 3000, H=1, K=4, V=4)
-    case.check("torch", "torch")
+    case = Case(lengths=(1,) * (30 if INTERPRETED else 3000), H=1, K=4, V=4)
+    case.check("triton" if INTERPRETED else "torch", "torch")
 
 
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
@@ -79,9 +101,9 @@ def test_a_prefix_and_the_rest_are_the_whole(platform, gate):
     output, state = call(0, 90, array(args.initial_state))
     first, between = call(0, 37, array(args.initial_state))
     second, last = call(37, 90, between)
-    whole = np.concatenate([np.asarray(first), np.asarray(second)], 1)
-    np.testing.assert_allclose(np.asarray(output), whole, rtol=0, atol=2e-6)
-    np.testing.assert_allclose(np.asarray(state), np.asarray(last), rtol=0, atol=2e-6)
+    whole = np.concatenate([_host(first), _host(second)], 1)
+    np.testing.assert_allclose(_host(output), whole, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(_host(state), _host(last), rtol=0, atol=2e-6)
 
 
 def test_states_with_values_first(platform):
@@ -91,8 +113,8 @@ def test_states_with_values_first(platform):
     turned = args._replace(initial_state=np.ascontiguousarray(args.initial_state.swapaxes(2, 3)))
     other, last = keraunos.gated_delta_rule(*map(array, turned[:6]), return_state=True, state_v_first=True,
                                             platform=platform[0])
-    np.testing.assert_array_equal(np.asarray(output), np.asarray(other))
-    np.testing.assert_array_equal(np.asarray(state).swapaxes(2, 3), np.asarray(last))
+    np.testing.assert_array_equal(_host(output), _host(other))
+    np.testing.assert_array_equal(_host(state).swapaxes(2, 3), _host(last))
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 3e38])
@@ -102,7 +124,7 @@ def test_tokens_of_other_sequences_may_hold_anything(platform, garbage):
     array = _array(platform[1])
 
     def call(args):
-        return np.asarray(keraunos.gated_delta_rule(*map(array, args), platform=platform[0]))
+        return _host(keraunos.gated_delta_rule(*map(array, args), platform=platform[0]))
 
     clean = call(args)
     spoilt = dataclasses.replace(case).arrays[0]
@@ -116,7 +138,7 @@ def test_tokens_of_other_sequences_may_hold_anything(platform, garbage):
 def test_the_same_call_gives_the_same_bits(platform):
     args, _, _ = Case(gate="vector", state=True).arrays
     array = _array(platform[1])
-    first, second = (np.asarray(keraunos.gated_delta_rule(*map(array, args), platform=platform[0])) for _ in range(2))
+    first, second = (_host(keraunos.gated_delta_rule(*map(array, args), platform=platform[0])) for _ in range(2))
     np.testing.assert_array_equal(first, second)
     assert np.isfinite(first).all()
     assert np.abs(first - gated_delta_rule(*args)[0]).max() < 1e-5
@@ -129,4 +151,9 @@ def _array(framework):
         return lambda x: None if x is None else jnp.asarray(x)
     import torch
 
-    return lambda x: None if x is None else torch.from_numpy(np.array(x))
+    return lambda x: None if x is None else torch.tensor(np.asarray(_host(x)), device="cuda" if GPU else "cpu")
+
+
+def _host(x):
+    """An array as NumPy's."""
+    return x.numpy(force=True) if hasattr(x, "numpy") else np.asarray(x)

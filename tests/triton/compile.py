@@ -28,6 +28,8 @@ from triton.runtime.errors import OutOfResources
 from keraunos import frontends
 from keraunos.distributed import stretches
 from keraunos.distributed.torch import peers as torch_peers
+from keraunos.kernels.gated_delta_rule import contract as delta_contract
+from keraunos.kernels.gated_delta_rule.triton import passes as delta_platform
 from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention.triton import passes as platform
 from keraunos.kernels.softmax_attention import contract as softmax_contract
@@ -90,6 +92,15 @@ ENDS = {
     "ends, vector gates, float32": ("float32", 128, 64, 16, 16, "vector", False),
 }
 
+# Name -> (dtype, K, V, heads of q and k, of v, gate, norm, batch, tokens, packed)
+DELTA = {
+    "delta rule": ("bfloat16", 128, 128, 16, 32, "scalar", True, 4, 8192, False),
+    "delta rule, few heads, packed": ("bfloat16", 128, 128, 4, 8, "scalar", False, 1, 32768, True),
+    "delta rule, vector gates": ("bfloat16", 128, 128, 32, 32, "vector", False, 4, 4096, False),
+    "delta rule, float16, wide": ("float16", 256, 256, 16, 16, None, False, 1, 4096, False),
+    "delta rule, float32, vector gates": ("float32", 128, 64, 16, 16, "vector", False, 1, 4096, False),
+}
+
 # Name -> (ranks, this one): GPUs of one host that write into each other's memory.
 PEERS = {"exchange, the first of 4": (4, 0), "exchange, in the middle of 8": (8, 3)}
 
@@ -106,7 +117,7 @@ SOFTMAX_ON_CHIPS = {
     "attention, float32, shared keys, soft cap, sinks, segments": (
         "float32", 128, 128, 16, 4, 0, 0, 4, True, {"causal": True, "soft_cap": 30.0}),
 }
-ON_CHIPS = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *CALLS_ON_CHIPS, *SERVING_ON_CHIPS, *SOFTMAX_ON_CHIPS)
+ON_CHIPS = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *DELTA, *CALLS_ON_CHIPS, *SERVING_ON_CHIPS, *SOFTMAX_ON_CHIPS)
 
 
 class Chip(NamedTuple):
@@ -247,7 +258,7 @@ def measure(call: str, chip: Chip, find: Callable) -> dict[str, dict[str, int]]:
         found[f"{kernel.__name__} {number}"] = find(kernel, inputs, made, constants, num_warps, num_stages)
         return tuple(made)
 
-    kinds = [(serve, SERVING), (soften, SOFTMAX), (leave, ENDS), (exchange, PEERS), (attend, CALLS)]
+    kinds = [(serve, SERVING), (soften, SOFTMAX), (leave, ENDS), (exchange, PEERS), (correct, DELTA), (attend, CALLS)]
     kinds += [(serve, SERVING_ON_CHIPS), (soften, SOFTMAX_ON_CHIPS), (attend, CALLS_ON_CHIPS)]
     make, sizes = next((fn, calls[call]) for fn, calls in kinds if call in calls)
     with launching(launch), on(chip):
@@ -308,6 +319,19 @@ def attend(dtype, K, V, H, G, gate, gamma, B, T, packed) -> None:
     opts = contract.Options(K**-0.5, False, cfg, ("g_gamma",) if gate is None else ())
     _, residuals = platform.forward(args, opts)
     platform.backward(args, residuals, (empty(B, T, H, V, dtype=dtype), None), opts)
+
+
+def correct(dtype, K, V, G, H, gate, norm, B, T, packed) -> None:
+    """A call of the gated delta rule, forward and backward."""
+    args = delta_contract.Args(
+        empty(B, T, G, K, dtype=dtype), empty(B, T, G, K, dtype=dtype), empty(B, T, H, V, dtype=dtype),
+        {None: None, "scalar": empty(B, T, H, dtype="float32"), "vector": empty(B, T, H, K, dtype="float32")}[gate],
+        empty(B, T, H, dtype=dtype), None, empty(9, dtype="int32") if packed else None,
+    )
+    cfg = delta_platform.heuristic(delta_contract.describe(args), Config())
+    opts = delta_contract.Options(K**-0.5, False, norm, cfg)
+    delta_platform.forward(args, opts)
+    delta_platform.backward(args, (), (empty(B, T, H, V, dtype=dtype), None), opts)
 
 
 def leave(dtype, K, V, H, G, gate, gamma, B=1, T=32768) -> None:

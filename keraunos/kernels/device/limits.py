@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from keraunos import frontends
 from keraunos.frontends import interpreter
 from keraunos.ops.invocation import Invocation
@@ -18,6 +20,11 @@ def precision(exact: bool) -> str:
     return "tf32" if not exact else "ieee" if interpreter.ON else "bf16x6"
 
 
+def finer() -> str:
+    """How products of float32 are computed that need twice as many digits as 16-bit types have."""
+    return "ieee" if interpreter.ON else "bf16x3"
+
+
 def cannot_run(inv: Invocation, *dtypes: str) -> str | None:
     """Why no kernel in Triton can run the call, or None; dtypes: those of its products."""
     if inv.backend != "gpu" and not (interpreter.ON and inv.framework == "torch"):
@@ -29,3 +36,21 @@ def cannot_run(inv: Invocation, *dtypes: str) -> str | None:
     if max(inv.dims["K"], inv.dims["V"]) > 256:
         return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
     return None
+
+
+def four_warps(exact: bool, wide: bool, vector: bool, shared: int) -> dict[str, Any]:
+    """The configuration of programs of four warps, on GPUs with so much shared memory.
+
+    With less than Hopper has it is by occupancy, as nothing was measured there: two programs fit a multiprocessor, by
+    registers and by shared memory. Products there take operands from registers: with 64 tokens to a chunk these do not
+    hold them, but for gates per dimension (vector), whose pairs another kernel makes.
+    """
+    if shared >= ENOUGH:
+        chunk, stages = 64, 2 if exact or wide else 3
+    else:
+        chunk = 64 if vector and not wide else 32
+        stages = (1 if exact or wide else 2) if shared < LITTLE else (1 if exact else 2 if wide else 3)
+    if exact:
+        # With 32 and wide heads, ptxas runs out of registers, and 13.0 builds wrong code.
+        chunk = 16 if wide else 32
+    return dict(block_q=chunk, block_d=32 if exact and wide else 64, num_warps=4, num_stages=stages)

@@ -140,3 +140,17 @@ def in_turn(OVERLAP: tl.constexpr):
     # Not before the wait: what begins then may rely on all that came before this launch.
     if OVERLAP % 2 == 1:
         gdc_launch_dependents()
+
+
+@triton.jit
+def level(o_p, m):
+    """One level of halving: blocks of 2m tokens, whose later half looks back at its earlier half; m a power of two.
+
+    Returns ``later`` ``[BT]``, which half a token is in; ``m_sum`` ``[BT, BT]``, whose gates lie between a token and
+    the boundary of the halves; ``m_pair`` ``[BT, BT]``, which pairs the level covers (row looks at column or back).
+    """
+    later = (o_p & m) != 0
+    apart = o_p[:, None] ^ o_p[None, :]
+    m_sum = (apart < m) & tl.where(later[:, None], o_p[None, :] <= o_p[:, None], o_p[None, :] > o_p[:, None])
+    m_pair = (apart >= m) & (apart < 2 * m)
+    return later, m_sum, m_pair

@@ -28,9 +28,10 @@ class Sizes:
         self.packed, self.N = specs.cu_seqlens is not None, sequence_count(specs)
         # Gates: 0 none, 1 per token, 2 per token and dimension.
         self.gate = 0 if specs.g is None else len(specs.g.shape) - 2
-        self.has_gamma = specs.g_gamma is not None
-        self.stride_gamma_b = self.H if self.has_gamma and len(specs.g_gamma.shape) == 2 else 0
-        self.need_gamma = opts.needs(specs, "g_gamma")
+        gamma = getattr(specs, "g_gamma", None)
+        self.has_gamma = gamma is not None
+        self.stride_gamma_b = self.H if gamma and len(gamma.shape) == 2 else 0
+        self.need_gamma = gamma is not None and opts.needs(specs, "g_gamma")
 
     def ratio(self, x: Spec | None) -> int:
         """How many heads share each of an array's; 1 for an absent one."""

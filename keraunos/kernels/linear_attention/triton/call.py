@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from keraunos.frontends import SHARED_MEMORY
-from keraunos.kernels.device.limits import ENOUGH, LITTLE, precision
+from keraunos.kernels.device.limits import LITTLE, precision
 from keraunos.kernels.host.arrays import dtype_of, tile
 from keraunos.kernels.host.plan import remember
 from keraunos.kernels.host.sequences import Sizes, cut, sequence_count
@@ -144,24 +144,6 @@ class Call(Sizes):
     def flags(self, reverse: bool) -> dict[str, Any]:
         """The constants that every kernel of the recurrence has."""
         return dict(GAMMA=self.has_gamma, EXACT=self.exact, REVERSE=reverse, PACKED=self.packed)
-
-
-def four_warps(exact: bool, wide: bool, vector: bool, shared: int) -> dict[str, Any]:
-    """The configuration of programs of four warps, on GPUs with so much shared memory.
-
-    With less than Hopper has it is by occupancy, as nothing was measured there: two programs fit a multiprocessor, by
-    registers and by shared memory. Products there take operands from registers: with 64 tokens to a chunk these do not
-    hold them, but for gates per dimension (vector), whose pairs another kernel makes.
-    """
-    if shared >= ENOUGH:
-        chunk, stages = 64, 2 if exact or wide else 3
-    else:
-        chunk = 64 if vector and not wide else 32
-        stages = (1 if exact or wide else 2) if shared < LITTLE else (1 if exact else 2 if wide else 3)
-    if exact:
-        # With 32 and wide heads, ptxas runs out of registers, and 13.0 builds wrong code.
-        chunk = 16 if wide else 32
-    return dict(block_q=chunk, block_d=32 if exact and wide else 64, num_warps=4, num_stages=stages)
 
 
 @remember

@@ -11,6 +11,7 @@ from keraunos.kernels.device.recurrence import (
     LOG2E,
     decay,
     in_turn,
+    level,
     load_gamma,
     load_gate,
     locate,
@@ -18,20 +19,6 @@ from keraunos.kernels.device.recurrence import (
     ones_dot,
     power,
 )
-
-
-@triton.jit
-def level(o_p, m):
-    """One level of halving: blocks of 2m tokens, whose later half looks back at its earlier half; m a power of two.
-
-    Returns ``later`` ``[BT]``, which half a token is in; ``m_sum`` ``[BT, BT]``, whose gates lie between a token and
-    the boundary of the halves; ``m_pair`` ``[BT, BT]``, which pairs the level covers (row looks at column or back).
-    """
-    later = (o_p & m) != 0
-    apart = o_p[:, None] ^ o_p[None, :]
-    m_sum = (apart < m) & tl.where(later[:, None], o_p[None, :] <= o_p[:, None], o_p[None, :] > o_p[:, None])
-    m_pair = (apart >= m) & (apart < 2 * m)
-    return later, m_sum, m_pair
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -412,28 +399,3 @@ def gradient_kernel(
 
             tl.store(dq + o_d, b_dq.to(dq.dtype.element_ty), mask=m_k)
             tl.store(dk + o_d, b_dk.to(dk.dtype.element_ty), mask=m_k)
-
-
-@triton.jit
-def sum_kernel(
-    x, R, D, y, UNIT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, LAST: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order; D in units like strides.
-
-    LAST: x is ``[M, D, R]``.
-    """
-    in_turn(OVERLAP)
-    D *= UNIT
-    n_d = tl.cdiv(D, BD)
-    i_m = (tl.program_id(0) // n_d).to(tl.int64)
-    o_d = (tl.program_id(0) % n_d) * BD + tl.arange(0, BD)
-    o_r = tl.arange(0, BR)
-    b_y = tl.zeros([BR, BD], dtype=tl.float32)
-    for i_r in range(0, R, BR):
-        m_x = (i_r + o_r < R)[:, None] & (o_d < D)[None, :]
-        if LAST:
-            p_x = x + (i_m * D + o_d[None, :]) * R + i_r + o_r[:, None]
-        else:
-            p_x = x + (i_m * R + i_r + o_r[:, None]) * D + o_d[None, :]
-        b_y += tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-    tl.store(y + i_m * D + o_d, tl.sum(b_y, 0).to(y.dtype.element_ty), mask=o_d < D)

@@ -24,14 +24,15 @@ from typing import Any
 from keraunos.frontends import shared_memory
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.device import limits
-from keraunos.kernels.device.limits import ENOUGH
+from keraunos.kernels.device.limits import ENOUGH, four_warps
+from keraunos.kernels.device.sums import over_shared, summed
 from keraunos.kernels.host.arrays import Spec, pow2, spec_of, strides_by_name, tile, unit_of
 from keraunos.kernels.host.plan import Plan, remember
 from keraunos.kernels.host.pool import Pool
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.triton import chunks
-from keraunos.kernels.linear_attention.triton.call import Call, Part, call_of, four_warps, room
+from keraunos.kernels.linear_attention.triton.call import Call, Part, call_of, room
 from keraunos.kernels.linear_attention.triton.stretches import arrive, leave
 from keraunos.kernels.linear_attention.triton.walks import (
     HEADS,
@@ -101,7 +102,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
                   overlap=Overlap.WITH_LAST | Overlap.WITH_NEXT)[0]
         dk = walk(call, args, v, do, q, **ends, output=key, state_t=True, overlap=Overlap.WITH_LAST,
                   **run)[0]
-    dq, dk, dv, dg = (_shared(call, *x) for x in zip((dq, dk, dv, dg), call.specs[:4], strict=True))
+    dq, dk, dv, dg = (over_shared(call, *x) for x in zip((dq, dk, dv, dg), call.specs[:4], strict=True))
     return Args(dq, dk, dv, dg, dgamma, dh0)
 
 
@@ -153,7 +154,7 @@ def _gradients(call: Call, args: Args, decayed: Decayed | None, do: Array, begin
         shape = (call.N * -(-call.T // call.walk), call.H, call.K, call.V)
         if ends["init"] != Init.WALK:
             given = ends["init"] == Init.SEQUENCE
-            ends = dict(h0=_sum(ends["h0"] if given else do, 1, int(given), math.prod(shape), shape, "float32"))
+            ends = dict(h0=summed(ends["h0"] if given else do, 1, int(given), math.prod(shape), shape, "float32"))
         ends = dict(h0=ends["h0"], init=Init.WALK)
     parts: list[Part | None] = [*call.parts]
     for part in parts or [None]:
@@ -171,14 +172,14 @@ def _gradients(call: Call, args: Args, decayed: Decayed | None, do: Array, begin
         decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, grads, part)
     dq, dk, dg = grads
     if call.gate < 2:
-        dg = _sum(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else call.dtype_of_each(g))
+        dg = summed(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else call.dtype_of_each(g))
     dgamma = _gamma_gradient(call, dg) if call.need_gamma else None
     if not call.opts.needs(args, "g"):
         dg = None
     elif call.need_gamma and call.ratio(g) == 1:
-        dg = _sum(dg, 1, 1, math.prod(g.shape), g.shape, g.dtype)
+        dg = summed(dg, 1, 1, math.prod(g.shape), g.shape, g.dtype)
     if wanted and call.M and not call.L and h0.dtype != "float32":
-        dh0 = _sum(dh0, 1, 1, math.prod(h0.shape), h0.shape, h0.dtype)
+        dh0 = summed(dh0, 1, 1, math.prod(h0.shape), h0.shape, h0.dtype)
     return dq, dk, dv, dg, dgamma, dh0 if wanted else None
 
 
@@ -222,36 +223,11 @@ def _part_gradients(call: Call, args: Args, decayed: Decayed | None, do: Array, 
 def _gamma_gradient(call: Call, dg: Array) -> Array:
     """The sum of the gates' gradients over tokens (and dimensions, and the batch if it shares the decay)."""
     gamma, D = call.specs.g_gamma, call.K if call.gate == 2 else 1
-    x = _sum(dg, call.B, call.T, call.H * D, (call.B, call.H, D), "float32")
+    x = summed(dg, call.B, call.T, call.H * D, (call.B, call.H, D), "float32")
     if D > 1:
-        x = _sum(x, call.B * call.H, D, 1, (call.B, call.H), "float32")
+        x = summed(x, call.B * call.H, D, 1, (call.B, call.H), "float32")
     M, R = (1, call.B) if len(gamma.shape) == 1 else (call.B, 1)
-    return _sum(x, M, R, call.H, gamma.shape, gamma.dtype)
-
-
-def _shared(call: Call, dx: Array | None, x: Spec | None) -> Array | None:
-    """The gradient of an array, if there is one, from those of all heads: the sum over those that share one."""
-    R = call.ratio(x)
-    if x is None or dx is None or R == 1:
-        return dx
-    own = math.prod(x.shape[:3])
-    if len(x.shape) == 3:
-        return _sum(dx, 1, R, own, x.shape, x.dtype, last=True)
-    return _sum(dx, own, R, x.shape[3], x.shape, x.dtype)
-
-
-@remember
-def _sum_plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: bool) -> Plan:
-    BD, BR = min(tile(D), 256 if R > 1 else 4096), min(pow2(R), 16)
-    # So long a row that the kernel needs 64 bits has no units: the number then comes in 64 bits.
-    unit = math.gcd(16, D) if D < 2**31 else 1
-    return Plan(chunks.sum_kernel, (M * -(-D // BD),), dict(R=R, D=D // unit), dict(y=(shape, dtype)),
-                dict(UNIT=unit, BR=BR, BD=BD, LAST=last, OVERLAP=IN_TURN), 4, 2)
-
-
-def _sum(x: Array, M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: bool = False) -> Array:
-    """``x`` as ``[M, R, D]``, or ``[M, D, R]`` with ``last``, summed over R, in the given shape and dtype."""
-    return _sum_plan(M, R, D, shape, dtype, last).launch(x=x)[0]
+    return summed(x, M, R, call.H, gamma.shape, gamma.dtype)
 
 
 def segment(args: Args, opts: Options) -> int | None:

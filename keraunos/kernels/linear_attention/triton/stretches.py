@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from keraunos.frontends import shared_memory
 from keraunos.frontends.array_types import Array
+from keraunos.kernels.device.limits import four_warps
 from keraunos.kernels.host.arrays import spec_of, tile
 from keraunos.kernels.host.plan import Plan, remember
 from keraunos.kernels.host.pool import NO_POOL
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.stretches import Stretch, Way
 from keraunos.kernels.linear_attention.triton import scan
-from keraunos.kernels.linear_attention.triton.call import Call, four_warps, pieces_of
+from keraunos.kernels.linear_attention.triton.call import Call, pieces_of
 from keraunos.kernels.linear_attention.triton.walks import IN_TURN, Final, gates_of, walk
 from keraunos.ops.invocation import Config
 

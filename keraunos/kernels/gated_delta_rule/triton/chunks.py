@@ -1,0 +1,451 @@
+"""Triton kernels of the gated delta rule that are parallel over chunks of tokens: what walks read, and the gradients.
+
+Rows of a chunk are tokens in the order in which the recurrence meets them: with REVERSE from the last to the first.
+Decays are products with 0/1 matrices, as in ``device/recurrence.py``.
+"""
+
+import triton
+import triton.language as tl
+
+from keraunos.kernels.device.recurrence import CLOSED, decay, level, load_gate, locate, ones_dot
+
+EPSILON = tl.constexpr(1e-6)
+# Keys are alike from this sum of squares on, of a key's decayed products with those before it, times their beta.
+ALIKE = tl.constexpr(1.0)
+
+
+@triton.jit
+def locate_rows(cu_seqlens, i_s, T, N, L, BT, PACKED: tl.constexpr, REVERSE: tl.constexpr, SPLIT: tl.constexpr,
+                BN: tl.constexpr):
+    """Slot of L rows of a sequence, or without SPLIT of all -> where these are.
+
+    Returns the sequence, its row of the batch, how many slots of it are before, the slot of the first chunk (of BT
+    rows), the first row's token, and how many rows there are from that on.
+    """
+    i_n, begin, length, i_g = locate(cu_seqlens, i_s, T, N, L, PACKED, SPLIT, BN)
+    i_b = begin * 0 if PACKED else begin * 0 + i_n
+    first = i_g * L
+    chunk = (begin // BT + i_n) if PACKED else (i_b * tl.cdiv(T, BT))
+    token = begin + ((length - 1 - first) if REVERSE else first)
+    return i_n, i_b, i_g, chunk + i_g * (L // BT), token, length - first
+
+
+@triton.jit
+def between(b_g, o_r, TERMS: tl.constexpr, EXACT: tl.constexpr):
+    """Decays ``[BT (i), BT (j)]`` by the gates after row j up to row i; 1 where i is before j."""
+    b_after = tl.where(o_r[:, None] > o_r[None, :], b_g[:, None], 0.0)  # [BT (t), BT (j)]
+    return decay(ones_dot(o_r[:, None] >= o_r[None, :], b_after, TERMS), EXACT)
+
+
+@triton.jit
+def load_beta(beta, o_beta, m_t, BETA: tl.constexpr):
+    """How much of each row's error is corrected: all of it without BETA, and nothing outside of the sequence."""
+    if BETA:
+        return tl.load(beta + o_beta, mask=m_t, other=0.0).to(tl.float32)
+    return tl.where(m_t, 1.0, 0.0)
+
+
+@triton.jit
+def substituted(b_a, b_beta, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """``N = (I + A diag(beta))^-1 A`` of A ``[BT, BT]`` strictly below the diagonal.
+
+    Blocks of 16 rows on the diagonal by substitution, row after row; then blocks of twice the size, whose lower left
+    quarter is ``(I - N_22 beta) A_21 (I - beta N_11)``.
+    """
+    NB: tl.constexpr = BT // 16
+    o_b = tl.arange(0, NB)
+    own = o_b[:, None, None, None] == o_b[None, None, :, None]
+    b_n = tl.sum(tl.where(own, tl.reshape(b_a, [NB, 16, NB, 16]), 0.0), 2)  # [NB, 16, 16]
+    # Columns of A beta are rows here: what is read of it lies where it meets N.
+    b_ba = tl.permute(b_n * tl.reshape(b_beta, [NB, 16])[:, None, :], (0, 2, 1))
+    o_i = tl.arange(0, 16)
+    for i in range(1, 16):
+        b_row = tl.sum(tl.where(o_i[None, None, :] == i, b_ba, 0.0), 2)  # [NB, 16]
+        b_row = tl.sum(b_row[:, :, None] * b_n, 1)
+        b_n -= tl.where(o_i[None, :, None] == i, b_row[:, None, :], 0.0)
+    b_n = tl.reshape(tl.where(own, b_n[:, :, None, :], 0.0), [BT, BT])
+    o_r = tl.arange(0, BT)
+    m = 16
+    while m < BT:
+        m_off = ((o_r[:, None] // m) ^ (o_r[None, :] // m)) == 1
+        b_m = tl.where(m_off & (o_r[:, None] > o_r[None, :]), b_a, 0.0)
+        b_m -= tl.dot(b_n, b_beta[:, None] * b_m, input_precision=PRECISION)
+        b_n += b_m - tl.dot(b_m, b_beta[:, None] * b_n, input_precision=PRECISION)
+        m *= 2
+    return b_n
+
+
+@triton.jit(do_not_specialize=["N"])
+def prepare_kernel(
+    q, k, g, beta, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
+    stride_bb, stride_bt, stride_bh, scale, T, N,
+    near, pairs, alike, enter, leave, qd, ke, kl,
+    H: tl.constexpr, K: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr, RB: tl.constexpr,
+    UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
+    EXACT: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    FINE: tl.constexpr,
+):
+    """What a walk reads of each chunk, and needs no state for.
+
+    ``near`` ``[1 or 2, BT, BT]``: N of ``substituted`` for the decayed products of keys, as its upper digits and the
+    rest (EXACT: whole); ``alike``: whether the rest counts. ``pairs``: ``scale * decayed products of queries and keys``, of which a query sees its own key.
+    ``enter`` and ``leave``: decays from the chunk's start up to a row, and after a row to the chunk's end; with gates
+    per dimension (GATE 2) the decay of the whole chunk, and queries and keys are decayed here: ``qd``, ``ke``, ``kl``.
+    """
+    i_h = tl.program_id(0) % H
+    i_s = tl.program_id(0) // H
+    _, i_b, _, _, token, left = locate_rows(cu_seqlens, i_s, T, N, BT, BT, PACKED, REVERSE, True, BN)
+    if left <= 0:
+        return
+    o_r = tl.arange(0, BT)
+    o_t = -o_r if REVERSE else o_r
+    m_t = o_r < left
+    p_q = q + (i_b * stride_qb + token * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT
+    p_k = k + (i_b * stride_kb + token * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
+    o_g = i_b * stride_gb + token * stride_gt + (i_h // RG).to(tl.int64) * stride_gh
+    o_beta = i_b * stride_bb + token * stride_bt + (i_h // RB).to(tl.int64) * stride_bh
+    i_slot = i_s.to(tl.int64) * H + i_h
+    row = ((i_b * T + token) * H + i_h) * K
+    dtype: tl.constexpr = k.dtype.element_ty
+
+    b_a = tl.zeros([BT, BT], dtype=tl.float32)  # [i, j]
+    b_p = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        m_k = m_t[:, None] & (o_k < K)[None, :]
+        b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+        b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+        if GATE < 2:
+            b_a = tl.dot(b_k, tl.trans(b_k), b_a, input_precision=PRECISION)
+            b_p = tl.dot(b_q, tl.trans(b_k), b_p, input_precision=PRECISION)
+        else:
+            b_g = load_gate(g + o_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
+            b_qf = b_q.to(tl.float32)
+            b_kf = b_k.to(tl.float32)
+            b_p += tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_qf * b_kf, 1)[:, None], 0.0)
+            m = 1
+            while m < BT:
+                later, m_sum, m_pair = level(o_r, m)
+                m_pair &= later[:, None]
+                b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
+                b_x = (b_kf * b_e).to(dtype)
+                b_l = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)
+                b_a += tl.where(m_pair, b_l, 0.0)
+                b_l = tl.dot((b_qf * b_e).to(dtype), tl.trans(b_x), input_precision=PRECISION)
+                b_p += tl.where(m_pair, b_l, 0.0)
+                m *= 2
+            b_enter = decay(ones_dot(o_r[:, None] >= o_r[None, :], b_g, TERMS), EXACT)
+            b_leave = decay(ones_dot(o_r[:, None] < o_r[None, :], b_g, TERMS), EXACT)
+            o_d = row + o_t[:, None] * (H * K) + o_k[None, :]
+            tl.store(qd + o_d, (b_qf * b_enter * scale).to(dtype), mask=m_k)
+            tl.store(ke + o_d, (b_kf * b_enter).to(dtype), mask=m_k)
+            tl.store(kl + o_d, (b_kf * b_leave).to(dtype), mask=m_k)
+            tl.store(enter + i_slot * K + o_k, decay(tl.sum(b_g, 0), EXACT), mask=o_k < K)
+    m_lower = o_r[:, None] > o_r[None, :]
+    if GATE == 1:
+        b_g1 = load_gate(g + o_g + o_t * stride_gt, m_t, CLOSED)
+        b_d = between(b_g1, o_r, TERMS, EXACT)
+        b_a *= b_d
+        b_p *= b_d
+        b_to = tl.sum(tl.where(o_r[:, None] >= o_r[None, :], b_g1[None, :], 0.0), 1)
+        b_from = tl.sum(tl.where(o_r[:, None] < o_r[None, :], b_g1[None, :], 0.0), 1)
+        tl.store(enter + i_slot * BT + o_r, decay(b_to, EXACT))
+        tl.store(leave + i_slot * BT + o_r, decay(b_from, EXACT))
+    b_p = tl.where(o_r[:, None] >= o_r[None, :], b_p * scale, 0.0)
+    o_p = o_r[:, None] * BT + o_r[None, :]
+    tl.store(pairs + i_slot * (BT * BT) + o_p, b_p.to(dtype))
+    b_beta = load_beta(beta, o_beta + o_t * stride_bt, m_t, BETA)
+    b_n = substituted(tl.where(m_lower, b_a, 0.0), b_beta, BT, FINE)
+    # Where a row's key is like those before it, corrections cancel: then walks need their lower digits, too.
+    b_like = b_a * b_beta[None, :]
+    b_like = tl.max(tl.sum(tl.where(m_lower, b_like * b_like, 0.0), 1), 0)
+    tl.store(alike + i_slot, (b_like > ALIKE).to(tl.int32))
+    b_hi = b_n.to(dtype)
+    if EXACT:
+        tl.store(near + i_slot * (BT * BT) + o_p, b_hi)
+    else:
+        p_n = near + i_slot * (2 * BT * BT) + o_p
+        tl.store(p_n, b_hi)
+        tl.store(p_n + BT * BT, (b_n - b_hi.to(tl.float32)).to(dtype))
+
+
+@triton.jit(do_not_specialize=["N"])
+def pairs_gradient_kernel(
+    q, k, g, beta, do, errors, rights, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
+    stride_bb, stride_bt, stride_bh, stride_ob, stride_ot, stride_oh, scale, T, N,
+    dpairs, dkeys, dv, dbeta, dg,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr,
+    RB: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    GATE: tl.constexpr, BETA: tl.constexpr, NEED_G: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr,
+    DG_TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """The gradients of a chunk's pairs ``[BT (i), BT (j)]``, of values and of beta, from what two walks have left.
+
+    ``errors`` are E, of which the corrections are ``beta E``; ``rights`` are R, of which the gradients of values are
+    ``beta R``. To the pairs of keys, ``-beta R`` is what the output's gradient is to those of queries and keys. With a
+    gate per token the gradients are those of plain products, times the decay between the two, and ``dg`` is the part of
+    the gates' that pairs make.
+    """
+    i_h = tl.program_id(0) % H
+    i_s = tl.program_id(0) // H
+    _, i_b, _, _, token, left = locate_rows(cu_seqlens, i_s, T, N, BT, BT, PACKED, REVERSE, True, BN)
+    if left <= 0:
+        return
+    o_r = tl.arange(0, BT)
+    o_t = -o_r if REVERSE else o_r
+    m_t = o_r < left
+    o_beta = i_b * stride_bb + token * stride_bt + (i_h // RB).to(tl.int64) * stride_bh
+    p_do = do + (i_b * stride_ob + token * stride_ot + i_h.to(tl.int64) * stride_oh) * UNIT
+    row = (i_b * T + token) * H + i_h
+    dtype: tl.constexpr = do.dtype.element_ty
+    b_beta = load_beta(beta, o_beta + o_t * stride_bt, m_t, BETA)
+    b_w = tl.zeros([BT, BT], dtype=tl.float32)
+    b_x = tl.zeros([BT, BT], dtype=tl.float32)
+    b_db = tl.zeros([BT], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = m_t[:, None] & (o_v < V)[None, :]
+        o_row = row * V + o_t[:, None] * (H * V) + o_v[None, :]
+        b_do = tl.load(p_do + o_t[:, None] * (stride_ot * UNIT) + o_v[None, :], mask=m_v, other=0.0)  # [BT, BV]
+        b_e = tl.load(errors + o_row, mask=m_v, other=0.0).to(tl.float32)
+        b_r = tl.load(rights + o_row, mask=m_v, other=0.0).to(tl.float32)
+        b_dv = b_beta[:, None] * b_r
+        b_u = (b_beta[:, None] * b_e).to(dtype)
+        tl.store(dv + o_row, b_dv.to(dv.dtype.element_ty), mask=m_v)
+        b_db += tl.sum(b_e * b_r, 1)
+        b_w = tl.dot(b_do, tl.trans(b_u), b_w, input_precision=PRECISION)
+        b_x = tl.dot(b_dv.to(dtype), tl.trans(b_u), b_x, input_precision=PRECISION)
+    if BETA:
+        tl.store(dbeta + row + o_t * H, b_db.to(dbeta.dtype.element_ty), mask=m_t)
+    m_lower = o_r[:, None] > o_r[None, :]
+    b_w = tl.where(o_r[:, None] >= o_r[None, :], b_w * scale, 0.0)
+    b_x = tl.where(m_lower, -b_x, 0.0)
+    if GATE == 1:
+        o_g = i_b * stride_gb + token * stride_gt + (i_h // RG).to(tl.int64) * stride_gh
+        b_d = between(load_gate(g + o_g + o_t * stride_gt, m_t, CLOSED), o_r, TERMS, EXACT)
+        b_w *= b_d
+        b_x *= b_d
+    o_p = (i_s.to(tl.int64) * H + i_h) * (BT * BT) + o_r[:, None] * BT + o_r[None, :]
+    tl.store(dpairs + o_p, b_w.to(dtype))
+    tl.store(dkeys + o_p, b_x.to(dtype))
+    if NEED_G and GATE == 1:
+        p_q = q + (i_b * stride_qb + token * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT
+        p_k = k + (i_b * stride_kb + token * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
+        b_qk = tl.zeros([BT, BT], dtype=tl.float32)
+        b_kk = tl.zeros([BT, BT], dtype=tl.float32)
+        for i_k in range(0, K, BK):
+            o_k = i_k + tl.arange(0, BK)
+            m_k = m_t[:, None] & (o_k < K)[None, :]
+            b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+            b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+            b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION)
+            b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PRECISION)
+        # Of pairs of rows j before the gate and i from it on; the product sums over j.
+        b_a = ones_dot(m_lower, tl.trans(b_qk * b_w + b_kk * b_x), DG_TERMS)  # [BT (t), BT (i)]
+        b_dg = tl.sum(tl.where(o_r[:, None] <= o_r[None, :], b_a, 0.0), 1)
+        tl.store(dg + row + o_t * H, b_dg, mask=m_t)
+
+
+@triton.jit(do_not_specialize=["N"])
+def queries_gradient_kernel(
+    q, k, g, do, hs, dpairs, dg_given, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
+    stride_ob, stride_ot, stride_oh, scale, T, N, ROWS,
+    dq, dg,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr,
+    UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    GATE: tl.constexpr, NEED_G: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr,
+    DG_TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """The gradients of BK dimensions of a chunk's queries, and the parts of its gates' that they make.
+
+    ``hs``: the states before chunks. The part of a gate per token is ``dg``'s row for these dimensions, the first of
+    them with what is given.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_k = tl.program_id(0) % NK
+    i_h = (tl.program_id(0) // NK) % H
+    i_s = tl.program_id(0) // (NK * H)
+    _, i_b, _, _, token, left = locate_rows(cu_seqlens, i_s, T, N, BT, BT, PACKED, REVERSE, True, BN)
+    if left <= 0:
+        return
+    o_r = tl.arange(0, BT)
+    o_t = -o_r if REVERSE else o_r
+    m_t = o_r < left
+    o_k = i_k * BK + tl.arange(0, BK)
+    m_k = m_t[:, None] & (o_k < K)[None, :]
+    o_g = i_b * stride_gb + token * stride_gt + (i_h // RG).to(tl.int64) * stride_gh
+    p_do = do + (i_b * stride_ob + token * stride_ot + i_h.to(tl.int64) * stride_oh) * UNIT
+    p_q = q + (i_b * stride_qb + token * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT
+    p_k = k + (i_b * stride_kb + token * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
+    i_slot = i_s.to(tl.int64) * H + i_h
+    row = (i_b * T + token) * H + i_h
+    dtype: tl.constexpr = k.dtype.element_ty
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        o_s = i_slot * (K * V) + o_k[:, None] * V + o_v[None, :]
+        m_v = (o_v < V)[None, :]
+        b_do = tl.load(p_do + o_t[:, None] * (stride_ot * UNIT) + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
+        b_h = tl.load(hs + o_s, mask=(o_k < K)[:, None] & m_v, other=0.0)  # [BK, BV]
+        b_dq = tl.dot(b_do, tl.trans(b_h), b_dq, input_precision=PRECISION)
+    b_dq *= scale
+    b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+    b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+    b_w = tl.load(dpairs + i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :])  # [BT (i), BT (j)]
+    m_upto = o_r[:, None] >= o_r[None, :]
+    o_row = row * K + o_t[:, None] * (H * K) + o_k[None, :]
+    if GATE == 2:
+        b_kf = b_k.to(tl.float32)
+        b_g = load_gate(g + o_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
+        b_dq *= decay(ones_dot(m_upto, b_g, TERMS), EXACT)
+        # A gate decays what rows from it on read from before it.
+        b_dg = ones_dot(o_r[:, None] <= o_r[None, :], b_q * b_dq, DG_TERMS)
+        b_dq += tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_w.to(tl.float32), 0.0), 1)[:, None] * b_kf
+        m = 1
+        while m < BT:
+            later, m_sum, m_pair = level(o_r, m)
+            b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
+            b_wm = tl.where(m_pair & later[:, None], b_w, 0.0).to(dtype)
+            b_y = tl.dot(b_wm, (b_kf * b_e).to(dtype), input_precision=PRECISION) * b_e
+            b_dq += b_y
+            b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_q * b_y, DG_TERMS)
+            m *= 2
+        if NEED_G:
+            tl.store(dg + o_row, b_dg, mask=m_k)
+    else:
+        if GATE == 1:
+            b_g1 = load_gate(g + o_g + o_t * stride_gt, m_t, CLOSED)
+            b_dq *= decay(tl.sum(tl.where(m_upto, b_g1[None, :], 0.0), 1), EXACT)[:, None]
+            if NEED_G:
+                b_i = tl.sum(b_q * b_dq, 1)[None, :]
+                b_dg1 = tl.sum(tl.where(o_r[:, None] <= o_r[None, :], b_i, 0.0), 1)
+                b_dg1 += tl.load(dg_given + row + o_t * H, mask=m_t & (i_k == 0), other=0.0)
+                tl.store(dg + i_k * (ROWS * H).to(tl.int64) + row + o_t * H, b_dg1, mask=m_t)
+        b_dq = tl.dot(b_w, b_k, b_dq, input_precision=PRECISION)
+    tl.store(dq + o_row, b_dq.to(dq.dtype.element_ty), mask=m_k)
+
+
+@triton.jit(do_not_specialize=["N"])
+def keys_gradient_kernel(
+    q, k, g, beta, errors, rights, hs, dhs, dpairs, dkeys, dg_given, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
+    stride_bb, stride_bt, stride_bh, T, N, ROWS,
+    dk, dg,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr,
+    RB: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    GATE: tl.constexpr, BETA: tl.constexpr, NEED_G: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr,
+    DG_TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """The gradients of BK dimensions of a chunk's keys, and of its gates, added to the parts that queries have made.
+
+    ``hs`` and ``dhs`` are the state before the chunk and the gradient of the one after it.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    i_k = tl.program_id(0) % NK
+    i_h = (tl.program_id(0) // NK) % H
+    i_s = tl.program_id(0) // (NK * H)
+    _, i_b, _, _, token, left = locate_rows(cu_seqlens, i_s, T, N, BT, BT, PACKED, REVERSE, True, BN)
+    if left <= 0:
+        return
+    o_r = tl.arange(0, BT)
+    o_t = -o_r if REVERSE else o_r
+    m_t = o_r < left
+    o_k = i_k * BK + tl.arange(0, BK)
+    m_k = m_t[:, None] & (o_k < K)[None, :]
+    o_g = i_b * stride_gb + token * stride_gt + (i_h // RG).to(tl.int64) * stride_gh
+    o_beta = i_b * stride_bb + token * stride_bt + (i_h // RB).to(tl.int64) * stride_bh
+    p_q = q + (i_b * stride_qb + token * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT
+    p_k = k + (i_b * stride_kb + token * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
+    i_slot = i_s.to(tl.int64) * H + i_h
+    row = (i_b * T + token) * H + i_h
+    dtype: tl.constexpr = k.dtype.element_ty
+    b_beta = load_beta(beta, o_beta + o_t * stride_bt, m_t, BETA)[:, None]
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)  # of keys that meet the state before the chunk,
+    b_dl = tl.zeros([BT, BK], dtype=tl.float32)  # and of keys that change the state after it
+    b_across = tl.zeros([BK], dtype=tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = m_t[:, None] & (o_v < V)[None, :]
+        o_row = row * V + o_t[:, None] * (H * V) + o_v[None, :]
+        o_s = i_slot * (K * V) + o_k[:, None] * V + o_v[None, :]
+        m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+        b_u = tl.load(errors + o_row, mask=m_v, other=0.0).to(tl.float32) * b_beta  # [BT, BV]
+        b_dv = tl.load(rights + o_row, mask=m_v, other=0.0).to(tl.float32) * b_beta
+        b_h = tl.load(hs + o_s, mask=m_s, other=0.0)  # [BK, BV]
+        b_dh = tl.load(dhs + o_s, mask=m_s, other=0.0)
+        b_dk = tl.dot((-b_dv).to(dtype), tl.trans(b_h), b_dk, input_precision=PRECISION)
+        b_dl = tl.dot(b_u.to(dtype), tl.trans(b_dh), b_dl, input_precision=PRECISION)
+        if NEED_G:
+            b_across += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+    b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+    b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+    o_p = i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :]
+    b_w = tl.trans(tl.load(dpairs + o_p))  # [BT (j), BT (i)]
+    b_x = tl.load(dkeys + o_p)
+    b_x += tl.trans(b_x)
+    m_lower = o_r[:, None] > o_r[None, :]
+    o_row = row * K + o_t[:, None] * (H * K) + o_k[None, :]
+    if GATE == 2:
+        b_qf = b_q.to(tl.float32)
+        b_kf = b_k.to(tl.float32)
+        b_g = load_gate(g + o_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
+        b_dk *= decay(ones_dot(o_r[:, None] >= o_r[None, :], b_g, TERMS), EXACT)
+        b_dl *= decay(ones_dot(o_r[:, None] < o_r[None, :], b_g, TERMS), EXACT)
+        # A gate decays what rows from it on read from before it, and what rows before it leave to after the chunk.
+        b_dg = ones_dot(o_r[:, None] <= o_r[None, :], b_kf * b_dk, DG_TERMS)
+        b_dg += ones_dot(m_lower, b_kf * b_dl, DG_TERMS)
+        b_dg += (b_across * decay(tl.sum(b_g, 0), EXACT))[None, :]
+        b_dk += b_dl
+        b_dk += tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_w.to(tl.float32), 0.0), 1)[:, None] * b_qf
+        m = 1
+        while m < BT:
+            later, m_sum, m_pair = level(o_r, m)
+            b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
+            b_wm = tl.where(m_pair & later[None, :], b_w, 0.0).to(dtype)
+            b_z = tl.dot(b_wm, (b_qf * b_e).to(dtype), input_precision=PRECISION)
+            b_xm = tl.where(m_pair, b_x, 0.0).to(dtype)
+            b_z = tl.dot(b_xm, (b_kf * b_e).to(dtype), b_z, input_precision=PRECISION) * b_e
+            b_dk += b_z
+            b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_kf * b_z, DG_TERMS)
+            m *= 2
+        if NEED_G:
+            b_dg += tl.load(dg_given + o_row, mask=m_k, other=0.0)
+            tl.store(dg + o_row, b_dg.to(dg.dtype.element_ty), mask=m_k)
+    else:
+        if GATE == 1:
+            b_kf = b_k.to(tl.float32)
+            b_g1 = load_gate(g + o_g + o_t * stride_gt, m_t, CLOSED)
+            b_dk *= decay(tl.sum(tl.where(o_r[:, None] >= o_r[None, :], b_g1[None, :], 0.0), 1), EXACT)[:, None]
+            b_dl *= decay(tl.sum(tl.where(o_r[:, None] < o_r[None, :], b_g1[None, :], 0.0), 1), EXACT)[:, None]
+            if NEED_G:
+                b_i = tl.sum(b_kf * b_dk, 1)[None, :]
+                b_dg1 = tl.sum(tl.where(o_r[:, None] <= o_r[None, :], b_i, 0.0), 1)
+                b_dg1 += tl.sum(tl.where(m_lower, tl.sum(b_kf * b_dl, 1)[None, :], 0.0), 1)
+                b_dg1 += tl.sum(b_across, 0) * decay(tl.sum(b_g1, 0), EXACT)
+                p_dg = i_k * (ROWS * H).to(tl.int64) + row + o_t * H
+                b_dg1 += tl.load(dg_given + p_dg, mask=m_t, other=0.0)
+                tl.store(dg + p_dg, b_dg1, mask=m_t)
+        b_dk = tl.dot(b_w, b_q, b_dk + b_dl, input_precision=PRECISION)
+        b_dk = tl.dot(b_x, b_k, b_dk, input_precision=PRECISION)
+    tl.store(dk + o_row, b_dk.to(dk.dtype.element_ty), mask=m_k)
+
+
+@triton.jit
+def norm_kernel(x, dy, stride_b, stride_t, stride_h, T, ROWS, y, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+                BR: tl.constexpr, BACKWARD: tl.constexpr, UNIT: tl.constexpr):
+    """``y = x / sqrt(sum x^2 + EPSILON)`` of each head's K dimensions; BACKWARD: x's gradient, from dy, that of y."""
+    i_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_k = tl.arange(0, BK)
+    m_r = (i_r < ROWS)[:, None] & (o_k < K)[None, :]
+    p_x = x + (i_r // H // T * stride_b + i_r // H % T * stride_t + i_r % H * stride_h)[:, None] * UNIT + o_k[None, :]
+    o_y = i_r[:, None] * K + o_k[None, :]
+    b_x = tl.load(p_x, mask=m_r, other=0.0).to(tl.float32)
+    b_r = tl.rsqrt(tl.sum(b_x * b_x, 1) + EPSILON)[:, None]
+    b_y = b_x * b_r
+    if BACKWARD:
+        b_dy = tl.load(dy + o_y, mask=m_r, other=0.0).to(tl.float32)
+        b_y = b_r * (b_dy - b_y * tl.sum(b_y * b_dy, 1)[:, None])
+    tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=m_r)

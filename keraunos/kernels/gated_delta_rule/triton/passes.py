@@ -1,0 +1,326 @@
+"""The gated delta rule in Triton, for JAX and PyTorch: which kernel runs when.
+
+Forward: a kernel that is parallel over chunks makes what needs no state (``prepare_kernel``), then one walk over each
+sequence, head and tile of values has the output. Where these are too few to fill a GPU, sequences are cut into
+segments: a walk over all of them at once gives each one's own state and its matrix, which takes the state before it to
+the one after; ``join_kernel`` makes from these the states that segments start from, exactly.
+
+Backward: nothing is kept. The forward walk is done again, and leaves the state before each chunk; the adjoint walk
+leaves the gradient of the state after it; from both a kernel that is parallel over chunks makes the gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from keraunos.frontends import shared_memory
+from keraunos.frontends.array_types import Array
+from keraunos.kernels.device import limits
+from keraunos.kernels.device.limits import four_warps, precision
+from keraunos.kernels.device.sums import over_shared, summed
+from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
+from keraunos.kernels.gated_delta_rule.triton import chunks, walks
+from keraunos.kernels.host.arrays import Spec, pow2, spec_of, strides_by_name, tile, unit_of
+from keraunos.kernels.host.plan import Plan, remember
+from keraunos.kernels.host.sequences import Sizes
+from keraunos.ops.invocation import Config, Invocation
+
+FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
+
+# Programs that fill the largest GPUs; a cut takes a second walk with twice the columns, so it pays where a quarter of
+# these is idle. Tokens that make a segment worth its while.
+_PROGRAMS, _MIN_SEGMENT = 264, 512
+# Rows that one program normalises. Warps of the kernel that prepares chunks.
+_ROWS, _PREPARE = 16, 2
+# Kernels of gradients, their warps and stages. Their tiles are never cut to fewer dimensions: with 16 of float32, Triton
+# 3.6 builds code for Hopper that writes elsewhere.
+_TILE = 64
+_GRADIENTS: dict[str, tuple[Any, int, int]] = {
+    "pairs": (chunks.pairs_gradient_kernel, 4, 2),
+    "queries": (chunks.queries_gradient_kernel, 4, 2),
+    "keys": (chunks.keys_gradient_kernel, 4, 2),
+}
+
+
+class Call(Sizes):
+    """One call as the Triton kernels see it, and how its sequences are cut."""
+
+    def __init__(self, specs: Args, opts: Options, shared: int):
+        super().__init__(specs, opts)
+        self.shared = shared
+        self.exact = self.dtype == "float32"
+        self.terms = 3 if self.exact else 2
+        self.precision, self.fine = precision(self.exact), precision(True) if self.exact else limits.finer()
+        self.BT: int = self.cfg.block_q
+        self.BV: int = min(self.cfg.block_d, tile(self.V))
+        # Tokens of a segment; 0: sequences are not cut.
+        programs = self.N * self.H * -(-self.V // self.BV)
+        count = min(_PROGRAMS // max(programs, 1), self.T // _MIN_SEGMENT)
+        self.L = -(-self.T // (count * self.BT)) * self.BT if count > 3 else 0
+        self.chunks, self.segments = self.slots(self.BT), self.slots(self.L) if self.L else self.N
+
+    def slots(self, length: int) -> int:
+        """How many parts of a length sequences have at most; a packed one may end in a shorter part anywhere."""
+        return self.T // length + self.N if self.packed else self.N * -(-self.T // length)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The constants that every kernel has."""
+        return dict(EXACT=self.exact, REVERSE=self.reverse, PACKED=self.packed, PRECISION=self.precision)
+
+
+@remember
+def call_of(specs: Args, opts: Options, shared: int) -> Call:
+    """The call; the same object for all that are alike. shared: bytes of shared memory that a program may have."""
+    return Call(specs, opts, shared)
+
+
+class Prepared(NamedTuple):
+    """The results of ``prepare_kernel``, and the queries and keys that walks read: decayed by gates per dimension."""
+
+    near: Array
+    pairs: Array
+    alike: Array
+    enter: Array | None
+    leave: Array | None
+    q: Array
+    k: Array
+    kl: Array
+
+
+def _tokens(call: Call, q: Spec, k: Spec, do: Spec | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The numbers of kernels over chunks that read arrays of tokens, and their constants."""
+    g, beta = call.specs.g, call.specs.beta
+    unit = unit_of(q, k, do)
+    numbers = dict(**strides_by_name(unit, q=q, k=k), **strides_by_name(g=g), **strides_by_name(b=beta),
+                   **(strides_by_name(unit, o=do) if do else {}), scale=call.scale, T=call.T, N=call.N)
+    constants = dict(H=call.H, K=call.K, **call.ratios(q=q, k=k, g=g, b=beta), UNIT=unit, BT=call.BT,
+                     BN=pow2(call.N), GATE=call.gate, BETA=beta is not None, TERMS=call.terms, **call.flags)
+    return numbers, constants
+
+
+@remember
+def _prepare_plan(call: Call, q: Spec, k: Spec) -> Plan:
+    numbers, constants = _tokens(call, q, k)
+    H, BT, dtype = call.H, call.BT, call.dtype
+    square, row = (call.chunks, H, BT, BT), ((call.chunks, H, BT), "float32")
+    decayed = ((call.B, call.T, H, call.K), dtype) if call.gate == 2 else None
+    enter = {0: None, 1: row, 2: ((call.chunks, H, call.K), "float32")}[call.gate]
+    outputs = dict(near=(square if call.exact else (*square[:2], 2, BT, BT), dtype), pairs=(square, dtype),
+                   alike=((call.chunks, H), "int32"),
+                   enter=enter, leave=row if call.gate == 1 else None, qd=decayed, ke=decayed, kl=decayed)
+    return Plan(chunks.prepare_kernel, (call.chunks * H,), numbers, outputs, dict(**constants, BK=min(tile(call.K), _TILE), FINE=call.fine), _PREPARE, 2)
+
+
+def prepare(call: Call, args: Args) -> Prepared:
+    """Launch ``prepare_kernel``."""
+    plan = _prepare_plan(call, spec_of(args.query), spec_of(args.key))
+    near, pairs, alike, enter, leave, q, k, kl = plan.launch(q=args.query, k=args.key, g=args.g, beta=args.beta,
+                                                      cu_seqlens=args.cu_seqlens)
+    if call.gate < 2:
+        q, k, kl = args.query, args.key, args.key
+    return Prepared(near, pairs, alike, enter, leave, q, k, kl)
+
+
+@remember
+def _walk_plan(call: Call, q: Spec, k: Spec, x: Spec, name: str, split: bool, init: bool, output: bool, save: bool,
+               final: int, matrix: bool) -> Plan:
+    """A walk over the values (name "v"), or the adjoint one over the output's gradient ("o")."""
+    H, K, V, beta, forward = call.H, call.K, call.V, call.specs.beta, name == "v"
+    W = V + K if matrix else V
+    unit = unit_of(q, k, x)
+    arrays = {"q": q, "k": k, name: x}
+    numbers = dict(**strides_by_name(unit, "bh", **arrays), **strides_by_name(b=beta), scale=call.scale, T=call.T,
+                   N=call.N, L=call.L if split else max(call.T, 1))
+    ratios = call.ratios(q=q, k=k, b=beta) | (dict(RV=call.ratio(x)) if forward else {})
+    constants = dict(
+        H=H, K=K, V=V, **ratios, **strides_by_name(1, "t", **arrays), UNIT=unit, BT=call.BT, BK=tile(K),
+        BV=min(call.cfg.block_d, tile(W)), BN=pow2(call.N), GATE=call.gate, BETA=beta is not None, SPLIT=split,
+        INIT=init, SAVE=save, FINAL=final, **call.flags,
+    )
+    tokens, saved = ((call.B, call.T, H, V), call.dtype), ((call.chunks, H, K, V), call.dtype)
+    ends = (call.segments if final == 2 else call.N, H, K, W)
+    end = call.specs.initial_state.dtype if final == 1 and not forward else "float32"
+    outputs: dict[str, Any] = dict(o=tokens if output else None) if forward else {}
+    outputs |= {"errors" if forward else "rights": tokens if save else None,
+                "hs" if forward else "dhs": saved if save else None,
+                "ht" if forward else "dh0": (ends, end) if final else None}
+    if forward:
+        constants |= dict(W=W, OUTPUT=output)
+    slots = call.segments if split else call.N
+    grid = (slots * H * -(-W // constants["BV"]),)
+    fn = walks.walk_kernel if forward else walks.adjoint_kernel
+    return Plan(fn, grid, numbers, outputs, constants, call.cfg.num_warps, call.cfg.num_stages)
+
+
+def walk(call: Call, args: Args, ready: Prepared, h0: Array | None, *, split: bool = False, output: bool = False,
+         save: bool = False, final: int = 0, matrix: bool = False) -> tuple:
+    """One forward walk: ``(output, errors, states before chunks, last states)``, None for what is not wanted."""
+    plan = _walk_plan(call, spec_of(ready.q), spec_of(ready.k), call.specs.value, "v", split, h0 is not None, output,
+                      save, final, matrix)
+    return plan.launch(q=ready.q, k=ready.k, kl=ready.kl, v=args.value, beta=args.beta, near=ready.near,
+                       pairs=ready.pairs, alike=ready.alike, enter=ready.enter, leave=ready.leave, h0=h0, cu_seqlens=args.cu_seqlens)
+
+
+def adjoint(call: Call, args: Args, ready: Prepared, do: Array, dht: Array | None, *, split: bool = False,
+            save: bool = False, final: int = 0) -> tuple:
+    """One adjoint walk: ``(R, gradients of the states after chunks, of the first states)``."""
+    plan = _walk_plan(call, spec_of(ready.q), spec_of(ready.k), spec_of(do), "o", split, dht is not None, False, save,
+                      final, False)
+    return plan.launch(q=ready.q, k=ready.k, kl=ready.kl, do=do, beta=args.beta, near=ready.near, pairs=ready.pairs,
+                       alike=ready.alike, enter=ready.enter, leave=ready.leave, dht=dht, cu_seqlens=args.cu_seqlens)
+
+
+@remember
+def _join_plan(call: Call, init: bool, adjoint: bool) -> Plan:
+    BV, BK = min(tile(call.V), 16), min(tile(call.K), 64)
+    numbers = dict(T=call.T, N=call.N, L=call.L)
+    constants = dict(H=call.H, K=call.K, V=call.V, BK=BK, BV=BV, PACKED=call.packed, INIT=init, ADJOINT=adjoint,
+                     PRECISION=precision(True))
+    outputs = dict(starts=((call.segments, call.H, call.K, call.V), "float32"))
+    return Plan(walks.join_kernel, (call.N * call.H * -(-call.V // BV),), numbers, outputs, constants, 4, 2)
+
+
+def starts_of(call: Call, args: Args, ready: Prepared) -> tuple[Array | None, Array | None]:
+    """The states that forward walks start from, and the segments' states and matrices, where sequences are cut."""
+    if not call.L:
+        return args.initial_state, None
+    local = walk(call, args, ready, None, split=True, final=2, matrix=True)[-1]
+    (starts,) = _join_plan(call, args.initial_state is not None, False).launch(
+        local=local, matrices=local, h0=args.initial_state, cu_seqlens=args.cu_seqlens)
+    return starts, local
+
+
+def ends_of(call: Call, args: Args, ready: Prepared, do: Array, dfinal: Array | None,
+            matrices: Array | None) -> Array | None:
+    """The gradients of states that adjoint walks start from."""
+    if not call.L:
+        return dfinal
+    local = adjoint(call, args, ready, do, None, split=True, final=2)[-1]
+    (ends,) = _join_plan(call, dfinal is not None, True).launch(local=local, matrices=matrices, h0=dfinal,
+                                                                cu_seqlens=args.cu_seqlens)
+    return ends
+
+
+@remember
+def _norm_plan(call: Call, x: Spec, backward: bool) -> Plan:
+    B, T, H, K = x.shape
+    unit = unit_of(x)
+    rows = B * T * H
+    numbers = dict(**strides_by_name(unit, x=x), T=T, ROWS=rows)
+    numbers = {name.replace("stride_x", "stride_"): n for name, n in numbers.items()}
+    constants = dict(H=H, K=K, BK=tile(K), BR=_ROWS, BACKWARD=backward, UNIT=unit)
+    return Plan(chunks.norm_kernel, (-(-rows // _ROWS),), numbers, dict(y=(x.shape, x.dtype)), constants)
+
+
+def _normalised(call: Call, args: Args) -> Args:
+    """The arrays with queries and keys of length 1, if that is wanted."""
+    if not call.opts.use_qk_l2norm:
+        return args
+    q, k = (_norm_plan(call, spec_of(x), False).launch(x=x, dy=x)[0] for x in args[:2])
+    return args._replace(query=q, key=k)
+
+
+def forward(args: Args, opts: Options) -> tuple[tuple[Array, Array | None], tuple]:
+    """``((output, final_state), ())``: the backward needs the inputs only."""
+    call = call_of(Args(*map(spec_of, args)), opts, shared_memory(args.query))
+    args = _normalised(call, args)
+    ready = prepare(call, args)
+    starts, _ = starts_of(call, args, ready)
+    output, _, _, final = walk(call, args, ready, starts, split=call.L > 0, output=True, final=int(opts.state))
+    return (output, final), ()
+
+
+@remember
+def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
+    """The launch that makes the gradients of "pairs", "queries" or "keys"."""
+    H, K, V, g, beta = call.H, call.K, call.V, call.specs.g, call.specs.beta
+    kernel, num_warps, num_stages = _GRADIENTS[name]
+    unit, tokens, parts = unit_of(q, k, do), (call.B, call.T, H), -(-K // _TILE)
+    reads_o, reads_beta = name != "keys", name != "queries"
+    numbers = dict(**strides_by_name(unit, q=q, k=k), **strides_by_name(g=g),
+                   **(strides_by_name(b=beta) if reads_beta else {}), **(strides_by_name(unit, o=do) if reads_o else {}),
+                   **(dict(scale=call.scale) if reads_o else {}), T=call.T, N=call.N,
+                   **({} if name == "pairs" else dict(ROWS=call.B * call.T)))
+    need_g = call.opts.needs(call.specs, "g")
+    constants = dict(
+        H=H, K=K, V=V, **call.ratios(q=q, k=k, g=g), **(call.ratios(b=beta) if reads_beta else {}), UNIT=unit,
+        BT=call.BT, BK=_TILE, BV=_TILE, BN=pow2(call.N), GATE=call.gate, NEED_G=need_g, TERMS=call.terms,
+        **(dict(BETA=beta is not None) if reads_beta else {}),
+        DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), **call.flags,
+    )
+    query, key, value = map(call.dtype_of_each, call.specs[:3])
+    square = (call.chunks, H, call.BT, call.BT), call.dtype
+    outputs: dict[str, dict[str, Any]] = dict(
+        pairs=dict(dpairs=square, dkeys=square, dv=((*tokens, V), value),
+                   dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)), dg=(tokens, "float32")),
+        queries=dict(dq=((*tokens, K), query), dg=((*tokens, K) if call.gate == 2 else (parts, *tokens), "float32")),
+        keys=dict(dk=((*tokens, K), key),
+                  dg=((*tokens, K), call.dtype_of_each(g)) if call.gate == 2 else "dg_given"),
+    )
+    if not need_g or (name, call.gate) == ("pairs", 2):
+        outputs[name]["dg"] = None
+    grid = (call.chunks * H * (1 if name == "pairs" else parts),)
+    return Plan(kernel, grid, numbers, outputs[name], constants, num_warps, num_stages)
+
+
+def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
+    """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
+    call = call_of(Args(*map(spec_of, args)), opts, shared_memory(args.query))
+    given, args = args, _normalised(call, args)
+    do, dfinal = grads
+    ready = prepare(call, args)
+    starts, matrices = starts_of(call, args, ready)
+    split = call.L > 0
+    _, errors, hs, _ = walk(call, args, ready, starts, split=split, save=True)
+    ends = ends_of(call, args, ready, do, dfinal, matrices)
+    rights, dhs, dh0 = adjoint(call, args, ready, do, ends, split=split, save=True,
+                               final=int(args.initial_state is not None))
+    specs = [spec_of(x) for x in (args.query, args.key, do)]
+    q, k, g, beta, cu = args.query, args.key, args.g, args.beta, args.cu_seqlens
+    dpairs, dkeys, dv, dbeta, dg = _gradient_plan(call, "pairs", *specs).launch(
+        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rights=rights, cu_seqlens=cu)
+    dq, dg = _gradient_plan(call, "queries", *specs).launch(
+        q=q, k=k, g=g, do=do, hs=hs, dpairs=dpairs, dg_given=dg, cu_seqlens=cu)
+    dk, dg = _gradient_plan(call, "keys", *specs).launch(
+        q=q, k=k, g=g, beta=beta, errors=errors, rights=rights, hs=hs, dhs=dhs, dpairs=dpairs, dkeys=dkeys,
+        dg_given=dg, cu_seqlens=cu)
+    if dg is not None and call.gate == 1:
+        whole = (call.B, call.T, call.H)
+        dg = summed(dg, 1, dg.shape[0], call.B * call.T * call.H, whole, call.dtype_of_each(call.specs.g))
+    made = (over_shared(call, *x) for x in zip((dq, dk, dv, dg, dbeta), call.specs[:5], strict=True))
+    dq, dk, dv, dg, dbeta = made
+    if opts.use_qk_l2norm:
+        dq, dk = (_norm_plan(call, spec_of(x), True).launch(x=x, dy=dx)[0]
+                  for x, dx in zip(given[:2], (dq, dk), strict=True))
+    return Args(dq, dk, dv, dg, dbeta, dh0)
+
+
+def unsupported(inv: Invocation) -> str | None:
+    """Why Triton cannot run the call, or None."""
+    return limits.cannot_run(inv, inv.arrays["query"][0])
+
+
+def heuristic(inv: Invocation, cfg: Config) -> Config:
+    """Chunks of 64 tokens, and programs of four warps with 64 columns of a state."""
+    exact, wide = inv.arrays["query"][0] == "float32", max(inv.dims["K"], inv.dims["V"]) > 128
+    vector = "g" in inv.arrays and inv.arrays["g"][1] == inv.arrays["key"][1]
+    return replace(cfg, **four_warps(exact, wide, vector, inv.shared_memory))
+
+
+def candidates(inv: Invocation, cfg: Config) -> list[Config]:
+    """Chunks of 32 and 64 tokens, tiles of 32 to 128 columns of a state, and pipelines of one to three stages."""
+    widest = tile(inv.dims["V"])
+    return [
+        replace(cfg, block_q=BT, block_d=BV, num_warps=warps, num_stages=stages)
+        for BT in ((cfg.block_q,) if cfg.block_q == 16 else (32, 64))
+        for BV, warps in ((32, 4), (64, 4), (128, 8)) if widest >= BV or BV == 32
+        for stages in (1, 2, 3)
+    ]
+
+
+gated_delta_rule = kernel(
+    "triton", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
+    unsupported=unsupported,
+)

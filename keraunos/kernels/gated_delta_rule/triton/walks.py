@@ -1,0 +1,292 @@
+"""Triton kernels of the gated delta rule that walk over sequences, chunk by chunk, with the state in registers.
+
+The state is kept transposed, ``[BV, BK]``: it is the left operand of every product that it takes part in.
+"""
+
+import triton
+import triton.language as tl
+
+from keraunos.kernels.device.recurrence import locate
+from keraunos.kernels.gated_delta_rule.triton.chunks import load_beta, locate_rows
+
+
+@triton.jit
+def whole_dot(x, y, acc, alike, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """``acc + x @ y``, with float32's digits of x where keys are alike: as the sum of two of y's dtype.
+
+    Corrections of like keys cancel in the state. What rounding takes from each of them does not.
+    """
+    b_x = x.to(y.dtype)
+    acc = tl.dot(b_x, y, acc, input_precision=PRECISION)
+    if not EXACT:  # noqa: SIM102
+        if alike:
+            acc = tl.dot((x - b_x.to(tl.float32)).to(y.dtype), y, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["N"])
+def walk_kernel(
+    q, k, kl, v, beta, near, pairs, alike, enter, leave, h0, cu_seqlens,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_bb, stride_bt, stride_bh, scale, T, N, L,
+    o, errors, hs, ht,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr,
+    RV: tl.constexpr, RB: tl.constexpr, UNIT: tl.constexpr, stride_qt: tl.constexpr, stride_kt: tl.constexpr,
+    stride_vt: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    GATE: tl.constexpr, BETA: tl.constexpr, EXACT: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    SPLIT: tl.constexpr, INIT: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, FINAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The forward walk: outputs, and the states that are wanted.
+
+    With S the state before a chunk: ``Y = V - enter K S``, ``E = Y - N beta Y``, ``U = beta E``, ``O = scale enter Q S
+    + pairs U``, ``S' = decay S + (leave K)^T U``. SPLIT: walks are segments of L tokens. INIT: 0 from zeros, 1 from h0,
+    one state for each walk. W: columns of the states; those from V on are of a segment's matrix, which takes the state
+    before it to the one after: no values, from columns of one. SAVE: E and the states before chunks are written down.
+    FINAL: 1 the states of sequences, 2 those of walks.
+    """
+    NV: tl.constexpr = (W + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_h = (tl.program_id(0) // NV) % H
+    i_s = tl.program_id(0) // (NV * H)
+    i_n, i_b, i_g, chunk, token, left = locate_rows(cu_seqlens, i_s, T, N, L, BT, PACKED, REVERSE, SPLIT, BN)
+    size = tl.minimum(left, L).to(tl.int32) if SPLIT else left.to(tl.int32)
+    o_r = tl.arange(0, BT)
+    o_t = -o_r if REVERSE else o_r
+    step = -BT if REVERSE else BT
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = (o_k < K)[None, :]
+    m_v = (o_v < V)[:, None]
+    p_q = q + (i_b * stride_qb + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT + token * stride_qt
+    p_k = k + (i_b * stride_kb + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + token * stride_kt
+    p_l = kl + (i_b * stride_kb + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + token * stride_kt
+    p_v = v + (i_b * stride_vb + (i_h // RV).to(tl.int64) * stride_vh) * UNIT + token * stride_vt
+    o_beta = i_b * stride_bb + token * stride_bt + (i_h // RB).to(tl.int64) * stride_bh
+    row = ((i_b * T + token) * H + i_h) * V
+    i_slot = chunk * H + i_h
+    dtype: tl.constexpr = k.dtype.element_ty
+
+    b_s = tl.zeros([BV, BK], dtype=tl.float32)
+    if INIT:
+        i_init = ((i_s if SPLIT else i_n).to(tl.int64) * H + i_h) * (K * V)
+        b_s = tl.load(h0 + i_init + o_k[None, :] * V + o_v[:, None], mask=m_v & m_k, other=0.0).to(tl.float32)
+    if W > V:
+        b_s = tl.where((o_k[None, :] + V == o_v[:, None]) & m_k, 1.0, b_s)
+
+    b_all = 1.0
+    for i in range(tl.cdiv(tl.maximum(size, 0), BT)):
+        m_t = o_r < size - i * BT
+        b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)  # [BT, BK]
+        b_v = tl.load(p_v + o_t[None, :] * stride_vt + o_v[:, None], mask=m_t[None, :] & m_v, other=0.0)  # [BV, BT]
+        b_beta = load_beta(beta, o_beta + o_t * stride_bt, m_t, BETA)
+        p_n = near + i_slot * ((1 if EXACT else 2) * BT * BT) + o_r[:, None] * BT + o_r[None, :]
+        b_n = tl.load(p_n)  # [BT, BT]
+        alike_c = tl.load(alike + i_slot) != 0
+        b_h = b_s.to(dtype)
+        b_y = tl.dot(b_h, tl.trans(b_k), input_precision=PRECISION)  # [BV, BT]
+        if GATE == 1:
+            b_enter = tl.load(enter + i_slot * BT + o_r)
+            b_leave = tl.load(leave + i_slot * BT + o_r)
+            b_all = tl.load(enter + i_slot * BT + BT - 1)
+            b_y *= b_enter[None, :]
+        # Rounded once: as if the values were rounded.
+        b_y = (b_v.to(tl.float32) - b_y).to(dtype).to(tl.float32)
+        b_w = (b_y * b_beta[None, :]).to(dtype)
+        b_e = tl.dot(b_w, tl.trans(b_n), input_precision=PRECISION)
+        if not EXACT:  # noqa: SIM102
+            if alike_c:
+                b_e = tl.dot(b_w, tl.trans(tl.load(p_n + BT * BT)), b_e, input_precision=PRECISION)
+        b_e = b_y - b_e
+        b_u = b_e * b_beta[None, :]
+        o_row = o_t[None, :] * (H * V) + o_v[:, None]
+        if SAVE:
+            tl.store(errors + row + o_row, b_e.to(errors.dtype.element_ty), mask=m_t[None, :] & m_v)
+            o_s = i_slot * (K * V) + o_k[None, :] * V + o_v[:, None]
+            tl.store(hs + o_s, b_h, mask=m_v & m_k)
+        if OUTPUT:
+            b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
+            b_p = tl.load(pairs + i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :])  # [BT, BT]
+            b_o = tl.dot(b_h, tl.trans(b_q), input_precision=PRECISION)  # [BV, BT]
+            if GATE < 2:
+                b_o *= scale
+            if GATE == 1:
+                b_o *= b_enter[None, :]
+            b_o = whole_dot(b_u, tl.trans(b_p), b_o, alike_c, EXACT, PRECISION)
+            tl.store(o + row + o_row, b_o.to(o.dtype.element_ty), mask=m_t[None, :] & m_v)
+        if GATE == 2:
+            b_s *= tl.load(enter + i_slot * K + o_k, mask=o_k < K, other=0.0)[None, :]
+            b_k = tl.load(p_l + o_t[:, None] * stride_kt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
+        if GATE == 1:
+            b_s *= b_all
+            b_u *= b_leave[None, :]
+        b_s = whole_dot(b_u, b_k, b_s, alike_c, EXACT, PRECISION)
+        p_q += step * stride_qt
+        p_k += step * stride_kt
+        p_l += step * stride_kt
+        p_v += step * stride_vt
+        o_beta += step * stride_bt
+        row += step * (H * V)
+        i_slot += H
+
+    if FINAL == 1:
+        o_s = (i_n.to(tl.int64) * H + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
+        write = (left <= L) & ((left > 0) | (i_g == 0))
+        tl.store(ht + o_s, b_s, mask=m_v & m_k & write)
+    if FINAL == 2:
+        o_s = (i_s.to(tl.int64) * H + i_h) * (K * W) + o_k[None, :] * W + o_v[:, None]
+        tl.store(ht + o_s, b_s, mask=(o_v < W)[:, None] & m_k)
+
+
+@triton.jit(do_not_specialize=["N"])
+def adjoint_kernel(
+    q, k, kl, do, beta, near, pairs, alike, enter, leave, dht, cu_seqlens,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_ob, stride_oh, stride_bb, stride_bt, stride_bh, scale, T, N, L,
+    rights, dhs, dh0,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RB: tl.constexpr,
+    UNIT: tl.constexpr, stride_qt: tl.constexpr, stride_kt: tl.constexpr, stride_ot: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, EXACT: tl.constexpr,
+    REVERSE: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr, SAVE: tl.constexpr,
+    FINAL: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """The backward walk, from the last chunk to the first, with D the gradient of the state after a chunk.
+
+    ``dU = pairs^T dO + leave K D``, ``R = dU - N^T beta dU``, ``dV = beta R``, ``D' = decay D + scale (enter Q)^T dO
+    - (enter K)^T dV``. INIT, FINAL as forward; SAVE: R and D are written down.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = tl.program_id(0) % NV
+    i_h = (tl.program_id(0) // NV) % H
+    i_s = tl.program_id(0) // (NV * H)
+    i_n, i_b, i_g, chunk, token, left = locate_rows(cu_seqlens, i_s, T, N, L, BT, PACKED, REVERSE, SPLIT, BN)
+    size = tl.minimum(left, L).to(tl.int32) if SPLIT else left.to(tl.int32)
+    n_c = tl.cdiv(tl.maximum(size, 0), BT)
+    o_r = tl.arange(0, BT)
+    o_t = -o_r if REVERSE else o_r
+    step = -BT if REVERSE else BT
+    token += (n_c - 1) * step
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = (o_k < K)[None, :]
+    m_v = (o_v < V)[:, None]
+    p_q = q + (i_b * stride_qb + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT + token * stride_qt
+    p_k = k + (i_b * stride_kb + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + token * stride_kt
+    p_l = kl + (i_b * stride_kb + (i_h // RK).to(tl.int64) * stride_kh) * UNIT + token * stride_kt
+    p_o = do + (i_b * stride_ob + i_h.to(tl.int64) * stride_oh) * UNIT + token * stride_ot
+    o_beta = i_b * stride_bb + token * stride_bt + (i_h // RB).to(tl.int64) * stride_bh
+    row = ((i_b * T + token) * H + i_h) * V
+    i_slot = (chunk + n_c - 1) * H + i_h
+    dtype: tl.constexpr = k.dtype.element_ty
+
+    b_d = tl.zeros([BV, BK], dtype=tl.float32)
+    if INIT:
+        i_init = ((i_s if SPLIT else i_n).to(tl.int64) * H + i_h) * (K * V)
+        b_d = tl.load(dht + i_init + o_k[None, :] * V + o_v[:, None], mask=m_v & m_k, other=0.0).to(tl.float32)
+
+    b_all = 1.0
+    for i in range(n_c):
+        m_t = o_r < size - (n_c - 1 - i) * BT
+        b_k = tl.load(p_k + o_t[:, None] * stride_kt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)  # [BT, BK]
+        b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)  # [BT, BK]
+        b_do = tl.load(p_o + o_t[None, :] * stride_ot + o_v[:, None], mask=m_t[None, :] & m_v, other=0.0)  # [BV, BT]
+        b_beta = load_beta(beta, o_beta + o_t * stride_bt, m_t, BETA)
+        p_n = near + i_slot * ((1 if EXACT else 2) * BT * BT) + o_r[:, None] * BT + o_r[None, :]
+        b_n = tl.load(p_n)  # [BT, BT]
+        alike_c = tl.load(alike + i_slot) != 0
+        b_p = tl.load(pairs + i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :])
+        b_h = b_d.to(dtype)
+        b_l = b_k
+        if GATE == 2:
+            b_l = tl.load(p_l + o_t[:, None] * stride_kt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
+        b_du = tl.dot(b_h, tl.trans(b_l), input_precision=PRECISION)  # [BV, BT]
+        if GATE == 1:
+            b_enter = tl.load(enter + i_slot * BT + o_r)
+            b_du *= tl.load(leave + i_slot * BT + o_r)[None, :]
+            b_all = tl.load(enter + i_slot * BT + BT - 1)
+        b_du = tl.dot(b_do, b_p, b_du, input_precision=PRECISION)
+        # A row's gradient sums all that reads it later, of which little may be left.
+        b_w = b_du * b_beta[None, :]
+        b_r = whole_dot(b_w, b_n, tl.zeros([BV, BT], dtype=tl.float32), alike_c, EXACT, PRECISION)
+        if not EXACT:  # noqa: SIM102
+            if alike_c:
+                b_r = tl.dot(b_w.to(dtype), tl.load(p_n + BT * BT), b_r, input_precision=PRECISION)
+        b_r = b_du - b_r
+        if SAVE:
+            o_row = o_t[None, :] * (H * V) + o_v[:, None]
+            tl.store(rights + row + o_row, b_r.to(rights.dtype.element_ty), mask=m_t[None, :] & m_v)
+            tl.store(dhs + i_slot * (K * V) + o_k[None, :] * V + o_v[:, None], b_h, mask=m_v & m_k)
+        b_dv = b_r * b_beta[None, :]
+        b_do2 = b_do.to(tl.float32)
+        if GATE < 2:
+            b_do2 *= scale
+        if GATE == 1:
+            b_do2 *= b_enter[None, :]
+            b_dv *= b_enter[None, :]
+            b_d *= b_all
+        if GATE == 2:
+            b_d *= tl.load(enter + i_slot * K + o_k, mask=o_k < K, other=0.0)[None, :]
+        b_d = tl.dot(b_do2.to(dtype), b_q, b_d, input_precision=PRECISION)
+        b_d = whole_dot(-b_dv, b_k, b_d, alike_c, EXACT, PRECISION)
+        p_q -= step * stride_qt
+        p_k -= step * stride_kt
+        p_l -= step * stride_kt
+        p_o -= step * stride_ot
+        o_beta -= step * stride_bt
+        row -= step * (H * V)
+        i_slot -= H
+
+    if FINAL == 1:
+        o_s = (i_n.to(tl.int64) * H + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
+        tl.store(dh0 + o_s, b_d.to(dh0.dtype.element_ty), mask=m_v & m_k & (i_g == 0))
+    if FINAL == 2:
+        o_s = (i_s.to(tl.int64) * H + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
+        tl.store(dh0 + o_s, b_d, mask=m_v & m_k)
+
+
+@triton.jit(do_not_specialize=["N"])
+def join_kernel(
+    local, matrices, h0, cu_seqlens, T, N, L, starts,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    INIT: tl.constexpr, ADJOINT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """The states that segments start from: ``S_(i+1) = M_i S_i + local_i``, S_0 from h0 or zeros, BV columns of them.
+
+    ``matrices`` ``[slots, H, K, V + K]`` has a segment's M in its last K columns, and forward ``local`` in the others.
+    ADJOINT: gradients of states, ``D_(i-1) = M_i^T D_i + local_i`` from the last segment, whose D is h0.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    W: tl.constexpr = V + K
+    WL: tl.constexpr = V if ADJOINT else W
+    i_v = tl.program_id(0) % NV
+    i_h = (tl.program_id(0) // NV) % H
+    i_n = tl.program_id(0) // (NV * H)
+    _, begin, length, _ = locate(cu_seqlens, i_n, T, N, L, PACKED, False, 1)
+    slot = (begin // L + i_n) if PACKED else (begin * 0 + i_n * tl.cdiv(T, L))
+    n_g = tl.maximum(tl.cdiv(length, L), 1).to(tl.int32)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_v = (o_v < V)[None, :]
+    for i in range(n_g):
+        i_g = (n_g - 1 - i) if ADJOINT else i
+        i_here = ((slot + i_g) * H + i_h) * K
+        i_last = ((slot + i_g + (1 if ADJOINT else -1)) * H + i_h) * K
+        for i_k in range(0, K, BK):
+            o_k = i_k + tl.arange(0, BK)
+            m_k = (o_k < K)[:, None]
+            b_s = tl.zeros([BK, BV], dtype=tl.float32)
+            if i == 0:
+                if INIT:
+                    p_h = h0 + ((i_n.to(tl.int64) * H + i_h) * K + o_k[:, None]) * V + o_v[None, :]
+                    b_s = tl.load(p_h, mask=m_k & m_v, other=0.0).to(tl.float32)
+            else:
+                p_l = local + (i_last + o_k[:, None]) * WL + o_v[None, :]
+                b_s = tl.load(p_l, mask=m_k & m_v, other=0.0)
+                for i_c in range(0, K, BK):
+                    o_c = i_c + tl.arange(0, BK)
+                    m_m = m_k & (o_c < K)[None, :]
+                    o_m = (o_c[None, :] * W + o_k[:, None]) if ADJOINT else (o_k[:, None] * W + o_c[None, :])
+                    b_m = tl.load(matrices + i_last * W + V + o_m, mask=m_m, other=0.0)
+                    p_s = starts + (i_last + o_c[:, None]) * V + o_v[None, :]
+                    b_last = tl.load(p_s, mask=(o_c < K)[:, None] & m_v, other=0.0)
+                    b_s = tl.dot(b_m, b_last, b_s, input_precision=PRECISION)
+            tl.store(starts + (i_here + o_k[:, None]) * V + o_v[None, :], b_s, mask=m_k & m_v)
+        # The next segment reads what other threads have written here.
+        tl.debug_barrier()
