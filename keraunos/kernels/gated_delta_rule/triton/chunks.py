@@ -7,7 +7,7 @@ Decays are products with 0/1 matrices, as in ``device/recurrence.py``.
 import triton
 import triton.language as tl
 
-from keraunos.kernels.device.recurrence import CLOSED, decay, level, load_gate, locate, ones_dot
+from keraunos.kernels.device.recurrence import CLOSED, LOG2E, decay, level, load_gate, locate, ones_dot
 
 EPSILON = tl.constexpr(1e-6)
 # Keys are alike from this sum of squares on, of a key's decayed products with those before it, times their beta.
@@ -49,23 +49,23 @@ def load_beta(beta, o_beta, m_t, BETA: tl.constexpr):
 def substituted(b_a, b_beta, BT: tl.constexpr, PRECISION: tl.constexpr):
     """``N = (I + A diag(beta))^-1 A`` of A ``[BT, BT]`` strictly below the diagonal.
 
-    Blocks of 16 rows on the diagonal by substitution, row after row; then blocks of twice the size, whose lower left
+    Blocks of 8 rows on the diagonal by substitution, row after row; then blocks of twice the size, whose lower left
     quarter is ``(I - N_22 beta) A_21 (I - beta N_11)``.
     """
-    NB: tl.constexpr = BT // 16
+    NB: tl.constexpr = BT // 8
     o_b = tl.arange(0, NB)
     own = o_b[:, None, None, None] == o_b[None, None, :, None]
-    b_n = tl.sum(tl.where(own, tl.reshape(b_a, [NB, 16, NB, 16]), 0.0), 2)  # [NB, 16, 16]
+    b_n = tl.sum(tl.where(own, tl.reshape(b_a, [NB, 8, NB, 8]), 0.0), 2)  # [NB, 8, 8]
     # Columns of A beta are rows here: what is read of it lies where it meets N.
-    b_ba = tl.permute(b_n * tl.reshape(b_beta, [NB, 16])[:, None, :], (0, 2, 1))
-    o_i = tl.arange(0, 16)
-    for i in range(1, 16):
-        b_row = tl.sum(tl.where(o_i[None, None, :] == i, b_ba, 0.0), 2)  # [NB, 16]
+    b_ba = tl.permute(b_n * tl.reshape(b_beta, [NB, 8])[:, None, :], (0, 2, 1))
+    o_i = tl.arange(0, 8)
+    for i in range(1, 8):
+        b_row = tl.sum(tl.where(o_i[None, None, :] == i, b_ba, 0.0), 2)  # [NB, 8]
         b_row = tl.sum(b_row[:, :, None] * b_n, 1)
         b_n -= tl.where(o_i[None, :, None] == i, b_row[:, None, :], 0.0)
     b_n = tl.reshape(tl.where(own, b_n[:, :, None, :], 0.0), [BT, BT])
     o_r = tl.arange(0, BT)
-    m = 16
+    m = 8
     while m < BT:
         m_off = ((o_r[:, None] // m) ^ (o_r[None, :] // m)) == 1
         b_m = tl.where(m_off & (o_r[:, None] > o_r[None, :]), b_a, 0.0)
@@ -84,7 +84,7 @@ def prepare_kernel(
     H: tl.constexpr, K: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr, RB: tl.constexpr,
     UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr,
     EXACT: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    FINE: tl.constexpr,
+    FINE: tl.constexpr, MILD: tl.constexpr,
 ):
     """What a walk reads of each chunk, and needs no state for.
 
@@ -124,19 +124,29 @@ def prepare_kernel(
             b_qf = b_q.to(tl.float32)
             b_kf = b_k.to(tl.float32)
             b_p += tl.where(o_r[:, None] == o_r[None, :], tl.sum(b_qf * b_kf, 1)[:, None], 0.0)
-            m = 1
-            while m < BT:
-                later, m_sum, m_pair = level(o_r, m)
-                m_pair &= later[:, None]
-                b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
-                b_x = (b_kf * b_e).to(dtype)
-                b_l = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)
-                b_a += tl.where(m_pair, b_l, 0.0)
-                b_l = tl.dot((b_qf * b_e).to(dtype), tl.trans(b_x), input_precision=PRECISION)
-                b_p += tl.where(m_pair, b_l, 0.0)
-                m *= 2
-            b_enter = decay(ones_dot(o_r[:, None] >= o_r[None, :], b_g, TERMS), EXACT)
+            m_upto = o_r[:, None] >= o_r[None, :]
+            b_to = ones_dot(m_upto, b_g, TERMS)
+            b_enter = decay(b_to, EXACT)
             b_leave = decay(ones_dot(o_r[:, None] < o_r[None, :], b_g, TERMS), EXACT)
+            if tl.min(b_to) * LOG2E > -MILD:
+                # Pairs factor at the chunk's start.
+                b_x = tl.trans((b_kf * tl.exp2(b_to * -LOG2E)).to(dtype))
+                b_l = tl.dot((b_kf * b_enter).to(dtype), b_x, input_precision=PRECISION)
+                b_a += tl.where(o_r[:, None] > o_r[None, :], b_l, 0.0)
+                b_l = tl.dot((b_qf * b_enter).to(dtype), b_x, input_precision=PRECISION)
+                b_p += tl.where(o_r[:, None] > o_r[None, :], b_l, 0.0)
+            else:
+                m = 1
+                while m < BT:
+                    later, m_sum, m_pair = level(o_r, m)
+                    m_pair &= later[:, None]
+                    b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
+                    b_x = tl.trans((b_kf * b_e).to(dtype))
+                    b_l = tl.dot((b_kf * b_e).to(dtype), b_x, input_precision=PRECISION)
+                    b_a += tl.where(m_pair, b_l, 0.0)
+                    b_l = tl.dot((b_qf * b_e).to(dtype), b_x, input_precision=PRECISION)
+                    b_p += tl.where(m_pair, b_l, 0.0)
+                    m *= 2
             o_d = row + o_t[:, None] * (H * K) + o_k[None, :]
             tl.store(qd + o_d, (b_qf * b_enter * scale).to(dtype), mask=m_k)
             tl.store(ke + o_d, (b_kf * b_enter).to(dtype), mask=m_k)
@@ -156,11 +166,15 @@ def prepare_kernel(
     o_p = o_r[:, None] * BT + o_r[None, :]
     tl.store(pairs + i_slot * (BT * BT) + o_p, b_p.to(dtype))
     b_beta = load_beta(beta, o_beta + o_t * stride_bt, m_t, BETA)
-    b_n = substituted(tl.where(m_lower, b_a, 0.0), b_beta, BT, FINE)
-    # Where a row's key is like those before it, corrections cancel: then walks need their lower digits, too.
+    b_a = tl.where(m_lower, b_a, 0.0)
+    # Where a row's key is like those before it, corrections cancel: their lower digits count, too.
     b_like = b_a * b_beta[None, :]
-    b_like = tl.max(tl.sum(tl.where(m_lower, b_like * b_like, 0.0), 1), 0)
-    tl.store(alike + i_slot, (b_like > ALIKE).to(tl.int32))
+    is_alike = tl.max(tl.sum(b_like * b_like, 1), 0) > ALIKE
+    tl.store(alike + i_slot, is_alike.to(tl.int32))
+    if is_alike or EXACT:
+        b_n = substituted(b_a, b_beta, BT, FINE)
+    else:
+        b_n = substituted(b_a, b_beta, BT, PRECISION)
     b_hi = b_n.to(dtype)
     if EXACT:
         tl.store(near + i_slot * (BT * BT) + o_p, b_hi)

@@ -33,13 +33,12 @@ FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 _PROGRAMS, _MIN_SEGMENT = 264, 512
 # Rows that one program normalises. Warps of the kernel that prepares chunks.
 _ROWS, _PREPARE = 16, 2
-# Kernels of gradients, their warps and stages. Their tiles are never cut to fewer dimensions: with 16 of float32, Triton
+# Kernels of gradients, the dimensions of K and of V that they take at once, warps, stages. These tiles are never cut to fewer dimensions: with 16 of float32, Triton
 # 3.6 builds code for Hopper that writes elsewhere.
-_TILE = 64
-_GRADIENTS: dict[str, tuple[Any, int, int]] = {
-    "pairs": (chunks.pairs_gradient_kernel, 4, 2),
-    "queries": (chunks.queries_gradient_kernel, 4, 2),
-    "keys": (chunks.keys_gradient_kernel, 4, 2),
+_GRADIENTS: dict[str, tuple[Any, int, int, int, int]] = {
+    "pairs": (chunks.pairs_gradient_kernel, 64, 64, 2, 2),
+    "queries": (chunks.queries_gradient_kernel, 64, 64, 2, 2),
+    "keys": (chunks.keys_gradient_kernel, 64, 64, 2, 2),
 }
 
 
@@ -52,6 +51,8 @@ class Call(Sizes):
         self.exact = self.dtype == "float32"
         self.terms = 3 if self.exact else 2
         self.precision, self.fine = precision(self.exact), precision(True) if self.exact else limits.finer()
+        # How far gates may sum below 0, base 2, where their factors still are in the dtype's range with much to spare.
+        self.mild = 92.0 if self.dtype == "bfloat16" else -1.0
         self.BT: int = self.cfg.block_q
         self.BV: int = min(self.cfg.block_d, tile(self.V))
         # Tokens of a segment; 0: sequences are not cut.
@@ -110,7 +111,8 @@ def _prepare_plan(call: Call, q: Spec, k: Spec) -> Plan:
     outputs = dict(near=(square if call.exact else (*square[:2], 2, BT, BT), dtype), pairs=(square, dtype),
                    alike=((call.chunks, H), "int32"),
                    enter=enter, leave=row if call.gate == 1 else None, qd=decayed, ke=decayed, kl=decayed)
-    return Plan(chunks.prepare_kernel, (call.chunks * H,), numbers, outputs, dict(**constants, BK=min(tile(call.K), _TILE), FINE=call.fine), _PREPARE, 2)
+    return Plan(chunks.prepare_kernel, (call.chunks * H,), numbers, outputs, dict(**constants, BK=min(tile(call.K), 64), FINE=call.fine,
+                                                         MILD=call.mild), _PREPARE, 2)
 
 
 def prepare(call: Call, args: Args) -> Prepared:
@@ -236,8 +238,8 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, Array | None], tupl
 def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
     """The launch that makes the gradients of "pairs", "queries" or "keys"."""
     H, K, V, g, beta = call.H, call.K, call.V, call.specs.g, call.specs.beta
-    kernel, num_warps, num_stages = _GRADIENTS[name]
-    unit, tokens, parts = unit_of(q, k, do), (call.B, call.T, H), -(-K // _TILE)
+    kernel, BK, BV, num_warps, num_stages = _GRADIENTS[name]
+    unit, tokens, parts = unit_of(q, k, do), (call.B, call.T, H), -(-K // BK)
     reads_o, reads_beta = name != "keys", name != "queries"
     numbers = dict(**strides_by_name(unit, q=q, k=k), **strides_by_name(g=g),
                    **(strides_by_name(b=beta) if reads_beta else {}), **(strides_by_name(unit, o=do) if reads_o else {}),
@@ -246,7 +248,7 @@ def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
     need_g = call.opts.needs(call.specs, "g")
     constants = dict(
         H=H, K=K, V=V, **call.ratios(q=q, k=k, g=g), **(call.ratios(b=beta) if reads_beta else {}), UNIT=unit,
-        BT=call.BT, BK=_TILE, BV=_TILE, BN=pow2(call.N), GATE=call.gate, NEED_G=need_g, TERMS=call.terms,
+        BT=call.BT, BK=BK, BV=BV, BN=pow2(call.N), GATE=call.gate, NEED_G=need_g, TERMS=call.terms,
         **(dict(BETA=beta is not None) if reads_beta else {}),
         DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), **call.flags,
     )
@@ -303,10 +305,13 @@ def unsupported(inv: Invocation) -> str | None:
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
-    """Chunks of 64 tokens, and programs of four warps with 64 columns of a state."""
+    """Chunks of 32 tokens, and programs of four warps with 64 columns of a state.
+
+    With 64 tokens a walk needs more registers than there are, and to prepare a chunk takes three times as long.
+    """
     exact, wide = inv.arrays["query"][0] == "float32", max(inv.dims["K"], inv.dims["V"]) > 128
-    vector = "g" in inv.arrays and inv.arrays["g"][1] == inv.arrays["key"][1]
-    return replace(cfg, **four_warps(exact, wide, vector, inv.shared_memory))
+    chosen = four_warps(exact, wide, False, inv.shared_memory)
+    return replace(cfg, **{**chosen, "block_q": min(chosen["block_q"], 32)})
 
 
 def candidates(inv: Invocation, cfg: Config) -> list[Config]:
