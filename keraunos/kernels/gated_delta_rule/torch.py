@@ -82,9 +82,10 @@ class _Chunks:
         return step
 
 
-def forward(args: Args, opts: Options) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
-    """``((output, final_state), ())``: the backward needs the inputs only."""
-    w = Walker(args, opts)
+def forward(args: Args, opts: Options,
+            continues: torch.Tensor | None = None) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
+    """``((output, final_state), ())``: the backward needs the inputs only. continues: see :class:`Walker`."""
+    w = Walker(args, opts, continues)
     states, state = w.states(args.initial_state)
     output = w.buffer(w.H, w.V, dtype=args.query.dtype)
     # The precision is the caller's choice by the dtype of the inputs: autocast does not reach in here.

@@ -95,18 +95,19 @@ def _after(w: Walker, decay: Decay, k: jax.Array, u: jax.Array, state: jax.Array
     return decay.total * state + w.mm("bhik,bhiv->bhkv", k * decay.leave, u)
 
 
-def _walker(args: Args, opts: Options) -> Walker:
-    w = Walker(args, opts, at_once=False)
+def _walker(args: Args, opts: Options, continues: jax.Array | None = None) -> Walker:
+    w = Walker(args, opts, at_once=False, continues=continues)
     beta = None if args.beta is None else w.room_for(args.beta)
     w.args = w.args._replace(beta=beta)
     return w
 
 
-def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+def _forward(args: Args, opts: Options,
+             continues: jax.Array | None = None) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """``((output, final_state), (the states before the groups of chunks, [groups, B or 1, H, K, V],))``."""
     if args.query.shape[1] == 0:
         return without_tokens(args), ()
-    w = _walker(args, opts)
+    w = _walker(args, opts, continues)
     under = w.decay()
 
     def pass_chunk(decay: Decay, state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,

@@ -32,6 +32,9 @@ INTEGERS = ("int32", "int64")
 # The arguments that say where what is: they vary from call to call.
 INDICES = ("slots", "counts", "cu_seqlens", "has_initial", "tokens", "targets")
 
+# The arguments with a row for each token.
+TOKENS = ("query", "key", "value", "g")
+
 
 class Args(NamedTuple):
     """The arrays of one call; absent ones are ``None``. Rows are [N], or [N, T] drafts, or [T] packed tokens.

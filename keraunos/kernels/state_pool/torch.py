@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -73,31 +74,19 @@ def _finish(output: torch.Tensor, args: Args) -> torch.Tensor:
     return output if args.out is None else args.out.copy_(output)
 
 
-def _sums(x: torch.Tensor, piece: torch.Tensor, n: int) -> torch.Tensor:
-    return x.new_zeros(n + 1, *x.shape[1:]).index_add_(0, piece, x)[:n]
-
-
-def _join(own: torch.Tensor, begin: torch.Tensor, total: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    starts, carried = [], torch.zeros_like(begin[0])
-    for i in range(len(begin)):
-        carried = torch.where(own[i], begin[i], carried)
-        starts.append(carried)
-        carried = total[i] * carried + local[i]
-    return torch.stack(starts)
-
-
 @torch.no_grad()
-def _prefill(forward: Callable, args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def _prefill(family: ModuleType, forward: Callable, args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """``(output, pool)``: the packed tokens of all requests."""
-    own = prompts.Own(lambda args: _read(args).float(), _write, _sums, _join)
-    output, pool = prompts.prefill(own, forward, args._replace(cu_seqlens=args.cu_seqlens.long()), opts)
+    own = prompts.Own(lambda args: _read(args).float(), _write)
+    output, pool = prompts.prefill(own, family, forward, args._replace(cu_seqlens=args.cu_seqlens.long()), opts)
     return _finish(output, args), pool
 
 
-def prefill(source: str, forward: Callable, fields: tuple[str, ...], heuristic: Callable) -> Implementation:
-    """Prefill by a family's ``forward``, with its heuristic; source: the module's ``__file__``."""
-    return contract.implementation("prefill", functools.partial(_prefill, forward), fields, platform="torch",
-                                   source=source, heuristic=heuristic)
+def prefill(source: str, family: ModuleType, forward: Callable, fields: tuple[str, ...], heuristic: Callable,
+            op_id: str = "prefill") -> Implementation:
+    """Prefill by a family's ``forward``, with its contract and its heuristic; source: the module's ``__file__``."""
+    return contract.implementation(op_id, functools.partial(_prefill, family, forward), fields,
+                                   platform="torch", source=source, heuristic=heuristic)
 
 
 decode, verify, commit = (

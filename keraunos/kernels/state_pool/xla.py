@@ -1,13 +1,13 @@
 """The serving functions in ``jax.numpy``, on CPU, GPU and TPU.
 
-Prompts run through a family's recurrence. Where states are exported, requests are cut into pieces there: first
-each piece's own state is made, from these what every piece starts from, and from that all outputs.
+Prompts run through a family's recurrence.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -64,21 +64,13 @@ def _steps(args: Args, opts: Options) -> tuple[jax.Array | None, jax.Array | Non
     return output, pool
 
 
-def _join(own: jax.Array, begin: jax.Array, total: jax.Array, local: jax.Array) -> jax.Array:
-    def enter(carried: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
-        own, begin, total, local = piece
-        carried = jnp.where(own, begin, carried)
-        return total * carried + local, carried
-
-    return jax.lax.scan(enter, jnp.zeros_like(begin[0]), (own, begin, total, local))[1]
+_OWN = prompts.Own(_read, _write)
 
 
-_OWN = prompts.Own(_read, _write, jax.ops.segment_sum, _join)
-
-
-def prefill(source: str, forward: Callable, fields: tuple[str, ...], heuristic: Callable) -> Implementation:
-    """Prefill by a family's ``forward``, with its heuristic; source: the module's ``__file__``."""
-    return contract.implementation("prefill", functools.partial(prompts.prefill, _OWN, forward), fields,
+def prefill(source: str, family: ModuleType, forward: Callable, fields: tuple[str, ...], heuristic: Callable,
+            op_id: str = "prefill") -> Implementation:
+    """Prefill by a family's ``forward``, with its contract and its heuristic; source: the module's ``__file__``."""
+    return contract.implementation(op_id, functools.partial(prompts.prefill, _OWN, family, forward), fields,
                                    platform="xla", source=source, heuristic=heuristic)
 
 
