@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from keraunos.kernels.state_pool import contract, prompts
+from keraunos.kernels.state_pool import contract, prompts, tokens
 from keraunos.kernels.state_pool.contract import Args, Options
 from keraunos.ops.registry import Implementation
 
@@ -34,34 +34,16 @@ def _write(states: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> torc
 @torch.no_grad()
 def _steps(args: Args, opts: Options) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``(output, pool)`` of decode, verify or commit: token after token."""
-    states, H = args.states, args.states.shape[1]
-    live = args.slots >= 0
-    state = _read(args).float()
-
-    def token(x: torch.Tensor) -> torch.Tensor:
-        """The rows of each token ``[N, H, ...]`` in float32."""
-        x = x[:, None] if opts.op_id == "decode" else x
-        x = x.float()
-        return x.repeat_interleave(H // x.shape[2], 2) if x.shape[2] != H else x
-
-    k, v = token(args.key), token(args.value)
-    q = token(args.query) if opts.reads else None
-    gate = state.new_zeros(1, 1, 1, 1)
-    if args.g is not None:
-        gate = token(args.g)
-        gate = gate if gate.ndim == 4 else gate[..., None]
-    if args.g_gamma is not None:
-        gamma = args.g_gamma.float()[..., None]
-        gate = gate + (gamma if gamma.ndim == 2 else gamma[:, None])
-    decay = gate.exp().expand(*k.shape[:3], -1)
-    outputs = []
-    for t in range(k.shape[1]):
-        moved = decay[:, t, ..., None] * state + k[:, t, ..., None] * v[:, t, :, None]
+    states, live, step, given = args.states, args.slots >= 0, tokens.step_of(args), tokens.read(args, opts)
+    state, outputs = _read(args).float(), []
+    for t in range(given.k.shape[1]):
+        token = tokens.Tokens(*(x if x is None else x[:, t] for x in given))
+        moved = step(state, token)
         state = moved if args.counts is None else torch.where((t < args.counts).view(-1, 1, 1, 1), moved, state)
         if args.exports is not None:
             _write(args.exports, torch.where(live, args.targets[:, t], -1), state)
-        if q is not None:
-            outputs.append((state * q[:, t, ..., None]).sum(-2) * opts.softmax_scale)
+        if token.q is not None:
+            outputs.append((state * token.q[..., None]).sum(-2) * opts.softmax_scale)
     if opts.writes:
         _write(states, args.slots if args.counts is None else torch.where(args.counts > 0, args.slots, -1), state)
     if not opts.reads:

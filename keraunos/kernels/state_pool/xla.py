@@ -12,7 +12,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from keraunos.kernels.state_pool import contract, prompts
+from keraunos.kernels.state_pool import contract, prompts, tokens
 from keraunos.kernels.state_pool.contract import Args, Options
 from keraunos.ops.registry import Implementation
 
@@ -30,37 +30,22 @@ def _write(states: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
 
 def _steps(args: Args, opts: Options) -> tuple[jax.Array | None, jax.Array | None]:
     """``(output, pool)`` of decode, verify or commit: token after token."""
-    H, one = args.states.shape[1], opts.op_id == "decode"
+    given, one_step = tokens.read(args, opts), tokens.step_of(args)
+    given = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), given)
+    counts = jnp.full(args.slots.shape, given.k.shape[0]) if args.counts is None else args.counts
 
-    def tokens(x: jax.Array) -> jax.Array:
-        """``[T, N, H, ...]`` in float32."""
-        x = x[:, None] if one else x
-        x = jnp.moveaxis(x, 1, 0).astype(jnp.float32)
-        return jnp.repeat(x, H // x.shape[2], 2) if x.shape[2] != H else x
+    def step(state: jax.Array, xs: tuple) -> tuple[jax.Array, jax.Array | None]:
+        t, token = xs
+        state = jnp.where((t < counts)[:, None, None, None], one_step(state, token), state)
+        return state, None if token.q is None else (state * token.q[..., None]).sum(-2) * opts.softmax_scale
 
-    k, v = tokens(args.key), tokens(args.value)
-    gate = jnp.zeros((*k.shape[:3], 1), jnp.float32)
-    if args.g is not None:
-        g = tokens(args.g)
-        gate = gate + (g if g.ndim == 4 else g[..., None])
-    if args.g_gamma is not None:
-        gate = gate + args.g_gamma.astype(jnp.float32)[..., None]
-    counts = jnp.full(args.slots.shape, k.shape[0]) if args.counts is None else args.counts
-
-    def step(state: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array | None]:
-        t, q, k, v, decay = token
-        moved = decay[..., None] * state + k[..., None] * v[..., None, :]
-        state = jnp.where((t < counts)[:, None, None, None], moved, state)
-        return state, None if q is None else (state * q[..., None]).sum(-2) * opts.softmax_scale
-
-    q = tokens(args.query) if opts.reads else None
-    state, outputs = jax.lax.scan(step, _read(args), (jnp.arange(k.shape[0]), q, k, v, jnp.exp(gate)))
+    state, outputs = jax.lax.scan(step, _read(args), (jnp.arange(given.k.shape[0]), given))
     output = pool = None
     if opts.writes:
         pool = _write(args.states, jnp.where(counts > 0, args.slots, -1), state)
     if outputs is not None:
         output = prompts.rows(jnp, args.slots >= 0, jnp.moveaxis(outputs, 0, 1)).astype(args.query.dtype)
-        output = output[:, 0] if one else output
+        output = output[:, 0] if opts.op_id == "decode" else output
     return output, pool
 
 

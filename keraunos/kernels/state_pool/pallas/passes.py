@@ -87,6 +87,8 @@ def _copies(inv: Invocation) -> str | None:
 
 def unsupported(inv: Invocation) -> str | None:
     """Why the kernel of steps cannot run the call, or None."""
+    if "beta" in inv.arrays:
+        return "takes no beta or b: it has no delta rule"
     H, K, V = (inv.dims[name] for name in "HKV")
     if not group(H, K, V):
         fit = f"takes states of which 8 heads, or all, fit in {_MOST >> 20} MiB"
