@@ -32,7 +32,7 @@ There are no gradients: training uses :func:`keraunos.gla_attention`, :func:`ker
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,60 +51,41 @@ if TYPE_CHECKING:
 __all__ = ["commit", "decode", "prefill", "verify"]
 
 
-class _Gates(NamedTuple):
-    """What states decay by and are corrected by, as the public functions are given it."""
-
-    log_decay: Decay | None
-    g: Array | None
-    g_gamma: Decay | None
-    beta: Array | None = None
-    a: Array | None = None
-    b: Array | None = None
-    A_log: Array | None = None
-    dt_bias: Array | None = None
-    lower_bound: float | None = None
-    use_qk_l2norm: bool = False
-
-    def arrays(self, name: str, key: Array) -> dict[str, Any]:
-        """The arrays by their names in the contract."""
-        if self.log_decay is not None and self.g_gamma is not None:
-            raise ValueError(f"{name}: got log_decay and g_gamma, which are the same; expected one of them")
-        constant, gamma = ("g_gamma", self.g_gamma) if self.log_decay is None else ("log_decay", self.log_decay)
-        gamma = gamma if gamma is None else per_head(name, key, constant, gamma)
-        if all(x is None or x is False for x in self[3:]):
-            return {"g": self.g, "g_gamma": gamma}
-        given = [x for x in self._fields if getattr(self, x) is not None and getattr(self, x) is not False]
-        for one, other in (("g", "a"), ("beta", "b")):
-            if one in given and other in given:
-                raise ValueError(f"{name}: got {one} and {other}, which say the same; expected one of them")
-        # Linear attention takes gates as they are.
-        needs = [("a", "A_log"), ("A_log", "a"), ("dt_bias", "a"), ("lower_bound", "a")]
-        needs += [(x, "beta or b") for x in ("a", "use_qk_l2norm")]
-        for one, needed in needs:
-            if one in given and not set(needed.split(" or ")) & set(given):
-                raise TypeError(f"{name}: got {one} without {needed}; expected both, or neither")
-        bound = self.lower_bound
-        if bound is not None and not (is_number(bound) and bound < 0):
-            raise ValueError(f"{name}: lower_bound is {bound!r}; expected a number below 0")
-        return {"g": self.g if self.a is None else self.a, "g_gamma": gamma, "A_log": self.A_log,
-                "dt_bias": self.dt_bias, "beta": self.b if self.beta is None else self.beta}
-
-    def options(self) -> dict[str, Any]:
-        """The options of the delta rule; none of linear attention."""
-        if self.beta is None and self.b is None:
-            return {}
-        found: dict[str, Any] = {"use_qk_l2norm": self.use_qk_l2norm}
-        if self.b is not None:
-            found["raw_beta"] = True
-        if self.lower_bound is not None:
-            found["lower_bound"] = float(self.lower_bound)
-        return found
+def _gates(operation: PoolOperation, key: Array, log_decay: Decay | None, g: Array | None, g_gamma: Decay | None,
+           beta: Array | None = None, a: Array | None = None, b: Array | None = None, A_log: Array | None = None,
+           dt_bias: Array | None = None, lower_bound: float | None = None,
+           use_qk_l2norm: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What states decay by and are corrected by: the arrays by their names in the contract, and the options."""
+    name = operation.op_id
+    if log_decay is not None and g_gamma is not None:
+        raise ValueError(f"{name}: got log_decay and g_gamma, which are the same; expected one of them")
+    constant, gamma = ("g_gamma", g_gamma) if log_decay is None else ("log_decay", log_decay)
+    gamma = gamma if gamma is None else per_head(name, key, constant, gamma)
+    if beta is a is b is A_log is dt_bias is None and lower_bound is None and use_qk_l2norm is False:
+        return {"g": g, "g_gamma": gamma}, {}
+    given = {"g": g, "a": a, "beta": beta, "b": b, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound,
+             "use_qk_l2norm": use_qk_l2norm or None}
+    known = {x for x, value in given.items() if value is not None}
+    for one, other in (("g", "a"), ("beta", "b")):
+        if known >= {one, other}:
+            raise ValueError(f"{name}: got {one} and {other}, which say the same; expected one of them")
+    # Linear attention takes gates as they are.
+    needs = [("a", "A_log"), ("A_log", "a"), ("dt_bias", "a"), ("lower_bound", "a")]
+    for one, needed in (*needs, ("a", "beta or b"), ("use_qk_l2norm", "beta or b")):
+        if one in known and not known & {*needed.split(" or ")}:
+            raise TypeError(f"{name}: got {one} without {needed}; expected both, or neither")
+    if lower_bound is not None and not (is_number(lower_bound) and lower_bound < 0):
+        raise ValueError(f"{name}: lower_bound is {lower_bound!r}; expected a number below 0")
+    options: dict[str, Any] = {"use_qk_l2norm": use_qk_l2norm}
+    options |= {"raw_beta": True} if b is not None else {}
+    options |= {"lower_bound": float(lower_bound)} if lower_bound is not None else {}
+    return {"g": g if a is None else a, "g_gamma": gamma, "A_log": A_log, "dt_bias": dt_bias,
+            "beta": b if beta is None else beta}, options
 
 
-def _call(operation: PoolOperation, args: Args, gates: _Gates, softmax_scale: float | None, platform: str | None,
-          cfg: Config | None) -> tuple[Any, Any]:
+def _call(operation: PoolOperation, args: Args, options: dict[str, Any], softmax_scale: float | None,
+          platform: str | None, cfg: Config | None) -> tuple[Any, Any]:
     """``(output, pool)``: what is changed in place is what was given."""
-    args = args._replace(**gates.arrays(operation.op_id, args.key))
     if framework := frontends.framework_of(args.key):
         # What varies from call to call, unlike decays, and so is no constant.
         array = frontends.get(framework).array
@@ -119,7 +100,7 @@ def _call(operation: PoolOperation, args: Args, gates: _Gates, softmax_scale: fl
         # Strides are not always among what calls are told apart by.
         check_room(operation.op_id, out)
     output, pool = default_executor()(operation, *args, softmax_scale=softmax_scale, platform=platform, _cfg=cfg,
-                                      **gates.options())
+                                      **options)
     output = output if out is None else out
     return output, states if pool is None or framework == "torch" else pool
 
@@ -237,9 +218,10 @@ def decode(
         >>> output.shape, float(output[0, 0, 0]), float(output[1].sum())
         ((2, 4, 16), 4.0, 0.0)
     """
-    gates = _Gates(log_decay, g, g_gamma, beta, a, b, A_log, dt_bias, lower_bound, use_qk_l2norm)
-    args = Args(key, value, query, states=states, slots=slots, out=out)
-    return _call(DECODE, args, gates, softmax_scale, platform, cfg)
+    gates, options = _gates(DECODE, key, log_decay, g, g_gamma, beta, a, b, A_log, dt_bias, lower_bound,
+                            use_qk_l2norm)
+    args = Args(key, value, query, states=states, slots=slots, out=out, **gates)
+    return _call(DECODE, args, options, softmax_scale, platform, cfg)
 
 
 @frontends.operation
@@ -292,9 +274,10 @@ def verify(
     pair = (None, None) if exports is None else exports
     if not isinstance(pair, tuple | list) or len(pair) != 2 or (pair[0] is None) != (pair[1] is None):
         raise TypeError(f"verify: exports is of type {type(exports).__qualname__}; expected a pair (pool, targets)")
-    gates = _Gates(log_decay, g, g_gamma, beta, a, b, A_log, dt_bias, lower_bound, use_qk_l2norm)
-    args = Args(key, value, query, states=states, slots=slots, targets=pair[1], out=out, exports=pair[0])
-    return _call(VERIFY, args, gates, softmax_scale, platform, cfg)[0]
+    gates, options = _gates(VERIFY, key, log_decay, g, g_gamma, beta, a, b, A_log, dt_bias, lower_bound,
+                            use_qk_l2norm)
+    args = Args(key, value, query, states=states, slots=slots, targets=pair[1], out=out, exports=pair[0], **gates)
+    return _call(VERIFY, args, options, softmax_scale, platform, cfg)[0]
 
 
 @frontends.operation
@@ -330,9 +313,10 @@ def commit(
     Raises:
         ValueError, TypeError: as :func:`decode`.
     """
-    gates = _Gates(log_decay, g, g_gamma, beta, a, b, A_log, dt_bias, lower_bound, use_qk_l2norm)
-    args = Args(key, value, states=states, slots=slots, counts=counts)
-    return _call(COMMIT, args, gates, None, platform, cfg)[1]
+    gates, options = _gates(COMMIT, key, log_decay, g, g_gamma, beta, a, b, A_log, dt_bias, lower_bound,
+                            use_qk_l2norm)
+    args = Args(key, value, states=states, slots=slots, counts=counts, **gates)
+    return _call(COMMIT, args, options, None, platform, cfg)[1]
 
 
 @frontends.operation
@@ -391,7 +375,7 @@ def prefill(
         if boundaries is not None:
             raise ValueError("prefill: got boundaries and every, which are the same; expected one of them")
         pair = _boundaries(every, offsets, query)
-    gates = _Gates(log_decay, g, g_gamma, beta, use_qk_l2norm=use_qk_l2norm)
+    gates, options = _gates(PREFILL, key, log_decay, g, g_gamma, beta, use_qk_l2norm=use_qk_l2norm)
     args = Args(key, value, query, states=states, slots=slots, cu_seqlens=offsets, has_initial=has_initial,
-                tokens=pair[0], targets=pair[1], out=out)
-    return _call(PREFILL, args, gates, softmax_scale, platform, cfg)
+                tokens=pair[0], targets=pair[1], out=out, **gates)
+    return _call(PREFILL, args, options, softmax_scale, platform, cfg)

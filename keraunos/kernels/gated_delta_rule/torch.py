@@ -20,11 +20,11 @@ from dataclasses import replace
 
 import torch
 
-from keraunos.kernels.gated_delta_rule import contract
 from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.reference import EPSILON
 from keraunos.kernels.recurrent.torch import Group, Walker
 from keraunos.kernels.state_pool import torch as pool
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -173,4 +173,4 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
 gated_delta_rule = kernel(
     "torch", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates
 )
-delta_prefill = pool.prefill(__file__, contract, forward, FIELDS, heuristic, "delta_prefill")
+delta_prefill = pool.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic, "delta_prefill")

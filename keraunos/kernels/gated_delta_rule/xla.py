@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from keraunos.frontends import jax as frontend
-from keraunos.kernels.gated_delta_rule import contract
 from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.reference import EPSILON
 from keraunos.kernels.recurrent.contract import state_spec
@@ -35,6 +34,7 @@ from keraunos.kernels.recurrent.xla import (
     without_tokens,
 )
 from keraunos.kernels.state_pool import xla as pool
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -216,4 +216,4 @@ forward, backward = on_each_device(_forward, _backward, _CHUNK, at_once=False)
 gated_delta_rule = kernel(
     "xla", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
 )
-delta_prefill = pool.prefill(__file__, contract, forward, FIELDS, heuristic, "delta_prefill")
+delta_prefill = pool.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic, "delta_prefill")

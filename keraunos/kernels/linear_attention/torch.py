@@ -16,10 +16,10 @@ from dataclasses import replace
 
 import torch
 
-from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels
 from keraunos.kernels.recurrent.torch import Group, ScalarDecay, VectorDecay, Walker
 from keraunos.kernels.state_pool import torch as pool
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -124,4 +124,4 @@ def _gamma_gradient(da: torch.Tensor, group: Group) -> torch.Tensor:
 gla, lightning_attn = kernels(
     "torch", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates
 )
-prefill = pool.prefill(__file__, contract, forward, FIELDS, heuristic)
+prefill = pool.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic)

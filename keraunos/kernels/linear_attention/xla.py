@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from keraunos.frontends import jax as frontend
-from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels
 from keraunos.kernels.recurrent.contract import state_spec
 from keraunos.kernels.recurrent.xla import (
@@ -34,6 +33,7 @@ from keraunos.kernels.recurrent.xla import (
     without_tokens,
 )
 from keraunos.kernels.state_pool import xla as pool
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -170,4 +170,4 @@ forward, backward = on_each_device(_forward, _backward, CHUNK)
 gla, lightning_attn = kernels(
     "xla", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
 )
-prefill = pool.prefill(__file__, contract, forward, FIELDS, heuristic)
+prefill = pool.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic)

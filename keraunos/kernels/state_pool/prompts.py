@@ -6,7 +6,6 @@ Where states are exported, requests are cut into pieces there, each of which goe
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from keraunos import frontends
@@ -21,8 +20,16 @@ class Own(NamedTuple):
     write: Callable[..., Any]  # (states, slots, new) -> the states, with the new ones in their slots
 
 
-def prefill(own: Own, family: ModuleType, forward: Callable, args: Args, opts: Options) -> tuple[Any, Any]:
-    """``(output, pool)``: the packed tokens of all requests, by the ``forward`` of a family with this contract."""
+class Walk(NamedTuple):
+    """A family's recurrence over packed sequences, and what it takes."""
+
+    args: Any  # the NamedTuple of its arrays
+    options: Any  # that of its options
+    forward: Callable
+
+
+def prefill(own: Own, walk: Walk, args: Args, opts: Options) -> tuple[Any, Any]:
+    """``(output, pool)``: the packed tokens of all requests."""
     xp, cu, live = frontends.of(args.key).xp, args.cu_seqlens, args.slots >= 0
     state = own.read(args)
     if args.has_initial is not None:
@@ -30,14 +37,14 @@ def prefill(own: Own, family: ModuleType, forward: Callable, args: Args, opts: O
     # Of padding nothing may be left, not even in the zeros that it is multiplied by.
     given = args._asdict() | {"initial_state": rows(xp, live, state)}
     given |= {name: x[None] for name in TOKENS if (x := given[name]) is not None}
-    call = family.Args(**{name: given[name] for name in family.Args._fields})
+    call = walk.args(**{name: given[name] for name in walk.args._fields})
     known = opts._asdict() | {"reverse": False}
-    options = family.Options(**{name: known[name] for name in family.Options._fields if name in known})
+    options = walk.options(**{name: known[name] for name in walk.options._fields if name in known})
     pool = args.states
     if args.tokens is None:
-        (output, final), _ = forward(call, options)
+        (output, final), _ = walk.forward(call, options)
     else:
-        output, final, exported = _in_pieces(forward, call, options, args)
+        output, final, exported = _in_pieces(walk.forward, call, options, args)
         pool = own.write(pool, *exported)
     alive = _of_request(live, cu, frontends.of(cu).numbers(args.key.shape[0], cu))
     return rows(xp, alive, output[0]), own.write(pool, args.slots, final)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
@@ -57,18 +56,18 @@ def _finish(output: torch.Tensor, args: Args) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _prefill(family: ModuleType, forward: Callable, args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def _prefill(walk: prompts.Walk, args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """``(output, pool)``: the packed tokens of all requests."""
     own = prompts.Own(lambda args: _read(args).float(), _write)
-    output, pool = prompts.prefill(own, family, forward, args._replace(cu_seqlens=args.cu_seqlens.long()), opts)
+    output, pool = prompts.prefill(own, walk, args._replace(cu_seqlens=args.cu_seqlens.long()), opts)
     return _finish(output, args), pool
 
 
-def prefill(source: str, family: ModuleType, forward: Callable, fields: tuple[str, ...], heuristic: Callable,
+def prefill(source: str, walk: prompts.Walk, fields: tuple[str, ...], heuristic: Callable,
             op_id: str = "prefill") -> Implementation:
-    """Prefill by a family's ``forward``, with its contract and its heuristic; source: the module's ``__file__``."""
-    return contract.implementation(op_id, functools.partial(_prefill, family, forward), fields,
-                                   platform="torch", source=source, heuristic=heuristic)
+    """Prefill by a family's recurrence, with its heuristic; source: the module's ``__file__``."""
+    compute = functools.partial(_prefill, walk)
+    return contract.implementation(op_id, compute, fields, platform="torch", source=source, heuristic=heuristic)
 
 
 decode, verify, commit = (

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -49,14 +48,11 @@ def _steps(args: Args, opts: Options) -> tuple[jax.Array | None, jax.Array | Non
     return output, pool
 
 
-_OWN = prompts.Own(_read, _write)
-
-
-def prefill(source: str, family: ModuleType, forward: Callable, fields: tuple[str, ...], heuristic: Callable,
+def prefill(source: str, walk: prompts.Walk, fields: tuple[str, ...], heuristic: Callable,
             op_id: str = "prefill") -> Implementation:
-    """Prefill by a family's ``forward``, with its contract and its heuristic; source: the module's ``__file__``."""
-    return contract.implementation(op_id, functools.partial(prompts.prefill, _OWN, family, forward), fields,
-                                   platform="xla", source=source, heuristic=heuristic)
+    """Prefill by a family's recurrence, with its heuristic; source: the module's ``__file__``."""
+    compute = functools.partial(prompts.prefill, prompts.Own(_read, _write), walk)
+    return contract.implementation(op_id, compute, fields, platform="xla", source=source, heuristic=heuristic)
 
 
 decode, verify, commit = (
