@@ -43,6 +43,12 @@ CASES = {
                                                                  pool="bfloat16", dtype="float16", slots=(-1, 1)),
     "commit, gates per dimension, a pool of bfloat16": dict(op="commit", counts=(0, 2, 3, 1), gate="vector",
                                                             pool="bfloat16"),
+    "decode, delta rule, raw gates, shared heads, bfloat16": dict(
+        delta=True, raw="softplus", norm=True, gate="scalar", gamma=False, H=4, HQ=2, G=2, HV=4,
+        dtype="bfloat16"),
+    "verify, delta rule without gates": dict(op="verify", delta=True, gamma=False),
+    "commit, delta rule, gates per dimension, a pool of bfloat16": dict(
+        op="commit", counts=(0, 2, 3, 1), delta=True, gate="vector", decay=3.0, pool="bfloat16"),
     "prefill, padding first and last": dict(op="prefill", lengths=(3, 130, 9, 0, 5), slots=(-1, 3, -1, 0, -1), tail=4,
                                             gate="scalar", dtype="bfloat16", pool="bfloat16"),
     "prefill, some begin with zeros, gates per dimension": dict(op="prefill", lengths=(5, 4, 9, 0), fresh=(0, 3),
