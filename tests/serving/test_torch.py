@@ -119,10 +119,12 @@ def test_drafts_are_decoded_one_by_one(platform, gate, family):
     assert pool.tobytes() == array(decoded).tobytes()
 
 
-@pytest.mark.parametrize("where", ["in the pool", "in another pool"])
-def test_the_states_after_drafts_may_be_kept(platform, where):
+@pytest.mark.parametrize(("where", "delta"), [
+    ("in the pool", False), ("in another pool", False), ("in the pool", True),
+])
+def test_the_states_after_drafts_may_be_kept(platform, where, delta):
     """Bit for bit what commit leaves, also where a request's own slot is among its targets; no other slot changes."""
-    case = Case(op="verify", slots=(3, -1, 6, 0), size=12, T=3, gate="scalar", V=40, dtype="bfloat16")
+    case = Case(op="verify", slots=(3, -1, 6, 0), size=12, T=3, gate="scalar", V=40, dtype="bfloat16", delta=delta)
     targets = np.array([[4, 3, -1], [11, 11, 11], [7, 8, 6], [0, -1, 9]], np.int32)
     given = whole(case)
     args, gates = arguments("verify", given)
