@@ -111,7 +111,8 @@ def _per_token(args: Args) -> Args:
     What does not fit is left to the checks.
     """
     gamma, slots, cu = args.g_gamma, args.slots, args.cu_seqlens
-    if gamma is None or any(getattr(x, "ndim", 0) != 1 for x in (slots, cu)) or cu.shape[0] != slots.shape[0] + 1:
+    fits = [getattr(x, "ndim", 0) for x in (slots, cu, args.states)] == [1, 1, 4]
+    if gamma is None or not fits or cu.shape[0] != slots.shape[0] + 1:
         return args
     H = args.states.shape[1]
     if gamma.shape != (slots.shape[0], H) and (args.beta is None or gamma.shape != (H,)):
@@ -371,7 +372,7 @@ def prefill(
         raise TypeError(f"prefill: boundaries is {boundaries!r}; expected a pair (tokens, targets)")
     T = query.shape[0] if getattr(query, "ndim", 0) == 3 else None
     offsets = placed("prefill", cu_seqlens, query, T, whole=False)
-    if every is not None and offsets is not None and getattr(offsets, "ndim", 0) == 1:
+    if every is not None and offsets is not None and getattr(offsets, "ndim", 0) == 1 and frontends.framework_of(query):
         if boundaries is not None:
             raise ValueError("prefill: got boundaries and every, which are the same; expected one of them")
         pair = _boundaries(every, offsets, query)

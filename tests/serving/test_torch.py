@@ -357,10 +357,10 @@ def test_errors_of_the_delta_rule(platform):
 @pytest.mark.parametrize("name", ["prefill", "prefill, delta"])
 def test_states_every_few_tokens(platform, name):
     """As if each were a boundary; what a request has no tokens for goes nowhere."""
-    case = dataclasses.replace(ALL[name], slots=(3, -1, 6, 0), lengths=(70, 5, 32, 3), fresh=None, tail=4, size=12)
+    case = dataclasses.replace(ALL[name], slots=(3, 0, 6, -1), lengths=(0, 70, 32, 3), fresh=None, tail=4, size=12)
     require(case, platform)
-    targets = np.array([[1, -1, 2, 4, 5], [7] * 5, [8, 9, 10, 7, 7], [11] * 5], np.int32)
-    case = dataclasses.replace(case, tokens=(15, 47, 63, 90, 106), targets=(1, 2, 4, 8, 9))
+    targets = np.array([[7] * 5, [1, -1, 2, 4, 5], [8, 9, 10, 7, 7], [11] * 5], np.int32)
+    case = dataclasses.replace(case, tokens=(15, 47, 63, 85, 101), targets=(1, 2, 4, 8, 9))
     given = whole(case)
     args, gates = arguments("prefill", given)
     gates |= {"boundaries": None, "every": (16, tensor(targets))}
