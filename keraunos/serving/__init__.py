@@ -14,9 +14,10 @@ Each computes ``S_t = diag(exp(g_t + g_gamma)) S_{t-1} + k_t v_t^T`` and ``o_t =
 CUDA graphs and replayed with other slots, lengths and padding.
 
 The pool, ``states``: ``[slots, H, K, V]``, float32 or bfloat16. PyTorch changes it in place, and its strides are free:
-``pool.transpose(-1, -2)`` is the view of a pool that is stored as ``[slots, H, V, K]``. In JAX the memory of the pool
-that is given goes to the one that is returned, as with ``jax.jit``'s ``donate_argnums``; or pass a ``jax.Ref``, which
-is changed in place. Values are computed in float32 and rounded when they are stored.
+``pool.transpose(-1, -2)`` is the view of a pool that is stored as ``[slots, H, V, K]``, which ``state_v_first=True``
+takes too. In JAX the memory of the pool that is given goes to the one that is returned, as with ``jax.jit``'s
+``donate_argnums``; or pass a ``jax.Ref``, which is changed in place. Values are computed in float32 and rounded when
+they are stored.
 
 ``slots``: one per request; -1 is padding: no slot is touched, and its rows of the output are zero. Two requests of one
 call must not share a slot, and slots must be below the pool's size, which is checked on the CPU only: a device's values
@@ -40,6 +41,7 @@ from keraunos import frontends
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention.contract import Decay, per_head
 from keraunos.kernels.state_pool.contract import INDICES, Args, check_room
+from keraunos.ops.arguments import truth
 from keraunos.ops.checks import placed
 from keraunos.ops.executor import default_executor
 from keraunos.ops.invocation import Config, is_number
@@ -84,8 +86,9 @@ def _gates(operation: PoolOperation, key: Array, log_decay: Decay | None, g: Arr
 
 
 def _call(operation: PoolOperation, args: Args, options: dict[str, Any], softmax_scale: float | None,
-          platform: str | None, cfg: Config | None) -> tuple[Any, Any]:
+          platform: str | None, cfg: Config | None, state_v_first: bool) -> tuple[Any, Any]:
     """``(output, pool)``: what is changed in place is what was given."""
+    states, out = args.states, args.out
     if framework := frontends.framework_of(args.key):
         # What varies from call to call, unlike decays, and so is no constant.
         array = frontends.get(framework).array
@@ -95,7 +98,12 @@ def _call(operation: PoolOperation, args: Args, options: dict[str, Any], softmax
         args = _per_token(args) if operation is PREFILL else args
     if operation is PREFILL and args.beta is not None:
         operation = DELTA_PREFILL
-    states, out = args.states, args.out
+    if state_v_first is not False and truth(operation.op_id, "state_v_first", state_v_first):
+        if framework == "torch":
+            views = {name: getattr(args, name) for name in ("states", "exports")}
+            args = args._replace(**{name: x.mT for name, x in views.items() if getattr(x, "ndim", 0) == 4})
+        else:
+            options = options | {"state_v_first": True}
     if out is not None:
         # Strides are not always among what calls are told apart by.
         check_room(operation.op_id, out)
@@ -173,6 +181,7 @@ def decode(
     lower_bound: float | None = None,
     use_qk_l2norm: bool = False,
     softmax_scale: float | None = None,
+    state_v_first: bool = False,
     out: Array | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
@@ -199,6 +208,8 @@ def decode(
         b: in place of beta, which is its sigmoid.
         use_qk_l2norm: with beta: divide query and key by ``sqrt(sum x^2 + 1e-6)`` first.
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
+        state_v_first: the pool is ``[slots, H, V, K]``. JAX has that on ``"xla"`` and, but for :func:`prefill`, on
+            ``"triton"``.
         out: ``[N, H, V]``, where the output goes (PyTorch).
         platform: ``"triton"``, ``"xla"``, ``"torch"``, on TPUs ``"pallas"``, or for :func:`prefill` on Hopper GPUs
             ``"cuda"``: that one or an error. ``"auto"`` or None: the best that can.
@@ -222,7 +233,7 @@ def decode(
     gates, options = _gates(DECODE, key, log_decay, g, g_gamma, beta, a, b, A_log, dt_bias, lower_bound,
                             use_qk_l2norm)
     args = Args(key, value, query, states=states, slots=slots, out=out, **gates)
-    return _call(DECODE, args, options, softmax_scale, platform, cfg)
+    return _call(DECODE, args, options, softmax_scale, platform, cfg, state_v_first)
 
 
 @frontends.operation
@@ -245,6 +256,7 @@ def verify(
     use_qk_l2norm: bool = False,
     exports: tuple[Array, Array] | None = None,
     softmax_scale: float | None = None,
+    state_v_first: bool = False,
     out: Array | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
@@ -258,8 +270,8 @@ def verify(
         key, value: ``[N, T, heads, K]``, ``[N, T, heads, V]``.
         states, slots: as for :func:`decode`.
         g, beta, a, b: ``[N, T, heads]``; g and a also ``[N, T, heads, K]``.
-        log_decay, g_gamma, A_log, dt_bias, lower_bound, use_qk_l2norm, softmax_scale, platform, cfg: as for
-            :func:`decode`.
+        log_decay, g_gamma, A_log, dt_bias, lower_bound, use_qk_l2norm, softmax_scale, state_v_first, platform, cfg: as
+            for :func:`decode`.
         exports: ``(pool, targets)``, platform torch: the state after draft t of request n goes to that pool too, to
             slot ``targets[n, t]``, for engines that keep one for each draft and go on from that of the last accepted
             one. ``pool``: ``[slots, H, K, V]``, possibly ``states``; ``targets``: ``[N, T]``, int32 or int64; -1:
@@ -278,7 +290,7 @@ def verify(
     gates, options = _gates(VERIFY, key, log_decay, g, g_gamma, beta, a, b, A_log, dt_bias, lower_bound,
                             use_qk_l2norm)
     args = Args(key, value, query, states=states, slots=slots, targets=pair[1], out=out, exports=pair[0], **gates)
-    return _call(VERIFY, args, options, softmax_scale, platform, cfg)[0]
+    return _call(VERIFY, args, options, softmax_scale, platform, cfg, state_v_first)[0]
 
 
 @frontends.operation
@@ -299,6 +311,7 @@ def commit(
     dt_bias: Array | None = None,
     lower_bound: float | None = None,
     use_qk_l2norm: bool = False,
+    state_v_first: bool = False,
     platform: str | None = None,
     cfg: Config | None = None,
 ) -> Any:
@@ -317,7 +330,7 @@ def commit(
     gates, options = _gates(COMMIT, key, log_decay, g, g_gamma, beta, a, b, A_log, dt_bias, lower_bound,
                             use_qk_l2norm)
     args = Args(key, value, states=states, slots=slots, counts=counts, **gates)
-    return _call(COMMIT, args, options, None, platform, cfg)[1]
+    return _call(COMMIT, args, options, None, platform, cfg, state_v_first)[1]
 
 
 @frontends.operation
@@ -338,6 +351,7 @@ def prefill(
     boundaries: tuple[Array, Array] | None = None,
     every: tuple[int, Array] | None = None,
     softmax_scale: float | None = None,
+    state_v_first: bool = False,
     out: Array | None = None,
     platform: str | None = None,
     cfg: Config | None = None,
@@ -358,7 +372,7 @@ def prefill(
             and a token of padding, exports nothing. Targets must be no request's slot.
         every: ``(n, targets)``, in place of boundaries: the state after each n tokens of request i, counted from its
             first of this call, goes to the slots ``targets[i]``, ``[N, M]``, one after the other; -1: nowhere.
-        log_decay, g_gamma, use_qk_l2norm, softmax_scale, platform, cfg: as for :func:`decode`.
+        log_decay, g_gamma, use_qk_l2norm, softmax_scale, state_v_first, platform, cfg: as for :func:`decode`.
         out: ``[T, H, V]``, contiguous.
 
     Returns:
@@ -379,4 +393,4 @@ def prefill(
     gates, options = _gates(PREFILL, key, log_decay, g, g_gamma, beta, use_qk_l2norm=use_qk_l2norm)
     args = Args(key, value, query, states=states, slots=slots, cu_seqlens=offsets, has_initial=has_initial,
                 tokens=pair[0], targets=pair[1], out=out, **gates)
-    return _call(PREFILL, args, options, softmax_scale, platform, cfg)
+    return _call(PREFILL, args, options, softmax_scale, platform, cfg, state_v_first)

@@ -88,17 +88,18 @@ def test_nothing_leaks_between_requests():
     np.testing.assert_array_equal(found[others], pool[others])
 
 
-def refusal(op="decode", H=8, K=128, V=128, arrays=(), **sizes):
+def refusal(op="decode", H=8, K=128, V=128, arrays=(), options=(), **sizes):
     """Why the platform refuses a call."""
     inv = keraunos.GLAttention().invocation("jax", **{"T": 1, "H": H, "K": K, "V": V, **sizes})
     return kernel_registry.get(op, "pallas").unsupported(
-        dataclasses.replace(inv, op_id=op, arrays={**inv.arrays, **dict(arrays)})
+        dataclasses.replace(inv, op_id=op, arrays={**inv.arrays, **dict(arrays)}, options=dict(options))
     )
 
 
 def test_refusals_have_reasons():
     for op in OPS:
         assert refusal(op) is None
+        assert "takes no state_v_first in JAX" in refusal(op, options={"state_v_first": True})
         assert "of other pools the compiler makes a copy; the call has K = 128, V = 64" in refusal(op, V=64)
     assert refusal(H=64, K=192, V=384, dtype="float16") is None
     assert "fit in 8 MiB; the call has H = 36, K = 256, V = 256" in refusal(H=36, K=256, V=256)

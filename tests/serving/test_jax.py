@@ -230,7 +230,9 @@ def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, name, monkeypatch
     op = case.op
     require(case, "triton")
     cfg = Config(block_q=64, block_d=32, num_warps=4, num_stages=2)
-    run = functools.partial(kernel_registry.get(op, "triton"), cfg=cfg)
+    # What the kernels of steps take in either layout.
+    options = {"state_v_first": True} if case.delta and op != "prefill" else {}
+    run = functools.partial(kernel_registry.get(op, "triton"), cfg=cfg, **options)
     arrays = given(case)
     args = Args(**{name: arrays[name] for name in Args._fields if name in arrays} | {"out": None})
     rest = {name: x for name, x in args._asdict().items() if name != "states"}
@@ -254,6 +256,23 @@ def test_where_64_bits_are_the_default(platform, name, boundaries):
         case = dataclasses.replace(case, tokens=(11, 29), targets=(2, 3))
     with jax.enable_x64(True):
         case.check(functools.partial(run_jax, platform))
+
+
+def test_a_pool_with_v_first_is_not_copied(platform):
+    arrays = given(dataclasses.replace(DELTA["decode, delta"], V=64))
+    arrays["states"] = jnp.swapaxes(arrays["states"], -1, -2)
+    args, gates = arguments("decode", arrays)
+
+    def step(states, slots):
+        return serving.decode(*args[:3], states, slots, **gates, state_v_first=True, platform=platform)
+
+    memory = jax.jit(step, donate_argnums=0).lower(*args[3:]).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= arrays["states"].nbytes
+    assert memory.temp_size_in_bytes < arrays["states"].nbytes / 2
+    with pytest.raises(TypeError, match="state_v_first is 1; expected True or False"):
+        serving.decode(*args, **gates, state_v_first=1, platform=platform)
+    with pytest.raises(ValueError, match=r"states has shape .*; expected \[slots, H, V, K\] with K = 32, like key"):
+        serving.decode(*args[:3], jnp.swapaxes(args[3], -1, -2), args[4], **gates, state_v_first=True)
 
 
 def test_errors(platform):

@@ -130,6 +130,29 @@ def test_prompts_of_the_delta_rule(platform, framework, prefill, kind):
     case.check(runner(platform, framework))
 
 
+@pytest.mark.parametrize("case", [
+    Case(V=24, gate="vector"), Case(op="verify", V=24), Case(op="commit", V=24, counts=(2, 3, 0, 1), delta=True),
+    also(PREFILLS["exported"], V=24), also(PREFILLS["exported"], V=24, delta=True),
+], ids=lambda case: f"{case.op}{', delta' * case.delta}")
+def test_the_pool_may_have_v_first(platform, framework, case):
+    require(case, platform)
+    if (platform, framework, case.op) == ("triton", "jax", "prefill"):
+        pytest.skip("takes no such pool of JAX")
+    forward, back = {
+        "jax": (lambda x: importlib.import_module("jax.numpy").asarray(x), np.asarray), "torch": (tensor, array),
+    }[framework]
+
+    def run(case):
+        turned = case.arrays | {"states": np.ascontiguousarray(case.arrays["states"].swapaxes(-1, -2))}
+        given = {name: x if x is None else forward(x) for name, x in turned.items()}
+        args, gates = arguments(case.op, given)
+        made = getattr(serving, case.op)(*args, **gates, **case.options, state_v_first=True, platform=platform)
+        output, pool = results(case.op, given, made)
+        return None if output is None else back(output), back(pool).swapaxes(-1, -2)
+
+    case.check(run)
+
+
 # Keys of 0: states are as small as the decay, so the relative error of that is all of theirs.
 @pytest.mark.parametrize("gate", ["constant", "scalar", STRONG])
 @pytest.mark.parametrize("call", [

@@ -50,7 +50,7 @@ class Args(NamedTuple):
     query: Any = None  # [rows, heads, K]; None: commit
     g: Any = None  # [rows, heads, K] or [rows, heads], log, <= 0; with A_log what gates are made of
     g_gamma: Any = None  # [H] or, but for prefill, [N, H], log, <= 0
-    states: Any = None  # [slots, H, K, V]
+    states: Any = None  # [slots, H, K, V], or of JAX [slots, H, V, K]
     slots: Any = None  # [N], int; -1: padding
     counts: Any = None  # [N], int: how many drafts to commit
     cu_seqlens: Any = None  # [N + 1], int: prefill
@@ -73,6 +73,7 @@ class Options(NamedTuple):
     use_qk_l2norm: bool = False
     raw_beta: bool = False  # beta is what its sigmoid is to be taken of
     lower_bound: float = 0.0  # below 0: the gates are lower_bound * sigmoid(exp(A_log) * (g + dt_bias))
+    state_v_first: bool = False  # the pool is [slots, H, V, K]; in PyTorch a view of it is given
 
     @property
     def reads(self) -> bool:
@@ -98,7 +99,7 @@ def function_of(op_id: str) -> str:
 
 
 def describe(op_id: str, args: Args, softmax_scale: float | None = None, use_qk_l2norm: bool = False,
-             raw_beta: bool = False, lower_bound: float = 0.0) -> Invocation:
+             raw_beta: bool = False, lower_bound: float = 0.0, state_v_first: bool = False) -> Invocation:
     """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
 
     Raises:
@@ -114,13 +115,15 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, use_qk_
                       names=names | {"beta": "b"} if raw_beta else names)
     rows, sizes = _ROWS[function], check.sizes
     check.shape("key", f"{rows}, heads, K")
+    layout = "[slots, H, V, K]" if state_v_first else "[slots, H, K, V]"
     if args.states.ndim != 4 or not args.states.shape[0]:
-        check.wrong("states", "[slots, H, K, V] with slots >= 1")
-    _, H, _, V = args.states.shape
+        check.wrong("states", f"{layout} with slots >= 1")
+    _, H, *last = args.states.shape
+    first, V = last[::-1] if state_v_first else last
     K, sizes["H"], sizes["V"] = sizes["K"], H, V
     N = sizes.setdefault("N", args.slots.shape[0] if args.slots.ndim == 1 else 0)
-    if args.states.shape[2] != K:
-        check.wrong("states", f"[slots, H, K, V] with K = {K}", "like key")
+    if first != K:
+        check.wrong("states", f"{layout} with K = {K}", "like key")
     if min(H, K, V, sizes.get("T", 1) if function != "prefill" else 1) < 1:
         got = f"has shape {tuple(args.key.shape)} with H = {H}, V = {V}"
         check.fail(ValueError, "key", got, "sizes of at least 1")
@@ -140,7 +143,8 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None, use_qk_
     check.truth("use_qk_l2norm", use_qk_l2norm)
     _check_out(check)
     dims = {"N": N, "T": sizes.get("T", 1), "H": H, "G": heads["key"], "K": K, "V": V}
-    return check.invocation(op_id, dims | head_sizes(heads, H), "NT")
+    options = {"state_v_first": True} if state_v_first else {}
+    return check.invocation(op_id, dims | head_sizes(heads, H), "NT", options=options)
 
 
 def _check_rows(check: Arguments, rows: str) -> dict[str, int]:
@@ -225,8 +229,7 @@ def output(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     if not opts.reads:
         return None
     dtype = frontends.of(args.query).dtype_name(args.query)
-    _, H, _, V = args.states.shape
-    return (*args.query.shape[:-2], H, V), dtype
+    return (*args.query.shape[:-2], args.states.shape[1], args.value.shape[-1]), dtype
 
 
 def check_room(op_id: str, out: Any) -> None:
@@ -283,20 +286,25 @@ OPERATORS = {
 
 
 def implementation(op_id: str, compute: Callable, fields: tuple[str, ...], *, platform: str, source: str,
-                   heuristic: Callable = lambda inv, cfg: cfg,
-                   unsupported: Callable = lambda inv: None) -> Implementation:
+                   heuristic: Callable = lambda inv, cfg: cfg, unsupported: Callable = lambda inv: None,
+                   layouts: bool = False) -> Implementation:
     """The implementation of one function that a platform module registers.
 
     Args:
         compute: as at the top of this page. fields: of the configuration, that it reads.
         platform: the name that it is registered under; source: the module's ``__file__``.
-        unsupported, heuristic: see :class:`Implementation`.
+        unsupported, heuristic: see :class:`Implementation`. layouts: it takes arrays of JAX with ``state_v_first``.
     """
+    def refused(inv: Invocation) -> str | None:
+        if inv.options.get("state_v_first") and not layouts:
+            return "takes no state_v_first in JAX, whose arrays have no strides"
+        return unsupported(inv)
+
     made = frontends.in_place(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
 
     def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None, **options: Any) -> Callable:
         scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
         return made(frontends.framework_of(args.key), Options(op_id, scale, cfg, **options), args)
 
-    return Implementation(op_id, prepare, fields, unsupported, heuristic, source=source,
+    return Implementation(op_id, prepare, fields, refused, heuristic, source=source,
                           passes=lambda framework: (compute,))

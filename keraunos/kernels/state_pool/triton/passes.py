@@ -56,6 +56,9 @@ def _tokens(specs: Args, axes: str, out: Spec | None) -> tuple[dict[str, Any], i
 def _step_plan(specs: Args, opts: Options) -> Plan:
     """The launch of decode, verify or commit."""
     q, k, states, out = specs.query, specs.key, specs.states, specs.out
+    if opts.state_v_first:
+        shape, strides = ((*x[:2], x[3], x[2]) for x in states[:2])
+        states = Spec(shape, strides, states.dtype)
     N, (_, H, K, V) = specs.slots.shape[0], states.shape
     many, made = opts.op_id != "decode", None
     if opts.reads:
@@ -168,6 +171,6 @@ def prefill(source: str, forward: Callable, fields: tuple[str, ...], of_family: 
 
 decode, verify, commit = (
     contract.implementation(op_id, _steps, STEP_FIELDS, platform="triton", source=__file__, unsupported=unsupported,
-                            heuristic=heuristic)
+                            heuristic=heuristic, layouts=True)
     for op_id in ("decode", "verify", "commit")
 )
