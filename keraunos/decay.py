@@ -17,6 +17,9 @@ ValueError, a layer index that is no integer a TypeError.
 - :func:`minicpm_sala`: MiniCPM-SALA in the code published with its weights, and in SGLang;
 - :func:`retnet`: RetNet, and fla's ``chunk_retention``.
 
+Two more make the log gates of tokens, with the gradients of their framework, as :func:`keraunos.gated_delta_rule` takes
+them: :func:`gated_deltanet` for Qwen3-Next and Qwen3.5, :func:`kimi` for Kimi Linear.
+
 Example:
     >>> from keraunos import decay
     >>> decay.alibi_slopes(4)
@@ -27,6 +30,7 @@ Example:
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -116,6 +120,72 @@ def retnet(num_heads: int) -> np.ndarray:
     """
     check("retnet", num_heads)
     return np.log1p(-(2.0 ** (-5 - np.arange(num_heads)))).astype(np.float32)
+
+
+def gated_deltanet(a: Array, A_log: Array, dt_bias: Array | None = None) -> Array:
+    """The log gates ``-exp(A_log) * softplus(a + dt_bias)`` of Gated DeltaNet: one for each token and head.
+
+    Args:
+        a: ``[..., H]``; A_log, dt_bias: ``[H]``, arrays of one framework. softplus is linear past 20.
+
+    Returns:
+        ``[..., H]``, float32 (float64 for a float64 ``a``), <= 0.
+
+    Raises:
+        ValueError: a shape does not fit.
+
+    Source: Gated Delta Networks (arXiv:2412.06464).
+    """
+    _fit("gated_deltanet", a.shape[-1:], A_log=A_log, dt_bias=dt_bias)
+    return gates(a, A_log, dt_bias, 0.0)
+
+
+def kimi(a: Array, A_log: Array, dt_bias: Array | None = None, lower_bound: float | None = None) -> Array:
+    """The log gates ``-exp(A_log) * softplus(a + dt_bias)`` of Kimi Delta Attention: one for each key dimension.
+
+    Args:
+        a: ``[..., H, K]``; A_log: H values, of any shape; dt_bias: H * K values.
+        lower_bound: below 0: then they are ``lower_bound * sigmoid(exp(A_log) * (a + dt_bias))``.
+
+    Returns:
+        ``[..., H, K]``, float32 (float64 for a float64 ``a``), <= 0.
+
+    Raises:
+        ValueError: a shape does not fit, or the bound is not below 0.
+
+    Source: Kimi Linear (arXiv:2510.26692).
+    """
+    H, K = a.shape[-2:]
+    _fit("kimi", (H,), A_log=A_log)
+    _fit("kimi", (H, K), dt_bias=dt_bias)
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"kimi: lower_bound is {lower_bound!r}; expected a number below 0")
+    return gates(a, A_log.reshape(H, 1), dt_bias if dt_bias is None else dt_bias.reshape(H, K), lower_bound or 0.0)
+
+
+def gates(a: Array, A_log: Array, dt_bias: Array | None, lower_bound: float) -> Array:
+    """The log gates of arrays that can be broadcast to the shape of ``a``; lower_bound: 0.0 if there is none."""
+    frontend = frontends.of(a)
+    xp, dtype = frontend.xp, "float64" if frontend.dtype_name(a) == "float64" else "float32"
+    x, rate = frontend.cast(a, dtype), xp.exp(frontend.cast(A_log, dtype))
+    if dt_bias is not None:
+        x = x + frontend.cast(dt_bias, dtype)
+    if lower_bound:
+        return lower_bound * sigmoid(rate * x)
+    # Of the branch that is not taken, the exponential would be infinite, and its gradient no number.
+    return -rate * xp.where(x > 20, x, xp.log1p(xp.exp(xp.clip(x, None, 20))))
+
+
+def sigmoid(x: Array) -> Array:
+    """``1 / (1 + exp(-x))``, its gradient finite everywhere."""
+    xp = frontends.of(x).xp
+    return 1 / (1 + xp.exp(xp.clip(-x, None, 80)))
+
+
+def _fit(name: str, shape: tuple[int, ...], **arrays: Array | None) -> None:
+    for argument, x in arrays.items():
+        if x is not None and math.prod(x.shape) != math.prod(shape):
+            raise ValueError(f"{name}: {argument} has shape {tuple(x.shape)}; expected {tuple(shape)}, like a")
 
 
 def _scale(per_head: np.ndarray, factor: Any) -> Array:

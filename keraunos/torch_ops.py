@@ -8,10 +8,10 @@ A program that ``torch.export`` has saved names them, and needs them registered 
 Calls register what they need by themselves, so nothing else needs the import.
 
 The operators: ``gla``, ``lightning_attn``, ``gated_delta_rule`` and ``attention``, each with its gradient
-(``gla_backward``, ...), and those that change a pool of states: ``decode``, ``verify``, ``commit``, ``prefill``. Their
-names and arguments last: tensors, numbers and texts, such as ``platform="triton"`` and ``launch="block_q=64
-num_warps=4"``, what was chosen when the graph was made. Arguments are checked as those of the public functions are, so
-that a program may come from anyone.
+(``gla_backward``, ...), and those that change a pool of states: ``decode``, ``verify``, ``commit``, ``prefill`` and
+``delta_prefill``, that of the delta rule. Their names and arguments last: tensors, numbers and texts, such as
+``platform="triton"`` and ``launch="block_q=64 num_warps=4"``, what was chosen when the graph was made. Arguments are
+checked as those of the public functions are, so that a program may come from anyone.
 """
 
 from __future__ import annotations

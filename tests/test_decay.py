@@ -137,3 +137,54 @@ def test_an_array_out_of_range_is_refused_where_its_value_is_known(formula, laye
 def test_one_layer_is_refused_where_the_formula_divides_by_zero():
     with pytest.raises(ValueError, match="expected an integer >= 2"):
         decay.bailing(4, 0, 1)
+
+
+def _gates(formula, a, A_log, dt_bias, **options):
+    """The gates and the gradients of their sum in both frameworks, after their truth in float64."""
+    torch = pytest.importorskip("torch")
+    tensors = [torch.from_numpy(x).requires_grad_() for x in (a, A_log, dt_bias)]
+    found = formula(*tensors, **options)
+    found.sum().backward()
+    arrays = [jnp.asarray(x) for x in (a, A_log, dt_bias)]
+    gradients = jax.grad(lambda *x: formula(*x, **options).sum(), (0, 1, 2))(*arrays)
+    yield [found.detach().numpy(), *(x.grad.numpy() for x in tensors)]
+    yield [np.asarray(formula(*arrays, **options)), *map(np.asarray, gradients)]
+    assert formula(arrays[0].astype(jnp.bfloat16), *arrays[1:], **options).dtype == jnp.float32
+
+
+# Where the gates' exponentials would overflow, and where they underflow.
+STRENGTHS = np.array([-200.0, -30.0, -1.0, 0.0, 3.0, 19.9, 20.1, 200.0], np.float32)
+
+
+def test_the_gates_of_gated_deltanet():
+    a, A_log, dt_bias = STRENGTHS[:, None] + np.zeros(2, np.float32), np.float32([-1.0, 2.0]), np.float32([0.0, 0.5])
+    x, rate = a.astype(np.float64) + dt_bias, np.exp(A_log.astype(np.float64))
+    slope = 1 / (1 + np.exp(-x))
+    truth = -rate * np.logaddexp(x, 0)
+    want = [truth, -rate * slope, truth.sum(0), (-rate * slope).sum(0)]
+    for got in _gates(decay.gated_deltanet, a, A_log, dt_bias):
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-30)
+    with pytest.raises(ValueError, match=r"gated_deltanet: dt_bias has shape \(1,\); expected \(2,\), like a"):
+        decay.gated_deltanet(jnp.asarray(a), jnp.asarray(A_log), jnp.zeros(1))
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_the_gates_of_kimi(lower_bound):
+    a = STRENGTHS[:, None, None] * np.ones((2, 3), np.float32)
+    A_log, dt_bias = np.float32([-1.0, 0.5]), np.linspace(-1, 1, 6, dtype=np.float32)
+    x, rate = a.astype(np.float64) + dt_bias.reshape(2, 3), np.exp(A_log.astype(np.float64))[:, None]
+    truth, slope = -rate * np.logaddexp(x, 0), -rate / (1 + np.exp(-x))
+    strengths = truth
+    if lower_bound:
+        truth = lower_bound / (1 + np.exp(-rate * x))
+        slope = lower_bound * rate * np.exp(-np.abs(rate * x)) / (1 + np.exp(-np.abs(rate * x))) ** 2
+        strengths = slope * x
+    want = [truth, slope, strengths.sum((0, 2)), slope.sum(0).ravel()]
+    for got in _gates(decay.kimi, a, A_log, dt_bias, lower_bound=lower_bound):
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-18)
+    with pytest.raises(ValueError, match=r"kimi: lower_bound is 1\.0; expected a number below 0"):
+        decay.kimi(jnp.asarray(a), jnp.asarray(A_log), lower_bound=1.0)
+    with pytest.raises(ValueError, match=r"kimi: A_log has shape \(3,\); expected \(2,\)"):
+        decay.kimi(jnp.asarray(a), jnp.zeros(3))

@@ -11,16 +11,19 @@ from keraunos.ops.kernel import Kernel
 
 
 class PoolOperation(Kernel):
-    """One of ``"decode"``, ``"verify"``, ``"commit"``, ``"prefill"``: returns ``(output or None, pool or None)``."""
+    """One of ``"decode"``, ``"verify"``, ``"commit"``, ``"prefill"``: returns ``(output or None, pool or None)``.
+
+    Prompts of the delta rule are an operation of their own, ``"delta_prefill"``.
+    """
 
     arguments = contract.Args._fields
 
     def __init__(self, op_id: str):
         self.op_id = op_id  # type: ignore[misc]
 
-    def bind(self, *args: Any, softmax_scale: float | None = None) -> Invocation:
+    def bind(self, *args: Any, **options: Any) -> Invocation:
         """Check the arguments, in the order of :class:`contract.Args`, and describe the call."""
-        return contract.describe(self.op_id, contract.Args(*args), softmax_scale)
+        return contract.describe(self.op_id, contract.Args(*args), **options)
 
     def checker(self, *args: Any, **options: Any) -> Callable | None:
         """See :meth:`Kernel.checker`."""
@@ -32,4 +35,6 @@ class PoolOperation(Kernel):
         return contract.Args, options
 
 
-DECODE, VERIFY, COMMIT, PREFILL = map(PoolOperation, ("decode", "verify", "commit", "prefill"))
+DECODE, VERIFY, COMMIT, PREFILL, DELTA_PREFILL = map(
+    PoolOperation, ("decode", "verify", "commit", "prefill", "delta_prefill")
+)

@@ -98,7 +98,7 @@ def test_a_first_call_is_timed_in_a_process_of_its_own():
 @pytest.mark.parametrize(
     "script",
     ["accuracy", "attention", "compare", "concurrency", "cpu", "dispatch", "distributed", "faults", "gpu", "models",
-     "serving", "training", "variants"],
+     "pools", "serving", "training", "variants"],
 )
 def test_scripts_take_their_options(script, monkeypatch, capsys):
     pytest.importorskip("torch")

@@ -103,8 +103,8 @@ def sharded(shape: tuple[int, ...]):
 
 
 def pool(op: str, chip: str = "v5e", N=64, T=4, slots=256, H=16, G=None, K=128, V=128, dtype="bfloat16",
-         states="float32", gate="constant", steps=0):
-    """A call on a pool that is given up; ``steps``: as many in a loop, on one pool."""
+         states="float32", gate="constant", steps=0, delta=False):
+    """A call on a pool that is given up; ``steps``: as many in a loop, on one pool; delta: of the delta rule."""
     x, G, rows = jax.ShapeDtypeStruct, G or H, {"decode": (N,), "prefill": (T,)}.get(op, (N, T))
     g = {"constant": None, "scalar": x((*rows, H), "float32"), "vector": x((*rows, H, K), dtype)}[gate]
     args = pool_contract.Args(
@@ -113,6 +113,7 @@ def pool(op: str, chip: str = "v5e", N=64, T=4, slots=256, H=16, G=None, K=128, 
         x((N,), "int32") if op == "commit" else None, *(x((n,), d) for n, d in ((N + 1, "int32"), (N, "bool"))),
     )
     args = args if op == "prefill" else args._replace(cu_seqlens=None, has_initial=None)
+    args = args._replace(beta=x((*rows, H), dtype)) if delta else args
     fn = kernel_registry.get(op, "pallas")
     opts = pool_contract.Options(op, K**-0.5, Config(block_q=128))
 

@@ -93,6 +93,9 @@ POOL = {
     "decode, a head of K = 40": dict(op="decode", H=1, K=40),
     "decode, K = 192, V = 384, float16": dict(op="decode", H=20, K=192, V=384, dtype="float16", slots=64),
     "decode in a loop": dict(op="decode", steps=5),
+    "decode, delta rule, gates per token": dict(op="decode", gate="scalar", delta=True),
+    "verify, delta rule, gates per dimension, a pool of bfloat16": dict(
+        op="verify", gate="vector", delta=True, states="bfloat16"),
     "verify": dict(op="verify", gate="scalar"),
     "commit": dict(op="commit", gate="vector", states="bfloat16"),
     "prefill": dict(op="prefill", T=3000),

@@ -43,6 +43,12 @@ CASES = {
                                                                  pool="bfloat16", dtype="float16", slots=(-1, 1)),
     "commit, gates per dimension, a pool of bfloat16": dict(op="commit", counts=(0, 2, 3, 1), gate="vector",
                                                             pool="bfloat16"),
+    "decode, delta rule, raw gates, shared heads, bfloat16": dict(
+        delta=True, raw="softplus", norm=True, gate="scalar", gamma=False, H=4, HQ=2, G=2, HV=4,
+        dtype="bfloat16"),
+    "verify, delta rule without gates": dict(op="verify", delta=True, gamma=False),
+    "commit, delta rule, gates per dimension, a pool of bfloat16": dict(
+        op="commit", counts=(0, 2, 3, 1), delta=True, gate="vector", decay=3.0, pool="bfloat16"),
     "prefill, padding first and last": dict(op="prefill", lengths=(3, 130, 9, 0, 5), slots=(-1, 3, -1, 0, -1), tail=4,
                                             gate="scalar", dtype="bfloat16", pool="bfloat16"),
     "prefill, some begin with zeros, gates per dimension": dict(op="prefill", lengths=(5, 4, 9, 0), fresh=(0, 3),
@@ -82,17 +88,18 @@ def test_nothing_leaks_between_requests():
     np.testing.assert_array_equal(found[others], pool[others])
 
 
-def refusal(op="decode", H=8, K=128, V=128, arrays=(), **sizes):
+def refusal(op="decode", H=8, K=128, V=128, arrays=(), options=(), **sizes):
     """Why the platform refuses a call."""
     inv = keraunos.GLAttention().invocation("jax", **{"T": 1, "H": H, "K": K, "V": V, **sizes})
     return kernel_registry.get(op, "pallas").unsupported(
-        dataclasses.replace(inv, op_id=op, arrays={**inv.arrays, **dict(arrays)})
+        dataclasses.replace(inv, op_id=op, arrays={**inv.arrays, **dict(arrays)}, options=dict(options))
     )
 
 
 def test_refusals_have_reasons():
     for op in OPS:
         assert refusal(op) is None
+        assert "takes no state_v_first in JAX" in refusal(op, options={"state_v_first": True})
         assert "of other pools the compiler makes a copy; the call has K = 128, V = 64" in refusal(op, V=64)
     assert refusal(H=64, K=192, V=384, dtype="float16") is None
     assert "fit in 8 MiB; the call has H = 36, K = 256, V = 256" in refusal(H=36, K=256, V=256)

@@ -7,8 +7,11 @@ import functools
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from keraunos import serving
+from keraunos.kernels import kernel_registry
+from keraunos.kernels.gated_delta_rule.reference import gated_delta_rule
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.numerics import coarser
 from tests.linear_attention.cases import DTYPES, GPU, platforms
@@ -44,6 +47,10 @@ class Case:
     decay: float = 0.3
     dtype: str = "float32"
     pool: str = "float32"
+    delta: bool = False
+    raw: str = ""  # gates in the call: "softplus", "bounded"
+    norm: bool = False
+    HB: int | None = None  # heads of beta
     scale: float | None = None
     seed: int = 0
 
@@ -51,6 +58,12 @@ class Case:
     def rows(self) -> tuple[int, ...]:
         N = len(self.slots)
         return {"decode": (N,), "prefill": (sum(self.lengths) + self.tail,)}.get(self.op, (N, self.T))
+
+    @property
+    def options(self) -> dict:
+        scale = {} if self.op == "commit" else {"softmax_scale": self.scale}
+        norm = {"use_qk_l2norm": True} if self.norm else {}
+        return scale | norm | ({"lower_bound": -5.0} if self.raw == "bounded" else {})
 
     @functools.cached_property
     def arrays(self) -> dict[str, np.ndarray | None]:
@@ -84,6 +97,17 @@ class Case:
             tokens=None if self.tokens is None else np.array(self.tokens, np.int32),
             targets=np.array(self.targets, np.int32) if self.tokens is not None else None,
         )
+        made |= dict.fromkeys(("beta", "A_log", "dt_bias"))
+        if self.delta:
+            heads = self.HB or self.H
+            beta = (1 / (1 + np.exp(-rng.standard_normal((*rows, heads))))).astype(DTYPES[self.dtype])
+            made["beta"] = normal(*rows, heads) if self.raw else beta
+            # Where beta times the square of a key's length is above 2 states grow without end.
+            made["key"] = made["key"] if self.norm else (made["key"] * self.K**-0.5).astype(DTYPES[self.dtype])
+        if self.raw:
+            dims = made["g"].shape[len(rows):]
+            made["g"] = normal(*rows, *dims)
+            made |= dict(A_log=normal(HG).astype(np.float32), dt_bias=normal(*dims).astype(np.float32))
         # Whatever padding holds must not matter.
         for n, slot in enumerate(self.slots):
             if slot < 0:
@@ -93,20 +117,39 @@ class Case:
             made["value"][-self.tail :] = np.nan
         return made
 
+    def gates(self, dtype) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The gates and beta of all tokens."""
+        a = self.arrays
+        g, beta = (a[name] if a[name] is None else a[name].astype(dtype) for name in ("g", "beta"))
+        if self.raw:
+            x = g + a["dt_bias"].astype(dtype)
+            rate = np.exp(a["A_log"].astype(dtype)).reshape(-1, *(1,) * (self.gate == "vector"))
+            g = -5 / (1 + np.exp(-rate * x)) if self.raw == "bounded" else -rate * np.logaddexp(x, dtype(0))
+            beta = 1 / (1 + np.exp(-beta))
+        return g, beta
+
     def truth(self, dtype=np.float64) -> tuple[np.ndarray | None, dict[int, np.ndarray]]:
         """The output, and the states of the slots that change."""
         a = self.arrays
         output = np.zeros((*self.rows, self.H, self.V), dtype)
+        g, beta = self.gates(dtype)
         changed: dict[int, np.ndarray] = {}
 
         def recur(where, state):
             """The outputs and the last state of the tokens there, of request n."""
             gamma = a["g_gamma"][n] if self.each else a["g_gamma"]
             given = [x if x is None else x[where].reshape(1, -1 if x[where].size else 0, *x.shape[len(self.rows):])
-                     for x in (a["query"], a["key"], a["value"], a["g"])]
+                     for x in (a["query"], a["key"], a["value"], g, beta)]
             if not given[0].shape[1]:
                 return given[0][..., :0], state[None]
-            return linear_attention(*given, gamma, state[None], softmax_scale=self.scale, dtype=dtype)
+            if self.delta:
+                if gamma is not None:
+                    gate = np.zeros((1, given[0].shape[1], 1), dtype) if given[3] is None else given[3]
+                    gate = np.repeat(gate, self.H // gate.shape[2], 2)
+                    given[3] = gate + gamma.astype(dtype).reshape(-1, *(1,) * (gate.ndim - 3))
+                return gated_delta_rule(*given, state[None], softmax_scale=self.scale, use_qk_l2norm=self.norm,
+                                        dtype=dtype)
+            return linear_attention(*given[:4], gamma, state[None], softmax_scale=self.scale, dtype=dtype)
 
         for n, slot in enumerate(self.slots):
             if slot < 0:
@@ -159,11 +202,20 @@ def arguments(op: str, a: dict) -> tuple[list, dict]:
         "commit": ("key", "value", "states", "slots", "counts"),
         "prefill": ("query", "key", "value", "states", "slots", "cu_seqlens"),
     }[op]
-    options = {name: a[name] for name in ("g", "g_gamma")}
+    options = {name: a[name] for name in ("g", "g_gamma", "beta")}
+    if a["A_log"] is not None:
+        options |= {"a": options.pop("g"), "b": options.pop("beta"), "A_log": a["A_log"], "dt_bias": a["dt_bias"]}
     if op == "prefill":
         options["has_initial"] = a["has_initial"]
         options["boundaries"] = None if a["tokens"] is None else (a["tokens"], a["targets"])
     return [a[name] for name in positional], options
+
+
+def require(case: Case, platform: str) -> None:
+    """Skip a test of the delta rule on a platform that does not have it."""
+    has = (*kernel_registry.platforms("delta_prefill"), *(["triton"] if case.op != "prefill" else []))
+    if case.delta and platform not in has:
+        pytest.skip("does not have the delta rule")
 
 
 def results(op: str, given: dict, made) -> tuple:
@@ -196,9 +248,7 @@ def array(x):
 def run_torch(platform, case, view=lambda given: given, **options):
     given = view({name: tensor(x) for name, x in case.arrays.items()})
     args, gates = arguments(case.op, given)
-    if case.op != "commit":
-        options["softmax_scale"] = case.scale
-    made = getattr(serving, case.op)(*args, **gates, **options, platform=platform)
+    made = getattr(serving, case.op)(*args, **gates, **case.options, **options, platform=platform)
     output, pool = results(case.op, given, made)
     assert pool is given["states"]
     return array(output), array(pool)
@@ -209,8 +259,8 @@ def run_jax(platform, case):
 
     given = {name: None if x is None else jnp.asarray(x) for name, x in case.arrays.items()}
     args, gates = arguments(case.op, given)
-    scale = {} if case.op == "commit" else {"softmax_scale": case.scale}
-    output, pool = results(case.op, given, getattr(serving, case.op)(*args, **gates, **scale, platform=platform))
+    made = getattr(serving, case.op)(*args, **gates, **case.options, platform=platform)
+    output, pool = results(case.op, given, made)
     return None if output is None else np.asarray(output), np.asarray(pool)
 
 

@@ -16,7 +16,7 @@ from keraunos import serving  # noqa: E402
 from keraunos.kernels.linear_attention.reference import linear_attention  # noqa: E402
 from tests.linear_attention.cases import GPU, INTERPRETED  # noqa: E402
 from tests.numerics import assert_within_rule  # noqa: E402
-from tests.serving.cases import Case, arguments, results, run_jax  # noqa: E402
+from tests.serving.cases import Case, arguments, require, results, run_jax  # noqa: E402
 
 TRITON = GPU and importlib.util.find_spec("jax_triton") is not None
 pytestmark = [
@@ -32,6 +32,7 @@ CASES = {
     "commit": Case(op="commit", counts=(1, 3, 0), **SIZES),
     "prefill": Case(op="prefill", lengths=(30, 2, 5), fresh=(2,), tail=3, **SIZES),
 }
+DELTA = {f"{op}, delta": dataclasses.replace(case, delta=True, gate="scalar") for op, case in CASES.items()}
 WRITING = [op for op in CASES if op != "verify"]
 
 
@@ -68,10 +69,13 @@ def compiled(op, platform, arrays):
     return jax.jit(step, donate_argnums=0).lower(arrays["states"], rest).compile(), rest
 
 
-@pytest.mark.parametrize("op", WRITING)
-def test_the_pool_is_not_copied(platform, op):
-    arrays = given(CASES[op])
-    want = call(op, platform, given(CASES[op]))
+@pytest.mark.parametrize("name", [x for x in CASES | DELTA if "verify" not in x])
+def test_the_pool_is_not_copied(platform, name):
+    case = (CASES | DELTA)[name]
+    op = case.op
+    require(case, platform)
+    arrays = given(case)
+    want = call(op, platform, given(case))
     function, rest = compiled(op, platform, arrays)
     memory, pool = function.memory_analysis(), arrays["states"].nbytes
     assert memory.alias_size_in_bytes >= pool, "the pool that comes back is another one"
@@ -175,9 +179,12 @@ def test_layers_in_a_scan_share_one_pool(platform, op):
 
 
 @pytest.mark.skipif(GPU, reason="needs several devices")
-@pytest.mark.parametrize("op", CASES)
-def test_heads_may_be_on_several_devices(platform, op):
+@pytest.mark.parametrize("name", CASES | DELTA)
+def test_heads_may_be_on_several_devices(platform, name):
     """Tensor parallelism: each device has its heads of the tokens and of the pool."""
+    case = (CASES | DELTA)[name]
+    op = case.op
+    require(case, platform)
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def spec(name, x):
@@ -185,6 +192,8 @@ def test_heads_may_be_on_several_devices(platform, op):
             return P("heads")
         if name == "states":
             return P(None, "heads")
+        if name in ("g", "beta"):
+            return P(*[None] * (x.ndim - 1), "heads")
         tokens = name in ("query", "key", "value")
         return P(*[None] * (x.ndim - 2), "heads") if tokens else P()
 
@@ -201,12 +210,12 @@ def test_heads_may_be_on_several_devices(platform, op):
         output, pool = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=outs))(arrays)
         return None if output is None else np.asarray(output), np.asarray(arrays["states"] if pool is None else pool)
 
-    CASES[op].check(run)
+    case.check(run)
 
 
 @pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
-@pytest.mark.parametrize("op", CASES)
-def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, op, monkeypatch):
+@pytest.mark.parametrize("name", CASES | DELTA)
+def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, name, monkeypatch):
     # Not jax_triton itself, which would leave Triton without a cache for all tests that follow in the process.
     launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
     jax_triton = launch.jax_triton
@@ -217,9 +226,13 @@ def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, op, monkeypatch):
     # Without a device there is nothing to ask for its capability.
     capable = functools.partial(jax_triton.triton_call, compute_capability=90)
     monkeypatch.setattr(jax_triton, "triton_call", capable)
-    case = CASES[op]
+    case = (CASES | DELTA)[name]
+    op = case.op
+    require(case, "triton")
     cfg = Config(block_q=64, block_d=32, num_warps=4, num_stages=2)
-    run = functools.partial(kernel_registry.get(op, "triton"), cfg=cfg)
+    # What the kernels of steps take in either layout.
+    options = {"state_v_first": True} if case.delta and op != "prefill" else {}
+    run = functools.partial(kernel_registry.get(op, "triton"), cfg=cfg, **options)
     arrays = given(case)
     args = Args(**{name: arrays[name] for name in Args._fields if name in arrays} | {"out": None})
     rest = {name: x for name, x in args._asdict().items() if name != "states"}
@@ -232,16 +245,34 @@ def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, op, monkeypatch):
 
 
 @pytest.mark.parametrize("boundaries", [False, True])
-@pytest.mark.parametrize("op", CASES)
-def test_where_64_bits_are_the_default(platform, op, boundaries):
+@pytest.mark.parametrize("name", CASES | DELTA)
+def test_where_64_bits_are_the_default(platform, name, boundaries):
     """What has no dtype of its own is float64 there; states are float32."""
-    case = CASES[op]
+    case = (CASES | DELTA)[name]
+    require(case, platform)
     if boundaries:
-        if op != "prefill":
+        if case.op != "prefill":
             pytest.skip("only prefill has boundaries")
         case = dataclasses.replace(case, tokens=(11, 29), targets=(2, 3))
     with jax.enable_x64(True):
         case.check(functools.partial(run_jax, platform))
+
+
+def test_a_pool_with_v_first_is_not_copied(platform):
+    arrays = given(dataclasses.replace(DELTA["decode, delta"], V=64))
+    arrays["states"] = jnp.swapaxes(arrays["states"], -1, -2)
+    args, gates = arguments("decode", arrays)
+
+    def step(states, slots):
+        return serving.decode(*args[:3], states, slots, **gates, state_v_first=True, platform=platform)
+
+    memory = jax.jit(step, donate_argnums=0).lower(*args[3:]).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= arrays["states"].nbytes
+    assert memory.temp_size_in_bytes < arrays["states"].nbytes / 2
+    with pytest.raises(TypeError, match="state_v_first is 1; expected True or False"):
+        serving.decode(*args, **gates, state_v_first=1, platform=platform)
+    with pytest.raises(ValueError, match=r"states has shape .*; expected \[slots, H, V, K\] with K = 32, like key"):
+        serving.decode(*args[:3], jnp.swapaxes(args[3], -1, -2), args[4], **gates, state_v_first=True)
 
 
 def test_errors(platform):

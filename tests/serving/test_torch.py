@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from keraunos import UnsupportedError, serving  # noqa: E402
 from tests.linear_attention.cases import GPU, INTERPRETED  # noqa: E402
 from tests.numerics import assert_within_rule  # noqa: E402
-from tests.serving.cases import Case, arguments, array, results, run_torch, tensor  # noqa: E402
+from tests.serving.cases import Case, arguments, array, require, results, run_torch, tensor  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 PLATFORMS = ["triton"] if INTERPRETED else ["torch", "triton"] if GPU else ["torch"]
@@ -24,6 +24,12 @@ CASES = {
     "verify": Case(op="verify", gate="scalar"),
     "commit": Case(op="commit", counts=(1, 3, 0, 2)),
     "prefill": Case(op="prefill", lengths=(3, 70, 2, 1), fresh=(2,), tail=3, tokens=(1, 72), targets=(5, 2)),
+}
+# The delta rule's too.
+ALL = CASES | {
+    f"{op}, delta": dataclasses.replace(
+        case, delta=True, **{"raw": "softplus", "gate": "scalar", "gamma": False} if op != "prefill" else {}
+    ) for op, case in CASES.items()
 }
 
 
@@ -42,27 +48,29 @@ def same(a, b):
     return all(x is y or x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("op", CASES)
-def test_views_are_as_good_as_arrays(platform, op):
+@pytest.mark.parametrize("name", ALL)
+def test_views_are_as_good_as_arrays(platform, name):
     """Slices of a fused projection, indices out of a longer array, a pool of several layers."""
-    case = CASES[op]
+    case = ALL[name]
+    require(case, platform)
     given, views = whole(case), whole(case)
     tokens = [x for x in ("query", "key", "value") if views[x] is not None]
     fused = torch.cat([views[x] for x in tokens], -2)
     views |= dict(zip(tokens, fused.split(case.H, -2), strict=True))
-    for name in ("slots", "counts", "cu_seqlens", "has_initial", "tokens", "targets"):
-        if views[name] is not None:
-            views[name] = torch.cat([views[name][:1], views[name]])[1:]
+    for index in ("slots", "counts", "cu_seqlens", "has_initial", "tokens", "targets"):
+        if views[index] is not None:
+            views[index] = torch.cat([views[index][:1], views[index]])[1:]
     layers = torch.stack([torch.zeros_like(views["states"]), views["states"]], 1)
     views["states"] = layers[:, 1]
     assert same(call(case, given, platform), call(case, views, platform))
     assert not layers[:, 0].any()
 
 
-@pytest.mark.parametrize("op", CASES)
-def test_the_pool_may_be_stored_the_other_way_round(platform, op):
+@pytest.mark.parametrize("name", ALL)
+def test_the_pool_may_be_stored_the_other_way_round(platform, name):
     """``[slots, H, V, K]``."""
-    case = dataclasses.replace(CASES[op], V=24)
+    case = dataclasses.replace(ALL[name], V=24)
+    require(case, platform)
 
     def transposed(given):
         return given | {"states": given["states"].mT.contiguous().mT}
@@ -89,21 +97,21 @@ def test_outputs_go_where_they_are_wanted(platform, op):
         assert wide[..., : case.H, :].isnan().all()
 
 
-@pytest.mark.parametrize("gate", ["none", "vector"])
-def test_drafts_are_decoded_one_by_one(platform, gate):
+@pytest.mark.parametrize(("gate", "family"), [
+    ("none", {}), ("vector", {}), ("none", dict(delta=True)), ("scalar", dict(delta=True, raw="softplus", HB=2)),
+])
+def test_drafts_are_decoded_one_by_one(platform, gate, family):
     """Bit for bit: what is verified and committed is what would have been decoded."""
-    case = Case(op="commit", slots=(3, -1, 6, 0, 2), T=4, counts=(4, 2, 0, 1, 3), gate=gate, V=40, dtype="bfloat16")
+    case = Case(op="commit", slots=(3, -1, 6, 0, 2), T=4, counts=(4, 2, 0, 1, 3), gate=gate, V=40, dtype="bfloat16",
+                **family)
     given = whole(case)
     decoded, outputs = given["states"].clone(), []
-    tokens = ("query", "key", "value", "g")
-    args = [given[x] for x in tokens[:3]]
-    verified = serving.verify(*args, given["states"], given["slots"], g=given["g"], g_gamma=given["g_gamma"],
-                              platform=platform)
+    args, gates = [given[x] for x in ("query", "key", "value")], arguments(case.op, given)[1]
+    verified = serving.verify(*args, given["states"], given["slots"], **gates, platform=platform)
     for t in range(case.T):
-        one = {x: given[x] if given[x] is None else given[x][:, t] for x in tokens}
+        one = {x: gates[x][:, t] for x in ("g", "beta", "a", "b") if gates.get(x) is not None}
         slots = torch.where(t < given["counts"], given["slots"], -1)
-        step = serving.decode(*(one[x] for x in tokens[:3]), decoded, slots, g=one["g"], g_gamma=given["g_gamma"],
-                              platform=platform)
+        step = serving.decode(*(x[:, t] for x in args), decoded, slots, **gates | one, platform=platform)
         outputs.append(step[0])
         live = (slots >= 0).cpu().numpy()
         assert array(verified[:, t])[live].tobytes() == array(step[0])[live].tobytes()
@@ -111,10 +119,12 @@ def test_drafts_are_decoded_one_by_one(platform, gate):
     assert pool.tobytes() == array(decoded).tobytes()
 
 
-@pytest.mark.parametrize("where", ["in the pool", "in another pool"])
-def test_the_states_after_drafts_may_be_kept(platform, where):
+@pytest.mark.parametrize(("where", "delta"), [
+    ("in the pool", False), ("in another pool", False), ("in the pool", True),
+])
+def test_the_states_after_drafts_may_be_kept(platform, where, delta):
     """Bit for bit what commit leaves, also where a request's own slot is among its targets; no other slot changes."""
-    case = Case(op="verify", slots=(3, -1, 6, 0), size=12, T=3, gate="scalar", V=40, dtype="bfloat16")
+    case = Case(op="verify", slots=(3, -1, 6, 0), size=12, T=3, gate="scalar", V=40, dtype="bfloat16", delta=delta)
     targets = np.array([[4, 3, -1], [11, 11, 11], [7, 8, 6], [0, -1, 9]], np.int32)
     given = whole(case)
     args, gates = arguments("verify", given)
@@ -228,14 +238,15 @@ class NoValue(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("op", CASES)
-def test_no_value_is_read_on_the_host(platform, op):
-    case = CASES[op]
+@pytest.mark.parametrize("name", ALL)
+def test_no_value_is_read_on_the_host(platform, name):
+    case = ALL[name]
+    require(case, platform)
     call(case, whole(case), platform)
     given = whole(case)
-    args, gates = arguments(op, given)
+    args, gates = arguments(case.op, given)
     with NoValue():
-        getattr(serving, op)(*args, **gates, platform=platform)
+        getattr(serving, case.op)(*args, **gates, platform=platform)
 
 
 @pytest.mark.parametrize("op", CASES)
@@ -317,33 +328,81 @@ def test_more_errors(platform):
     assert list(inspect.signature(serving.decode).parameters)[:5] == ["query", "key", "value", "states", "slots"]
 
 
+def test_errors_of_the_delta_rule(platform):
+    case = ALL["decode, delta"]
+    given = whole(case)
+    args, gates = arguments("decode", given)
+    g, beta = gates["a"], gates["b"]
+    for changes, error, message in (
+        (dict(a=None), TypeError, "got A_log without a; expected both, or neither"),
+        (dict(A_log=None), TypeError, "got a without A_log"),
+        (dict(a=None, A_log=None), TypeError, "got dt_bias without a"),
+        (dict(a=None, A_log=None, dt_bias=None, lower_bound=-5.0), TypeError, "got lower_bound without a"),
+        (dict(b=None), TypeError, "got a without beta or b"),
+        (dict(g=g), ValueError, "got g and a, which say the same"),
+        (dict(beta=beta), ValueError, "got beta and b, which say the same"),
+        (dict(lower_bound=1.0), ValueError, r"lower_bound is 1\.0; expected a number below 0"),
+        (dict(use_qk_l2norm=1), TypeError, "use_qk_l2norm is 1; expected True or False"),
+        (dict(b=beta[:, :3]), ValueError, "b has 3 heads; expected a divisor of H = 4, the heads of states"),
+        (dict(a=g[..., None]), ValueError, r"a has shape \(4, 4, 1\); expected \[N, heads, K\]"),
+        (dict(A_log=gates["A_log"][:2]), ValueError, r"A_log has shape \(2,\); expected \[heads of a\] = \(4,\)"),
+        (dict(dt_bias=given["key"][0]), ValueError, r"dt_bias has shape \(4, 16\); expected \[heads of a\]"),
+    ):
+        with pytest.raises(error, match=f"^decode: {message}"):
+            serving.decode(*args, **{**gates, **changes}, platform=platform)
+    with pytest.raises(TypeError, match="got use_qk_l2norm without beta or b"):
+        serving.decode(*args, use_qk_l2norm=True, platform=platform)
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill, delta"])
+def test_states_every_few_tokens(platform, name):
+    """As if each were a boundary; what a request has no tokens for goes nowhere."""
+    case = dataclasses.replace(ALL[name], slots=(3, 0, 6, -1), lengths=(0, 70, 32, 3), fresh=None, tail=4, size=12)
+    require(case, platform)
+    targets = np.array([[7] * 5, [1, -1, 2, 4, 5], [8, 9, 10, 7, 7], [11] * 5], np.int32)
+    case = dataclasses.replace(case, tokens=(15, 47, 63, 85, 101), targets=(1, 2, 4, 8, 9))
+    given = whole(case)
+    args, gates = arguments("prefill", given)
+    gates |= {"boundaries": None, "every": (16, tensor(targets))}
+    case.check(lambda case: tuple(map(array, serving.prefill(*args, **gates, platform=platform))))
+    for every, error, message in (
+        (16, TypeError, "every is 16; expected a pair"), ((0, args[4]), ValueError, "every has n = 0"),
+        ((16, args[4]), ValueError, r"every has targets of shape \(4,\); expected \[N, M\] with N = 4"),
+    ):
+        with pytest.raises(error, match=message):
+            serving.prefill(*args, **gates | {"every": every}, platform=platform)
+    with pytest.raises(ValueError, match="got boundaries and every"):
+        serving.prefill(*args, **gates | {"boundaries": (given["tokens"], given["targets"])}, platform=platform)
+
+
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
-@pytest.mark.parametrize("op", CASES)
-def test_a_captured_call_serves_other_requests(platform, op):
+@pytest.mark.parametrize("name", ALL)
+def test_a_captured_call_serves_other_requests(platform, name):
     """Replayed with other slots, lengths, counts and padding, a graph gives what a new call gives."""
     if platform != "triton":
         pytest.skip("graphs are Triton's")
-    case = dataclasses.replace(CASES[op], size=9)
+    case = dataclasses.replace(ALL[name], size=9)
+    require(case, platform)
     given = whole(case)
-    args, gates = arguments(op, given)
-    function = getattr(serving, op)
+    args, gates = arguments(case.op, given)
+    function = getattr(serving, case.op)
     start = given["states"].clone()
     function(*args, **gates, platform=platform)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         made = function(*args, **gates, platform=platform)
-    other = dict(slots=(-1, 8, 4, 7), counts=(3, 0, 2, 3)) if op != "prefill" else dict(
+    other = dict(slots=(-1, 8, 4, 7), counts=(3, 0, 2, 3)) if case.op != "prefill" else dict(
         slots=(8, -1, 7, 4), lengths=(64, 0, 5, 3), tail=7, fresh=(0, 3), tokens=(63, 66), targets=(-1, 1)
     )
-    if op in ("decode", "verify"):
+    if case.op in ("decode", "verify"):
         other.pop("counts")
     second = whole(dataclasses.replace(case, **other, seed=1))
     for name, x in given.items():
         if x is not None:
             x.copy_(second[name])
     graph.replay()
-    got = tuple(array(x) for x in results(op, given, made))
+    got = tuple(array(x) for x in results(case.op, given, made))
     assert same(got, call(dataclasses.replace(case, **other, seed=1), second, platform))
     assert not torch.equal(start.nan_to_num(), given["states"].nan_to_num())
 
@@ -406,18 +465,19 @@ def test_arrays_elsewhere_are_refused(platform):
         serving.decode(*args, **gates, platform=platform)
 
 
-@pytest.mark.parametrize("op", CASES)
-def test_torch_compile_takes_it_as_one_step(platform, op):
-    case = CASES[op]
+@pytest.mark.parametrize("name", ALL)
+def test_torch_compile_takes_it_as_one_step(platform, name):
+    case = ALL[name]
+    require(case, platform)
     want = call(case, whole(case), platform)
-    gates = arguments(op, whole(case))[1]
+    gates = arguments(case.op, whole(case))[1]
     compiled = torch.compile(
-        lambda *args: getattr(serving, op)(*args, **gates, platform=platform), fullgraph=True, backend="aot_eager"
+        lambda *args: getattr(serving, case.op)(*args, **gates, platform=platform), fullgraph=True, backend="aot_eager"
     )
     # The second time as what the first has left behind says.
     for _ in range(2):
         given = whole(case)
-        assert same(want, map(array, results(op, given, compiled(*arguments(op, given)[0]))))
+        assert same(want, map(array, results(case.op, given, compiled(*arguments(case.op, given)[0]))))
         assert same(want[1:], [array(given["states"])])
 
 

@@ -1,9 +1,11 @@
 """What no request has, whatever it holds, does not reach a result: padding, other slots, states of fresh requests."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from tests.serving.cases import PLATFORMS, Case, runner
+from tests.serving.cases import PLATFORMS, Case, require, runner
 
 pytestmark = [
     pytest.mark.parametrize(("platform", "framework"), PLATFORMS),
@@ -23,12 +25,17 @@ CALLS = {
     "prefill, exported": Case(op="prefill", lengths=(70, 5, 0, 65), slots=(3, -1, 0, 4), fresh=(0, 2), tail=7,
                               tokens=(0, 63, 69, 72, 80, 139, 142), targets=(1, 2, 5, 6, 7, 8, 9), size=12),
 }
+CALLS |= {
+    f"{name}, delta": dataclasses.replace(CALLS[name], delta=True, gate="scalar")
+    for name in ("decode", "verify", "commit", "prefill", "prefill, exported")
+}
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 3e38], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_what_no_request_has(platform, framework, name, garbage):
     case = CALLS[name]
+    require(case, platform)
     arrays, slots = case.arrays, np.array(case.slots)
     padding = slots < 0
     rows = np.zeros(arrays["key"].shape[:1], bool)
@@ -42,7 +49,7 @@ def test_what_no_request_has(platform, framework, name, garbage):
     if case.op == "commit":
         # Drafts that were rejected, too.
         rows = padding[:, None] | (np.arange(case.T) >= np.array(case.counts)[:, None])
-    for field in ("query", "key", "value", "g"):
+    for field in ("query", "key", "value", "g", "beta"):
         if arrays[field] is not None:
             x = np.array(arrays[field])
             # Gates of requests are checked, of padding they are not.

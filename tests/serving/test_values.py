@@ -8,7 +8,7 @@ import pytest
 
 from keraunos import serving
 from keraunos.kernels.state_pool.contract import INDICES
-from tests.serving.cases import PLATFORMS, Case, arguments, array, results, runner, tensor
+from tests.serving.cases import PLATFORMS, Case, arguments, array, require, results, runner, tensor
 
 pytestmark = pytest.mark.parametrize(("platform", "framework"), PLATFORMS)
 
@@ -92,6 +92,65 @@ def test_prefill_with_every_gate(platform, framework, prefill, gate):
 @pytest.mark.parametrize("shape", [*list(SHAPES)[:3], "heads of their own", "query has most heads"])
 def test_prefill_with_every_shape(platform, framework, shape):
     also(PREFILLS["exported"], **different(SHAPES[shape])).check(runner(platform, framework))
+
+
+# The gated delta rule: with these, and with what a case says itself.
+DELTA = {
+    "without gates": Case(delta=True, gamma=False),
+    "constant": Case(delta=True),
+    "constant, of each request, normalised": Case(delta=True, each=True, norm=True),
+    "scalar": Case(delta=True, gate="scalar", gamma=False, norm=True),
+    "vector and constant, strong": Case(delta=True, gate="vector", decay=8.0),
+    "raw, shared heads": Case(delta=True, raw="softplus", gate="scalar", gamma=False, norm=True, HQ=2, G=2, HV=4, HG=2,
+                              HB=2, V=24),
+    "raw, bfloat16, bfloat16 pool": Case(delta=True, raw="softplus", gate="scalar", gamma=False, norm=True, K=32, V=40,
+                                         dtype="bfloat16", pool="bfloat16"),
+    "raw, per dimension": Case(delta=True, raw="softplus", gate="vector", norm=True, H=2),
+    "bounded": Case(delta=True, raw="bounded", gate="vector", gamma=False, norm=True, HG=2, dtype="float16"),
+}
+
+
+@pytest.mark.parametrize(("step", "kind"), [
+    *(("decode", kind) for kind in DELTA), ("verify", "without gates"), ("verify", "raw, shared heads"),
+    ("commit", "bounded"), ("commit", "constant, of each request, normalised"), ("one", "scalar"),
+    ("sixteen", "raw, bfloat16, bfloat16 pool"), ("verify", "vector and constant, strong"), ("commit", "scalar"),
+])
+def test_steps_of_the_delta_rule(platform, framework, step, kind):
+    also(STEPS[step], **different(DELTA[kind])).check(runner(platform, framework))
+
+
+@pytest.mark.parametrize(("prefill", "kind"), [
+    ("resumed", "without gates"), ("fresh and empty", "scalar"), ("empty and fresh", "vector and constant, strong"),
+    ("nothing", "constant"), ("all padding", "scalar"), ("exported", "constant, of each request, normalised"),
+    ("exported", "vector and constant, strong"), ("exported twice from one chunk", "constant"),
+])
+def test_prompts_of_the_delta_rule(platform, framework, prefill, kind):
+    case = also(PREFILLS[prefill], **different(DELTA[kind]))
+    require(case, platform)
+    case.check(runner(platform, framework))
+
+
+@pytest.mark.parametrize("case", [
+    Case(V=24, gate="vector"), Case(op="verify", V=24), Case(op="commit", V=24, counts=(2, 3, 0, 1), delta=True),
+    also(PREFILLS["exported"], V=24), also(PREFILLS["exported"], V=24, delta=True),
+], ids=lambda case: f"{case.op}{', delta' * case.delta}")
+def test_the_pool_may_have_v_first(platform, framework, case):
+    require(case, platform)
+    if (platform, framework, case.op) == ("triton", "jax", "prefill"):
+        pytest.skip("takes no such pool of JAX")
+    forward, back = {
+        "jax": (lambda x: importlib.import_module("jax.numpy").asarray(x), np.asarray), "torch": (tensor, array),
+    }[framework]
+
+    def run(case):
+        turned = case.arrays | {"states": np.ascontiguousarray(case.arrays["states"].swapaxes(-1, -2))}
+        given = {name: x if x is None else forward(x) for name, x in turned.items()}
+        args, gates = arguments(case.op, given)
+        made = getattr(serving, case.op)(*args, **gates, **case.options, state_v_first=True, platform=platform)
+        output, pool = results(case.op, given, made)
+        return None if output is None else back(output), back(pool).swapaxes(-1, -2)
+
+    case.check(run)
 
 
 # Keys of 0: states are as small as the decay, so the relative error of that is all of theirs.

@@ -62,6 +62,8 @@ SERVING = {
     "decode, bfloat16 pool, vector gates": ("decode", "bfloat16", "bfloat16", 128, 128, 64, 8, "vector", 256, 1, 0),
     "verify": ("verify", "bfloat16", "float32", 128, 128, 64, 64, None, 64, 4, 0),
     "verify, exports": ("verify", "bfloat16", "bfloat16", 128, 128, 64, 64, None, 64, 4, 1),
+    "decode, delta rule": ("decode", "bfloat16", "float32", 128, 128, 32, 16, "delta", 64, 1, 0),
+    "verify, delta rule, vector gates": ("verify", "bfloat16", "bfloat16", 128, 128, 32, 32, "delta, vector", 64, 4, 1),
     "commit, wide": ("commit", "float16", "float32", 256, 256, 16, 16, "scalar", 64, 4, 0),
     "prefill": ("prefill", "bfloat16", "float32", 128, 128, 64, 64, None, 32, 65536, 0),
     "prefill, exports": ("prefill", "bfloat16", "float32", 128, 128, 64, 64, None, 32, 65536, 100),
@@ -392,6 +394,7 @@ def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> Non
     prefill, indices = op_id == "prefill", empty(N, dtype="int32")
     boundaries = empty(*((exports,) if prefill else rows), dtype="int32") if exports else None
     states = empty(slots, H, K, V, dtype=pool)
+    delta, gate = str(gate).startswith("delta"), {"delta": "scalar", "delta, vector": "vector"}.get(gate, gate)
     args = pool_contract.Args(
         empty(*rows, G, K, dtype=dtype), empty(*rows, G, V, dtype=dtype),
         None if op_id == "commit" else empty(*rows, H, K, dtype=dtype),
@@ -401,10 +404,16 @@ def serve(op_id, dtype, pool, K, V, H, G, gate, N, T, exports, slots=512) -> Non
         empty(N, dtype="bool") if prefill else None, boundaries if prefill else None, boundaries,
         exports=states if exports and not prefill else None,
     )
+    raw = {}
+    if delta:
+        heads = args.g.shape[len(rows):]
+        args = args._replace(beta=empty(*rows, H, dtype=dtype), A_log=empty(H, dtype="float32"),
+                             dt_bias=empty(*heads, dtype="float32"))
+        raw = dict(use_qk_l2norm=True, raw_beta=True)
     implementation = platform.prefill if prefill else pool_platform.decode
-    cfg = implementation.heuristic(pool_contract.describe(op_id, args), Config())
+    cfg = implementation.heuristic(pool_contract.describe(op_id, args, **raw), Config())
     (run,) = implementation.passes("torch")
-    run(args, pool_contract.Options(op_id, K**-0.5, cfg))
+    run(args, pool_contract.Options(op_id, K**-0.5, cfg, **raw))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ import torch
 from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.reference import EPSILON
 from keraunos.kernels.recurrent.torch import Group, Walker
+from keraunos.kernels.state_pool import torch as pool
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -82,9 +84,10 @@ class _Chunks:
         return step
 
 
-def forward(args: Args, opts: Options) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
-    """``((output, final_state), ())``: the backward needs the inputs only."""
-    w = Walker(args, opts)
+def forward(args: Args, opts: Options,
+            continues: torch.Tensor | None = None) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
+    """``((output, final_state), ())``: the backward needs the inputs only. continues: see :class:`Walker`."""
+    w = Walker(args, opts, continues)
     states, state = w.states(args.initial_state)
     output = w.buffer(w.H, w.V, dtype=args.query.dtype)
     # The precision is the caller's choice by the dtype of the inputs: autocast does not reach in here.
@@ -170,3 +173,4 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
 gated_delta_rule = kernel(
     "torch", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates
 )
+delta_prefill = pool.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic, "delta_prefill")

@@ -33,6 +33,8 @@ from keraunos.kernels.recurrent.xla import (
     sum_last,
     without_tokens,
 )
+from keraunos.kernels.state_pool import xla as pool
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -95,18 +97,19 @@ def _after(w: Walker, decay: Decay, k: jax.Array, u: jax.Array, state: jax.Array
     return decay.total * state + w.mm("bhik,bhiv->bhkv", k * decay.leave, u)
 
 
-def _walker(args: Args, opts: Options) -> Walker:
-    w = Walker(args, opts, at_once=False)
+def _walker(args: Args, opts: Options, continues: jax.Array | None = None) -> Walker:
+    w = Walker(args, opts, at_once=False, continues=continues)
     beta = None if args.beta is None else w.room_for(args.beta)
     w.args = w.args._replace(beta=beta)
     return w
 
 
-def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+def _forward(args: Args, opts: Options,
+             continues: jax.Array | None = None) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """``((output, final_state), (the states before the groups of chunks, [groups, B or 1, H, K, V],))``."""
     if args.query.shape[1] == 0:
         return without_tokens(args), ()
-    w = _walker(args, opts)
+    w = _walker(args, opts, continues)
     under = w.decay()
 
     def pass_chunk(decay: Decay, state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,
@@ -213,3 +216,4 @@ forward, backward = on_each_device(_forward, _backward, _CHUNK, at_once=False)
 gated_delta_rule = kernel(
     "xla", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
 )
+delta_prefill = pool.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic, "delta_prefill")

@@ -19,6 +19,7 @@ import torch
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels
 from keraunos.kernels.recurrent.torch import Group, ScalarDecay, VectorDecay, Walker
 from keraunos.kernels.state_pool import torch as pool
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -40,9 +41,10 @@ def _steps(added: torch.Tensor, decay: ScalarDecay | VectorDecay) -> Callable[[i
     return lambda i, state: added[i].addcmul_(total[i], state)
 
 
-def forward(args: Args, opts: Options) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
-    """``((output, final_state), ())``: the backward needs the inputs only."""
-    w = Walker(args, opts)
+def forward(args: Args, opts: Options,
+            continues: torch.Tensor | None = None) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple]:
+    """``((output, final_state), ())``: the backward needs the inputs only. continues: see :class:`Walker`."""
+    w = Walker(args, opts, continues)
     states, state = w.states(args.initial_state)
     output = w.buffer(w.H, w.V, dtype=args.query.dtype)
     # The precision is the caller's choice by the dtype of the inputs: autocast does not reach in here.
@@ -122,4 +124,4 @@ def _gamma_gradient(da: torch.Tensor, group: Group) -> torch.Tensor:
 gla, lightning_attn = kernels(
     "torch", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates
 )
-prefill = pool.prefill(__file__, forward, FIELDS, heuristic)
+prefill = pool.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic)

@@ -33,6 +33,7 @@ from keraunos.kernels.recurrent.xla import (
     without_tokens,
 )
 from keraunos.kernels.state_pool import xla as pool
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q",)
@@ -51,11 +52,12 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     return [replace(cfg, block_q=c) for c in (16, 32, 64, 128, 256)]
 
 
-def _forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+def _forward(args: Args, opts: Options,
+             continues: jax.Array | None = None) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """``((output, final_state), (the states before the groups of chunks, [groups, B or 1, H, K, V],))``."""
     if args.query.shape[1] == 0:
         return without_tokens(args), ()
-    w = Walker(args, opts)
+    w = Walker(args, opts, continues=continues)
     under = w.decay()
 
     def pass_chunks(decay: Decay, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
@@ -168,4 +170,4 @@ forward, backward = on_each_device(_forward, _backward, CHUNK)
 gla, lightning_attn = kernels(
     "xla", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates, has_vmap=True
 )
-prefill = pool.prefill(__file__, forward, FIELDS, heuristic)
+prefill = pool.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic)

@@ -38,7 +38,7 @@ class Chunks(NamedTuple):
     last: Any  # [n] bool: ends in the final state
 
 
-def find_chunks(args: Any, opts: Any, C: int) -> Chunks:
+def find_chunks(args: Any, opts: Any, C: int, continues: torch.Tensor | None) -> Chunks:
     """The chunks of packed sequences: as many as any offsets could need, found where the offsets are, on the device."""
     T, N, cu = args.query.shape[1], args.cu_seqlens.shape[0] - 1, args.cu_seqlens.long()
     length = cu[1:] - cu[:-1]
@@ -52,7 +52,9 @@ def find_chunks(args: Any, opts: Any, C: int) -> Chunks:
     step = local[:, None] * C + torch.arange(C, device=cu.device)  # how far into the sequence
     tokens = cu[s + 1, None] - 1 - step if opts.reverse else cu[s, None] + step
     tokens = torch.where(live[:, None] & (step < length[s, None]), tokens, T)
-    return Chunks(tokens, sequence, live & (local == 0), live & (local == count[s] - 1))
+    first = live & (local == 0)
+    first = first if continues is None else first & ~continues[s]
+    return Chunks(tokens, sequence, first, live & (local == count[s] - 1))
 
 
 class Group(NamedTuple):
@@ -65,10 +67,13 @@ class Group(NamedTuple):
 
 
 class Walker:
-    """Reads and writes groups of chunks of a call's arrays as ``[n, B, H, C, dim]`` in the order of the recurrence."""
+    """Reads and writes groups of chunks of a call's arrays as ``[n, B, H, C, dim]`` in the order of the recurrence.
 
-    def __init__(self, args: Any, opts: Any):
-        self.args, self.opts = args, opts
+    ``continues``, ``[N]``: which packed sequences go on from where the one before them ended, if they have tokens.
+    """
+
+    def __init__(self, args: Any, opts: Any, continues: torch.Tensor | None = None):
+        self.args, self.opts, self.continues = args, opts, continues
         self.B, self.T, _, self.K = args.query.shape
         self.H, self.V, self.device = args.heads, args.value.shape[-1], args.query.device
         # A power of two, for the halving of vector gates; no larger than what holds all tokens.
@@ -89,7 +94,7 @@ class Walker:
         values = _GROUP.get(self.device.type, _GROUP_ELSEWHERE)
         step = max(1, values // (self.B * self.H * C * max(self.K, self.V, C)))
         if self.packed:
-            chunks = find_chunks(self.args, self.opts, C)
+            chunks = find_chunks(self.args, self.opts, C, self.continues)
             pieces = (Chunks(*x) for x in zip(*(x.split(step) for x in chunks), strict=True))
             return [Group(len(x.tokens), x.tokens.flatten(), (x.tokens < T)[:, None, None], x) for x in pieces]
         groups = []

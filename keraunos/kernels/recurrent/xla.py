@@ -56,7 +56,7 @@ class Chunks(NamedTuple):
     last: Any  # bool: ends in the final state
 
 
-def find_chunks(args: Any, opts: Any, C: int, groups: int, steps: int) -> Chunks:
+def find_chunks(args: Any, opts: Any, C: int, groups: int, steps: int, continues: jax.Array | None) -> Chunks:
     """The work of each step, which takes C tokens."""
     T = args.query.shape[1]
     if args.cu_seqlens is None:
@@ -73,7 +73,9 @@ def find_chunks(args: Any, opts: Any, C: int, groups: int, steps: int) -> Chunks
     live = sequence < N
     begin = jnp.where(live, cu[s] + ordinal * C, 0)
     end = jnp.where(live, jnp.minimum(begin + C, cu[s + 1]), 0)
-    return Chunks(begin, end, sequence, live & (local == 0), live & (local == count[s] - 1))
+    first = live & (local == 0)
+    first = first if continues is None else first & ~continues[s]
+    return Chunks(begin, end, sequence, first, live & (local == count[s] - 1))
 
 
 def chunk_length(T: int, block_q: int) -> int:
@@ -108,10 +110,11 @@ def find_groups(args: Any, C: int, at_once: bool = True) -> tuple[int, int, int]
 class Walker:
     """Reads and writes chunks of the arrays of one call as ``[B * n, H, C, dim]`` in the order of the recurrence.
 
-    n are the chunks that one step takes.
+    n are the chunks that one step takes. ``continues``, ``[N]``: which packed sequences go on from where the one before
+    them ended, if they have tokens.
     """
 
-    def __init__(self, args: Any, opts: Any, at_once: bool = True):
+    def __init__(self, args: Any, opts: Any, at_once: bool = True, continues: jax.Array | None = None):
         self.opts = opts
         self.B, self.T, _, self.K = args.query.shape
         self.H, self.V = args.heads, args.value.shape[3]
@@ -122,7 +125,7 @@ class Walker:
         self.far = _FAR if args.query.dtype.name in _PRECISION else _MILD
         groups, steps, self.n = find_groups(args, self.C, at_once)
         self.span = self.n * self.C  # tokens of a step
-        self.chunks = find_chunks(args, opts, self.span, groups, steps)
+        self.chunks = find_chunks(args, opts, self.span, groups, steps, continues)
         self.whole = args.cu_seqlens is None and not symbolic and groups * steps * self.span == self.T
         # Where the tokens are fewer than a window's, or may be, the arrays that are read and written are longer.
         self.room = -(-self.T // self.span) * self.span if symbolic else max(self.T, self.span)
@@ -624,23 +627,24 @@ def on_each_device(forward: Callable, backward: Callable, sizes: Mapping[str, in
     """``forward`` and ``backward`` with the chunks of the device that a program is lowered for.
 
     Args:
-        forward, backward: as a family's contract has them; the residuals are states before groups of chunks.
+        forward, backward: as a family's contract has them; the residuals are states before groups of chunks. A third
+            argument of ``forward`` may say which sequences continue others; see :class:`Walker`.
         sizes: tokens per chunk by the kind of device, where these are nobody's choice.
         at_once: see :func:`find_groups`.
     """
 
-    def run_forward(args: Any, opts: Any) -> tuple[tuple, tuple]:
+    def run_forward(args: Any, opts: Any, *others: Any) -> tuple[tuple, tuple]:
         T = args.query.shape[1]
         if opts.cfg.backend == "any" or T == 0:
-            return forward(args, opts)
+            return forward(args, opts, *others)
         most = max(find_groups(args, chunk_length(T, n), at_once)[0] for n in sizes.values())
 
-        def run(opts: Any, args: Any) -> tuple[tuple, tuple]:
-            outputs, residuals = forward(args, opts)
+        def run(opts: Any, args: Any, *others: Any) -> tuple[tuple, tuple]:
+            outputs, residuals = forward(args, opts, *others)
             # All devices keep equally many states.
             return outputs, tuple(frontend.pad(x, 0, most - x.shape[0]) for x in residuals)
 
-        return _by_device(run, opts, args, sizes=sizes)
+        return _by_device(run, opts, args, *others, sizes=sizes)
 
     def run_backward(args: Any, residuals: tuple, grads: tuple, opts: Any) -> Any:
         def run(opts: Any, args: Any, residuals: tuple, grads: tuple) -> Any:

@@ -32,20 +32,25 @@ INTEGERS = ("int32", "int64")
 # The arguments that say where what is: they vary from call to call.
 INDICES = ("slots", "counts", "cu_seqlens", "has_initial", "tokens", "targets")
 
+# The arguments with a row for each token.
+TOKENS = ("query", "key", "value", "g", "beta")
+
 
 class Args(NamedTuple):
     """The arrays of one call; absent ones are ``None``. Rows are [N], or [N, T] drafts, or [T] packed tokens.
 
     The recurrence has H heads, as the states. Head h reads head ``h // (H // n)`` of an array with n heads, which
     divides H. H is the most that any has; of a commit, which has no query, any may have fewer.
+
+    With ``beta`` the recurrence is the gated delta rule; without, linear attention.
     """
 
     key: Any  # [rows, heads, K]
     value: Any  # [rows, heads, V]
     query: Any = None  # [rows, heads, K]; None: commit
-    g: Any = None  # [rows, heads, K] or [rows, heads], log, <= 0
+    g: Any = None  # [rows, heads, K] or [rows, heads], log, <= 0; with A_log what gates are made of
     g_gamma: Any = None  # [H] or, but for prefill, [N, H], log, <= 0
-    states: Any = None  # [slots, H, K, V]
+    states: Any = None  # [slots, H, K, V], or of JAX [slots, H, V, K]
     slots: Any = None  # [N], int; -1: padding
     counts: Any = None  # [N], int: how many drafts to commit
     cu_seqlens: Any = None  # [N + 1], int: prefill
@@ -54,6 +59,9 @@ class Args(NamedTuple):
     targets: Any = None  # [M], or of drafts [N, T], int: the slots they go to; -1: nowhere
     out: Any = None  # [rows, H, V]: where the output goes, PyTorch only
     exports: Any = None  # [slots, H, K, V]: where the states after drafts go, PyTorch only; may be states itself
+    beta: Any = None  # [rows, heads]
+    A_log: Any = None  # [heads of g]: the gates are -exp(A_log) * softplus(g + dt_bias)
+    dt_bias: Any = None  # [heads of g, K] or [heads of g], like g
 
 
 class Options(NamedTuple):
@@ -62,6 +70,10 @@ class Options(NamedTuple):
     op_id: str
     softmax_scale: float
     cfg: Config  # complete: every field that the platform reads has a value
+    use_qk_l2norm: bool = False
+    raw_beta: bool = False  # beta is what its sigmoid is to be taken of
+    lower_bound: float = 0.0  # below 0: the gates are lower_bound * sigmoid(exp(A_log) * (g + dt_bias))
+    state_v_first: bool = False  # the pool is [slots, H, V, K]; in PyTorch a view of it is given
 
     @property
     def reads(self) -> bool:
@@ -81,7 +93,13 @@ _DTYPES = (
 _ROWS = {"decode": "N", "verify": "N, T", "commit": "N, T", "prefill": "T"}
 
 
-def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invocation:
+def function_of(op_id: str) -> str:
+    """The public function of an operation: prompts of the delta rule are an operation of their own."""
+    return op_id.removeprefix("delta_")
+
+
+def describe(op_id: str, args: Args, softmax_scale: float | None = None, use_qk_l2norm: bool = False,
+             raw_beta: bool = False, lower_bound: float = 0.0, state_v_first: bool = False) -> Invocation:
     """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
 
     Raises:
@@ -89,37 +107,44 @@ def describe(op_id: str, args: Args, softmax_scale: float | None = None) -> Invo
         ValueError: a shape does not fit.
     """
 
+    function = function_of(op_id)
     first = ("key", "value", "query") if op_id != "commit" else ("key", "value")
-    required = (*first, "states", "slots", *{"commit": ("counts",), "prefill": ("cu_seqlens",)}.get(op_id, ()))
-    check = Arguments(op_id, args, required, _DTYPES, like=("value", "query"), constants=("g_gamma",))
-    rows, sizes = _ROWS[op_id], check.sizes
+    required = (*first, "states", "slots", *{"commit": ("counts",), "prefill": ("cu_seqlens",)}.get(function, ()))
+    names = {"g": "a"} if args.A_log is not None else {}
+    check = Arguments(function, args, required, _DTYPES, like=("value", "query"), constants=("g_gamma",),
+                      names=names | {"beta": "b"} if raw_beta else names)
+    rows, sizes = _ROWS[function], check.sizes
     check.shape("key", f"{rows}, heads, K")
+    layout = "[slots, H, V, K]" if state_v_first else "[slots, H, K, V]"
     if args.states.ndim != 4 or not args.states.shape[0]:
-        check.wrong("states", "[slots, H, K, V] with slots >= 1")
-    _, H, _, V = args.states.shape
+        check.wrong("states", f"{layout} with slots >= 1")
+    _, H, *last = args.states.shape
+    first, V = last[::-1] if state_v_first else last
     K, sizes["H"], sizes["V"] = sizes["K"], H, V
     N = sizes.setdefault("N", args.slots.shape[0] if args.slots.ndim == 1 else 0)
-    if args.states.shape[2] != K:
-        check.wrong("states", f"[slots, H, K, V] with K = {K}", "like key")
-    if min(H, K, V, sizes.get("T", 1) if op_id != "prefill" else 1) < 1:
+    if first != K:
+        check.wrong("states", f"{layout} with K = {K}", "like key")
+    if min(H, K, V, sizes.get("T", 1) if function != "prefill" else 1) < 1:
         got = f"has shape {tuple(args.key.shape)} with H = {H}, V = {V}"
         check.fail(ValueError, "key", got, "sizes of at least 1")
     heads = _check_rows(check, rows)
     if op_id != "commit" and (most := max(heads.values())) < H:
-        check.fail(ValueError, "states", f"has H = {H} heads", most, "the most that query, key, value or g has")
+        check.fail(ValueError, "states", f"has H = {H} heads", most, "the most that query, key, value or gates have")
     check.shape("g_gamma", "H", "N, H", why="one decay per head, or per request and head")
     check.shape("out", f"{rows}, H, V")
     for name in ("slots", "counts", "has_initial"):
         check.shape(name, "N", why="one per request")
-    if op_id == "prefill" and N < 1:
+    if function == "prefill" and N < 1:
         check.wrong("slots", "[N] with N >= 1", "-1 is padding")
     sizes["N + 1"] = N + 1
     check.shape("cu_seqlens", "N + 1", why="with N like slots")
     _check_exports(check, rows)
     check.number("softmax_scale", softmax_scale)
+    check.truth("use_qk_l2norm", use_qk_l2norm)
     _check_out(check)
     dims = {"N": N, "T": sizes.get("T", 1), "H": H, "G": heads["key"], "K": K, "V": V}
-    return check.invocation(op_id, dims | head_sizes(heads, H), "NT")
+    options = {"state_v_first": True} if state_v_first else {}
+    return check.invocation(op_id, dims | head_sizes(heads, H), "NT", options=options)
 
 
 def _check_rows(check: Arguments, rows: str) -> dict[str, int]:
@@ -130,11 +155,17 @@ def _check_rows(check: Arguments, rows: str) -> dict[str, int]:
         ("query", (f"{rows}, heads, K",), "like key"),
         ("value", (f"{rows}, heads, V",), "like states"),
         ("g", (f"{rows}, heads, K", f"{rows}, heads"), ""),
+        ("beta", (f"{rows}, heads",), ""),
     ):
         if (x := getattr(check.args, name)) is not None:
             check.sizes["heads"] = heads[name] = n = x.shape[place] if x.ndim > place else 1
             check.shape(name, *layouts, why=why)
             check.shared_heads(name, n, "the heads of states")
+    args: Any = check.args
+    if args.A_log is not None:
+        check.sizes["heads of a"] = heads["g"]
+        check.shape("A_log", "heads of a")
+        check.shape("dt_bias", "heads of a, K" if args.g.ndim > place + 1 else "heads of a", why="like a")
     return heads
 
 
@@ -176,6 +207,7 @@ def checker(op_id: str, args: Args) -> Callable[[Args], None] | None:
         found = np.repeat(slots >= 0, np.diff(cu_seqlens).clip(0))[:rows]
         return np.pad(found, (0, rows - len(found)))
 
+    op_id = function_of(op_id)
     rows, size, packed = args.key.shape[0], args.states.shape[0], op_id == "prefill"
     others = size if args.exports is None else args.exports.shape[0]
     live, beside = (tokens, ("slots", "cu_seqlens")) if packed else (lambda slots: slots >= 0, ("slots",))
@@ -187,6 +219,8 @@ def checker(op_id: str, args: Args) -> Callable[[Args], None] | None:
         "g": checks.decay("g", live, beside),
         "g_gamma": checks.decay("g_gamma (or log_decay)"),
     }
+    if args.A_log is not None:
+        del rules["g"]
     return checks.checker(op_id, rules, args)
 
 
@@ -195,8 +229,7 @@ def output(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     if not opts.reads:
         return None
     dtype = frontends.of(args.query).dtype_name(args.query)
-    _, H, _, V = args.states.shape
-    return (*args.query.shape[:-2], H, V), dtype
+    return (*args.query.shape[:-2], args.states.shape[1], args.value.shape[-1]), dtype
 
 
 def check_room(op_id: str, out: Any) -> None:
@@ -206,7 +239,7 @@ def check_room(op_id: str, out: Any) -> None:
         ValueError: the strides, and what was wanted.
     """
     if out is not None and hasattr(out, "stride"):
-        whole = op_id == "prefill"
+        whole = function_of(op_id) == "prefill"
         if not (out.is_contiguous() if whole else out.stride(-1) == 1):
             wanted = "a contiguous tensor" if whole else "rows of V contiguous values"
             raise ValueError(f"{op_id}: out has strides {out.stride()}; expected {wanted}")
@@ -215,22 +248,25 @@ def check_room(op_id: str, out: Any) -> None:
 def flops(op_id: str, args: Args) -> tuple[int, int]:
     """The floating point operations of a call with arrays of these shapes, as the recurrence has them; no backward.
 
-    A product of K x V values for each token and head changes the state, another one reads it.
+    A product of K x V values for each token and head changes the state, another one reads it, and with ``beta`` a third
+    one the error.
     """
     rows, (_, H, K, V) = args.key[:-2], args.states
-    return 2 * math.prod(rows) * H * K * V * (1 if op_id == "commit" else 2), 0
+    return 2 * math.prod(rows) * H * K * V * ((op_id != "commit") + (1 if args.beta is None else 2)), 0
 
 
-def _operator(op_id: str, required: tuple[str, ...], optional: tuple[str, ...]) -> frontends.Operator:
+def _operator(op_id: str, required: tuple[str, ...], optional: tuple[str, ...],
+              options: tuple[str, ...]) -> frontends.Operator:
     def check(args: Args, opts: Options) -> None:
-        inv = describe(op_id, args, opts.softmax_scale)
+        inv = describe(op_id, args, opts.softmax_scale, *opts[3:])
         kernel_registry.require(inv, opts.cfg)
         check_room(op_id, args.out)
 
     opts = {"op_id": op_id}
     changed = ("states", "out") if op_id != "verify" else ("out", "exports")
     return frontends.Operator(
-        op_id, Args, (*required, *optional), frozenset(required), Options, ("softmax_scale", "cfg"), settled=opts,
+        op_id, Args, (*required, *optional), frozenset(required), Options, ("softmax_scale", "cfg", *options),
+        settled=opts,
         passes=functools.partial(kernel_registry.passes, op_id), check=check, flops=functools.partial(flops, op_id),
         changed=tuple(x for x in changed if x in (*required, *optional)),
         strided=("states", "out", "exports"),
@@ -238,30 +274,37 @@ def _operator(op_id: str, required: tuple[str, ...], optional: tuple[str, ...]) 
 
 
 _STEP, _PACKED = ("query", "key", "value", "states", "slots"), ("cu_seqlens",)
-_GATES, _PROMPT = ("g", "g_gamma"), ("has_initial", "tokens", "targets")
+_GATES, _RAW, _PROMPT = ("g", "g_gamma"), ("beta", "A_log", "dt_bias"), ("has_initial", "tokens", "targets")
+_DELTA = ("use_qk_l2norm", "raw_beta", "lower_bound")
 OPERATORS = {
-    "decode": _operator("decode", (*_STEP, "out"), _GATES),
-    "verify": _operator("verify", (*_STEP, "out"), (*_GATES, "targets", "exports")),
-    "commit": _operator("commit", (*_STEP[1:], "counts"), _GATES),
-    "prefill": _operator("prefill", (*_STEP, *_PACKED, "out"), (*_GATES, *_PROMPT)),
+    "decode": _operator("decode", (*_STEP, "out"), (*_GATES, *_RAW), _DELTA),
+    "verify": _operator("verify", (*_STEP, "out"), (*_GATES, *_RAW, "targets", "exports"), _DELTA),
+    "commit": _operator("commit", (*_STEP[1:], "counts"), (*_GATES, *_RAW), _DELTA),
+    "prefill": _operator("prefill", (*_STEP, *_PACKED, "out"), (*_GATES, *_PROMPT), ()),
+    "delta_prefill": _operator("delta_prefill", (*_STEP, *_PACKED, "out"), ("g", "beta", *_PROMPT), _DELTA[:1]),
 }
 
 
 def implementation(op_id: str, compute: Callable, fields: tuple[str, ...], *, platform: str, source: str,
-                   heuristic: Callable = lambda inv, cfg: cfg,
-                   unsupported: Callable = lambda inv: None) -> Implementation:
+                   heuristic: Callable = lambda inv, cfg: cfg, unsupported: Callable = lambda inv: None,
+                   layouts: bool = False) -> Implementation:
     """The implementation of one function that a platform module registers.
 
     Args:
         compute: as at the top of this page. fields: of the configuration, that it reads.
         platform: the name that it is registered under; source: the module's ``__file__``.
-        unsupported, heuristic: see :class:`Implementation`.
+        unsupported, heuristic: see :class:`Implementation`. layouts: it takes arrays of JAX with ``state_v_first``.
     """
+    def refused(inv: Invocation) -> str | None:
+        if inv.options.get("state_v_first") and not layouts:
+            return "takes no state_v_first in JAX, whose arrays have no strides"
+        return unsupported(inv)
+
     made = frontends.in_place(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
 
-    def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None) -> Callable:
+    def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None, **options: Any) -> Callable:
         scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-        return made(frontends.framework_of(args.key), Options(op_id, scale, cfg), args)
+        return made(frontends.framework_of(args.key), Options(op_id, scale, cfg, **options), args)
 
-    return Implementation(op_id, prepare, fields, unsupported, heuristic, source=source,
+    return Implementation(op_id, prepare, fields, refused, heuristic, source=source,
                           passes=lambda framework: (compute,))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from keraunos.kernels.state_pool import contract, prompts
+from keraunos.kernels.state_pool import contract, prompts, tokens
 from keraunos.kernels.state_pool.contract import Args, Options
 from keraunos.ops.registry import Implementation
 
@@ -33,34 +33,16 @@ def _write(states: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> torc
 @torch.no_grad()
 def _steps(args: Args, opts: Options) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``(output, pool)`` of decode, verify or commit: token after token."""
-    states, H = args.states, args.states.shape[1]
-    live = args.slots >= 0
-    state = _read(args).float()
-
-    def token(x: torch.Tensor) -> torch.Tensor:
-        """The rows of each token ``[N, H, ...]`` in float32."""
-        x = x[:, None] if opts.op_id == "decode" else x
-        x = x.float()
-        return x.repeat_interleave(H // x.shape[2], 2) if x.shape[2] != H else x
-
-    k, v = token(args.key), token(args.value)
-    q = token(args.query) if opts.reads else None
-    gate = state.new_zeros(1, 1, 1, 1)
-    if args.g is not None:
-        gate = token(args.g)
-        gate = gate if gate.ndim == 4 else gate[..., None]
-    if args.g_gamma is not None:
-        gamma = args.g_gamma.float()[..., None]
-        gate = gate + (gamma if gamma.ndim == 2 else gamma[:, None])
-    decay = gate.exp().expand(*k.shape[:3], -1)
-    outputs = []
-    for t in range(k.shape[1]):
-        moved = decay[:, t, ..., None] * state + k[:, t, ..., None] * v[:, t, :, None]
+    states, live, step, given = args.states, args.slots >= 0, tokens.step_of(args), tokens.read(args, opts)
+    state, outputs = _read(args).float(), []
+    for t in range(given.k.shape[1]):
+        token = tokens.Tokens(*(x if x is None else x[:, t] for x in given))
+        moved = step(state, token)
         state = moved if args.counts is None else torch.where((t < args.counts).view(-1, 1, 1, 1), moved, state)
         if args.exports is not None:
             _write(args.exports, torch.where(live, args.targets[:, t], -1), state)
-        if q is not None:
-            outputs.append((state * q[:, t, ..., None]).sum(-2) * opts.softmax_scale)
+        if token.q is not None:
+            outputs.append((state * token.q[..., None]).sum(-2) * opts.softmax_scale)
     if opts.writes:
         _write(states, args.slots if args.counts is None else torch.where(args.counts > 0, args.slots, -1), state)
     if not opts.reads:
@@ -73,31 +55,19 @@ def _finish(output: torch.Tensor, args: Args) -> torch.Tensor:
     return output if args.out is None else args.out.copy_(output)
 
 
-def _sums(x: torch.Tensor, piece: torch.Tensor, n: int) -> torch.Tensor:
-    return x.new_zeros(n + 1, *x.shape[1:]).index_add_(0, piece, x)[:n]
-
-
-def _join(own: torch.Tensor, begin: torch.Tensor, total: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    starts, carried = [], torch.zeros_like(begin[0])
-    for i in range(len(begin)):
-        carried = torch.where(own[i], begin[i], carried)
-        starts.append(carried)
-        carried = total[i] * carried + local[i]
-    return torch.stack(starts)
-
-
 @torch.no_grad()
-def _prefill(forward: Callable, args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def _prefill(walk: prompts.Walk, args: Args, opts: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """``(output, pool)``: the packed tokens of all requests."""
-    own = prompts.Own(lambda args: _read(args).float(), _write, _sums, _join)
-    output, pool = prompts.prefill(own, forward, args._replace(cu_seqlens=args.cu_seqlens.long()), opts)
+    own = prompts.Own(lambda args: _read(args).float(), _write)
+    output, pool = prompts.prefill(own, walk, args._replace(cu_seqlens=args.cu_seqlens.long()), opts)
     return _finish(output, args), pool
 
 
-def prefill(source: str, forward: Callable, fields: tuple[str, ...], heuristic: Callable) -> Implementation:
-    """Prefill by a family's ``forward``, with its heuristic; source: the module's ``__file__``."""
-    return contract.implementation("prefill", functools.partial(_prefill, forward), fields, platform="torch",
-                                   source=source, heuristic=heuristic)
+def prefill(source: str, walk: prompts.Walk, fields: tuple[str, ...], heuristic: Callable,
+            op_id: str = "prefill") -> Implementation:
+    """Prefill by a family's recurrence, with its heuristic; source: the module's ``__file__``."""
+    compute = functools.partial(_prefill, walk)
+    return contract.implementation(op_id, compute, fields, platform="torch", source=source, heuristic=heuristic)
 
 
 decode, verify, commit = (

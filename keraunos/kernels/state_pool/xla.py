@@ -1,88 +1,70 @@
 """The serving functions in ``jax.numpy``, on CPU, GPU and TPU.
 
-Prompts run through a family's recurrence. Where states are exported, requests are cut into pieces there: first
-each piece's own state is made, from these what every piece starts from, and from that all outputs.
+Prompts run through a family's recurrence.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from keraunos.kernels.state_pool import contract, prompts
+from keraunos.kernels.state_pool import contract, prompts, tokens
 from keraunos.kernels.state_pool.contract import Args, Options
 from keraunos.ops.registry import Implementation
 
 
-def _read(args: Args) -> jax.Array:
-    """The requests' states ``[N, H, K, V]`` in float32; for padding those of some slot, of no use."""
-    return args.states[jnp.maximum(args.slots, 0)].astype(jnp.float32)
+def _own(opts: Options) -> prompts.Own:
+    """How states are read and written, ``[N, H, K, V]`` in either layout of the pool."""
 
+    def turned(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x, -1, -2) if opts.state_v_first else x
 
-def _write(states: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
-    """The pool with states put into their slots; what goes beyond its end goes nowhere."""
-    slots = jnp.where(slots >= 0, slots, states.shape[0])
-    return states.at[slots].set(new.astype(states.dtype), mode="drop")
+    def read(args: Args) -> jax.Array:
+        return turned(args.states[jnp.maximum(args.slots, 0)].astype(jnp.float32))
+
+    def write(states: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+        # What goes beyond the pool's end goes nowhere.
+        slots = jnp.where(slots >= 0, slots, states.shape[0])
+        return states.at[slots].set(turned(new).astype(states.dtype), mode="drop")
+
+    return prompts.Own(read, write)
 
 
 def _steps(args: Args, opts: Options) -> tuple[jax.Array | None, jax.Array | None]:
     """``(output, pool)`` of decode, verify or commit: token after token."""
-    H, one = args.states.shape[1], opts.op_id == "decode"
+    given, one_step, own = tokens.read(args, opts), tokens.step_of(args), _own(opts)
+    given = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), given)
+    counts = jnp.full(args.slots.shape, given.k.shape[0]) if args.counts is None else args.counts
 
-    def tokens(x: jax.Array) -> jax.Array:
-        """``[T, N, H, ...]`` in float32."""
-        x = x[:, None] if one else x
-        x = jnp.moveaxis(x, 1, 0).astype(jnp.float32)
-        return jnp.repeat(x, H // x.shape[2], 2) if x.shape[2] != H else x
+    def step(state: jax.Array, xs: tuple) -> tuple[jax.Array, jax.Array | None]:
+        t, token = xs
+        state = jnp.where((t < counts)[:, None, None, None], one_step(state, token), state)
+        return state, None if token.q is None else (state * token.q[..., None]).sum(-2) * opts.softmax_scale
 
-    k, v = tokens(args.key), tokens(args.value)
-    gate = jnp.zeros((*k.shape[:3], 1), jnp.float32)
-    if args.g is not None:
-        g = tokens(args.g)
-        gate = gate + (g if g.ndim == 4 else g[..., None])
-    if args.g_gamma is not None:
-        gate = gate + args.g_gamma.astype(jnp.float32)[..., None]
-    counts = jnp.full(args.slots.shape, k.shape[0]) if args.counts is None else args.counts
-
-    def step(state: jax.Array, token: tuple) -> tuple[jax.Array, jax.Array | None]:
-        t, q, k, v, decay = token
-        moved = decay[..., None] * state + k[..., None] * v[..., None, :]
-        state = jnp.where((t < counts)[:, None, None, None], moved, state)
-        return state, None if q is None else (state * q[..., None]).sum(-2) * opts.softmax_scale
-
-    q = tokens(args.query) if opts.reads else None
-    state, outputs = jax.lax.scan(step, _read(args), (jnp.arange(k.shape[0]), q, k, v, jnp.exp(gate)))
+    state, outputs = jax.lax.scan(step, own.read(args), (jnp.arange(given.k.shape[0]), given))
     output = pool = None
     if opts.writes:
-        pool = _write(args.states, jnp.where(counts > 0, args.slots, -1), state)
+        pool = own.write(args.states, jnp.where(counts > 0, args.slots, -1), state)
     if outputs is not None:
         output = prompts.rows(jnp, args.slots >= 0, jnp.moveaxis(outputs, 0, 1)).astype(args.query.dtype)
-        output = output[:, 0] if one else output
+        output = output[:, 0] if opts.op_id == "decode" else output
     return output, pool
 
 
-def _join(own: jax.Array, begin: jax.Array, total: jax.Array, local: jax.Array) -> jax.Array:
-    def enter(carried: jax.Array, piece: tuple) -> tuple[jax.Array, jax.Array]:
-        own, begin, total, local = piece
-        carried = jnp.where(own, begin, carried)
-        return total * carried + local, carried
+def prefill(source: str, walk: prompts.Walk, fields: tuple[str, ...], heuristic: Callable,
+            op_id: str = "prefill") -> Implementation:
+    """Prefill by a family's recurrence, with its heuristic; source: the module's ``__file__``."""
 
-    return jax.lax.scan(enter, jnp.zeros_like(begin[0]), (own, begin, total, local))[1]
+    def compute(args: Args, opts: Options) -> tuple[jax.Array, jax.Array]:
+        return prompts.prefill(_own(opts), walk, args, opts)
 
-
-_OWN = prompts.Own(_read, _write, jax.ops.segment_sum, _join)
-
-
-def prefill(source: str, forward: Callable, fields: tuple[str, ...], heuristic: Callable) -> Implementation:
-    """Prefill by a family's ``forward``, with its heuristic; source: the module's ``__file__``."""
-    return contract.implementation("prefill", functools.partial(prompts.prefill, _OWN, forward), fields,
-                                   platform="xla", source=source, heuristic=heuristic)
+    return contract.implementation(op_id, compute, fields, platform="xla", source=source, heuristic=heuristic,
+                                   layouts=True)
 
 
 decode, verify, commit = (
-    contract.implementation(op_id, _steps, (), platform="xla", source=__file__)
+    contract.implementation(op_id, _steps, (), platform="xla", source=__file__, layouts=True)
     for op_id in ("decode", "verify", "commit")
 )

@@ -1,8 +1,8 @@
 """The serving functions on TPUs, in Pallas: the arrays that kernels are given.
 
 decode, verify and commit are one kernel. Nothing but the state's bytes matters to it: what a token has is widened to
-float32 and to a copy for each head before, and decays are made there. prefill is a family's walk, which reads the
-states that requests come with from the pool and leaves theirs there.
+float32 and to a copy for each head before, normalised, and decays are made there. prefill is a family's walk, which
+reads the states that requests come with from the pool and leaves theirs there.
 
 No TPU has run this: values are from Pallas' interpreter, and compilers for TPUs take it.
 """
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from keraunos.kernels.linear_attention import contract as linear_contract
-from keraunos.kernels.state_pool import contract
+from keraunos.kernels.state_pool import contract, tokens
 from keraunos.kernels.state_pool.contract import Args, Options
 from keraunos.kernels.state_pool.pallas import steps
 from keraunos.ops.invocation import Invocation
@@ -39,21 +39,14 @@ def _steps(args: Args, opts: Options) -> tuple[jax.Array | None, jax.Array | Non
     """``(output, pool)`` of decode, verify or commit."""
     (size, H, K, V), N, one = args.states.shape, args.slots.shape[0], opts.op_id == "decode"
 
-    def tokens(x: jax.Array) -> jax.Array:
-        """``[N, T, H, ...]`` in float32."""
-        x = (x[:, None] if one else x).astype(jnp.float32)
-        return jnp.repeat(x, H // x.shape[2], 2)
-
-    given = dict(key=tokens(args.key), value=tokens(args.value))
+    read = tokens.read(args, opts)
+    given = dict(key=read.k, value=read.v)
     if opts.reads:
-        given["query"] = tokens(args.query)
-    gate = None if args.g is None else tokens(args.g)
-    if args.g_gamma is not None:
-        gamma = args.g_gamma.astype(jnp.float32)
-        gamma = gamma.reshape(*(gamma.shape[:-1] or (1,)), 1, H, *(1,) * (gate is not None and gate.ndim == 4))
-        gate = jnp.broadcast_to(gamma, given["key"].shape[:3]) if gate is None else gate + gamma
-    if gate is not None:
-        given["decay" if gate.ndim == 3 else "decays"] = jnp.exp(gate if gate.ndim == 4 else gate[..., None])
+        given["query"] = read.q
+    if read.decay is not None:
+        given["decay" if read.decay.shape[-1] == 1 else "decays"] = read.decay
+    if read.beta is not None:
+        given["beta"] = read.beta
     T = given["key"].shape[1]
     made = dict(output=jnp.zeros((0, T, H, V)), pool=args.states)
     if N:

@@ -60,14 +60,17 @@ def _kernel(steps: Steps, plan: Any, refs: dict[str, Any]) -> None:
     def token(t: Any, _: None) -> None:
         # One transposition for all heads: a head's column is spread over its state's rows.
         columns = {name: refs[name][0, t].T for name in ("key", "query", "decays") if name in refs}
-        rows = {name: refs[name][0, t] for name in ("value", "decay") if name in refs}
+        rows = {name: refs[name][0, t] for name in ("value", "decay", "beta") if name in refs}
         for h in range(steps.heads):
             one, moved = slice(h, h + 1), state[h]
             if "decays" in columns:
                 moved = moved * columns["decays"][:, one]
             if "decay" in rows:
                 moved = moved * rows["decay"][one]
-            moved = moved + columns["key"][:, one] * rows["value"][one]
+            value, key = rows["value"][one], columns["key"][:, one]
+            if "beta" in rows:
+                value = rows["beta"][one] * (value - (moved * key).sum(0, keepdims=True))
+            moved = moved + key * value
             state[h] = moved
             if output is not None:
                 output[0, t, one] = (moved * columns["query"][:, one]).sum(0, keepdims=True) * steps.scale
@@ -86,7 +89,7 @@ def run(steps: Steps, plan: jax.Array, states: jax.Array, tokens: dict[str, jax.
     Args:
         states: ``[slots, H, K, V]``.
         tokens: ``[N, T, H, dim]``, float32: key, value, query but for a commit, and ``decays``, one for each dimension
-            of K, or ``decay``, one for all.
+            of K, or ``decay``, one for all; of the delta rule ``beta``, one for all.
     """
     (_, H, K, V), (N, T), heads = states.shape, tokens["key"].shape[:2], steps.heads
 

@@ -31,20 +31,21 @@ _EXPORT = (64, 8)
 
 
 def _ratios(specs: Args, gate: int) -> dict[str, int]:
-    """How many heads share each of those of q, k, v and g."""
-    heads = dict(Q=specs.query, K=specs.key, V=specs.value, G=specs.g)
-    own = {name: x and x.shape[-1 if name == "G" and gate == 1 else -2] for name, x in heads.items()}
+    """How many heads share each of those of q, k, v, g and beta."""
+    heads = dict(Q=specs.query, K=specs.key, V=specs.value, G=specs.g, B=specs.beta)
+    own = {name: x and x.shape[-1 if name == "B" or (name == "G" and gate == 1) else -2] for name, x in heads.items()}
     return {f"R{name}": specs.states.shape[1] // n if n else 1 for name, n in own.items()}
 
 
 def _tokens(specs: Args, axes: str, out: Spec | None) -> tuple[dict[str, Any], int, int]:
     """The strides of tokens' arrays with these axes, in units, 0 for others; the unit; the kind of gate."""
     gate = 0 if specs.g is None else len(specs.g.shape) - len(specs.key.shape) + 2
-    vectors = dict(q=specs.query, k=specs.key, v=specs.value, g=specs.g if gate == 2 else None, o=out)
+    vectors = dict(q=specs.query, k=specs.key, v=specs.value, g=specs.g if gate == 2 else None, b=None, o=out)
+    scalars = dict(g=specs.g if gate == 1 else None, b=specs.beta)
     unit = unit_of(*vectors.values())
     numbers: dict[str, Any] = {}
     for name, x in vectors.items():
-        x, own = (specs.g, 1) if name == "g" and gate == 1 else (x, unit)
+        x, own = (x, unit) if x else (scalars.get(name), 1)
         for axis in "nth":
             place = axes.find(axis)
             numbers[f"stride_{name}{axis}"] = x.strides[place] // own if x and place >= 0 else 0
@@ -55,20 +56,24 @@ def _tokens(specs: Args, axes: str, out: Spec | None) -> tuple[dict[str, Any], i
 def _step_plan(specs: Args, opts: Options) -> Plan:
     """The launch of decode, verify or commit."""
     q, k, states, out = specs.query, specs.key, specs.states, specs.out
+    if opts.state_v_first:
+        shape, strides = ((*x[:2], x[3], x[2]) for x in states[:2])
+        states = Spec(shape, strides, states.dtype)
     N, (_, H, K, V) = specs.slots.shape[0], states.shape
     many, made = opts.op_id != "decode", None
     if opts.reads:
         shape = (*q.shape[:-2], H, V)
         made = out or Spec(shape, contiguous(shape), q.dtype)
     numbers, unit, gate = _tokens(specs, "nth" if many else "nh", made)
-    numbers |= dict(scale=opts.softmax_scale, T=k.shape[1] if many else 1)
+    numbers |= dict(scale=opts.softmax_scale, lower=opts.lower_bound, T=k.shape[1] if many else 1)
     BV = min(cast(int, opts.cfg.block_d), tile(V))
     constants = dict(
         H=H, K=K, V=V, **_ratios(specs, gate), UNIT=unit, **state_strides(states), **state_strides(specs.exports, "e"),
         BK=tile(K), BV=BV, GATE=gate, GAMMA=0 if specs.g_gamma is None else len(specs.g_gamma.shape),
         EXACT=k.dtype == "float32", MANY=many,
         COUNTED=specs.counts is not None, OUTPUT=opts.reads, STORE=opts.writes, EXPORT=specs.exports is not None,
-        OVERLAP=4,
+        DELTA=specs.beta is not None, RAW=0 if specs.A_log is None else 2 if opts.lower_bound else 1,
+        BIAS=specs.dt_bias is not None, RAW_BETA=opts.raw_beta, NORM=opts.use_qk_l2norm, OVERLAP=4,
     )
     outputs = dict(o=None if made is None else "into" if out else (made.shape, made.dtype),
                    pool="states" if opts.writes else None)
@@ -80,7 +85,8 @@ def _steps(args: Args, opts: Options) -> tuple:
     """``(output, pool)`` of decode, verify or commit."""
     return _step_plan(Args(*map(spec_of, args)), opts).launch(
         q=args.key if args.query is None else args.query, k=args.key, v=args.value, g=args.g, gamma=args.g_gamma,
-        slots=args.slots, counts=args.counts, targets=args.targets, states=args.states, exports=args.exports,
+        beta=args.beta, A_log=args.A_log, dt_bias=args.dt_bias, slots=args.slots, counts=args.counts,
+        targets=args.targets, states=args.states, exports=args.exports,
         into=args.out,
     )
 
@@ -108,7 +114,7 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
                 dict(BT=BT, BN=BN), 1, 1)
     strides, unit, gate = _tokens(specs, "th", None)
     ratios = _ratios(specs, gate)
-    del ratios["RQ"]
+    del ratios["RQ"], ratios["RB"]
     names = [f"stride_{name}{axis}" for name in "kvg" for axis in "th"]
     BV = min(_EXPORT[0], tile(V))
     constants = dict(
@@ -165,6 +171,6 @@ def prefill(source: str, forward: Callable, fields: tuple[str, ...], of_family: 
 
 decode, verify, commit = (
     contract.implementation(op_id, _steps, STEP_FIELDS, platform="triton", source=__file__, unsupported=unsupported,
-                            heuristic=heuristic)
+                            heuristic=heuristic, layouts=True)
     for op_id in ("decode", "verify", "commit")
 )

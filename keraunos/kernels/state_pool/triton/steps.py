@@ -1,8 +1,9 @@
 """The Triton kernels that take a tile of a state through a few tokens, one after the other, in registers.
 
 Nothing but the state's bytes matters to their speed, so a program has one tile of one head's state, all of K by BV of
-V, loads it at once, and needs no other program. The products are written as fused ones, so that compilers cannot fuse
-them in one way for one token and in another for several: verify and commit give the bits that decode gives.
+V, loads it at once, and needs no other program. The steps of both families are ``advance``. The products are written as
+fused ones, so that compilers cannot fuse them in one way for one token and in another for several: verify and commit
+give the bits that decode gives.
 
 The conventions are those of ``linear_attention/triton/scan.py``.
 """
@@ -12,35 +13,84 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from keraunos.kernels.device.recurrence import decay, locate
+from keraunos.kernels.gated_delta_rule import reference
+
+EPSILON = tl.constexpr(reference.EPSILON)
 
 
 @triton.jit
-def load_token(
-    p_q, p_k, p_v, p_g, m_k, m_v, b_gamma,
-    GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr, OUTPUT: tl.constexpr, BK: tl.constexpr,
+def load_gates(
+    p_g, p_b, m_k, b_gamma, b_rate, b_bias, lower,
+    GATE: tl.constexpr, GAMMA: tl.constexpr, RAW: tl.constexpr, DELTA: tl.constexpr, RAW_BETA: tl.constexpr,
+    EXACT: tl.constexpr, BK: tl.constexpr,
 ):
-    """A token's q ``[BK]``, k ``[BK]``, v ``[BV]`` and decay ``[BK]``."""
+    """A token's decay ``[BK]`` and its beta.
+
+    RAW: ``g`` is what gates are made of, 1 by softplus, 2 with a lower bound; RAW_BETA: beta is the sigmoid.
+    """
+    b_d = tl.zeros([BK], dtype=tl.float32)
+    if GATE == 2:
+        b_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)
+    elif GATE == 1:
+        b_g = tl.load(p_g).to(tl.float32)
+    if RAW == 1:
+        b_g = -b_rate * softplus(b_g + b_bias, EXACT)
+    elif RAW == 2:
+        b_g = lower * sigmoid(b_rate * (b_g + b_bias), EXACT)
+    if GATE > 0:
+        b_d += b_g
+    if GAMMA:
+        b_d += b_gamma
+    b_beta = 0.0
+    if DELTA:
+        b_beta = tl.load(p_b).to(tl.float32)
+        if RAW_BETA:
+            b_beta = sigmoid(b_beta, EXACT)
+    return decay(b_d, EXACT), b_beta
+
+
+@triton.jit
+def sigmoid(x, EXACT: tl.constexpr):
+    """``1 / (1 + exp(-x))``, by the exponential of what is at most 0."""
+    b_e = decay(-tl.abs(x), EXACT)
+    return tl.where(x < 0, b_e, 1.0) / (1.0 + b_e)
+
+
+@triton.jit
+def softplus(x, EXACT: tl.constexpr):
+    """``log(1 + exp(x))``; past 20 that is x, but for less than a rounding."""
+    b_e = decay(-tl.abs(x), EXACT)
+    # The logarithm of 1 + e as it was rounded, times what the rounding changed e by.
+    b_one = 1.0 + b_e
+    b_off = tl.where(b_one == 1.0, 1.0, b_one - 1.0)
+    return tl.maximum(x, 0.0) + tl.where(b_one == 1.0, b_e, tl.log(b_one) * (b_e / b_off))
+
+
+@triton.jit
+def load_rows(p_q, p_k, p_v, m_k, m_v, OUTPUT: tl.constexpr, NORM: tl.constexpr):
+    """A token's q ``[BK]``, k ``[BK]`` and v ``[BV]``; NORM: q and k over their lengths."""
     b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)
     b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)
     b_q = b_k
     if OUTPUT:
         b_q = tl.load(p_q, mask=m_k, other=0.0).to(tl.float32)
-    b_d = tl.zeros([BK], dtype=tl.float32)
-    if GATE == 2:
-        b_d += tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)
-    if GATE == 1:
-        b_d += tl.load(p_g).to(tl.float32)
-    if GAMMA:
-        b_d += b_gamma
-    return b_q, b_k, b_v, decay(b_d, EXACT)
+    if NORM:
+        b_q /= tl.sqrt_rn(tl.sum(b_q * b_q, 0) + EPSILON)
+        b_k /= tl.sqrt_rn(tl.sum(b_k * b_k, 0) + EPSILON)
+    return b_q, b_k, b_v
 
 
 @triton.jit
-def advance(b_s, b_k, b_v, b_d, DECAYS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """``S = diag(d) S + k v^T``."""
+def advance(b_s, b_k, b_v, b_d, b_beta, DECAYS: tl.constexpr, DELTA: tl.constexpr, BK: tl.constexpr,
+            BV: tl.constexpr):
+    """``S = diag(d) S + k v^T``; DELTA: v is beta times what it differs by from what the decayed S has for k."""
     b_kk = tl.broadcast_to(b_k[:, None], [BK, BV])
+    if DELTA:
+        if DECAYS:
+            b_s *= b_d[:, None]
+        b_v = b_beta * (b_v - tl.sum(b_s * b_kk, 0))
     b_vv = tl.broadcast_to(b_v[None, :], [BK, BV])
-    if DECAYS:
+    if DECAYS and not DELTA:
         return tl.fma(b_s, tl.broadcast_to(b_d[:, None], [BK, BV]), b_kk * b_vv)
     return tl.fma(b_kk, b_vv, b_s)
 
@@ -48,16 +98,17 @@ def advance(b_s, b_k, b_v, b_d, DECAYS: tl.constexpr, BK: tl.constexpr, BV: tl.c
 # Indices may be slices of a longer array, which begin anywhere.
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots", "counts", "targets"])
 def step_kernel(
-    q, k, v, g, gamma, slots, counts, targets, states, exports, into,
+    q, k, v, g, gamma, beta, A_log, dt_bias, slots, counts, targets, states, exports, into,
     stride_qn, stride_qt, stride_qh, stride_kn, stride_kt, stride_kh, stride_vn, stride_vt, stride_vh,
-    stride_gn, stride_gt, stride_gh, stride_on, stride_ot, stride_oh, scale, T,
+    stride_gn, stride_gt, stride_gh, stride_bn, stride_bt, stride_bh, stride_on, stride_ot, stride_oh, scale, lower, T,
     o, pool,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr,
-    RG: tl.constexpr, UNIT: tl.constexpr,
+    RG: tl.constexpr, RB: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     stride_es: tl.constexpr, stride_eh: tl.constexpr, stride_ek: tl.constexpr, stride_ev: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr, EXACT: tl.constexpr,
     MANY: tl.constexpr, COUNTED: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, EXPORT: tl.constexpr,
+    DELTA: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Tokens of one request, for a tile of BV of the V dimensions.
@@ -65,7 +116,8 @@ def step_kernel(
     OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back; EXPORT: write that after token t to
     slot targets[n, t] of another pool, or of this one, whose state has been read by then. MANY: T tokens, not one.
     COUNTED: only the first counts[n] of them. OVERLAP: the launch begins beside the end of the one before it.
-    GAMMA: how many dimensions gamma has, ``[H]`` or ``[N, H]``; 0: there is none.
+    GAMMA: how many dimensions gamma has, ``[H]`` or ``[N, H]``; 0: there is none. DELTA: the delta rule; what it reads
+    is with the functions above.
     """
     if OVERLAP > 0:
         # A step is short: that its programs are there already when the launch before it ends is a good part of it.
@@ -105,6 +157,18 @@ def step_kernel(
         p_g = g + (i_n * stride_gn + (i_h // RG).to(tl.int64) * stride_gh) * UNIT_G
     if GATE == 2:
         p_g += o_k
+    p_b = p_k
+    if DELTA:
+        p_b = beta + i_n * stride_bn + (i_h // RB).to(tl.int64) * stride_bh
+    b_rate = 0.0
+    b_bias = 0.0
+    if RAW > 0:
+        b_rate = decay(tl.load(A_log + i_h // RG).to(tl.float32), EXACT)
+        if BIAS:
+            if GATE == 2:
+                b_bias = tl.load(dt_bias + i_h // RG * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+            else:
+                b_bias = tl.load(dt_bias + i_h // RG).to(tl.float32)
     b_gamma = 0.0
     if GAMMA == 1:
         b_gamma = tl.load(gamma + i_h).to(tl.float32)
@@ -114,11 +178,13 @@ def step_kernel(
     o_s = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_s = m_k[:, None] & m_v[None, :]
     b_s = tl.load(states + i_state + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
-    b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, EXACT, OUTPUT, BK)
+    b_q, b_k, b_v = load_rows(p_q, p_k, p_v, m_k, m_v, OUTPUT, NORM)
+    b_d, b_beta = load_gates(p_g, p_b, m_k, b_gamma, b_rate, b_bias, lower, GATE, GAMMA, RAW, DELTA, RAW_BETA, EXACT,
+                             BK)
     DECAYS: tl.constexpr = GATE > 0 or GAMMA > 0
     if MANY:
         for i in range(n_t):
-            b_s = advance(b_s, b_k, b_v, b_d, DECAYS, BK, BV)
+            b_s = advance(b_s, b_k, b_v, b_d, b_beta, DECAYS, DELTA, BK, BV)
             b_qi = b_q
             if EXPORT:
                 target = tl.load(targets + i_n * T + i).to(tl.int64)
@@ -132,13 +198,17 @@ def step_kernel(
             p_v += tl.where(more, stride_vt * UNIT, 0)
             if GATE > 0:
                 p_g += tl.where(more, stride_gt * UNIT_G, 0)
-            b_q, b_k, b_v, b_d = load_token(p_q, p_k, p_v, p_g, m_k, m_v, b_gamma, GATE, GAMMA, EXACT, OUTPUT, BK)
+            if DELTA:
+                p_b += tl.where(more, stride_bt, 0)
+            b_q, b_k, b_v = load_rows(p_q, p_k, p_v, m_k, m_v, OUTPUT, NORM)
+            b_d, b_beta = load_gates(p_g, p_b, m_k, b_gamma, b_rate, b_bias, lower, GATE, GAMMA, RAW, DELTA, RAW_BETA,
+                                     EXACT, BK)
             if OUTPUT:
                 b_o = tl.sum(b_s * b_qi[:, None], 0) * scale
                 tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
                 p_o += stride_ot * UNIT
     else:
-        b_s = advance(b_s, b_k, b_v, b_d, DECAYS, BK, BV)
+        b_s = advance(b_s, b_k, b_v, b_d, b_beta, DECAYS, DELTA, BK, BV)
         if OUTPUT:
             b_o = tl.sum(b_s * b_q[:, None], 0) * scale
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
