@@ -20,9 +20,9 @@ _IN_TURN = 5
 @triton.jit
 def sum_kernel(x, R, D, E, y, BR: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, LAST: tl.constexpr,
                OVERLAP: tl.constexpr):
-    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order; E: how many values y has; UNIT divides D.
+    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order.
 
-    LAST: x is ``[M, D, R]``.
+    E: how many values y has. UNIT divides D. LAST: x is ``[M, D, R]``.
     """
     in_turn(OVERLAP)
     first = tl.program_id(0).to(tl.int64) * BE

@@ -89,7 +89,8 @@ def prepare_kernel(
     """What a walk reads of each chunk, and needs no state for.
 
     ``near`` ``[1 or 2, BT, BT]``: N of ``substituted`` for the decayed products of keys, as its upper digits and the
-    rest (EXACT: whole); ``alike``: whether the rest counts. ``pairs``: ``scale * decayed products of queries and keys``, of which a query sees its own key.
+    rest (EXACT: whole); ``alike``: whether the rest counts. ``pairs``: ``scale * decayed products of queries and
+    keys``, of which a query sees its own key. MILD: gates per dimension that sum to more than minus that factor.
     ``enter`` and ``leave``: decays from the chunk's start up to a row, and after a row to the chunk's end; with gates
     per dimension (GATE 2) the decay of the whole chunk, and queries and keys are decayed here: ``qd``, ``ke``, ``kl``.
     """

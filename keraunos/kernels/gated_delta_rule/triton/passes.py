@@ -33,8 +33,8 @@ FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 _PROGRAMS, _MIN_SEGMENT = 264, 512
 # Rows that one program normalises. Warps of the kernel that prepares chunks.
 _ROWS, _PREPARE = 16, 2
-# Kernels of gradients, the dimensions of K and of V that they take at once, warps, stages. These tiles are never cut to fewer dimensions: with 16 of float32, Triton
-# 3.6 builds code for Hopper that writes elsewhere.
+# Kernels of gradients, the dimensions of K and of V that they take at once, warps, stages. These tiles are never cut to
+# fewer dimensions: with 16 of float32, Triton 3.6 builds code for Hopper that writes elsewhere.
 _GRADIENTS: dict[str, tuple[Any, int, int, int, int]] = {
     "pairs": (chunks.pairs_gradient_kernel, 64, 64, 2, 2),
     "queries": (chunks.queries_gradient_kernel, 64, 64, 2, 2),
@@ -65,11 +65,6 @@ class Call(Sizes):
         """How many parts of a length sequences have at most; a packed one may end in a shorter part anywhere."""
         return self.T // length + self.N if self.packed else self.N * -(-self.T // length)
 
-    @property
-    def flags(self) -> dict[str, Any]:
-        """The constants that every kernel has."""
-        return dict(EXACT=self.exact, REVERSE=self.reverse, PACKED=self.packed, PRECISION=self.precision)
-
 
 @remember
 def call_of(specs: Args, opts: Options, shared: int) -> Call:
@@ -90,36 +85,45 @@ class Prepared(NamedTuple):
     kl: Array
 
 
-def _tokens(call: Call, q: Spec, k: Spec, do: Spec | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The numbers of kernels over chunks that read arrays of tokens, and their constants."""
-    g, beta = call.specs.g, call.specs.beta
-    unit = unit_of(q, k, do)
-    numbers = dict(**strides_by_name(unit, q=q, k=k), **strides_by_name(g=g), **strides_by_name(b=beta),
-                   **(strides_by_name(unit, o=do) if do else {}), scale=call.scale, T=call.T, N=call.N)
-    constants = dict(H=call.H, K=call.K, **call.ratios(q=q, k=k, g=g, b=beta), UNIT=unit, BT=call.BT,
-                     BN=pow2(call.N), GATE=call.gate, BETA=beta is not None, TERMS=call.terms, **call.flags)
-    return numbers, constants
+def _plan(call: Call, kernel: Any, programs: int, outputs: dict[str, Any], constants: dict[str, Any], num_warps: int,
+          num_stages: int, **arrays: Spec | None) -> Plan:
+    """A launch over heads; of the numbers and constants that several kernels have, each takes those that it names.
+
+    arrays: those of tokens, by their names in the kernel.
+    """
+    beta, g = call.specs.beta, call.specs.g
+    unit = unit_of(*arrays.values())
+    strides = strides_by_name(unit, "bth", **arrays) | strides_by_name(g=g) | strides_by_name(b=beta)
+    numbers = strides | dict(scale=call.scale, T=call.T, N=call.N, ROWS=call.B * call.T) | constants
+    fixed = call.ratios(**arrays, g=g, b=beta) | strides_by_name(1, "t", **arrays) | dict(
+        H=call.H, K=call.K, V=call.V, UNIT=unit, BT=call.BT, BN=pow2(call.N), GATE=call.gate, BETA=beta is not None,
+        EXACT=call.exact, TERMS=call.terms, REVERSE=call.reverse, PACKED=call.packed, PRECISION=call.precision,
+        DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), NEED_G=call.opts.needs(call.specs, "g"),
+    ) | constants
+    constant = kernel.fn.__annotations__
+    named = [name for name in kernel.arg_names if name not in constant and name in numbers]
+    return Plan(kernel, (programs * call.H,), {name: numbers[name] for name in named}, outputs,
+                {name: x for name, x in fixed.items() if name in constant}, num_warps, num_stages)
 
 
 @remember
 def _prepare_plan(call: Call, q: Spec, k: Spec) -> Plan:
-    numbers, constants = _tokens(call, q, k)
     H, BT, dtype = call.H, call.BT, call.dtype
     square, row = (call.chunks, H, BT, BT), ((call.chunks, H, BT), "float32")
     decayed = ((call.B, call.T, H, call.K), dtype) if call.gate == 2 else None
     enter = {0: None, 1: row, 2: ((call.chunks, H, call.K), "float32")}[call.gate]
     outputs = dict(near=(square if call.exact else (*square[:2], 2, BT, BT), dtype), pairs=(square, dtype),
-                   alike=((call.chunks, H), "int32"),
-                   enter=enter, leave=row if call.gate == 1 else None, qd=decayed, ke=decayed, kl=decayed)
-    return Plan(chunks.prepare_kernel, (call.chunks * H,), numbers, outputs, dict(**constants, BK=min(tile(call.K), 64), FINE=call.fine,
-                                                         MILD=call.mild), _PREPARE, 2)
+                   alike=((call.chunks, H), "int32"), enter=enter, leave=row if call.gate == 1 else None,
+                   qd=decayed, ke=decayed, kl=decayed)
+    constants = dict(BK=min(tile(call.K), 64), FINE=call.fine, MILD=call.mild)
+    return _plan(call, chunks.prepare_kernel, call.chunks, outputs, constants, _PREPARE, 2, q=q, k=k)
 
 
 def prepare(call: Call, args: Args) -> Prepared:
     """Launch ``prepare_kernel``."""
     plan = _prepare_plan(call, spec_of(args.query), spec_of(args.key))
     near, pairs, alike, enter, leave, q, k, kl = plan.launch(q=args.query, k=args.key, g=args.g, beta=args.beta,
-                                                      cu_seqlens=args.cu_seqlens)
+                                                             cu_seqlens=args.cu_seqlens)
     if call.gate < 2:
         q, k, kl = args.query, args.key, args.key
     return Prepared(near, pairs, alike, enter, leave, q, k, kl)
@@ -129,31 +133,20 @@ def prepare(call: Call, args: Args) -> Prepared:
 def _walk_plan(call: Call, q: Spec, k: Spec, x: Spec, name: str, split: bool, init: bool, output: bool, save: bool,
                final: int, matrix: bool) -> Plan:
     """A walk over the values (name "v"), or the adjoint one over the output's gradient ("o")."""
-    H, K, V, beta, forward = call.H, call.K, call.V, call.specs.beta, name == "v"
+    H, K, V, forward = call.H, call.K, call.V, name == "v"
     W = V + K if matrix else V
-    unit = unit_of(q, k, x)
-    arrays = {"q": q, "k": k, name: x}
-    numbers = dict(**strides_by_name(unit, "bh", **arrays), **strides_by_name(b=beta), scale=call.scale, T=call.T,
-                   N=call.N, L=call.L if split else max(call.T, 1))
-    ratios = call.ratios(q=q, k=k, b=beta) | (dict(RV=call.ratio(x)) if forward else {})
-    constants = dict(
-        H=H, K=K, V=V, **ratios, **strides_by_name(1, "t", **arrays), UNIT=unit, BT=call.BT, BK=tile(K),
-        BV=min(call.cfg.block_d, tile(W)), BN=pow2(call.N), GATE=call.gate, BETA=beta is not None, SPLIT=split,
-        INIT=init, SAVE=save, FINAL=final, **call.flags,
-    )
+    BV = min(call.cfg.block_d, tile(W))
     tokens, saved = ((call.B, call.T, H, V), call.dtype), ((call.chunks, H, K, V), call.dtype)
     ends = (call.segments if final == 2 else call.N, H, K, W)
     end = call.specs.initial_state.dtype if final == 1 and not forward else "float32"
-    outputs: dict[str, Any] = dict(o=tokens if output else None) if forward else {}
-    outputs |= {"errors" if forward else "rights": tokens if save else None,
-                "hs" if forward else "dhs": saved if save else None,
-                "ht" if forward else "dh0": (ends, end) if final else None}
-    if forward:
-        constants |= dict(W=W, OUTPUT=output)
-    slots = call.segments if split else call.N
-    grid = (slots * H * -(-W // constants["BV"]),)
-    fn = walks.walk_kernel if forward else walks.adjoint_kernel
-    return Plan(fn, grid, numbers, outputs, constants, call.cfg.num_warps, call.cfg.num_stages)
+    made = [tokens if save else None, saved if save else None, (ends, end) if final else None]
+    names = ("errors", "hs", "ht") if forward else ("rights", "dhs", "dh0")
+    outputs = (dict(o=tokens if output else None) if forward else {}) | dict(zip(names, made, strict=True))
+    constants = dict(L=call.L if split else max(call.T, 1), BK=tile(K), BV=BV, W=W, OUTPUT=output, SPLIT=split,
+                     INIT=init, SAVE=save, FINAL=final)
+    programs = (call.segments if split else call.N) * -(-W // BV)
+    return _plan(call, walks.walk_kernel if forward else walks.adjoint_kernel, programs, outputs, constants,
+                 call.cfg.num_warps, call.cfg.num_stages, q=q, k=k, **{name: x})
 
 
 def walk(call: Call, args: Args, ready: Prepared, h0: Array | None, *, split: bool = False, output: bool = False,
@@ -162,7 +155,8 @@ def walk(call: Call, args: Args, ready: Prepared, h0: Array | None, *, split: bo
     plan = _walk_plan(call, spec_of(ready.q), spec_of(ready.k), call.specs.value, "v", split, h0 is not None, output,
                       save, final, matrix)
     return plan.launch(q=ready.q, k=ready.k, kl=ready.kl, v=args.value, beta=args.beta, near=ready.near,
-                       pairs=ready.pairs, alike=ready.alike, enter=ready.enter, leave=ready.leave, h0=h0, cu_seqlens=args.cu_seqlens)
+                       pairs=ready.pairs, alike=ready.alike, enter=ready.enter, leave=ready.leave, h0=h0,
+                       cu_seqlens=args.cu_seqlens)
 
 
 def adjoint(call: Call, args: Args, ready: Prepared, do: Array, dht: Array | None, *, split: bool = False,
@@ -239,32 +233,20 @@ def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
     """The launch that makes the gradients of "pairs", "queries" or "keys"."""
     H, K, V, g, beta = call.H, call.K, call.V, call.specs.g, call.specs.beta
     kernel, BK, BV, num_warps, num_stages = _GRADIENTS[name]
-    unit, tokens, parts = unit_of(q, k, do), (call.B, call.T, H), -(-K // BK)
-    reads_o, reads_beta = name != "keys", name != "queries"
-    numbers = dict(**strides_by_name(unit, q=q, k=k), **strides_by_name(g=g),
-                   **(strides_by_name(b=beta) if reads_beta else {}), **(strides_by_name(unit, o=do) if reads_o else {}),
-                   **(dict(scale=call.scale) if reads_o else {}), T=call.T, N=call.N,
-                   **({} if name == "pairs" else dict(ROWS=call.B * call.T)))
-    need_g = call.opts.needs(call.specs, "g")
-    constants = dict(
-        H=H, K=K, V=V, **call.ratios(q=q, k=k, g=g), **(call.ratios(b=beta) if reads_beta else {}), UNIT=unit,
-        BT=call.BT, BK=BK, BV=BV, BN=pow2(call.N), GATE=call.gate, NEED_G=need_g, TERMS=call.terms,
-        **(dict(BETA=beta is not None) if reads_beta else {}),
-        DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), **call.flags,
-    )
+    tokens, parts, vector = (call.B, call.T, H), -(-K // BK), call.gate == 2
     query, key, value = map(call.dtype_of_each, call.specs[:3])
     square = (call.chunks, H, call.BT, call.BT), call.dtype
     outputs: dict[str, dict[str, Any]] = dict(
         pairs=dict(dpairs=square, dkeys=square, dv=((*tokens, V), value),
-                   dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)), dg=(tokens, "float32")),
-        queries=dict(dq=((*tokens, K), query), dg=((*tokens, K) if call.gate == 2 else (parts, *tokens), "float32")),
-        keys=dict(dk=((*tokens, K), key),
-                  dg=((*tokens, K), call.dtype_of_each(g)) if call.gate == 2 else "dg_given"),
+                   dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
+                   dg=None if vector else (tokens, "float32")),
+        queries=dict(dq=((*tokens, K), query), dg=((*tokens, K) if vector else (parts, *tokens), "float32")),
+        keys=dict(dk=((*tokens, K), key), dg=((*tokens, K), call.dtype_of_each(g)) if vector else "dg_given"),
     )
-    if not need_g or (name, call.gate) == ("pairs", 2):
+    if not call.opts.needs(call.specs, "g"):
         outputs[name]["dg"] = None
-    grid = (call.chunks * H * (1 if name == "pairs" else parts),)
-    return Plan(kernel, grid, numbers, outputs[name], constants, num_warps, num_stages)
+    programs = call.chunks * (1 if name == "pairs" else parts)
+    return _plan(call, kernel, programs, outputs[name], dict(BK=BK, BV=BV), num_warps, num_stages, q=q, k=k, o=do)
 
 
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:

@@ -172,7 +172,8 @@ def _gradients(call: Call, args: Args, decayed: Decayed | None, do: Array, begin
         decayed, grads = _part_gradients(call, args, decayed, do, hs, dhs, grads, part)
     dq, dk, dg = grads
     if call.gate < 2:
-        dg = summed(dg, 1, dg.shape[0], math.prod(whole), whole, "float32" if call.need_gamma else call.dtype_of_each(g))
+        dtype = "float32" if call.need_gamma else call.dtype_of_each(g)
+        dg = summed(dg, 1, dg.shape[0], math.prod(whole), whole, dtype)
     dgamma = _gamma_gradient(call, dg) if call.need_gamma else None
     if not call.opts.needs(args, "g"):
         dg = None
