@@ -154,3 +154,13 @@ def level(o_p, m):
     m_sum = (apart < m) & tl.where(later[:, None], o_p[None, :] <= o_p[:, None], o_p[None, :] > o_p[:, None])
     m_pair = (apart >= m) & (apart < 2 * m)
     return later, m_sum, m_pair
+
+
+@triton.jit
+def clear_rows(o, begin, end, i_h, o_v, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """Zeros for a tile of V of a head's rows of a contiguous ``[rows, H, V]``."""
+    o_t = tl.arange(0, BT)
+    for i_t in range(begin, end, BT):
+        o_o = ((i_t + o_t[:, None]) * H + i_h) * V + o_v[None, :]
+        m_o = (i_t + o_t < end)[:, None] & (o_v < V)[None, :]
+        tl.store(o + o_o, tl.zeros([BT, BV], dtype=o.dtype.element_ty), mask=m_o)

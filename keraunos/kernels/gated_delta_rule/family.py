@@ -2,7 +2,6 @@
 
 from keraunos.kernels.gated_delta_rule.cases import CASES
 from keraunos.ops.family import PORTABLE, Family, Operation
-from keraunos.ops.invocation import Platform
 
 GATED_DELTA_RULE = Family(
     "gated_delta_rule",
@@ -10,8 +9,7 @@ GATED_DELTA_RULE = Family(
         Operation("gated_delta_rule", "gated_delta_rule", "keraunos.modules.gated_delta_rule:GatedDeltaRule",
                   cases=CASES["gated_delta_rule"]),
         # The walk over sequences whose states are in a pool.
-        Operation("delta_prefill", "prefill", "keraunos.serving.pool_operation:DELTA_PREFILL", like="gated_delta_rule",
-                  platforms=(Platform.XLA, Platform.TORCH)),
+        Operation("delta_prefill", "prefill", "keraunos.serving.pool_operation:DELTA_PREFILL", like="gated_delta_rule"),
     ),
     PORTABLE,
 )

@@ -172,7 +172,7 @@ def prepare_kernel(
     b_like = b_a * b_beta[None, :]
     is_alike = tl.max(tl.sum(b_like * b_like, 1), 0) > ALIKE
     tl.store(alike + i_slot, is_alike.to(tl.int32))
-    if is_alike or EXACT:
+    if is_alike or EXACT:  # noqa: SIM108 - two branches, of which one runs
         b_n = substituted(b_a, b_beta, BT, FINE)
     else:
         b_n = substituted(b_a, b_beta, BT, PRECISION)

@@ -11,6 +11,7 @@ leaves the gradient of the state after it; from both a kernel that is parallel o
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +24,10 @@ from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.triton import chunks, walks
 from keraunos.kernels.host.arrays import Spec, pow2, spec_of, strides_by_name, tile, unit_of
 from keraunos.kernels.host.plan import Plan, remember
+from keraunos.kernels.host.pool import NO_POOL, NO_STATES, Pool
 from keraunos.kernels.host.sequences import Sizes
+from keraunos.kernels.state_pool.prompts import Walk
+from keraunos.kernels.state_pool.triton import passes as pool_passes
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
@@ -119,9 +123,14 @@ def _prepare_plan(call: Call, q: Spec, k: Spec) -> Plan:
     return _plan(call, chunks.prepare_kernel, call.chunks, outputs, constants, _PREPARE, 2, q=q, k=k)
 
 
+def _specs(call: Call, *arrays: Array) -> list[Spec]:
+    """The properties of arrays of tokens; those of a pool's calls have no axis for the batch."""
+    return [x if len(x.shape) == 4 else x.row(call.T) for x in map(spec_of, arrays) if x]
+
+
 def prepare(call: Call, args: Args) -> Prepared:
     """Launch ``prepare_kernel``."""
-    plan = _prepare_plan(call, spec_of(args.query), spec_of(args.key))
+    plan = _prepare_plan(call, *_specs(call, args.query, args.key))
     near, pairs, alike, enter, leave, q, k, kl = plan.launch(q=args.query, k=args.key, g=args.g, beta=args.beta,
                                                              cu_seqlens=args.cu_seqlens)
     if call.gate < 2:
@@ -131,7 +140,7 @@ def prepare(call: Call, args: Args) -> Prepared:
 
 @remember
 def _walk_plan(call: Call, q: Spec, k: Spec, x: Spec, name: str, split: bool, init: bool, output: bool, save: bool,
-               final: int, matrix: bool) -> Plan:
+               final: int, matrix: bool, pool: Pool | None = None) -> Plan:
     """A walk over the values (name "v"), or the adjoint one over the output's gradient ("o")."""
     H, K, V, forward = call.H, call.K, call.V, name == "v"
     W = V + K if matrix else V
@@ -142,21 +151,27 @@ def _walk_plan(call: Call, q: Spec, k: Spec, x: Spec, name: str, split: bool, in
     made = [tokens if save else None, saved if save else None, (ends, end) if final else None]
     names = ("errors", "hs", "ht") if forward else ("rights", "dhs", "dh0")
     outputs = (dict(o=tokens if output else None) if forward else {}) | dict(zip(names, made, strict=True))
+    if pool:
+        # The states are not made, but put where they came from.
+        outputs |= dict(o="into" if pool.into else ((pool.T, H, V), call.dtype), ht="pool")
     constants = dict(L=call.L if split else max(call.T, 1), BK=tile(K), BV=BV, W=W, OUTPUT=output, SPLIT=split,
-                     INIT=init, SAVE=save, FINAL=final)
+                     INIT=init, SAVE=save, FINAL=final, ROWS=pool.T if pool else 0,
+                     **(pool.flags() if pool else NO_POOL))
     programs = (call.segments if split else call.N) * -(-W // BV)
     return _plan(call, walks.walk_kernel if forward else walks.adjoint_kernel, programs, outputs, constants,
                  call.cfg.num_warps, call.cfg.num_stages, q=q, k=k, **{name: x})
 
 
 def walk(call: Call, args: Args, ready: Prepared, h0: Array | None, *, split: bool = False, output: bool = False,
-         save: bool = False, final: int = 0, matrix: bool = False) -> tuple:
+         save: bool = False, final: int = 0, matrix: bool = False, pool: Pool | None = None) -> tuple:
     """One forward walk: ``(output, errors, states before chunks, last states)``, None for what is not wanted."""
-    plan = _walk_plan(call, spec_of(ready.q), spec_of(ready.k), call.specs.value, "v", split, h0 is not None, output,
-                      save, final, matrix)
+    plan = _walk_plan(call, *_specs(call, ready.q, ready.k), call.specs.value, "v", split, h0 is not None, output, save,
+                      final, matrix, pool and pool.specs())
+    given = (pool or NO_STATES).arrays()
     return plan.launch(q=ready.q, k=ready.k, kl=ready.kl, v=args.value, beta=args.beta, near=ready.near,
                        pairs=ready.pairs, alike=ready.alike, enter=ready.enter, leave=ready.leave, h0=h0,
-                       cu_seqlens=args.cu_seqlens)
+                       into=args.value if pool is None or pool.into is None else pool.into, cu_seqlens=args.cu_seqlens,
+                       pool=given["pool"], slots=given["slots"], has_initial=given["has_initial"])
 
 
 def adjoint(call: Call, args: Args, ready: Prepared, do: Array, dht: Array | None, *, split: bool = False,
@@ -169,22 +184,25 @@ def adjoint(call: Call, args: Args, ready: Prepared, do: Array, dht: Array | Non
 
 
 @remember
-def _join_plan(call: Call, init: bool, adjoint: bool) -> Plan:
+def _join_plan(call: Call, init: bool, adjoint: bool, pool: Pool | None = None) -> Plan:
     BV, BK = min(tile(call.V), 16), min(tile(call.K), 64)
     numbers = dict(T=call.T, N=call.N, L=call.L)
     constants = dict(H=call.H, K=call.K, V=call.V, BK=BK, BV=BV, PACKED=call.packed, INIT=init, ADJOINT=adjoint,
-                     PRECISION=precision(True))
+                     PRECISION=precision(True), **(pool.flags() if pool else NO_POOL))
     outputs = dict(starts=((call.segments, call.H, call.K, call.V), "float32"))
     return Plan(walks.join_kernel, (call.N * call.H * -(-call.V // BV),), numbers, outputs, constants, 4, 2)
 
 
-def starts_of(call: Call, args: Args, ready: Prepared) -> tuple[Array | None, Array | None]:
+def starts_of(call: Call, args: Args, ready: Prepared,
+              pool: Pool | None = None) -> tuple[Array | None, Array | None]:
     """The states that forward walks start from, and the segments' states and matrices, where sequences are cut."""
     if not call.L:
         return args.initial_state, None
     local = walk(call, args, ready, None, split=True, final=2, matrix=True)[-1]
-    (starts,) = _join_plan(call, args.initial_state is not None, False).launch(
-        local=local, matrices=local, h0=args.initial_state, cu_seqlens=args.cu_seqlens)
+    given = pool or NO_STATES
+    (starts,) = _join_plan(call, args.initial_state is not None, False, pool and pool.specs()).launch(
+        local=local, matrices=local, h0=pool.states if pool else args.initial_state, cu_seqlens=args.cu_seqlens,
+        slots=given.slots, has_initial=given.has_initial)
     return starts, local
 
 
@@ -195,36 +213,41 @@ def ends_of(call: Call, args: Args, ready: Prepared, do: Array, dfinal: Array | 
         return dfinal
     local = adjoint(call, args, ready, do, None, split=True, final=2)[-1]
     (ends,) = _join_plan(call, dfinal is not None, True).launch(local=local, matrices=matrices, h0=dfinal,
-                                                                cu_seqlens=args.cu_seqlens)
+                                                                cu_seqlens=args.cu_seqlens, slots=None,
+                                                                has_initial=None)
     return ends
 
 
 @remember
-def _norm_plan(call: Call, x: Spec, backward: bool) -> Plan:
-    B, T, H, K = x.shape
+def _norm_plan(x: Spec, backward: bool) -> Plan:
+    T, H, K = x.shape[-3:]
+    rows = math.prod(x.shape[:-1])
     unit = unit_of(x)
-    rows = B * T * H
-    numbers = dict(**strides_by_name(unit, x=x), T=T, ROWS=rows)
-    numbers = {name.replace("stride_x", "stride_"): n for name, n in numbers.items()}
+    numbers = {f"stride_{axis}": n // unit for axis, n in zip("bth", (0, *x.strides)[-4:-1], strict=True)}
+    numbers |= dict(T=T, ROWS=rows)
     constants = dict(H=H, K=K, BK=tile(K), BR=_ROWS, BACKWARD=backward, UNIT=unit)
     return Plan(chunks.norm_kernel, (-(-rows // _ROWS),), numbers, dict(y=(x.shape, x.dtype)), constants)
 
 
-def _normalised(call: Call, args: Args) -> Args:
+def _normalised(opts: Options, args: Args) -> Args:
     """The arrays with queries and keys of length 1, if that is wanted."""
-    if not call.opts.use_qk_l2norm:
+    if not opts.use_qk_l2norm:
         return args
-    q, k = (_norm_plan(call, spec_of(x), False).launch(x=x, dy=x)[0] for x in args[:2])
+    q, k = (_norm_plan(spec_of(x), False).launch(x=x, dy=x)[0] for x in args[:2])
     return args._replace(query=q, key=k)
 
 
-def forward(args: Args, opts: Options) -> tuple[tuple[Array, Array | None], tuple]:
-    """``((output, final_state), ())``: the backward needs the inputs only."""
-    call = call_of(Args(*map(spec_of, args)), opts, shared_memory(args.query))
-    args = _normalised(call, args)
+def forward(args: Args, opts: Options, pool: Pool | None = None) -> tuple[tuple[Array, Array | None], tuple]:
+    """``((output, final_state), ())``: the backward needs the inputs only.
+
+    With a pool, which is the final state then, the arrays of tokens have no axis for the batch.
+    """
+    call = call_of(pool.call if pool else Args(*map(spec_of, args)), opts, shared_memory(args.query))
+    args = _normalised(opts, args)
     ready = prepare(call, args)
-    starts, _ = starts_of(call, args, ready)
-    output, _, _, final = walk(call, args, ready, starts, split=call.L > 0, output=True, final=int(opts.state))
+    starts, _ = starts_of(call, args, ready, pool)
+    output, _, _, final = walk(call, args, ready, starts, split=call.L > 0, output=True, final=int(opts.state),
+                               pool=pool)
     return (output, final), ()
 
 
@@ -252,7 +275,7 @@ def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     call = call_of(Args(*map(spec_of, args)), opts, shared_memory(args.query))
-    given, args = args, _normalised(call, args)
+    given, args = args, _normalised(opts, args)
     do, dfinal = grads
     ready = prepare(call, args)
     starts, matrices = starts_of(call, args, ready)
@@ -276,7 +299,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     made = (over_shared(call, *x) for x in zip((dq, dk, dv, dg, dbeta), call.specs[:5], strict=True))
     dq, dk, dv, dg, dbeta = made
     if opts.use_qk_l2norm:
-        dq, dk = (_norm_plan(call, spec_of(x), True).launch(x=x, dy=dx)[0]
+        dq, dk = (_norm_plan(spec_of(x), True).launch(x=x, dy=dx)[0]
                   for x, dx in zip(given[:2], (dq, dk), strict=True))
     return Args(dq, dk, dv, dg, dbeta, dh0)
 
@@ -311,3 +334,4 @@ gated_delta_rule = kernel(
     "triton", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
     unsupported=unsupported,
 )
+delta_prefill = pool_passes.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic, "delta_prefill")

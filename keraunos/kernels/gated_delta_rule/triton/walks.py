@@ -6,7 +6,7 @@ The state is kept transposed, ``[BV, BK]``: it is the left operand of every prod
 import triton
 import triton.language as tl
 
-from keraunos.kernels.device.recurrence import locate
+from keraunos.kernels.device.recurrence import clear_rows, locate
 from keraunos.kernels.gated_delta_rule.triton.chunks import load_beta, locate_rows
 
 
@@ -24,17 +24,19 @@ def whole_dot(x, y, acc, alike, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "ROWS"])
 def walk_kernel(
-    q, k, kl, v, beta, near, pairs, alike, enter, leave, h0, cu_seqlens,
+    q, k, kl, v, beta, near, pairs, alike, enter, leave, h0, into, cu_seqlens, pool, slots, has_initial,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_bb, stride_bt, stride_bh, scale, T, N, L,
+    ROWS,
     o, errors, hs, ht,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr,
     RV: tl.constexpr, RB: tl.constexpr, UNIT: tl.constexpr, stride_qt: tl.constexpr, stride_kt: tl.constexpr,
     stride_vt: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, EXACT: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
     SPLIT: tl.constexpr, INIT: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, FINAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, stride_ss: tl.constexpr,
+    stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
 ):
     """The forward walk: outputs, and the states that are wanted.
 
@@ -43,6 +45,9 @@ def walk_kernel(
     one state for each walk. W: columns of the states; those from V on are of a segment's matrix, which takes the state
     before it to the one after: no values, from columns of one. SAVE: E and the states before chunks are written down.
     FINAL: 1 the states of sequences, 2 those of walks.
+
+    POOL: the states of sequences are in ``slots`` of ``pool``, which ht is; one in slot -1 gets zeros only, and so does
+    what is after the last sequence in ROWS of the output. MAY_START: ``has_initial`` says which sequences have a state.
     """
     NV: tl.constexpr = (W + BV - 1) // BV
     i_v = tl.program_id(0) % NV
@@ -50,6 +55,14 @@ def walk_kernel(
     i_s = tl.program_id(0) // (NV * H)
     i_n, i_b, i_g, chunk, token, left = locate_rows(cu_seqlens, i_s, T, N, L, BT, PACKED, REVERSE, SPLIT, BN)
     size = tl.minimum(left, L).to(tl.int32) if SPLIT else left.to(tl.int32)
+    if POOL:
+        slot = tl.load(slots + i_n).to(tl.int64)
+        o_clear = i_v * BV + tl.arange(0, BV)
+        if (i_n == N - 1) & (i_g == 0):
+            clear_rows(o, token + left, ROWS, i_h, o_clear, H, V, BT, BV)
+        if slot < 0:
+            clear_rows(o, token, token + size, i_h, o_clear, H, V, BT, BV)
+            return
     o_r = tl.arange(0, BT)
     o_t = -o_r if REVERSE else o_r
     step = -BT if REVERSE else BT
@@ -67,6 +80,12 @@ def walk_kernel(
     dtype: tl.constexpr = k.dtype.element_ty
 
     b_s = tl.zeros([BV, BK], dtype=tl.float32)
+    o_pool = i_h.to(tl.int64) * stride_sh + o_k[None, :] * stride_sk + o_v[:, None] * stride_sv
+    if POOL and not INIT:
+        m_init = m_v & m_k
+        if MAY_START:
+            m_init &= tl.load(has_initial + i_n) != 0
+        b_s = tl.load(pool + slot * stride_ss + o_pool, mask=m_init, other=0.0).to(tl.float32)
     if INIT:
         i_init = ((i_s if SPLIT else i_n).to(tl.int64) * H + i_h) * (K * V)
         b_s = tl.load(h0 + i_init + o_k[None, :] * V + o_v[:, None], mask=m_v & m_k, other=0.0).to(tl.float32)
@@ -130,8 +149,11 @@ def walk_kernel(
 
     if FINAL == 1:
         o_s = (i_n.to(tl.int64) * H + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
-        write = (left <= L) & ((left > 0) | (i_g == 0))
-        tl.store(ht + o_s, b_s, mask=m_v & m_k & write)
+        m_end = m_v & m_k & (left <= L) & ((left > 0) | (i_g == 0))
+        if POOL:
+            tl.store(ht + slot * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_end)
+        else:
+            tl.store(ht + o_s, b_s, mask=m_end)
     if FINAL == 2:
         o_s = (i_s.to(tl.int64) * H + i_h) * (K * W) + o_k[None, :] * W + o_v[:, None]
         tl.store(ht + o_s, b_s, mask=(o_v < W)[:, None] & m_k)
@@ -244,13 +266,15 @@ def adjoint_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def join_kernel(
-    local, matrices, h0, cu_seqlens, T, N, L, starts,
+    local, matrices, h0, cu_seqlens, slots, has_initial, T, N, L, starts,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    INIT: tl.constexpr, ADJOINT: tl.constexpr, PRECISION: tl.constexpr,
+    INIT: tl.constexpr, ADJOINT: tl.constexpr, PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr,
+    stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
 ):
     """The states that segments start from: ``S_(i+1) = M_i S_i + local_i``, S_0 from h0 or zeros, BV columns of them.
 
     ``matrices`` ``[slots, H, K, V + K]`` has a segment's M in its last K columns, and forward ``local`` in the others.
+    POOL: h0 is a pool, as in a walk.
     ADJOINT: gradients of states, ``D_(i-1) = M_i^T D_i + local_i`` from the last segment, whose D is h0.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -273,7 +297,14 @@ def join_kernel(
             m_k = (o_k < K)[:, None]
             b_s = tl.zeros([BK, BV], dtype=tl.float32)
             if i == 0:
-                if INIT:
+                if POOL:
+                    o_pool = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv + i_h.to(tl.int64) * stride_sh
+                    m_init = m_k & m_v & (tl.load(slots + i_n) >= 0)
+                    if MAY_START:
+                        m_init &= tl.load(has_initial + i_n) != 0
+                    p_h = h0 + tl.load(slots + i_n).to(tl.int64) * stride_ss + o_pool
+                    b_s = tl.load(p_h, mask=m_init, other=0.0).to(tl.float32)
+                elif INIT:
                     p_h = h0 + ((i_n.to(tl.int64) * H + i_h) * K + o_k[:, None]) * V + o_v[None, :]
                     b_s = tl.load(p_h, mask=m_k & m_v, other=0.0).to(tl.float32)
             else:

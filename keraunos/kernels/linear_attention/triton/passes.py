@@ -46,6 +46,7 @@ from keraunos.kernels.linear_attention.triton.walks import (
     starts_of,
     walk,
 )
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.kernels.state_pool.triton import passes as pool_passes
 from keraunos.ops.invocation import Config, Invocation
 
@@ -283,4 +284,4 @@ gla, lightning_attn = (
         unsupported=unsupported, segment=segment,
     )
 )
-prefill = pool_passes.prefill(__file__, forward, FIELDS, heuristic)
+prefill = pool_passes.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic)

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 from keraunos.kernels.device.recurrence import (
     CLOSED,
     LOG2E,
+    clear_rows,
     decay,
     in_turn,
     load_gamma,
@@ -73,16 +74,6 @@ def chunk_decay(b_gamma, o_p, left, scale_out, scale_in, ADJOINT: tl.constexpr, 
     b_to = power(b_gamma * (o_p + (0 if ADJOINT else 1)), EXACT) * scale_out
     b_left = power(b_gamma * tl.maximum(left - o_p - (0 if ADJOINT else 1), 0), EXACT) * scale_in
     return b_to, b_left, power(b_gamma * left, EXACT)
-
-
-@triton.jit
-def clear_rows(o, begin, end, i_h, o_v, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
-    """Zeros for a tile of V of a head's rows of a contiguous ``[rows, H, V]``."""
-    o_t = tl.arange(0, BT)
-    for i_t in range(begin, end, BT):
-        o_o = ((i_t + o_t[:, None]) * H + i_h) * V + o_v[None, :]
-        m_o = (i_t + o_t < end)[:, None] & (o_v < V)[None, :]
-        tl.store(o + o_o, tl.zeros([BT, BV], dtype=o.dtype.element_ty), mask=m_o)
 
 
 @triton.jit(do_not_specialize=["N", "W", "ROWS"])

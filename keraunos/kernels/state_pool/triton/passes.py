@@ -17,9 +17,9 @@ from keraunos.kernels.device import limits
 from keraunos.kernels.host.arrays import Spec, contiguous, pow2, spec_of, state_strides, tile, unit_of
 from keraunos.kernels.host.plan import Plan, remember
 from keraunos.kernels.host.pool import Pool
-from keraunos.kernels.linear_attention import contract as linear_contract
 from keraunos.kernels.state_pool import contract
-from keraunos.kernels.state_pool.contract import Args, Options
+from keraunos.kernels.state_pool.contract import TOKENS, Args, Options
+from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.kernels.state_pool.triton import steps
 from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.registry import Implementation
@@ -97,10 +97,11 @@ def _bucket(n: int) -> int:
     return -(-n // step) * step
 
 
-def _call(specs: Args) -> linear_contract.Args:
-    """The packed row as a row of linear attention with room for some more tokens."""
-    q, k, v, g = (x and x.row(_bucket(x.shape[0])) for x in (specs.query, specs.key, specs.value, specs.g))
-    return linear_contract.Args(q, k, v, g, specs.g_gamma, None, specs.cu_seqlens)
+def _call(walk: Walk, specs: Args) -> Any:
+    """The packed row as a row of the family's with room for some more tokens."""
+    known = specs._asdict() | {"initial_state": None}
+    known |= {name: x.row(_bucket(x.shape[0])) for name in TOKENS if (x := known[name])}
+    return walk.args(**{name: known[name] for name in walk.args._fields})
 
 
 @remember
@@ -127,18 +128,20 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
     )
 
 
-def _prefill(forward: Callable, args: Args, opts: Options) -> tuple[Array, Array | None]:
+def _prefill(walk: Walk, args: Args, opts: Options) -> tuple[Array, Array | None]:
     """``(output, pool)``: the packed tokens of all requests."""
     specs = Args(*map(spec_of, args))
-    row = linear_contract.Args(args.query, args.key, args.value, args.g, args.g_gamma, None, args.cu_seqlens)
-    pool = Pool(args.states, args.slots, args.has_initial, None, args.key.shape[0], _call(specs), args.out)
+    given = args._asdict() | {"initial_state": None}
+    row = walk.args(**{name: given[name] for name in walk.args._fields})
+    pool = Pool(args.states, args.slots, args.has_initial, None, args.key.shape[0], _call(walk, specs), args.out)
     if args.tokens is not None:
         wanted = dict(tokens=args.tokens, targets=args.targets)
         plan, export = _export_plans(specs, opts)
         (exports,) = plan.launch(cu_seqlens=args.cu_seqlens, **wanted)
         pool = pool._replace(exports=exports)
-    options = linear_contract.Options(opts.softmax_scale, False, opts.cfg, ("g_gamma",), kept=False)
-    (output, states), _ = forward(row, options, pool)
+    known = opts._asdict() | {"reverse": False, "constant": ("g_gamma",), "state": True, "kept": False}
+    options = walk.options(**{name: known[name] for name in walk.options._fields if name in known})
+    (output, states), _ = walk.forward(row, options, pool)
     if args.tokens is not None:
         (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, cu_seqlens=args.cu_seqlens,
                                   slots=args.slots, **wanted, states=states)
@@ -155,16 +158,22 @@ def heuristic(inv: Invocation, cfg: Config) -> Config:
     return replace(cfg, block_d=64 if inv.dims["K"] <= 128 else 32, num_warps=4)
 
 
-def prefill(source: str, forward: Callable, fields: tuple[str, ...], of_family: Callable) -> Implementation:
+def prefill(source: str, walk: Walk, fields: tuple[str, ...], of_family: Callable,
+            op_id: str = "prefill") -> Implementation:
     """Prefill by a family's walk.
 
     Args:
         source: the module's ``__file__``; fields: of the configuration, that the walk reads.
-        forward: ``(args, opts, pool) -> ((output, pool), residuals)``; of_family: its heuristic.
+        walk: whose forward is ``(args, opts, pool) -> ((output, pool), residuals)``; of_family: its heuristic.
+        op_id: the operation.
     """
+    def refused(inv: Invocation) -> str | None:
+        if op_id == "delta_prefill" and "tokens" in inv.arrays:
+            return "writes no states at boundaries inside of prompts of the delta rule: xla and torch do"
+        return unsupported(inv)
+
     return contract.implementation(
-        "prefill", functools.partial(_prefill, forward), fields, platform="triton", source=source,
-        unsupported=unsupported,
+        op_id, functools.partial(_prefill, walk), fields, platform="triton", source=source, unsupported=refused,
         heuristic=lambda inv, cfg: of_family(replace(inv, arrays={**inv.arrays, "query": inv.arrays["key"]}), cfg),
     )
 
