@@ -1,4 +1,4 @@
-"""What a bfloat16 pool costs in accuracy: errors of 10,000 steps of decoding against float64, beside a float32 pool.
+"""The accuracy of a bfloat16 pool: errors of 10,000 steps of decoding against float64, next to a float32 pool's.
 
     PYTHONPATH=. python3 benchmarks/pools.py                            into benchmarks/results/pools/<device>.json
 

@@ -53,7 +53,7 @@ def look(source: Path, wheel: Path) -> None:
 
 
 def install(wheel: Path, extra: str) -> str:
-    """What the first program of an extra prints, in an environment that has the wheel with it and nothing else."""
+    """The output of the first program of an extra, in an environment that has the wheel with it and nothing else."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         python = Path(folder) / "bin" / "python"

@@ -1,4 +1,4 @@
-"""What each platform can run, asked of the registry, as the page ``docs/supported.md``.
+"""The calls that each platform can run, asked of the registry, as the page ``docs/supported.md``.
 
 ``python -m tests.supported`` writes the page; it needs both frameworks.
 ``tests/test_supported.py`` compares the page with what the platforms say that can be imported.
@@ -165,7 +165,7 @@ def answers(operation: str, platform: str, framework: str) -> dict[str, str | No
 
 
 def columns(operation: str) -> dict[tuple[str, str], dict[str, str | None]]:
-    """What can be asked here: of a platform that lacks a package, every answer is that."""
+    """The answers of the platforms that can be asked here: not of one that lacks a package."""
     found = {}
     for platform, framework in COLUMNS:
         try:

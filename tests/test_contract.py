@@ -1,4 +1,4 @@
-"""What holds for the package as a whole."""
+"""Tests of the package as a whole."""
 
 import dataclasses
 import inspect

@@ -6,6 +6,7 @@ package: a check that finds nothing anywhere would pass, too.
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,8 +35,11 @@ FRAMEWORKS = ("jax", "torch")
 # A module or a folder of one of these names, in a folder of ``kernels/``, is a platform.
 PLATFORMS = ("xla", "torch", "triton", "cuda", "pallas")
 UNREADABLE = re.compile(
-    r"(The same\b|Those\b|And\b|Whose\b|Also\b|As \w+ does\b|That of\b|Theirs?\b|As (there|above)\b)"
+    r"(The same\b|Those\b|And\b|Whose\b|Also\b|As \w+ does\b|That of\b|Theirs?\b|As (there|above)\b|What\b)"
 )
+MINUS = re.compile(r"(?:[,`)\d]|\bis|\bare)\s+less\s+(?!than\b|of\b)")
+# Kernels whose sentences are still to be rewritten.
+OLD = ("kernels/linear_attention/cuda/", "kernels/softmax_attention/cuda/")
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -82,7 +86,7 @@ def imports(package: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _pattern(name: ast.expr) -> str:
-    """What the name of a module looks like that code puts together."""
+    """The pattern of the name of a module that code puts together."""
     if isinstance(name, ast.JoinedStr):
         return "".join(map(_pattern, name.values))
     return re.escape(str(name.value)) if isinstance(name, ast.Constant) else r"\w+"
@@ -194,8 +198,34 @@ def docstrings(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def unreadable(folder: Path) -> list[str]:
-    """Docstrings that begin with a word that stands for something above them."""
-    return [f"{where} {text.splitlines()[0]}" for where, text in docstrings(folder) if UNREADABLE.match(text)]
+    """Docstrings that begin with a word that stands for something above them, or with "What", which names nothing."""
+    return [
+        f"{where} {text.splitlines()[0]}" for where, text in docstrings(folder)
+        if UNREADABLE.match(text) and not any(old in where for old in OLD)
+    ]
+
+
+def comments(folder: Path) -> Iterator[tuple[str, str]]:
+    """Where each comment is, and its text: lines of comments that follow each other are one."""
+    for path in sorted(folder.rglob("*.py")):
+        found: list[tuple[int, str]] = []
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type == tokenize.COMMENT:
+                    above, text = found[-1] if found else (-1, "")
+                    if above + text.count("\n") + 1 == token.start[0]:
+                        found[-1] = above, f"{text}\n{token.string.lstrip('# ')}"
+                    else:
+                        found.append((token.start[0], token.string.lstrip("# ")))
+        yield from ((f"{path.relative_to(folder.parent)}:{line}", text) for line, text in found)
+
+
+def less_for_minus(package: Path) -> list[str]:
+    """Docstrings and comments in which "less" stands for minus."""
+    return [
+        f"{where} {' '.join(match[0].split())}" for sentences in (docstrings, comments)
+        for where, text in sentences(package) if (match := MINUS.search(text)) and not any(old in where for old in OLD)
+    ]
 
 
 def unexplained(package: Path) -> list[str]:
@@ -268,7 +298,8 @@ def plant(folder: Path, files: dict[str, str]) -> Path:
 
 CHECKS = {
     check.__name__: check
-    for check in (circles, upward, across_frameworks, across_platforms, private, unreadable, unexplained, asks_for_none)
+    for check in (circles, upward, across_frameworks, across_platforms, private, unreadable, less_for_minus,
+                  unexplained, asks_for_none)
 }
 
 
@@ -379,10 +410,20 @@ PLANTED = {
         {"ops/a": 'class A:\n    def f():\n        """The same, for b."""\n    def g():\n        """Whole."""'},
         ["keraunos/ops/a.py:2 The same, for b."],
     ),
+    "a docstring that names nothing": (
+        "unreadable",
+        {"ops/a": '"""What a call gets."""\ndef f():\n    """Whatever it is."""'},
+        ["keraunos/ops/a.py:1 What a call gets."],
+    ),
+    "a less that stands for minus": (
+        "less_for_minus",
+        {"ops/a": '"""The length, less\n1."""\nx = 1  # 2 or less\n# the sum of ``y``\n# less ``x``, once'},
+        ["keraunos/ops/a.py:1 , less", "keraunos/ops/a.py:3 ` less"],
+    ),
     "a folder without a sentence": (
         "unexplained",
         {
-            "__init__": '"""What users call."""',
+            "__init__": '"""The names that users call."""',
             "ops/a": "",
             "cli/b": "",
             "cli/__init__": '"""The command line."""',

@@ -318,7 +318,7 @@ class KernelRegistry:
         for row in rows:
             reason = row.unsupported(inv)
             if reason is None:
-                # A platform may have several rows, and one of those that could not run the call is no platform less.
+                # A platform may have several rows, and no platform is lost with one that could not run it.
                 passed.pop(row.platform, None)
                 return row, _by_platform(passed)
             passed.setdefault(row.platform, {})[reason] = None

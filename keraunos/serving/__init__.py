@@ -57,7 +57,7 @@ def _gates(operation: PoolOperation, key: Array, log_decay: Decay | None, g: Arr
            beta: Array | None = None, a: Array | None = None, b: Array | None = None, A_log: Array | None = None,
            dt_bias: Array | None = None, lower_bound: float | None = None,
            use_qk_l2norm: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What states decay by and are corrected by: the arrays by their names in the contract, and the options."""
+    """The decays and corrections of states: arrays by their names in the contract, and options."""
     name = operation.op_id
     if log_decay is not None and g_gamma is not None:
         raise ValueError(f"{name}: got log_decay and g_gamma, which are the same; expected one of them")

@@ -1,4 +1,4 @@
-"""What the kernels of the platform ``cuda`` become when they are compiled for Hopper; as a script, a table of it."""
+"""Builds of the kernels of the platform ``cuda`` for Hopper; as a script, a table of them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def launched(run):
 
 
 def launches(case, constant=()):
-    """What a call of linear attention launches, forward and backward."""
+    """The launches of a call of linear attention, forward and backward."""
     args, doutput, dstate = (
         [None if x is None else torch.empty(x.shape, dtype=getattr(torch, x.dtype.name)) for x in group]
         for group in (case.arrays[0], [case.arrays[1]], [case.arrays[2]])
@@ -131,7 +131,7 @@ def launches(case, constant=()):
 
 
 def prefills(case, transposed=False, stored=False):
-    """What a prefill launches."""
+    """The launches of a prefill."""
     given = {name: tensor(x) for name, x in case.arrays.items()}
     if transposed:
         given["states"] = given["states"].mT.contiguous().mT

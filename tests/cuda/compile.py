@@ -29,7 +29,7 @@ def descriptor(dtype: str, block_shape, layout) -> str:
 
 
 def source_of(kernel, signature: dict[str, str], constants: dict) -> GluonASTSource:
-    """What Triton is given to build; see :func:`resources`."""
+    """The source that Triton builds; see :func:`resources`."""
     names = kernel.arg_names
     types = {name: signature.get(name, "constexpr") for name in names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
@@ -61,9 +61,9 @@ def _waits(said: str) -> int:
 
 
 def identity(kernel, signature: dict[str, str], constants: dict) -> str:
-    """What tells a build apart from all others: a hash of the compiler's version and of what it begins with.
+    """The identity of a build: a hash of the compiler's version and of the program that it begins with.
 
-    That is the program that its front end makes of the kernel and of all that this calls, without places in files.
+    Its front end makes that program of the kernel and of all that this calls, without places in files.
     """
     source, backend, context = source_of(kernel, signature, constants), make_backend(HOPPER), ir.context()
     options = backend.parse_options({"num_warps": 4, **source.parse_options()})
@@ -78,7 +78,7 @@ def identity(kernel, signature: dict[str, str], constants: dict) -> str:
 
 @functools.cache
 def recorded() -> dict[str, dict]:
-    """What was found, by the identities of builds."""
+    """The recorded resources, by the identities of builds."""
     return json.loads(RECORD.read_text())
 
 

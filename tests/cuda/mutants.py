@@ -27,7 +27,7 @@ def steps(modules: tuple[str, ...]) -> list[tuple[str, int]]:
 
 
 def label(step: tuple[str, int]) -> str:
-    """What a step is, for reports."""
+    """The description of a step, for reports."""
     return f"{step[0].rpartition('.')[2]}:{list(_STEP.finditer(_text(step[0])))[step[1]][0].strip()}"
 
 

@@ -29,7 +29,7 @@ CALLS = {
 
 
 def found(call: str, anew: bool = False) -> dict[str, dict]:
-    """What a call's kernels need, by the identities of their builds; ``anew``: also of those that are recorded."""
+    """Resources of a call's kernels, by identities of their builds; ``anew``: also of those that are recorded."""
     rows, before = {}, {} if anew else recorded()
     for kernel, *build in CALLS[call]():
         known = identity(kernel, *build)

@@ -118,7 +118,7 @@ def _logs(given, options, H):
 
 
 def spreads(ids, block):
-    """What ``spread_kernel`` finds of blocks of ids."""
+    """The results of ``spread_kernel`` for blocks of ids."""
     B, n = ids.shape
     found = torch.empty(B, 3, -(-n // block), dtype=ids.dtype)
     for b in range(B):
@@ -130,7 +130,7 @@ def spreads(ids, block):
 
 
 def flags(mask, rows, columns):
-    """What ``mask_kernel`` finds of blocks of a mask."""
+    """The results of ``mask_kernel`` for blocks of a mask."""
     B, heads, T, S = mask.shape
     found = torch.empty(B, heads, -(-T // rows), -(-S // columns), dtype=torch.int8)
     for i, tile in enumerate(mask.split(rows, 2)):
@@ -140,7 +140,7 @@ def flags(mask, rows, columns):
 
 
 def means(inputs, outputs, constants):
-    """What ``mean_kernel`` makes, the sinks' gradients in one part."""
+    """The results of ``mean_kernel``, the sinks' gradients in one part."""
     mean = (inputs["o"].float() * inputs["do"].float()).sum(-1).transpose(1, 2).contiguous()
     if outputs["dsinks"] is None:
         return mean, None
@@ -151,7 +151,7 @@ def means(inputs, outputs, constants):
 
 
 def sums(inputs, outputs, constants):
-    """What ``sum_kernel`` makes for sinks of each head."""
+    """The results of ``sum_kernel`` for sinks of each head."""
     return (inputs["x"].sum((0, 2)),)
 
 

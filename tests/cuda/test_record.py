@@ -1,4 +1,4 @@
-"""What was recorded of builds is what is built."""
+"""The recorded builds are those that are built."""
 
 import pytest
 

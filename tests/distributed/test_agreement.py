@@ -1,4 +1,4 @@
-"""What ranks raise that were called with different arguments, or miss one of them: the same everywhere, in time."""
+"""Errors of ranks that were called with different arguments, or miss one of them: the same everywhere, in time."""
 
 import os
 import threading
@@ -84,8 +84,8 @@ def test_every_rank_raises_the_same(size):
 
 
 def late(rank, size):
-    """What ranks say that miss the last one in an exchange on the device: after a call in which all differed, and after
-    one in which only that one found out."""
+    """Errors of ranks that miss the last one in an exchange on the device: after a call in which all differed, and
+    after one in which only that one found out."""
     import torch.distributed as dist
 
     from keraunos.distributed import agreement

@@ -38,7 +38,7 @@ def test_attention_over_the_ranks_of_torch():
 
 
 def faults(rank, size, device, timeout):
-    """What a rank says where the last one brings another shape; and where that one dies within a step, and how soon."""
+    """A rank's errors where the last one brings another shape, and where that one dies within a step, and how soon."""
     import torch
     import torch.distributed as dist
 
@@ -187,7 +187,7 @@ def test_states_written_into_the_memory_of_others_are_those_that_nccl_brings():
 
 
 def late(rank, size):
-    """What the ranks make of one that comes too late: their results, and what their next call says."""
+    """Results of ranks of which one comes too late, and what their next call says."""
     import torch
     import torch.distributed as dist
 

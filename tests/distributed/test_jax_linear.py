@@ -86,7 +86,7 @@ def test_copies_are_gathered_as_one_is():
 
 
 def test_the_volume_does_not_grow_with_the_tokens():
-    """What the compiled program exchanges."""
+    """The exchanges of the compiled program."""
     mesh = jax.make_mesh((len(jax.devices()),), ("tokens",))
     found = []
     for T in (64, 512):

@@ -58,7 +58,7 @@ class Case:
 
     @staticmethod
     def mask_info(ids, lengths):
-        """What hides keys."""
+        """The arguments that hide keys."""
         from keraunos.types import MaskInfo
 
         info = MaskInfo() if ids is None else MaskInfo.from_segments(ids)

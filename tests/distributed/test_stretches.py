@@ -1,4 +1,4 @@
-"""What stretches of a sequence leave, one after the other, is the state of the whole, and so is its gradient."""
+"""Stretches of a sequence, one after the other, leave the state of the whole, and its gradient."""
 
 import dataclasses
 

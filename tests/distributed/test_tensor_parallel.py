@@ -44,7 +44,7 @@ def sharded(rank, size):
 
 
 def refusals(rank, size):
-    """What linear attention and a step of serving say to DTensors."""
+    """The errors of linear attention and of a step of serving for DTensors."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     import keraunos

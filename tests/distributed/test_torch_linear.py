@@ -64,7 +64,7 @@ def all_on_rank(rank: int, size: int, cases: list[Case]) -> list:
 
 
 def refusal(rank: int, K: int = 16, V: int = 24) -> str:
-    """What a rank says to shapes that are not those of the others, or that are wrong on some."""
+    """A rank's errors for shapes that are not those of the others, or that are wrong on some."""
     q, k, v = torch.ones(1, 4, 2, 16), torch.ones(1, 4, 2, K), torch.ones(1, 4, 2, V)
     try:
         distributed.gla_attention(q, k, v)
@@ -75,7 +75,7 @@ def refusal(rank: int, K: int = 16, V: int = 24) -> str:
 
 @functools.cache
 def ranks(size: int) -> dict[Any, tuple]:
-    """What the ranks of a world gave, case by case."""
+    """The results of the ranks of a world, case by case."""
     cases = [*CASES, *EMPTY, LIGHTNING, *(ODD if size == 4 else [])]
     found = zip(*run_world(all_on_rank, size, cases), strict=True)
     return dict(zip([*cases, "others", "wrong"], found, strict=True))

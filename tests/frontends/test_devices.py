@@ -1,4 +1,4 @@
-"""What the front ends say of a device: its shared memory above all, of which JAX has to be told."""
+"""The front ends' descriptions of a device: its shared memory above all, of which JAX has to be told."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a user's settings of JAX leave as it is."""
+"""Results are the same under a user's settings of JAX."""
 
 import jax
 import jax.numpy as jnp

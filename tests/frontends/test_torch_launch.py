@@ -311,7 +311,7 @@ def test_tokens_that_are_too_far_apart_are_copied():
 
 
 class Source:
-    """What a kernel is read from."""
+    """The source that a kernel is read from."""
 
     def make_ir(self):
         return self

@@ -192,7 +192,7 @@ def test_options_are_read_as_they_were_written():
 
 
 def test_platforms_share_an_operator():
-    """What a platform keeps for its backward is no part of the schema."""
+    """A platform's residuals are no part of the schema."""
     names = [x for x in dir(torch.ops.keraunos) if not x.startswith("_")]
     assert not [x for x in names if "triton" in x or "torch" in x]
     assert np.all([x in names for x in ("gla", "attention")])

@@ -1,4 +1,4 @@
-"""What users of PyTorch expect of any operator: autocast, vmap, counted operations, and no gradient unasked for."""
+"""Expectations of PyTorch's users of any operator: autocast, vmap, counted operations, and no gradient unasked for."""
 
 import subprocess
 import sys

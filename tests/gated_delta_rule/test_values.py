@@ -70,7 +70,7 @@ def test_every_chunk_length(platform, block):
     Case(lengths=(0, 70, 140), reverse=True, dtype="bfloat16", norm=True),
 ], ids=["scalar", "vector, reverse", "packed, equal keys", "packed, reverse, bfloat16"])
 def test_segments(platform, case, monkeypatch):
-    """What few long sequences are cut into, as short as tests can have them."""
+    """The segments of few long sequences, as short as tests can have them."""
     from keraunos.kernels.gated_delta_rule.triton import passes
 
     if platform[0] != "triton":

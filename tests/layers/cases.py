@@ -78,7 +78,7 @@ def tensor(x, dtype=None):
 
 
 def array(x):
-    """What either framework has, as NumPy's."""
+    """An array of either framework as NumPy's."""
     return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
 
 

@@ -1,4 +1,4 @@
-"""What layers compute, in both frameworks, against what the published descriptions say."""
+"""Results of layers, in both frameworks, compared with the published descriptions."""
 
 import functools
 

@@ -366,7 +366,7 @@ def test_meta_tensors_give_shapes():
 
 
 def test_slices_of_fused_states_and_decays():
-    """What has no token axis may be a view, too."""
+    """Arrays without a token axis may be views, too."""
     q, k, v, *_ = arguments(False, B=2, gamma=2)
     states, decays = torch.randn(2, 3, *q.shape[2:], q.shape[-1]), -torch.rand(2, 2, 2)
     want = call(q, k, v, None, decays[:, 1].contiguous(), states[:, 1].contiguous())

@@ -1,4 +1,4 @@
-"""What stands in tokens that nobody sees, NaN and infinities too, changes no output and no gradient."""
+"""Values in tokens that nobody sees, NaN and infinities too, change no output and no gradient."""
 
 import dataclasses
 import functools

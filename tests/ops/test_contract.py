@@ -51,7 +51,7 @@ def watched(cfg):
 
 
 def program(row, framework, cfg, gate, monkeypatch):
-    """What forward and backward do for a configuration, as text: each Triton launch, and the framework's operations."""
+    """Forward and backward of a configuration as text: each Triton launch, and the framework's operations."""
     kernel = KERNELS[row.algorithm]()
     inv = dataclasses.replace(invocation(kernel, framework, gate, row.platform), backend="cpu")
     args, kwargs = kernel.sample(inv, 0)

@@ -1,4 +1,4 @@
-"""What Triton builds for the serving functions does not depend on lengths, nor on how many requests there are."""
+"""Triton's builds for the serving functions depend neither on lengths nor on how many requests there are."""
 
 from unittest import mock
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(GPU or INTERPRETED, reason="needs no GPU: part o
 
 
 def built(op, N, T, *, H=64, gate=None, pool="float32", exports=0):
-    """What tells the kernels of a call apart, launch by launch: constants, and what Triton sees of numbers."""
+    """The keys of a call's builds, launch by launch: constants, and the properties of numbers that Triton sees."""
     found = []
 
     def find(kernel, inputs, made, constants, num_warps, num_stages):

@@ -247,7 +247,7 @@ def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, name, monkeypatch
 @pytest.mark.parametrize("boundaries", [False, True])
 @pytest.mark.parametrize("name", CASES | DELTA)
 def test_where_64_bits_are_the_default(platform, name, boundaries):
-    """What has no dtype of its own is float64 there; states are float32."""
+    """Numbers without a dtype of their own are float64 there; states are float32."""
     case = (CASES | DELTA)[name]
     require(case, platform)
     if boundaries:

@@ -1,4 +1,4 @@
-"""What no request has, whatever it holds, does not reach a result: padding, other slots, states of fresh requests."""
+"""Values of no request reach no result, whatever they are: padding, other slots, states of fresh requests."""
 
 import dataclasses
 

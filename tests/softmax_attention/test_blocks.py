@@ -1,4 +1,4 @@
-"""What the Triton platform's walks over blocks leave out, and which views they take: in the interpreter, and on GPUs.
+"""The blocks that the Triton platform's walks skip, and the views that they take: in the interpreter, and on GPUs.
 
 Keys and values of blocks that nobody may see are NaN: a program that loads them shows it, since 0 * NaN is NaN.
 """

@@ -1,4 +1,4 @@
-"""What softmax attention refuses, and how it says so; the order in which masks and biases count."""
+"""Calls that softmax attention refuses, and its errors; the order in which masks and biases count."""
 
 import importlib
 import warnings

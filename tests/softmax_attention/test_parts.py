@@ -1,4 +1,4 @@
-"""What a platform gives for parts of the keys, merged as the ranks of ``keraunos.distributed`` do, on one device."""
+"""A platform's results for parts of the keys, merged as the ranks of ``keraunos.distributed`` do, on one device."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What no query sees has no influence on a result, whatever it holds; neither has a query without a gradient."""
+"""Keys that no query sees have no influence on a result, nor has a query without a gradient, whatever they hold."""
 
 import dataclasses
 

@@ -123,7 +123,7 @@ ON_CHIPS = (*CALLS, *SERVING, *SOFTMAX, *ENDS, *DELTA, *CALLS_ON_CHIPS, *SERVING
 
 
 class Chip(NamedTuple):
-    """What is known of a GPU."""
+    """The properties of a GPU."""
 
     kind: str  # as the frameworks name it
     target: GPUTarget
@@ -163,13 +163,13 @@ def on(chip):
 
 
 class Build(NamedTuple):
-    """What Triton is given to build."""
+    """The source that Triton builds."""
 
     source: ASTSource
     options: dict[str, int]
 
     def identity(self, chip) -> str:
-        """What tells it apart from all others: a hash, also of the compiler and all functions that the kernel calls."""
+        """Its identity: a hash, also of the compiler and all functions that the kernel calls."""
         source, functions = self.source, sorted(functions_of(self.source.fn))
         parts = [source.signature, sorted(source.constants.items()), sorted(source.attrs.items()), self.options]
         parts.append(triton.__version__)
@@ -194,7 +194,7 @@ def functions_of(fn) -> frozenset[str]:
 
 
 def build_of(kernel, inputs, made, constants, num_warps, num_stages) -> Build:
-    """What a launch builds."""
+    """The build of a launch."""
     names = kernel.arg_names
     signature, fixed, attrs = dict.fromkeys(names, "constexpr"), dict(constants), {}
     for i, (name, x) in enumerate(zip(names, [*inputs.values(), *made], strict=False)):
@@ -269,7 +269,7 @@ def measure(call: str, chip: Chip, find: Callable) -> dict[str, dict[str, int]]:
 
 
 def recorded(name) -> dict[str, dict[str, dict]]:
-    """What was found for a chip."""
+    """The recorded resources of a chip."""
     path = RECORDS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -353,7 +353,7 @@ def leave(dtype, K, V, H, G, gate, gamma, B=1, T=32768) -> None:
 
 
 def exchange(size, rank) -> None:
-    """What ranks exchange without a collective."""
+    """The exchanges of ranks without a collective."""
     peers = object.__new__(torch_peers.Peers)
     peers.size, peers.rank = size, rank
     peers.programs, peers.patience, peers.stream, peers.late = 132, 600, None, torch.zeros(1).int()

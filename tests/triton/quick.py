@@ -1,4 +1,4 @@
-"""What Triton's interpreter does most often, in a few steps of NumPy: operations on values of one type, loads, casts.
+"""Frequent operations of Triton's interpreter in a few steps of NumPy: operations on values of one type, loads, casts.
 
 Each of ``QUICK`` makes of the interpreter's own function, which it falls back to, one that gives the same.
 """

@@ -39,7 +39,7 @@ class Memory:
         self.left = MOST
 
     def pointer(self, name, x):
-        """What a kernel is given of an array."""
+        """The address of an array, as a kernel is given it."""
         last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
         self.arrays.append((name, (last + 1) * x.element_size() if x.numel() else 0, VALUES.get(name, 0)))
         kind = tl.pointer_type(tl.str_to_ty(calls.TYPES[str(x.dtype).removeprefix("torch.")], None))

@@ -1,4 +1,4 @@
-"""What only a GPU shows of the Triton platform: graphs, the compiler, big offsets, equal bits in both frameworks."""
+"""Tests of the Triton platform that need a GPU: graphs, the compiler, big offsets, equal bits in both frameworks."""
 
 import dataclasses
 import functools

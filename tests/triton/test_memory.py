@@ -1,4 +1,4 @@
-"""What gradients of vector gates need memory for: at most a tenth more than inputs, outputs and gradients take."""
+"""Gradients of vector gates need at most a tenth more memory than inputs, outputs and gradients take."""
 
 from dataclasses import replace
 

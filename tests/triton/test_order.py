@@ -54,7 +54,7 @@ def test_walks_are_side_by_side():
 
 
 def test_pieces_spread():
-    """What comes after pieces of segments waits until these have left all multiprocessors free."""
+    """Kernels after pieces of segments wait until these have left all multiprocessors free."""
     found = launches("lightning, few heads, shared keys, packed")
     pieces = [constants for name, constants, _, _ in found if name == "scan_kernel" and constants["FINAL"] == 2]
     assert len(pieces) == 2

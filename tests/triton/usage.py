@@ -1,4 +1,4 @@
-"""What a compiled kernel needs of a multiprocessor."""
+"""The resources that a compiled kernel needs of a multiprocessor."""
 
 import re
 import subprocess

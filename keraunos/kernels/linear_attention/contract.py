@@ -1,4 +1,4 @@
-"""What every platform of the linear recurrence is given and what it must return.
+"""The contract of the linear recurrence: arguments of every platform, and the results that it must return.
 
 A platform module (``xla.py``, ``torch.py``, ``triton/passes.py``, ...) defines two functions that know this page only::
 
@@ -112,7 +112,7 @@ def describe(
 
 
 def checker(op_id: str, args: Args, whole: bool = True) -> Callable[[Args], None] | None:
-    """What checks values of calls like this one; see :mod:`keraunos.ops.checks`.
+    """Make the check of the values of calls like this one; see :mod:`keraunos.ops.checks`.
 
     Args:
         whole: the tokens are those of whole sequences; else one of several shards of them.

@@ -19,7 +19,7 @@ _WIDER_IN_TORCH = {**_WIDER, "uint32": "int64"}
 
 
 class Arrangement:
-    """What makes the arrays that platforms take of those that a user gives, for all calls that are alike.
+    """Converts the arrays that a user gives to those that platforms take, for all calls with the same signature.
 
     It depends only on what :func:`keraunos.frontends.signature` tells arrays apart by. What does not fit stays as it
     is, and the checks refuse it.
@@ -89,7 +89,7 @@ def _as_given(*args: Array | None) -> Args:
 
 
 def _signed(dtype: str, framework: str | None) -> str:
-    """What holds ids of a type and has numbers below 0, where it must."""
+    """The integer type that holds ids of a type and numbers below 0."""
     if framework == "torch" and dtype == "uint64":
         raise TypeError("attention: segment ids have dtype uint64; expected int64 or narrower integers")
     return (_WIDER_IN_TORCH if framework == "torch" else _WIDER).get(dtype, dtype)

@@ -1,4 +1,4 @@
-"""What every platform of softmax attention is given and what it must return; the checks of a call.
+"""The contract of softmax attention: arguments of every platform, results that it must return, checks of a call.
 
 A platform module defines one or both of these, which know this page only, and hands them to :func:`kernel`::
 
@@ -148,7 +148,7 @@ def describe(args: Args, *, softmax_scale: float | None = None, soft_cap: float 
 
 
 def traits(opts: Options) -> dict[str, Any]:
-    """What :func:`describe` has of options, and :func:`is_for_libraries` asks."""
+    """The options as :func:`describe` gives them, for :func:`is_for_libraries`."""
     causal = opts.left is None and opts.right == 0
     return {**opts._asdict(), "causal": causal, "window": not causal and (opts.left, opts.right) != (None, None),
             "shifted": False, "positive_scale": opts.softmax_scale > 0}
@@ -220,7 +220,7 @@ def _low(x: ArrayT) -> ArrayT:
 
 
 def axes(args: Args, opts: Options) -> tuple[Args, str]:
-    """What JAX may shard over devices: batch and heads, but what a dropout leaves out follows from their numbers.
+    """The axes that JAX may shard over devices: batch and heads, but none with dropout, which counts them.
 
     See :func:`keraunos.frontends.jax.partition.partitioned`.
     """

@@ -1,4 +1,4 @@
-"""What every platform of the serving functions is given and what it must return.
+"""The contract of the serving functions: arguments of every platform, and the results that it must return.
 
 A platform module (``xla.py``, ``torch.py``, ``triton/passes.py``) defines two functions::
 
@@ -201,7 +201,7 @@ def _check_out(check: Arguments) -> None:
 
 
 def checker(op_id: str, args: Args) -> Callable[[Args], None] | None:
-    """What checks values of calls like this one; see :mod:`keraunos.ops.checks`. Those of padding are any."""
+    """Make the check of the values of calls like this one; see :mod:`keraunos.ops.checks`. Padding may hold any."""
 
     def tokens(slots: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
         found = np.repeat(slots >= 0, np.diff(cu_seqlens).clip(0))[:rows]

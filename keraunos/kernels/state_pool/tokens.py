@@ -11,7 +11,7 @@ from keraunos.kernels.state_pool.contract import Args, Options
 
 
 class Tokens(NamedTuple):
-    """What steps read, in float32 and with all heads: ``[N, T, H, ...]``, or ``[N, H, ...]`` of one token of each."""
+    """Arrays that steps read, float32, with all heads: ``[N, T, H, ...]``, or ``[N, H, ...]`` of one token of each."""
 
     q: Any  # [..., K]; None: commit
     k: Any  # [..., K]

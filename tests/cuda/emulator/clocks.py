@@ -1,4 +1,4 @@
-"""What each partition knows to have happened: vector clocks.
+"""The operations that each partition knows to have happened: vector clocks.
 
 A partition counts its operations. ``known`` says, for each other partition, up to which of its operations all happened
 before whatever comes next here; for the partition itself, up to its last thread barrier, as one thread does not know

@@ -1,4 +1,4 @@
-"""What the emulator raises."""
+"""The errors that the emulator raises."""
 
 
 class EmulatorError(Exception):

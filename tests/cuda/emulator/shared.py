@@ -54,7 +54,7 @@ class Region:
 
 
 class Allocation:
-    """What one allocate_shared_memory gives."""
+    """The memory of one allocate_shared_memory."""
 
     def __init__(self, name, nbytes):
         self.name = name

@@ -67,7 +67,7 @@ def convert(data, dtype) -> np.ndarray:
 
 
 def poison(dtype):
-    """What stands in registers and in memory that nothing wrote."""
+    """The values of registers and memory that nothing wrote."""
     kind = numpy_type(dtype)
     if kind == np.bool_:
         return True

@@ -86,7 +86,7 @@ def prepare_kernel(
     EXACT: tl.constexpr, TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     FINE: tl.constexpr, MILD: tl.constexpr,
 ):
-    """What a walk reads of each chunk, and needs no state for.
+    """Compute the arrays that a walk reads of each chunk and that need no state.
 
     ``near`` ``[1 or 2, BT, BT]``: N of ``substituted`` for the decayed products of keys, as its upper digits and the
     rest (EXACT: whole); ``alike``: whether the rest counts. ``pairs``: ``scale * decayed products of queries and

@@ -179,8 +179,8 @@ def mild_gradients(
     b_across += tl.sum(b_qf * b_dq, 0)
     b_dk = tl.dot(tl.trans(b_p), b_q, b_dk * tl.exp2(b_sums)[None, :], input_precision=PRECISION)
     b_dq = tl.dot(b_p, b_k, b_dq, input_precision=PRECISION)
-    # What is read from before the chunk, less what tokens before t read and are read for. What pairs inside the chunk
-    # add here cancels but for those that span t: exactly, as both have the same terms.
+    # Reads of the state before the chunk minus what tokens before t read and are read for. Terms of pairs in the chunk
+    # cancel but for pairs that span t: exactly, as both have the same terms.
     b_x = b_qf * b_dq - b_k.to(tl.float32) * b_dk
     b_dg = b_across[None, :] - ones_dot(o_p[:, None] > o_p[None, :], b_x, DG_TERMS + 1)
     b_to = ones_dot(m_upto, tl.maximum(b_g.to(tl.float32), CLOSED), TERMS) * LOG2E

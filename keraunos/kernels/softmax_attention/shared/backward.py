@@ -31,7 +31,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     w, (output, lse), do = Call(args, opts), residuals, grads[0]
     mean, dsinks = means(w, output, do, lse)
     strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
-    # Its tiles and blocks are of two arrays each, which leaves room for a stage less.
+    # Its tiles and blocks are of two arrays each, so one stage fewer fits.
     options = dict(num_warps=w.cfg.num_warps, num_stages=max(w.cfg.num_stages - 1, 1))
     constants = dict(**w.sizes(), RM=w.shared(args.mask), **fixed, BK=tile(w.K), BV=tile(w.V), **w.flags,
                      **w.masks, NEGATIVE=w.negative)
