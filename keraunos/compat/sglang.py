@@ -108,10 +108,10 @@ def seg_la_fwd(
         if tokens % N or not 0 < tokens // N <= caches.shape[1]:
             raise ValueError(
                 f"seg_la_fwd: q has {tokens} tokens of {N} requests; expected as many for each, up to"
-                f" {caches.shape[1]}, for which caches has room"
+                f" {caches.shape[1]}, which caches holds"
             )
-        T, room = tokens // N, caches.shape[1]
-        targets = cache_indices[:N, None] * room + torch.arange(T, device=q.device)
+        T, most = tokens // N, caches.shape[1]
+        targets = cache_indices[:N, None] * most + torch.arange(T, device=q.device)
         q, k, v = (x.unflatten(0, (N, T)) for x in (q, k, v))
         output: torch.Tensor = serving.verify(
             q, k, v, s, slots, log_decay=decay, softmax_scale=scale, exports=(caches.flatten(0, 1), targets)

@@ -117,7 +117,7 @@ class _Ledger:
         self.agreed: dict[tuple, int] = {}  # descriptions and their numbers, in the same order on all ranks
         self.texts: list[dict[str, str]] = []
         self.last = ""  # the key of this rank's last description
-        self.settled = 0  # the last call of which this rank has said what was wrong
+        self.reported = 0  # the last call of which this rank has said what was wrong
 
     def check(self, signature: tuple[tuple[str, Any], ...]) -> None:
         """See :func:`check`."""
@@ -153,7 +153,7 @@ class _Ledger:
             raise self.verdict(DisagreementError, self.difference(found))
         if self.store.check([f"{self.calls}/verdict"]):
             # Of a rank that gave up waiting just before the last one came.
-            self.settled = self.calls
+            self.reported = self.calls
             raise _error(self.store.get(f"{self.calls}/verdict"))
         # All have read what came before this.
         if self.last:
@@ -180,7 +180,7 @@ class _Ledger:
 
     def verdict(self, error: type[Exception], message: str) -> Exception:
         """The error of the first rank that had one for this call."""
-        self.settled = self.calls
+        self.reported = self.calls
         own = f"{error.__name__} keraunos.distributed: {message}"
         return _error(self.store.compare_set(f"{self.calls}/verdict", "", own))
 
@@ -205,7 +205,7 @@ class _Ledger:
 
     def late(self, ranks: list[int]) -> Exception:
         """The error for ranks that did not come to an exchange: those that found a mismatch never do."""
-        for call in range(self.calls, max(self.calls - _RECENT, self.settled), -1):
+        for call in range(self.calls, max(self.calls - _RECENT, self.reported), -1):
             if self.store.check([f"{call}/verdict"]):
                 return _error(self.store.get(f"{call}/verdict"))
         seconds = self.timeout.total_seconds()

@@ -328,7 +328,7 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: 
     return (output, state) if options["return_state"] else output
 
 
-@frontends.apart
+@frontends.outside_graphs
 def gla_attention(
     query: Array,
     key: Array,
@@ -389,7 +389,7 @@ def gla_attention(
     return run("gla_attention", arrays, (axis_name, group, mesh, spec), options)
 
 
-@frontends.apart
+@frontends.outside_graphs
 def lightning_attention(
     query: Array,
     key: Array,

@@ -40,7 +40,7 @@ class Device(NamedTuple):
     backend: str  # "cpu", "gpu" or "tpu"
     kind: str  # such as "NVIDIA H200"
     shared_memory: int = SHARED_MEMORY  # bytes of it that a program on a GPU may have
-    settled: bool = True  # False: of a traced call, whose program may yet be lowered for another one
+    traced: bool = False  # the call is traced, and its program may yet be lowered for another one
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Operator:
         args: the NamedTuple of the operation's arrays; fields: the names of those that it takes; required: of those
             that are always there; gradients: of those that can have a gradient; changed: of those that it changes in
             place; strided: of those that kernels take with any strides.
-        options: the NamedTuple of its options; plain: the names of those that are arguments; settled: the others.
+        options: the NamedTuple of its options; plain: the names of those that are arguments; fixed: all others.
         passes: ``platform -> functions``: forward and backward, or the one that changes arrays.
         check: ``(args, opts)``: raises what the public function would, for the platform of ``opts.cfg``.
         outputs: ``(args, opts) ->`` for each output ``(shape, dtype name)``, None for one that is not there.
@@ -74,7 +74,7 @@ class Operator:
     gradients: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     strided: tuple[str, ...] = ()
-    settled: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     function: str = ""
 
 
@@ -157,7 +157,7 @@ def arrays() -> str:
     return f"a jax.Array or a torch.Tensor: neither framework is installed, pip install {wanted}"
 
 
-def alone(opts: Any) -> Any:
+def for_inference(opts: Any) -> Any:
     """The options of a call that no gradient follows: the field ``kept``, where there is one, is False."""
     return opts._replace(kept=False) if hasattr(opts, "kept") else opts
 
@@ -240,9 +240,9 @@ def operation(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def step(*args: Any, **kwargs: Any) -> Any:
-        from keraunos.frontends.torch.compile import settled
+        from keraunos.frontends.torch.compile import concrete
 
-        return own(*args, **{name: settled(x) for name, x in kwargs.items()})
+        return own(*args, **{name: concrete(x) for name, x in kwargs.items()})
 
     operations.append(step)
 
@@ -255,7 +255,7 @@ def operation(fn: Callable[P, R]) -> Callable[P, R]:
     return _as_called(fn, traced)
 
 
-def apart(fn: Callable[P, R]) -> Callable[P, R]:
+def outside_graphs(fn: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function: ``torch.compile`` runs it as it is, between graphs; else like :func:`operation`."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:

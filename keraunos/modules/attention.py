@@ -52,7 +52,7 @@ class Attention(Kernel):
         """See :meth:`Kernel.arranged`."""
         arranged = Arrangement(args, dtype)
         softmax = as_softmax_dtype(arranged.dtype, softmax_dtype)
-        return arranged.settled, {"return_weights": False, **options, "softmax_dtype": softmax}
+        return arranged.converter, {"return_weights": False, **options, "softmax_dtype": softmax}
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
                    S: int | None = None, G: int | None = None, V: int | None = None, causal: bool = False,
@@ -249,7 +249,7 @@ def attention(
     )
 
 
-@frontends.apart
+@frontends.outside_graphs
 def _seed(dropout_rng: jax.Array | torch.Generator, query: Array) -> Array:
     """Of a key or a generator, which is no part of PyTorch's graphs."""
     return frontends.of(query).seed(dropout_rng, query)

@@ -73,16 +73,16 @@ def _gla(query: Array, key: Array, value: Array, g: Array | None = None,
     gamma = per_head("gla_attention", query, "g_gamma", g_gamma)
     cu_seqlens = placed("gla_attention", cu_seqlens, query)
     T = query.shape[1] if query.ndim > 1 else 0
-    room = rounded_up(T)
+    padded = rounded_up(T)
     if any(x is not None and x.shape[1:2] != (T,) for x in (query, key, value, g)) or (
-        room == T and cu_seqlens is None
+        padded == T and cu_seqlens is None
     ):
         # What does not fit is left to the checks.
         return gla_attention(query, key, value, g, gamma, initial_state, cu_seqlens, **options)
     frontend = frontends.get("jax.lengths")
 
     def grown(x: Array | None) -> Any:
-        return x if x is None else frontend.grow(x, 1, room)
+        return x if x is None else frontend.grow(x, 1, padded)
 
     query, key, value, g = map(grown, (query, key, value, g))
     N, heads = None, most_heads(query, key, value, g)
@@ -92,7 +92,7 @@ def _gla(query: Array, key: Array, value: Array, g: Array | None = None,
         # One sequence for the padding, and empty ones.
         N = cu_seqlens.shape[0] - 1
         sequences = 1 << N.bit_length()
-        cu_seqlens = frontend.longer(cu_seqlens, 0, sequences + 1, room)
+        cu_seqlens = frontend.longer(cu_seqlens, 0, sequences + 1, padded)
         if initial_state is not None:
             initial_state = frontend.grow(initial_state, 0, sequences)
     found = gla_attention(query, key, value, g, gamma, initial_state, cu_seqlens, **options)

@@ -174,7 +174,7 @@ class Arguments:
             arrays={name: (dtype, given[name].ndim) for name, dtype in self.dtypes.items()},
             constants=frozenset(self.constants),
             arguments=given,
-            settled=device.settled,
+            traced=device.traced,
             **fields,
         )
 

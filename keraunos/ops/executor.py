@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Self
 
-from keraunos.frontends import apart, signature
+from keraunos.frontends import outside_graphs, signature
 from keraunos.frontends.array_types import Array
 from keraunos.ops.cache import ConfigCache, PersistentCache
 from keraunos.ops.invocation import Config
@@ -127,7 +127,7 @@ default_executor = functools.cache(create_default_executor)
 default_executor.__doc__ = "The executor that the public functions share, made at the first call."
 
 
-@apart
+@outside_graphs
 def explain(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     """Which platform and configuration a call would get, from which tier, and why the others were passed over.
 

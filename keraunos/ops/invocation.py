@@ -139,7 +139,7 @@ class Invocation:
         constants: those of ``arrays`` whose values are part of the program, such as a decay per head given as numbers.
         arguments: the call's own arrays, by name; not part of its identity.
         shared_memory: bytes of it that a program on the device may have, if that is a GPU.
-        settled: False: it is traced, and its program may be lowered for another kind of device than ``backend``.
+        traced: it is, and its program may be lowered for another kind of device than ``backend``.
         symbolic: some of ``dims`` stand for sizes that are symbols of ``jax.export``.
     """
 
@@ -154,7 +154,7 @@ class Invocation:
     constants: frozenset[str] = frozenset()
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     shared_memory: int = SHARED_MEMORY
-    settled: bool = field(default=True, compare=False)
+    traced: bool = field(default=False, compare=False)
     symbolic: bool = field(default=False, compare=False)
 
     @functools.cached_property

@@ -109,7 +109,7 @@ def test_looks_no_more_at_calls_that_are_alike(kernel):
         return (add(kernel, add(kernel, *tensors), tensors[1]),)
 
     calls = torch_launch.remembered(twice)
-    first, second = calls.alike(), calls.alike()
+    first, second = calls.for_one_kind(), calls.for_one_kind()
     for x, z in torch.randn(4, 2, 8):
         for call in (first, second, calls):
             assert torch.equal(call([x, z])[0], x + 2 * z + 2 * z)

@@ -104,8 +104,8 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("case", [{"gate": "vector", "gamma": 1}, {"lengths": (9, 0, 3), "reverse": True}], ids=str)
 def test_operators_keep_their_promises_and_read_no_value(case, monkeypatch):
     # Room for states that no launch writes holds anything, but here the outputs of several runs are compared.
-    room = operators.room
-    monkeypatch.setattr(operators, "room", lambda made, like: room(made, like).zero_())
+    allocate = operators.allocate
+    monkeypatch.setattr(operators, "allocate", lambda made, like: allocate(made, like).zero_())
     args = arguments(**case, state=True)
     with Recorder() as recorder:
         gradients(call(*args, reverse=case.get("reverse", False)), args)

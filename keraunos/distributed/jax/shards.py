@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from keraunos.distributed import agreement
-from keraunos.frontends import alone
+from keraunos.frontends import for_inference
 from keraunos.frontends.jax import as_written, vary, varying
 from keraunos.kernels.linear_attention.contract import Options
 
@@ -97,7 +97,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
     def call(args: NamedTuple, opts: Options, shards: Shards) -> tuple[jax.Array, jax.Array | None]:
-        return forward(args, alone(opts), shards)[0]
+        return forward(args, for_inference(opts), shards)[0]
 
     def save(args: NamedTuple, opts: Options, shards: Shards) -> tuple[tuple, tuple]:
         outputs, residuals = forward(args, opts, shards)

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from keraunos.distributed import agreement
 from keraunos.distributed.torch.peers import peers
-from keraunos.frontends import alone
+from keraunos.frontends import for_inference
 from keraunos.frontends.torch.arrays import constant
 from keraunos.frontends.torch.gradient import fitted, is_watched, to_change
 from keraunos.frontends.torch.launch import fixed, recorded
@@ -167,12 +167,12 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         fits = fitting(kind._fields)
         changes = to_change(args, fits)
         launch, launch_backward = launchers(kind, opts, shards)
-        launch_alone, _ = launchers(kind, alone(opts), shards)
+        launch_alone, _ = launchers(kind, for_inference(opts), shards)
         watched = is_watched(args)
         if watched:
             launch, launch_backward, launch_alone = launch.fn, launch_backward.fn, launch_alone.fn
         else:
-            launch, launch_alone = launch.alike(), launch_alone.alike()
+            launch, launch_alone = launch.for_one_kind(), launch_alone.for_one_kind()
 
         def run(args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             flat = fitted(args, to_change(args, fits) if watched else changes)

@@ -78,16 +78,16 @@ class _Steps:
     def shards(self, own: tuple) -> Iterator[tuple[tuple, int | None, int | None]]:
         """``(keys, their rank, the rank that has this one's keys meanwhile)``; of one step None where none come."""
         pairs = self.pairs()
-        room = [tuple(map(torch.empty_like, own)) for _ in pairs[:2]]
-        started = self.start(own, pairs[0][0], room[0], pairs[0][1]) if pairs else []
+        buffers = [tuple(map(torch.empty_like, own)) for _ in pairs[:2]]
+        started = self.start(own, pairs[0][0], buffers[0], pairs[0][1]) if pairs else []
         yield own, self.me, self.me
         for n, (to, source) in enumerate(pairs):
             self.finish(started)
             if n + 1 < len(pairs):
                 # While this shard is computed with, the next one comes.
                 following = pairs[n + 1]
-                started = self.start(own, following[0], room[(n + 1) % 2], following[1])
-            yield room[n % 2], source, to
+                started = self.start(own, following[0], buffers[(n + 1) % 2], following[1])
+            yield buffers[n % 2], source, to
 
 
 class _OverShards(torch.autograd.Function):

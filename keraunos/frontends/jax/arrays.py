@@ -90,7 +90,7 @@ def vary(x: Any, axes: frozenset[str]) -> Any:
 def device_of(x: Any) -> Device:
     """The device a concrete array is on; while tracing, the default device."""
     if isinstance(x, jax.core.Tracer):
-        return default_device()._replace(settled=False)
+        return default_device()._replace(traced=True)
     return _describe(next(iter(x.devices())))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from keraunos.frontends import alone, rehearsal
+from keraunos.frontends import for_inference, rehearsal
 from keraunos.frontends.jax import partition
 from keraunos.frontends.jax.arrays import vary, varying, zeros
 
@@ -34,7 +34,7 @@ def differentiable(forward: Callable, backward: Callable, axes: Callable | None 
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
     def call(args: Any, opts: Any) -> Any:
-        return forward(args, alone(opts))[0]
+        return forward(args, for_inference(opts))[0]
 
     def save(args: Any, opts: Any) -> tuple[Any, tuple[Any, Any]]:
         outputs, residuals = forward(args, opts)
@@ -133,7 +133,7 @@ def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Calla
             folded = fold(_stacked(args, mapped, size), size)
             if folded is None:
                 return _in_turn(lambda args: run_forward(args, opts), mapped, args)
-            outputs, _ = run_forward(folded, alone(opts))
+            outputs, _ = run_forward(folded, for_inference(opts))
             # A larger batch may be cut in other pieces, or in none: run_backward makes its residuals itself.
             residuals = jax.tree.map(lambda x: zeros(x.shape, x.dtype, args[0]), one[1])
             return (_unfolded(unfold, outputs, size, one[0]), residuals), (_all(one[0], True), _all(one[1], False))

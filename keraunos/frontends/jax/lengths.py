@@ -49,16 +49,16 @@ def as_gates(g: Any, gamma: Any, like: jax.Array, T: int, heads: int) -> jax.Arr
     """Gates per token that a constant decay per head is part of, and that decay nothing from token T on.
 
     Args:
-        g: ``[B, room, heads or fewer, K]``, ``[B, room, heads or fewer]`` or None.
+        g: ``[B, padded, heads or fewer, K]``, ``[B, padded, heads or fewer]`` or None.
         gamma: ``[heads]`` or ``[B, heads]``.
-        like: ``[B, room, ...]``.
+        like: ``[B, padded, ...]``.
         T: how many tokens are none of the padding's.
         heads: of the recurrence.
     """
-    B, room = like.shape[:2]
-    real = np.arange(room) < T
+    B, padded = like.shape[:2]
+    real = np.arange(padded) < T
     xp: Any = np if isinstance(gamma, np.ndarray) else jnp
-    gates = xp.broadcast_to(xp.where(real[:, None], gamma[..., None, :], 0), (B, room, heads))
+    gates = xp.broadcast_to(xp.where(real[:, None], gamma[..., None, :], 0), (B, padded, heads))
     gates = jax.device_put(gates) if xp is np else gates
     if g is None:
         return gates

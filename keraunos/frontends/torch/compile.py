@@ -19,7 +19,7 @@ def keep_whole() -> None:
 
 
 def made_again(option: Any) -> Any:
-    """An option with its whole numbers settled: a graph makes dataclasses again, and their checks want numbers.
+    """An option with its whole numbers concrete: a graph makes dataclasses again, and their checks want numbers.
 
     This code is translated: :func:`operator.index` is where the compiler settles a number.
     """
@@ -35,10 +35,10 @@ def made_again(option: Any) -> Any:
     return operator.index(option) if isinstance(option, int) and not isinstance(option, bool) else option
 
 
-def settled(option: Any) -> Any:
+def concrete(option: Any) -> Any:
     """An option of a call with its numbers, which a graph would leave open, as they are now: others, another graph."""
     if isinstance(option, list | tuple):
-        return type(option)(map(settled, option))
+        return type(option)(map(concrete, option))
     if isinstance(option, torch.SymInt):
         return int(option)
     return float(option) if isinstance(option, torch.SymFloat) else option

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from keraunos.frontends import Operator, UnnamedError, alone
+from keraunos.frontends import Operator, UnnamedError, for_inference
 from keraunos.frontends.torch import operators
 from keraunos.frontends.torch.arrays import constant
 from keraunos.frontends.torch.launch import kinds, launcher, launchers
@@ -75,7 +75,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
                 # To a transformation of a transformation, arrays do not say whether they need one.
                 needed = [x is None or x.requires_grad for x in flat]
                 graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat)
-                own = needing(opts, needed) if graded else alone(opts)
+                own = needing(opts, needed) if graded else for_inference(opts)
             return tuple(map(operators.absent, node.forward([flat[i] for i in places], own, platform)))
 
         return run
@@ -84,12 +84,12 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
         if is_watched(args):
             return watched(opts)
         changes, absent = to_change(args, fits), [x is None for x in args]
-        launch_alone = of_options(alone(opts))[0].alike()
+        launch_alone = of_options(for_inference(opts))[0].for_one_kind()
         known: dict[tuple[bool, ...], tuple[Any, Callable]] = {}
 
-        def settled(needed: tuple[bool, ...]) -> tuple[Any, Callable]:
+        def known_for(needed: tuple[bool, ...]) -> tuple[Any, Callable]:
             own = needing(opts, [x or y for x, y in zip(needed, absent, strict=True)])
-            known[needed] = own, of_options(own)[0].alike()
+            known[needed] = own, of_options(own)[0].for_one_kind()
             return known[needed]
 
         def run(args: Any) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
             needed = tuple([x is not None and x.requires_grad for x in flat])
             # Forward mode has no derivative here, and says so.
             if (True in needed and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
-                return Direct.apply(*(known.get(needed) or settled(needed)), *flat)
+                return Direct.apply(*(known.get(needed) or known_for(needed)), *flat)
             return launch_alone(flat)[:2]
 
         return run
@@ -116,7 +116,7 @@ def in_place(compute: Callable, operator: Operator, platform: str, pool: str, wr
 
     def prepare(opts: Any, args: Any) -> Callable[[Any], tuple[Any, Any]]:
         if not is_watched(args):
-            changes, launch = to_change(args, fits), launcher(kind, compute, opts).alike()
+            changes, launch = to_change(args, fits), launcher(kind, compute, opts).for_one_kind()
 
             def launched(args: Any) -> tuple[Any, Any]:
                 if forward_ad._current_level >= 0:
@@ -131,7 +131,7 @@ def in_place(compute: Callable, operator: Operator, platform: str, pool: str, wr
                 _refuse_tangents(args)
             flat = _seen(args, fits)
             if flat[place] is None and (made := output(args, opts)):
-                flat[place] = operators.room(made, args[0])
+                flat[place] = operators.allocate(made, args[0])
             node(kind(*flat), opts, platform)
             return flat[place], getattr(args, pool) if writes(opts) else None
 

@@ -361,7 +361,7 @@ class remembered:  # noqa: N801, to those who use it a function
         """Run it, or repeat what it launched."""
         return (self._find(tensors) or self._record)(tensors)
 
-    def alike(self) -> Callable[[list], tuple]:
+    def for_one_kind(self) -> Callable[[list], tuple]:
         """A function of tensors that are always of one kind: it looks at their kind in the first call only."""
         run: Callable[[list], tuple] | None = None
 

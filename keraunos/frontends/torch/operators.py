@@ -17,7 +17,7 @@ import torch
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from keraunos.frontends import OUTPUT, Operator, alone, unfold
+from keraunos.frontends import OUTPUT, Operator, for_inference, unfold
 from keraunos.frontends.torch.arrays import DTYPES, dtype_name
 from keraunos.frontends.torch.launch import launcher, launchers
 from keraunos.frontends.torch.strides import fitting, rows
@@ -76,7 +76,7 @@ class _Plain:
         return self._read(*values)
 
     def _made(self, *values: Any) -> Any:
-        found, given = dict(self.operator.settled), iter(values)
+        found, given = dict(self.operator.fixed), iter(values)
         for name, kind in self.kinds.items():
             value = next(given)
             if kind is self.config:
@@ -157,7 +157,7 @@ class Differentiable:
 
     def backward(self, arrays: Sequence[Any], residuals: list, grads: Sequence[Any], values: tuple) -> list[Any]:
         """The gradients of the arrays, in their order; None of those that have none."""
-        residuals = [room(None, arrays[0]) if x is None else x for x in residuals]
+        residuals = [allocate(None, arrays[0]) if x is None else x for x in residuals]
         if torch._C._are_functorch_transforms_active():
             found = self._transformed_backward.apply(*arrays, *residuals, *grads, *values)
         else:
@@ -211,22 +211,22 @@ class Differentiable:
 
     def _traced_forward(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         args, opts = self._args(given[: self.n]), self.plain.read(given[self.n :])
-        output, state = (room(made, args[0]) for made in self.operator.outputs(args, opts))
-        return output, state, [room(made, args[0]) for made in self._residuals(args, opts)]
+        output, state = (allocate(made, args[0]) for made in self.operator.outputs(args, opts))
+        return output, state, [allocate(made, args[0]) for made in self._residuals(args, opts)]
 
     def _run_forward(self, *given: Any) -> tuple[Any, ...]:
         args, opts = self._args(given[: self.n]), self.plain.read(given[self.n :])
         _check(self.operator, args, opts)
         passes = self.operator.passes(opts.cfg.platform)
         made = launchers(self.operator.args, *passes, opts)[0](_fit(args, self.fits))
-        outputs = [room(None, args[0]) if x is None else x for x in made[:2]]
+        outputs = [allocate(None, args[0]) if x is None else x for x in made[:2]]
         kept = made[2 + Residuals.of(passes[0]).shared :]
         shapes = self._residuals(args, opts)
         return *outputs, [_within(x, shape, args[0]) for x, shape in zip(kept, shapes, strict=False)]
 
     def _traced_backward(self, *given: Any) -> tuple[torch.Tensor, ...]:
         args, opts = self._args(given[: self.n]), self.plain.read(given[-self.plain.count :])
-        return tuple(room(None if x is None else (x.shape, dtype_name(x)), args[0]) for x in self._wanted(args, opts))
+        return tuple(allocate(x if x is None else (x.shape, dtype_name(x)), args[0]) for x in self._wanted(args, opts))
 
     def _run_backward(self, *given: Any) -> tuple[torch.Tensor, ...]:
         args, opts = self._args(given[: self.n]), self.plain.read(given[-self.plain.count :])
@@ -239,7 +239,7 @@ class Differentiable:
                 dstate if dstate is None else dstate.contiguous()]
         found = self.operator.args(*launchers(self.operator.args, *passes, opts)[1](flat))
         grads = (getattr(found, name) for name in self.operator.gradients)
-        return tuple(room(None, args[0]) if x is None else x for x in grads)
+        return tuple(allocate(None, args[0]) if x is None else x for x in grads)
 
     def _check_backward(self, args: Any, residuals: Sequence[torch.Tensor], doutput: torch.Tensor | None,
                         dstate: torch.Tensor | None, opts: Any) -> None:
@@ -287,10 +287,10 @@ class Differentiable:
             return _one_by_one(self._forward, size, in_dims, given)
         one = self.operator.outputs(self._first(arrays, in_dims), opts)
         # A larger batch may be cut in other pieces: the backward makes its residuals itself.
-        outputs = self._forward(*folded, *self.plain.of(alone(opts), opts.cfg.platform))[:2]
+        outputs = self._forward(*folded, *self.plain.of(for_inference(opts), opts.cfg.platform))[:2]
         outputs = [x if like is None else unfold(x, size, tuple(like[0]))
                    for x, like in zip(outputs, one, strict=True)]
-        residuals = [room(None, given[0]) for _ in self._residuals(self._first(arrays, in_dims), opts)]
+        residuals = [allocate(None, given[0]) for _ in self._residuals(self._first(arrays, in_dims), opts)]
         dims = [None if like is None else 0 for like in one]
         return (*outputs, residuals), (*dims, [None] * len(residuals))
 
@@ -440,17 +440,17 @@ def gradients_of(
     return rows(doutput), dstate if dstate is None else dstate.contiguous()
 
 
-def room(made: ShapeAndDtype | None, like: torch.Tensor) -> torch.Tensor:
+def allocate(made: ShapeAndDtype | None, like: torch.Tensor) -> torch.Tensor:
     """A tensor of a shape and dtype. Operators return tensors only: an empty vector of bytes stands for None."""
     shape, dtype = made or ((0,), "uint8")
     return torch.empty(shape, dtype=DTYPES[dtype], device=like.device)
 
 
 def _within(x: torch.Tensor | None, made: ShapeAndDtype | None, like: torch.Tensor) -> torch.Tensor:
-    """A residual in the room for it, of which it may take the beginning."""
+    """A residual in memory of its full size, of which it may take the beginning."""
     if x is not None and (made is None or tuple(x.shape) == tuple(made[0])):
         return x
-    whole = room(made, like)
+    whole = allocate(made, like)
     if x is not None:
         whole[: len(x)] = x
     return whole

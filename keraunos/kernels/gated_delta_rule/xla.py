@@ -44,7 +44,7 @@ _CHUNK = {"cpu": 32, "gpu": 64, "tpu": 64}
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
     """Chunks that suit the kind of device; of a traced call, that which the program is lowered for."""
-    return replace(cfg, block_q=_CHUNK[inv.backend], backend="any" if inv.settled else inv.backend)
+    return replace(cfg, block_q=_CHUNK[inv.backend], backend=inv.backend if inv.traced else "any")
 
 
 def candidates(inv: Invocation, cfg: Config) -> list[Config]:
@@ -99,7 +99,7 @@ def _after(w: Walker, decay: Decay, k: jax.Array, u: jax.Array, state: jax.Array
 
 def _walker(args: Args, opts: Options, continues: jax.Array | None = None) -> Walker:
     w = Walker(args, opts, at_once=False, continues=continues)
-    beta = None if args.beta is None else w.room_for(args.beta)
+    beta = None if args.beta is None else w.pad(args.beta)
     w.args = w.args._replace(beta=beta)
     return w
 
@@ -162,7 +162,7 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
         return jax.vjp(without_tokens, args)[1]((doutput, dfinal))[0]
     w = _walker(args, opts)
     under = w.decay()
-    doutput = w.room_for(doutput)
+    doutput = w.pad(doutput)
     need_gate = opts.needs(args, "g")
 
     def pass_chunk(decay: Decay, state: jax.Array, dstate: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,

@@ -44,7 +44,7 @@ def heuristic(inv: Invocation, cfg: Config) -> Config:
 
     Of a traced call, ``backend`` says whom it is for: where the program is lowered for another, that one's is taken.
     """
-    return replace(cfg, block_q=CHUNK[inv.backend], backend="any" if inv.settled else inv.backend)
+    return replace(cfg, block_q=CHUNK[inv.backend], backend=inv.backend if inv.traced else "any")
 
 
 def candidates(inv: Invocation, cfg: Config) -> list[Config]:
@@ -105,7 +105,7 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
         return jax.vjp(without_tokens, args)[1]((doutput, dfinal))[0]
     w = Walker(args, opts)
     under = w.decay()
-    doutput = w.room_for(doutput)
+    doutput = w.pad(doutput)
     need_gate = opts.needs(args, "g") or opts.needs(args, "g_gamma")
 
     def pass_chunks(decay: Decay, state: jax.Array, dstate: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array,

@@ -128,9 +128,9 @@ class Walker:
         self.chunks = find_chunks(args, opts, self.span, groups, steps, continues)
         self.whole = args.cu_seqlens is None and not symbolic and groups * steps * self.span == self.T
         # Where the tokens are fewer than a window's, or may be, the arrays that are read and written are longer.
-        self.room = -(-self.T // self.span) * self.span if symbolic else max(self.T, self.span)
+        self.padded = -(-self.T // self.span) * self.span if symbolic else max(self.T, self.span)
         tokens = {name: getattr(args, name) for name in ("query", "key", "value", "g")}
-        self.args = args._replace(**{name: self.room_for(x) for name, x in tokens.items() if x is not None})
+        self.args = args._replace(**{name: self.pad(x) for name, x in tokens.items() if x is not None})
 
     def mm(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """The product of an einsum, in the precision that the inputs' dtype wants."""
@@ -140,16 +140,16 @@ class Walker:
         """Zeros where the query is."""
         return frontend.zeros(shape, dtype or self.dtype, self.args.query)
 
-    def room_for(self, x: jax.Array) -> jax.Array:
+    def pad(self, x: jax.Array) -> jax.Array:
         """``[B, T, ...]`` as it is read: ``[B, chunks, C, ...]`` if whole, else with zeros where windows need them."""
         if self.whole:
             return x.reshape(x.shape[0], -1, self.C, *x.shape[2:])
-        return frontend.pad(x, 1, self.room - self.T)
+        return frontend.pad(x, 1, self.padded - self.T)
 
     def buffer(self, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-        """As much room to write an array into: zeros, if tokens may be no sequence's."""
+        """Memory to write an array into: zeros, if tokens may be no sequence's."""
         make = frontend.empty if self.args.cu_seqlens is None else frontend.zeros
-        shape = (self.T // self.C, self.C) if self.whole else (self.room,)
+        shape = (self.T // self.C, self.C) if self.whole else (self.padded,)
         return make((self.B, *shape, *x.shape[2:]), x.dtype, self.args.query)
 
     def written(self, buffer: jax.Array) -> jax.Array:
@@ -158,7 +158,7 @@ class Walker:
 
     def rows(self, chunk: Chunks) -> tuple[jax.Array, jax.Array | None]:
         """The window's start, and which of its rows belong to the step (None: all), in the order of the recurrence."""
-        start = jnp.minimum(chunk.begin, self.room - self.span)
+        start = jnp.minimum(chunk.begin, self.padded - self.span)
         if self.whole:
             return start, None
         row = start + jnp.arange(self.span)

@@ -65,7 +65,7 @@ class Arrangement:
         return "int32" if name == "query_offset" and own not in ("int32", "int64") else own
 
     @property
-    def settled(self) -> Callable[..., Args]:
+    def converter(self) -> Callable[..., Args]:
         """The function from a user's arrays to a platform's; where nothing is changed, one that only names them."""
         return _as_given if self.is_trivial else self
 

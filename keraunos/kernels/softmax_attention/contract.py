@@ -301,7 +301,7 @@ OPERATOR = frontends.Operator(
     "attention", Args, Args._fields, frozenset(("query", "key", "value")), Options,
     ("softmax_scale", "soft_cap", "left", "right", "dropout", "softmax_dtype", "cfg", "constant"),
     passes=functools.partial(kernel_registry.passes, "attention"), check=_check, flops=flops, outputs=outputs,
-    fold=fold, gradients=_GRADIENTS, settled={"return_weights": False}, function="attention",
+    fold=fold, gradients=_GRADIENTS, fixed={"return_weights": False}, function="attention",
 )
 
 

@@ -266,7 +266,7 @@ def _operator(op_id: str, required: tuple[str, ...], optional: tuple[str, ...],
     changed = ("states", "out") if op_id != "verify" else ("out", "exports")
     return frontends.Operator(
         op_id, Args, (*required, *optional), frozenset(required), Options, ("softmax_scale", "cfg", *options),
-        settled=opts,
+        fixed=opts,
         passes=functools.partial(kernel_registry.passes, op_id), check=check, flops=functools.partial(flops, op_id),
         changed=tuple(x for x in changed if x in (*required, *optional)),
         strided=("states", "out", "exports"),

@@ -189,8 +189,8 @@ def needs_gates(args: Args, opts: Options) -> bool:
     return vector or opts.needs(args, "g") or opts.needs(args, "g_gamma")
 
 
-def room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
-    """Room for the states that segments or parts start from, the same for all lengths; None: no length is cut."""
+def starts_spec(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
+    """Shape, dtype of the states that segments or parts start from, the same for all lengths; None: none is cut."""
     H, K, V, N = args.heads, args.query.shape[-1], args.value.shape[-1], sequence_count(args)
     most, packed = _most_segments(_programs(args, opts)), args.cu_seqlens is not None
     if not packed and needs_gates(args, opts):

@@ -32,7 +32,7 @@ from keraunos.kernels.host.pool import Pool
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.triton import chunks
-from keraunos.kernels.linear_attention.triton.call import Call, Part, call_of, room
+from keraunos.kernels.linear_attention.triton.call import Call, Part, call_of, starts_spec
 from keraunos.kernels.linear_attention.triton.stretches import arrive, leave
 from keraunos.kernels.linear_attention.triton.walks import (
     HEADS,
@@ -76,7 +76,7 @@ def forward(args: Args, opts: Options, pool: Pool | None = None) -> tuple[tuple[
     return (output, final), (saved if call.M else starts["h0"] if call.L else None,)
 
 
-forward.residuals = dict(starts=room)  # type: ignore[attr-defined]
+forward.residuals = dict(starts=starts_spec)  # type: ignore[attr-defined]
 
 
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
