@@ -59,9 +59,9 @@ def test_every_kind_of_call(platform, name):
 
 # What models have, with more arithmetic than a CPU has time for.
 LARGE = {
-    "16 heads over 32": Case(B=1, T=70, H=32, HQ=16, G=16, K=128, V=64, dtype="bfloat16", norm=True, state=True),
-    "16 heads over 48": Case(B=1, T=70, H=48, HQ=16, G=16, K=64, V=64, dtype="bfloat16"),
-    "16 heads over 64, per dimension": Case(B=1, T=70, H=64, HQ=16, G=16, K=96, V=64, dtype="bfloat16", gate="vector"),
+    "16 heads over 32": Case(B=1, T=40, H=32, HQ=16, G=16, K=128, V=64, dtype="bfloat16", norm=True, state=True),
+    "16 heads over 48": Case(B=1, T=40, H=48, HQ=16, G=16, K=64, V=64, dtype="bfloat16"),
+    "16 heads over 64, per dimension": Case(B=1, T=40, H=64, HQ=16, G=16, K=96, V=64, dtype="bfloat16", gate="vector"),
     "K = 96, V = 128": Case(T=300, K=96, V=128, dtype="bfloat16", state=True),
     "K = V = 256": Case(B=1, T=150, K=256, V=256, dtype="float16", state=True),
     "K = 256, V = 64, float32, per dimension": Case(B=1, T=150, K=256, V=64, gate="vector"),
