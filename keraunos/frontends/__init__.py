@@ -146,6 +146,11 @@ def get(framework: str) -> ModuleType:
 
 def of(x: object) -> ModuleType:
     """The front end of the framework whose array it is."""
+    if compiling():
+        # The compiler reads an import, but not the cache of ``get``; with the module comes its package.
+        import keraunos.frontends.torch.compile
+
+        return keraunos.frontends.torch
     return get(framework_of(x) or "")
 
 
