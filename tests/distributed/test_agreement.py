@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.distributed.worlds import run_world
+from tests.distributed.worlds import World, run_world, worlds
 
 pytest.importorskip("torch.distributed")
 
@@ -101,8 +101,14 @@ def late(rank, size):
     return found
 
 
-def test_a_rank_that_an_exchange_misses_is_named_or_what_it_raised_is():
-    found = run_world(late, 3, timeout=5)[0]
+@pytest.fixture(scope="module")
+def three():
+    with worlds(timeout=5) as world:
+        yield world(3)
+
+
+def test_a_rank_that_an_exchange_misses_is_named_or_what_it_raised_is(three):
+    found = three.run(late)[0]
     missed = "RankFailedError", "keraunos.distributed: rank 2 did not come to an exchange within 5 s"
     differ = "DisagreementError", "keraunos.distributed: the ranks differ: x is {} on ranks 0, 1, {} on rank 2"
     assert found[0] == (None, missed)
@@ -121,8 +127,8 @@ def in_a_part_of_the_world(rank, size):
     return outcome(lambda: agreement.check(group, op="gla", heads=rank))
 
 
-def test_ranks_have_the_names_of_the_whole_world():
-    outside, *inside = run_world(in_a_part_of_the_world, 3, timeout=5)
+def test_ranks_have_the_names_of_the_whole_world(three):
+    outside, *inside = three.run(in_a_part_of_the_world)
     assert (
         inside
         == [("DisagreementError", "keraunos.distributed: the ranks differ: heads is 1 on rank 1, 2 on rank 2")] * 2
@@ -165,13 +171,16 @@ def test_a_rank_that_dies_is_named(size):
     assert len({found[:2] for found in ranks[:-1]}) == 1
 
 
-def silent(rank, size):
-    time.sleep(0 if rank == 0 else 1000)
+def silent(rank, size, seconds):
+    time.sleep(seconds if rank else 0)
 
 
 def test_a_world_that_hangs_is_ended():
-    with pytest.raises(TimeoutError, match="rank 1 does not answer"):
-        run_world(silent, 2, patience=4)
+    with World(2, timeout=2) as world:
+        # Processes take seconds to begin.
+        world.run(silent, 0)
+        with pytest.raises(TimeoutError, match="rank 1 does not answer"):
+            world.run(silent, 1000, patience=2)
 
 
 def lingering(rank, size):

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from tests.distributed.worlds import run_world
+from tests.distributed.worlds import run_world, worlds
 from tests.linear_attention.cases import GPU, INTERPRETED
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: test_gpu.py has the exchange on GPUs")
@@ -87,7 +87,8 @@ def reasons(rank, size, facts, failing):
         warnings.simplefilter("always")
         unreachable = torch_peers._unreachable
         torch_peers._unreachable = lambda device, gpus: unreachable(device, gpus) if len({*gpus}) < size else ""
-        found = torch_peers.Peers(dist.group.WORLD, torch.device("cpu"))
+        # Ranks ask each other once in a group.
+        found = torch_peers.Peers(dist.new_group(), torch.device("cpu"))
         ready = found.ready(10), found.ready(torch_peers._VALUES + 1)
     return found.reason, ready, [str(x.message) for x in caught]
 
@@ -106,6 +107,12 @@ def test_what_the_user_wants_is_0_or_1(monkeypatch, caplog):
     ]
 
 
+@pytest.fixture(scope="module")
+def pair():
+    with worlds() as world:
+        yield world(2)
+
+
 @pytest.mark.parametrize(("facts", "failing", "reason"), [
     ([("a", "0", 8, False), ("b", "1", 8, False)], (), "the ranks are on several hosts"),
     ([("a", "0", 8, False), ("a", "0", 8, False)], (), "ranks share a GPU"),
@@ -113,8 +120,8 @@ def test_what_the_user_wants_is_0_or_1(monkeypatch, caplog):
     ([("a", "0", 8, False), ("a", "1", 8, False)], (1,), "rank 1 cannot share memory: not permitted"),
     ([("a", "0", 8, False), ("a", "1", 8, False)], (), ""),
 ], ids=["hosts", "gpu", "refused", "failed", "able"])
-def test_all_ranks_agree_on_the_way(facts, failing, reason):
-    for found, ready, warned in run_world(reasons, 2, facts, failing):
+def test_all_ranks_agree_on_the_way(pair, facts, failing, reason):
+    for found, ready, warned in pair.run(reasons, facts, failing):
         assert found == ("" if failing else reason)
         assert ready == (not reason, False)
         assert warned == ([f"keraunos.distributed: states go through NCCL: {reason}"] if failing else [])

@@ -9,7 +9,7 @@ import pytest
 
 from keraunos import UnsupportedError
 from keraunos.kernels.softmax_attention.reference import attention as reference
-from tests.distributed.worlds import run_world
+from tests.distributed.worlds import worlds
 from tests.linear_attention.cases import DTYPES, GPU
 from tests.numerics import assert_within_rule
 
@@ -224,11 +224,17 @@ def on_torch(rank, size, cases, platform=None, device="cpu"):
     return found
 
 
+@pytest.fixture(scope="module")
+def world():
+    with worlds() as world:
+        yield world
+
+
 @pytest.mark.skipif(GPU or not HAS_TORCH, reason="runs on the host's processes")
 @pytest.mark.parametrize("size", [2, 4])
-def test_torch(size):
+def test_torch(world, size):
     cases = CASES + MORE if size == 4 else CASES[:2]
-    ranks = run_world(on_torch, size, cases)
+    ranks = world(size).run(on_torch, cases)
     for i, case in enumerate(cases):
         *rows, sinks = zip(*(found[i] for found in ranks), strict=True)
         case.check([*(np.concatenate(x, 1) for x in rows), sinks[0]])
@@ -257,8 +263,8 @@ def mismatched(rank, size):
 
 
 @pytest.mark.skipif(GPU or not HAS_TORCH, reason="runs on the host's processes")
-def test_shards_that_do_not_fit_raise_on_all_ranks():
-    ranks = run_world(mismatched, 2, timeout=5)
+def test_shards_that_do_not_fit_raise_on_all_ranks(world):
+    ranks = world(2).run(mismatched)
     assert ranks[0] == ranks[1]
     length, dtype, absent = ranks[0]
     assert "key_lengths is None on rank 0, ((1,), torch.int64) on rank 1" in absent

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from keraunos import decay  # noqa: E402
 from keraunos.kernels.linear_attention.reference import linear_attention  # noqa: E402
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp  # noqa: E402
-from tests.distributed.worlds import run_world  # noqa: E402
+from tests.distributed.worlds import worlds  # noqa: E402
 from tests.linear_attention.cases import GPU  # noqa: E402
 from tests.numerics import assert_within_rule  # noqa: E402
 
@@ -80,16 +80,22 @@ def whole(dtype):
     return [o.reshape(B, T, -1) @ outer, dx, np.einsum("bti,btj->ij", o.reshape(B, T, -1), gradient)]
 
 
+@pytest.fixture(scope="module")
+def pair():
+    with worlds() as world:
+        yield world(2)
+
+
 @pytest.mark.skipif(GPU, reason="runs on the host's processes")
-def test_dtensors_are_refused_with_what_to_do():
-    (said,) = run_world(refusals, 1)
+def test_dtensors_are_refused_with_what_to_do(pair):
     text = "got a DTensor; expected each rank's own heads or sequences, x.to_local()"
-    assert [x.split(text)[0] for x in said] == [
-        "gla_attention: ", "lightning_attention: ", "gla_attention: ", "decode: ",
-    ]
+    for said in pair.run(refusals):
+        assert [x.split(text)[0] for x in said] == [
+            "gla_attention: ", "lightning_attention: ", "gla_attention: ", "decode: ",
+        ]
 
 
 @pytest.mark.skipif(GPU, reason="runs on the host's processes")
-def test_heads_of_a_layer_over_ranks():
-    for got in run_world(sharded, 2):
+def test_heads_of_a_layer_over_ranks(pair):
+    for got in pair.run(sharded):
         assert_within_rule(["output", "dx", "dw"], got, whole(np.float64), whole(np.float32), ["float32"] * 3)

@@ -13,7 +13,7 @@ import torch
 from keraunos import distributed
 from keraunos.distributed import agreement
 from tests.distributed.cases import CASES, EMPTY
-from tests.distributed.worlds import run_world
+from tests.distributed.worlds import worlds
 from tests.linear_attention.cases import INTERPRETED, Case
 
 # Where shards begin and end, where that is not at equal distances but for a shorter last shard.
@@ -73,19 +73,30 @@ def refusal(rank: int, K: int = 16, V: int = 24) -> str:
     return ""
 
 
-@functools.cache
-def ranks(size: int) -> dict[Any, tuple]:
-    """The results of the ranks of a world, case by case."""
-    cases = [*CASES, *EMPTY, LIGHTNING, *(ODD if size == 4 else [])]
-    found = zip(*run_world(all_on_rank, size, cases), strict=True)
-    return dict(zip([*cases, "others", "wrong"], found, strict=True))
+@pytest.fixture(scope="module")
+def world():
+    with worlds() as world:
+        yield world
 
 
-def over_ranks(size):
+@pytest.fixture(scope="module")
+def ranks(world):
+    """The results of the ranks of a world of some size, case by case."""
+
+    @functools.cache
+    def found(size: int) -> dict[Any, tuple]:
+        cases = [*CASES, *EMPTY, LIGHTNING, *(ODD if size == 4 else [])]
+        rows = zip(*world(size).run(all_on_rank, cases), strict=True)
+        return dict(zip([*cases, "others", "wrong"], rows, strict=True))
+
+    return found
+
+
+def over_ranks(found):
     """``run(case, gradients)`` as :meth:`Case.check` wants it."""
 
     def run(case, gradients):
-        output, final, *grads = zip(*ranks(size)[case], strict=True)
+        output, final, *grads = zip(*found[case], strict=True)
         for state in final[1:]:
             np.testing.assert_array_equal(state, final[0])
         tokens = [None if x[0] is None else np.concatenate(x, 1) for x in grads[:4]]
@@ -96,8 +107,8 @@ def over_ranks(size):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", [*CASES, *EMPTY, LIGHTNING], ids=str)
-def test_shards_give_what_the_whole_gives(case, size):
-    case.check(over_ranks(size))
+def test_shards_give_what_the_whole_gives(ranks, case, size):
+    case.check(over_ranks(ranks(size)))
 
 
 def alike(rank: int, size: int) -> tuple[list, int]:
@@ -125,8 +136,8 @@ def alike(rank: int, size: int) -> tuple[list, int]:
     return found, len(made)
 
 
-def test_calls_that_are_alike():
-    for found, made in run_world(alike, 2):
+def test_calls_that_are_alike(world):
+    for found, made in world(2).run(alike):
         for factor, got in zip((2, 4), found[1:], strict=True):
             # Powers of two: the same bits but for the exponent. The values' own gradient knows nothing of them.
             for x, y, f in zip(found[0], got, (factor, factor, factor, 1), strict=True):
@@ -149,20 +160,20 @@ def strided(rank: int, size: int) -> bool:
     return torch.equal(*made)
 
 
-def test_strided_states_are_alike():
-    assert run_world(strided, 2) == [True, True]
+def test_strided_states_are_alike(world):
+    assert world(2).run(strided) == [True, True]
 
 
 @pytest.mark.parametrize("case", ODD, ids=str)
-def test_shards_of_other_lengths(case):
-    case.check(over_ranks(4))
+def test_shards_of_other_lengths(ranks, case):
+    case.check(over_ranks(ranks(4)))
 
 
 @pytest.mark.parametrize(("what", "words"), [
     ("others", "value is float32 (1, T, 2, 24) on rank 0, float32 (1, T, 2, 25) on rank 1"),
     ("wrong", "rank 1: gla_attention: key has shape (1, 4, 2, 17); expected [B, T, heads, K] = (1, 4, heads, 16)"),
 ])
-def test_all_ranks_say_what_is_wrong_on_some(what, words):
+def test_all_ranks_say_what_is_wrong_on_some(ranks, what, words):
     first, second = ranks(2)[what]
     assert words in first
     assert first == second
