@@ -1,6 +1,7 @@
 """Both linear operations on every platform that runs here: values and gradients against the float64 recurrence."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -83,6 +84,21 @@ def slow(*cases):
     return list(cases) if GPU else []
 
 
+def crossed(first, second):
+    """Every pair of two values on every platform; on XLA, which compiles a program for each, every value once."""
+    pairs = list(itertools.product(first, second))
+    n = max(len(first), len(second))
+    some = [(list(first)[i % len(first)], list(second)[i % len(second)]) for i in range(n)]
+    return [
+        pytest.param(where, first[a], second[b], id="-".join([*where, a, b]))
+        for where in platforms() for a, b in (some if where[0] == "xla" else pairs)
+    ]
+
+
+def named(*values):
+    return {str(x): x for x in values}
+
+
 GATES = {
     "none": {},
     "gamma": {"gamma": 1},
@@ -94,8 +110,13 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("gates", GATES.values(), ids=GATES)
+def some_gates(*names):
+    return {name: GATES[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("run_gla", "gates", "reverse"), crossed(GATES, {"forward": False, "reverse": True}), indirect=["run_gla"]
+)
 def test_every_gate(run_gla, gates, reverse):
     Case(**gates, state=True, G=1, V=32, T=75, reverse=reverse).check(run_gla)
 
@@ -144,8 +165,9 @@ def test_states_with_values_first(platform, framework, case):
     case.check(runner(platform, framework, values_first(gla if case.gate != "none" else lightning)))
 
 
-@pytest.mark.parametrize("T", LENGTHS)
-@pytest.mark.parametrize("gates", [GATES["scalar"], GATES["vector"]], ids=str)
+@pytest.mark.parametrize(
+    ("run_gla", "gates", "T"), crossed(some_gates("scalar", "vector"), named(*LENGTHS)), indirect=["run_gla"]
+)
 def test_every_length(run_gla, gates, T):
     Case(**gates, T=T, B=1, state=True).check(run_gla)
 
@@ -159,36 +181,46 @@ def test_more_chunks_than_a_group_has(run_gla, case):
     case.check(run_gla)
 
 
+PACKINGS = named(((5,), False), ((0, 70, 1, 0, 64, 13), False), ((0, 70, 1, 0, 64, 13), True), ((0, 0, 4), False))
+
+
 @pytest.mark.parametrize(
-    ("lengths", "reverse"),
-    [((5,), False), ((0, 70, 1, 0, 64, 13), False), ((0, 70, 1, 0, 64, 13), True), ((0, 0, 4), False)],
-    ids=str,
+    ("run_gla", "gates", "packing"), crossed(some_gates("gamma", "scalar", "vector+gamma2"), PACKINGS),
+    indirect=["run_gla"],
 )
-@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector+gamma2"]], ids=str)
-def test_packed_sequences(run_gla, gates, lengths, reverse):
+def test_packed_sequences(run_gla, gates, packing):
+    lengths, reverse = packing
     Case(**gates, lengths=lengths, B=1, state=True, reverse=reverse, decay="infinite").check(run_gla)
 
 
-@pytest.mark.parametrize(
-    ("K", "V"), [(16, 64), (96, 32), *tiled((64, 16), (48, 80)), *slow((128, 128), (192, 96), (256, 64), (64, 256))]
+HEAD_DIMS = named(
+    (16, 64), (96, 32), *tiled((64, 16), (48, 80)), *slow((128, 128), (192, 96), (256, 64), (64, 256))
 )
-@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["vector"]], ids=str)
-def test_every_head_dim(run_gla, gates, K, V):
-    Case(**gates, K=K, V=V, T=70, B=1, H=1, state=True).check(run_gla)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gate_dtype"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")]
+    ("run_gla", "gates", "dims"), crossed(some_gates("gamma", "vector"), HEAD_DIMS), indirect=["run_gla"]
 )
-@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector"]], ids=str)
-def test_every_dtype(run_gla, gates, dtype, gate_dtype):
-    Case(**gates, dtype=dtype, gate_dtype=gate_dtype, T=150, B=1, state=True, K=32, V=32).check(run_gla)
+def test_every_head_dim(run_gla, gates, dims):
+    Case(**gates, K=dims[0], V=dims[1], T=70, B=1, H=1, state=True).check(run_gla)
 
 
-@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["vector"]], ids=str)
-@pytest.mark.parametrize(("H", "G"), [(4, 1), (4, 2), (3, 3)])
-def test_query_heads_share_keys(run_gla, gates, H, G):
-    Case(**gates, H=H, G=G, T=66, B=1, state=True).check(run_gla)
+DTYPES = named(("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32"))
+
+
+@pytest.mark.parametrize(
+    ("run_gla", "gates", "dtypes"), crossed(some_gates("gamma", "scalar", "vector"), DTYPES), indirect=["run_gla"]
+)
+def test_every_dtype(run_gla, gates, dtypes):
+    Case(**gates, dtype=dtypes[0], gate_dtype=dtypes[1], T=150, B=1, state=True, K=32, V=32).check(run_gla)
+
+
+@pytest.mark.parametrize(
+    ("run_gla", "gates", "heads"), crossed(some_gates("gamma", "vector"), named((4, 1), (4, 2), (3, 3))),
+    indirect=["run_gla"],
+)
+def test_query_heads_share_keys(run_gla, gates, heads):
+    Case(**gates, H=heads[0], G=heads[1], T=66, B=1, state=True).check(run_gla)
 
 
 # Which arrays have fewer heads than the recurrence, and how many: those of query, key, value and gates.
@@ -202,18 +234,23 @@ HEADS = {
 
 
 # Every arrangement with every kind of gate, and one with the sums of two kinds.
-OWN_HEADS = [(name, gates) for name in HEADS for gates in ("gamma", "scalar", "vector")]
-OWN_HEADS += [("numbers that do not divide each other", gates) for gates in ("scalar+gamma", "vector+gamma2")]
+OWN_HEADS = crossed(HEADS, some_gates("gamma", "scalar", "vector"))
+LAST = "numbers that do not divide each other"
+OWN_HEADS += crossed({LAST: HEADS[LAST]}, some_gates("scalar+gamma", "vector+gamma2"))
 
 
-@pytest.mark.parametrize(("heads", "gates"), [(HEADS[x], GATES[y]) for x, y in OWN_HEADS], ids=map("-".join, OWN_HEADS))
+@pytest.mark.parametrize(("run_gla", "heads", "gates"), OWN_HEADS, indirect=["run_gla"])
 def test_every_array_has_heads_of_its_own(run_gla, heads, gates):
     Case(**gates, **heads, T=40, B=1 if INTERPRETED else 2, V=24, state=True).check(run_gla)
 
 
-@pytest.mark.parametrize(("lengths", "decay"), [((70, 0, 13), "weak"), ((3, 2), "strong")], ids=str)
-@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["scalar"], GATES["vector"]], ids=str)
-def test_heads_of_its_own_packed_and_in_16_bits(run_gla, gates, lengths, decay):
+@pytest.mark.parametrize(
+    ("run_gla", "gates", "packing"),
+    crossed(some_gates("gamma", "scalar", "vector"), named(((70, 0, 13), "weak"), ((3, 2), "strong"))),
+    indirect=["run_gla"],
+)
+def test_heads_of_its_own_packed_and_in_16_bits(run_gla, gates, packing):
+    lengths, decay = packing
     heads = HEADS["each has its own number"]
     # A seed whose gates sum to more than -128, base 2: below, the interpreter takes what is never read for an error.
     Case(**gates, **heads, lengths=lengths, B=1, V=24, state=True, decay=decay, dtype="bfloat16", seed=2).check(run_gla)
@@ -303,8 +340,9 @@ def part(case, tokens, state):
     return piece
 
 
-@pytest.mark.parametrize("gates", [GATES["gamma"], GATES["vector"]], ids=str)
-@pytest.mark.parametrize("split", [1, 64, 101])
+@pytest.mark.parametrize(
+    ("run_gla", "gates", "split"), crossed(some_gates("gamma", "vector"), named(1, 64, 101)), indirect=["run_gla"]
+)
 def test_prefix_and_rest_with_the_state_equal_the_whole(run_gla, gates, split):
     case = Case(**gates, B=1, T=130)
     first = run_gla(part(case, slice(0, split), None), False)
