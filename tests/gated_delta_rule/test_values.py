@@ -57,6 +57,26 @@ def test_every_kind_of_call(platform, name):
     CASES[name].check(*platform)
 
 
+# What models have, with more arithmetic than a CPU has time for.
+LARGE = {
+    "16 heads over 32": Case(B=1, T=40, H=32, HQ=16, G=16, K=128, V=64, dtype="bfloat16", norm=True, state=True),
+    "16 heads over 48": Case(B=1, T=40, H=48, HQ=16, G=16, K=64, V=64, dtype="bfloat16"),
+    "16 heads over 64, per dimension": Case(B=1, T=40, H=64, HQ=16, G=16, K=96, V=64, dtype="bfloat16", gate="vector"),
+    "K = 96, V = 128": Case(T=300, K=96, V=128, dtype="bfloat16", state=True),
+    "K = V = 256": Case(B=1, T=150, K=256, V=256, dtype="float16", state=True),
+    "K = 256, V = 64, float32, per dimension": Case(B=1, T=150, K=256, V=64, gate="vector"),
+    "100,000 tokens": Case(B=1, T=100_000, H=1, K=16, V=16, decay=0.01, dtype="bfloat16", state=True),
+}
+
+
+@pytest.mark.skipif(not GPU, reason="takes too long without a GPU")
+@pytest.mark.parametrize("name", LARGE)
+def test_sizes_of_models(platform, name):
+    if LARGE[name].T > 1000 and platform != ("triton", "torch"):
+        pytest.skip("the float64 loop takes a minute")
+    LARGE[name].check(*platform)
+
+
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_every_chunk_length(platform, block):
     Case(block=block, T=150, B=1, state=True).check(*platform)
@@ -79,14 +99,14 @@ def test_segments(platform, case, monkeypatch):
     made = []
     monkeypatch.setattr(passes, "call_of", lambda *args: made.append(passes.Call(*args)) or made[-1])
     dataclasses.replace(case, block=32).check(*platform)
-    assert made[0].L == 32
+    assert made[0].L == made[0].BG
 
 
 def test_three_thousand_sequences():
     """As many as others number by the second axis of a grid."""
     pytest.importorskip("torch")
     case = Case(lengths=(1,) * (30 if INTERPRETED else 3000), H=1, K=4, V=4)
-    case.check("triton" if INTERPRETED else "torch", "torch")
+    case.check("triton" if INTERPRETED or GPU else "torch", "torch")
 
 
 @pytest.mark.parametrize("gate", ["scalar", "vector"])

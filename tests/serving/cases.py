@@ -215,8 +215,6 @@ def require(case: Case, platform: str) -> None:
     """Skip a test of the delta rule on a platform that does not have it."""
     if case.delta and platform not in kernel_registry.platforms("delta_prefill"):
         pytest.skip("does not have the delta rule")
-    if case.delta and case.op == "prefill" and platform == "triton" and case.arrays["tokens"] is not None:
-        pytest.skip("writes no states at boundaries inside of prompts of the delta rule")
 
 
 def results(op: str, given: dict, made) -> tuple:

@@ -24,7 +24,7 @@ class Pool(NamedTuple):
     def specs(self) -> Pool:
         """The properties of the arrays."""
         states, slots, has_initial, exports = map(spec_of, self[:4])
-        return Pool(states, slots, has_initial, exports, self.T, self.call)
+        return Pool(states, slots, has_initial, exports, self.T, self.call, spec_of(self.into))
 
     def arrays(self) -> dict[str, Any]:
         """The kernels' arguments."""

@@ -38,6 +38,20 @@ def between(b_g, o_r, TERMS: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def enter_decay(g, o_t, stride_gt, o_r, left, EXACT: tl.constexpr):
+    """Decays from a chunk's start up to each row; 0 is the first row's offset."""
+    return decay(tl.cumsum(load_gate(g + o_t * stride_gt, o_r < left, CLOSED), 0), EXACT)
+
+
+@triton.jit
+def leave_decay(g, o_t, stride_gt, o_r, left, BT: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+    """Decays after each row to the chunk's end: by the gates of the rows that follow it."""
+    m_next = (o_r + 1 < BT) & (o_r + 1 < left)
+    b_next = load_gate(g + (o_t + (-1 if REVERSE else 1)) * stride_gt, m_next, CLOSED)
+    return decay(tl.cumsum(b_next, 0, reverse=True), EXACT)
+
+
+@triton.jit
 def load_beta(beta, o_beta, m_t, BETA: tl.constexpr):
     """How much of each row's error is corrected: all of it without BETA, and nothing outside of the sequence."""
     if BETA:
@@ -159,10 +173,8 @@ def prepare_kernel(
         b_d = between(b_g1, o_r, TERMS, EXACT)
         b_a *= b_d
         b_p *= b_d
-        b_to = tl.sum(tl.where(o_r[:, None] >= o_r[None, :], b_g1[None, :], 0.0), 1)
-        b_from = tl.sum(tl.where(o_r[:, None] < o_r[None, :], b_g1[None, :], 0.0), 1)
-        tl.store(enter + i_slot * BT + o_r, decay(b_to, EXACT))
-        tl.store(leave + i_slot * BT + o_r, decay(b_from, EXACT))
+        tl.store(enter + i_slot * BT + o_r, enter_decay(g + o_g, o_t, stride_gt, o_r, left, EXACT))
+        tl.store(leave + i_slot * BT + o_r, leave_decay(g + o_g, o_t, stride_gt, o_r, left, BT, REVERSE, EXACT))
     b_p = tl.where(o_r[:, None] >= o_r[None, :], b_p * scale, 0.0)
     o_p = o_r[:, None] * BT + o_r[None, :]
     tl.store(pairs + i_slot * (BT * BT) + o_p, b_p.to(dtype))
@@ -199,9 +211,9 @@ def pairs_gradient_kernel(
     """The gradients of a chunk's pairs ``[BT (i), BT (j)]``, of values and of beta, from what two walks have left.
 
     ``errors`` are E, of which the corrections are ``beta E``; ``rights`` are R, of which the gradients of values are
-    ``beta R``. To the pairs of keys, ``-beta R`` is what the output's gradient is to those of queries and keys. With a
-    gate per token the gradients are those of plain products, times the decay between the two, and ``dg`` is the part of
-    the gates' that pairs make.
+    ``beta R``. To the pairs of keys, ``-beta R`` is what the output's gradient is to those of queries and keys;
+    ``dkeys`` has them on both sides of the diagonal. With a gate per token the gradients are those of plain products,
+    times the decay between the two, and ``dg`` is the part of the gates' that pairs make.
     """
     i_h = tl.program_id(0) % H
     i_s = tl.program_id(0) // H
@@ -224,14 +236,15 @@ def pairs_gradient_kernel(
         m_v = m_t[:, None] & (o_v < V)[None, :]
         o_row = row * V + o_t[:, None] * (H * V) + o_v[None, :]
         b_do = tl.load(p_do + o_t[:, None] * (stride_ot * UNIT) + o_v[None, :], mask=m_v, other=0.0)  # [BT, BV]
-        b_e = tl.load(errors + o_row, mask=m_v, other=0.0).to(tl.float32)
-        b_r = tl.load(rights + o_row, mask=m_v, other=0.0).to(tl.float32)
-        b_dv = b_beta[:, None] * b_r
-        b_u = (b_beta[:, None] * b_e).to(dtype)
-        tl.store(dv + o_row, b_dv.to(dv.dtype.element_ty), mask=m_v)
-        b_db += tl.sum(b_e * b_r, 1)
-        b_w = tl.dot(b_do, tl.trans(b_u), b_w, input_precision=PRECISION)
-        b_x = tl.dot(b_dv.to(dtype), tl.trans(b_u), b_x, input_precision=PRECISION)
+        b_e = tl.load(errors + o_row, mask=m_v, other=0.0)
+        b_r = tl.load(rights + o_row, mask=m_v, other=0.0)
+        b_w = tl.dot(b_do, tl.trans(b_e), b_w, input_precision=PRECISION)
+        b_x = tl.dot(b_r, tl.trans(b_e), b_x, input_precision=PRECISION)
+        b_rf = b_r.to(tl.float32)
+        tl.store(dv + o_row, (b_beta[:, None] * b_rf).to(dv.dtype.element_ty), mask=m_v)
+        b_db += tl.sum(b_e.to(tl.float32) * b_rf, 1)
+    b_w *= b_beta[None, :]
+    b_x *= b_beta[:, None] * b_beta[None, :]
     if BETA:
         tl.store(dbeta + row + o_t * H, b_db.to(dbeta.dtype.element_ty), mask=m_t)
     m_lower = o_r[:, None] > o_r[None, :]
@@ -242,9 +255,10 @@ def pairs_gradient_kernel(
         b_d = between(load_gate(g + o_g + o_t * stride_gt, m_t, CLOSED), o_r, TERMS, EXACT)
         b_w *= b_d
         b_x *= b_d
-    o_p = (i_s.to(tl.int64) * H + i_h) * (BT * BT) + o_r[:, None] * BT + o_r[None, :]
-    tl.store(dpairs + o_p, b_w.to(dtype))
-    tl.store(dkeys + o_p, b_x.to(dtype))
+    i_p = (i_s.to(tl.int64) * H + i_h) * (BT * BT)
+    tl.store(dpairs + i_p + o_r[:, None] * BT + o_r[None, :], b_w.to(dtype))
+    tl.store(dkeys + i_p + o_r[:, None] * BT + o_r[None, :], b_x.to(dtype), mask=o_r[:, None] >= o_r[None, :])
+    tl.store(dkeys + i_p + o_r[None, :] * BT + o_r[:, None], b_x.to(dtype), mask=m_lower)
     if NEED_G and GATE == 1:
         p_q = q + (i_b * stride_qb + token * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT
         p_k = k + (i_b * stride_kb + token * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
@@ -276,13 +290,13 @@ def queries_gradient_kernel(
 ):
     """The gradients of BK dimensions of a chunk's queries, and the parts of its gates' that they make.
 
-    ``hs``: the states before chunks. The part of a gate per token is ``dg``'s row for these dimensions, the first of
-    them with what is given.
+    A program sums over the RQ heads that share a head of queries. ``hs``: the states before chunks. The part of a gate
+    per token is ``dg``'s row for these dimensions, the first of them with what is given.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % NK
-    i_h = (tl.program_id(0) // NK) % H
-    i_s = tl.program_id(0) // (NK * H)
+    i_hq = (tl.program_id(0) // NK) % (H // RQ)
+    i_s = tl.program_id(0) // (NK * (H // RQ))
     _, i_b, _, _, token, left = locate_rows(cu_seqlens, i_s, T, N, BT, BT, PACKED, REVERSE, True, BN)
     if left <= 0:
         return
@@ -291,56 +305,59 @@ def queries_gradient_kernel(
     m_t = o_r < left
     o_k = i_k * BK + tl.arange(0, BK)
     m_k = m_t[:, None] & (o_k < K)[None, :]
-    o_g = i_b * stride_gb + token * stride_gt + (i_h // RG).to(tl.int64) * stride_gh
-    p_do = do + (i_b * stride_ob + token * stride_ot + i_h.to(tl.int64) * stride_oh) * UNIT
-    p_q = q + (i_b * stride_qb + token * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT
-    p_k = k + (i_b * stride_kb + token * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
-    i_slot = i_s.to(tl.int64) * H + i_h
-    row = (i_b * T + token) * H + i_h
     dtype: tl.constexpr = k.dtype.element_ty
-    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        o_s = i_slot * (K * V) + o_k[:, None] * V + o_v[None, :]
-        m_v = (o_v < V)[None, :]
-        b_do = tl.load(p_do + o_t[:, None] * (stride_ot * UNIT) + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
-        b_h = tl.load(hs + o_s, mask=(o_k < K)[:, None] & m_v, other=0.0)  # [BK, BV]
-        b_dq = tl.dot(b_do, tl.trans(b_h), b_dq, input_precision=PRECISION)
-    b_dq *= scale
-    b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
-    b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
-    b_w = tl.load(dpairs + i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :])  # [BT (i), BT (j)]
     m_upto = o_r[:, None] >= o_r[None, :]
-    o_row = row * K + o_t[:, None] * (H * K) + o_k[None, :]
-    if GATE == 2:
-        b_kf = b_k.to(tl.float32)
-        b_g = load_gate(g + o_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
-        b_dq *= decay(ones_dot(m_upto, b_g, TERMS), EXACT)
-        # A gate decays what rows from it on read from before it.
-        b_dg = ones_dot(o_r[:, None] <= o_r[None, :], b_q * b_dq, DG_TERMS)
-        b_dq += tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_w.to(tl.float32), 0.0), 1)[:, None] * b_kf
-        m = 1
-        while m < BT:
-            later, m_sum, m_pair = level(o_r, m)
-            b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
-            b_wm = tl.where(m_pair & later[:, None], b_w, 0.0).to(dtype)
-            b_y = tl.dot(b_wm, (b_kf * b_e).to(dtype), input_precision=PRECISION) * b_e
-            b_dq += b_y
-            b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_q * b_y, DG_TERMS)
-            m *= 2
-        if NEED_G:
-            tl.store(dg + o_row, b_dg, mask=m_k)
-    else:
-        if GATE == 1:
-            b_g1 = load_gate(g + o_g + o_t * stride_gt, m_t, CLOSED)
-            b_dq *= decay(tl.sum(tl.where(m_upto, b_g1[None, :], 0.0), 1), EXACT)[:, None]
+    p_q = q + (i_b * stride_qb + token * stride_qt + i_hq.to(tl.int64) * stride_qh) * UNIT
+    b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_r in range(RQ):
+        i_h = i_hq * RQ + i_r
+        o_g = i_b * stride_gb + token * stride_gt + (i_h // RG).to(tl.int64) * stride_gh
+        p_do = do + (i_b * stride_ob + token * stride_ot + i_h.to(tl.int64) * stride_oh) * UNIT
+        p_k = k + (i_b * stride_kb + token * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
+        i_slot = i_s.to(tl.int64) * H + i_h
+        row = (i_b * T + token) * H + i_h
+        b_d = tl.zeros([BT, BK], dtype=tl.float32)
+        for i_v in range(0, V, BV):
+            o_v = i_v + tl.arange(0, BV)
+            o_s = i_slot * (K * V) + o_k[:, None] * V + o_v[None, :]
+            m_v = (o_v < V)[None, :]
+            b_do = tl.load(p_do + o_t[:, None] * (stride_ot * UNIT) + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
+            b_h = tl.load(hs + o_s, mask=(o_k < K)[:, None] & m_v, other=0.0)  # [BK, BV]
+            b_d = tl.dot(b_do, tl.trans(b_h), b_d, input_precision=PRECISION)
+        b_d *= scale
+        b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+        b_w = tl.load(dpairs + i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :])  # [BT (i), BT (j)]
+        o_row = row * K + o_t[:, None] * (H * K) + o_k[None, :]
+        if GATE == 2:
+            b_kf = b_k.to(tl.float32)
+            b_g = load_gate(g + o_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
+            b_d *= decay(ones_dot(m_upto, b_g, TERMS), EXACT)
+            # A gate decays what rows from it on read from before it.
+            b_dg = ones_dot(o_r[:, None] <= o_r[None, :], b_q * b_d, DG_TERMS)
+            b_d += tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_w.to(tl.float32), 0.0), 1)[:, None] * b_kf
+            m = 1
+            while m < BT:
+                later, m_sum, m_pair = level(o_r, m)
+                b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
+                b_wm = tl.where(m_pair & later[:, None], b_w, 0.0).to(dtype)
+                b_y = tl.dot(b_wm, (b_kf * b_e).to(dtype), input_precision=PRECISION) * b_e
+                b_d += b_y
+                b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_q * b_y, DG_TERMS)
+                m *= 2
             if NEED_G:
-                b_i = tl.sum(b_q * b_dq, 1)[None, :]
-                b_dg1 = tl.sum(tl.where(o_r[:, None] <= o_r[None, :], b_i, 0.0), 1)
-                b_dg1 += tl.load(dg_given + row + o_t * H, mask=m_t & (i_k == 0), other=0.0)
-                tl.store(dg + i_k * (ROWS * H).to(tl.int64) + row + o_t * H, b_dg1, mask=m_t)
-        b_dq = tl.dot(b_w, b_k, b_dq, input_precision=PRECISION)
-    tl.store(dq + o_row, b_dq.to(dq.dtype.element_ty), mask=m_k)
+                tl.store(dg + o_row, b_dg, mask=m_k)
+        else:
+            if GATE == 1:
+                b_d *= enter_decay(g + o_g, o_t, stride_gt, o_r, left, EXACT)[:, None]
+                if NEED_G:
+                    b_dg1 = tl.cumsum(tl.sum(b_q * b_d, 1), 0, reverse=True)
+                    b_dg1 += tl.load(dg_given + row + o_t * H, mask=m_t & (i_k == 0), other=0.0)
+                    tl.store(dg + i_k * (ROWS * H).to(tl.int64) + row + o_t * H, b_dg1, mask=m_t)
+            b_d = tl.dot(b_w, b_k, b_d, input_precision=PRECISION)
+        b_dq += b_d
+    tl.store(dq + ((i_b * T + token) * (H // RQ) + i_hq) * K + o_t[:, None] * (H // RQ * K) + o_k[None, :],
+             b_dq.to(dq.dtype.element_ty), mask=m_k)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -356,12 +373,13 @@ def keys_gradient_kernel(
 ):
     """The gradients of BK dimensions of a chunk's keys, and of its gates, added to the parts that queries have made.
 
-    ``hs`` and ``dhs`` are the state before the chunk and the gradient of the one after it.
+    A program sums over the RK heads that share a head of keys. ``hs`` and ``dhs`` are the state before the chunk and
+    the gradient of the one after it.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % NK
-    i_h = (tl.program_id(0) // NK) % H
-    i_s = tl.program_id(0) // (NK * H)
+    i_hk = (tl.program_id(0) // NK) % (H // RK)
+    i_s = tl.program_id(0) // (NK * (H // RK))
     _, i_b, _, _, token, left = locate_rows(cu_seqlens, i_s, T, N, BT, BT, PACKED, REVERSE, True, BN)
     if left <= 0:
         return
@@ -370,82 +388,93 @@ def keys_gradient_kernel(
     m_t = o_r < left
     o_k = i_k * BK + tl.arange(0, BK)
     m_k = m_t[:, None] & (o_k < K)[None, :]
-    o_g = i_b * stride_gb + token * stride_gt + (i_h // RG).to(tl.int64) * stride_gh
-    o_beta = i_b * stride_bb + token * stride_bt + (i_h // RB).to(tl.int64) * stride_bh
-    p_q = q + (i_b * stride_qb + token * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT
-    p_k = k + (i_b * stride_kb + token * stride_kt + (i_h // RK).to(tl.int64) * stride_kh) * UNIT
-    i_slot = i_s.to(tl.int64) * H + i_h
-    row = (i_b * T + token) * H + i_h
     dtype: tl.constexpr = k.dtype.element_ty
-    b_beta = load_beta(beta, o_beta + o_t * stride_bt, m_t, BETA)[:, None]
-    b_dk = tl.zeros([BT, BK], dtype=tl.float32)  # of keys that meet the state before the chunk,
-    b_dl = tl.zeros([BT, BK], dtype=tl.float32)  # and of keys that change the state after it
-    b_across = tl.zeros([BK], dtype=tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_v = m_t[:, None] & (o_v < V)[None, :]
-        o_row = row * V + o_t[:, None] * (H * V) + o_v[None, :]
-        o_s = i_slot * (K * V) + o_k[:, None] * V + o_v[None, :]
-        m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
-        b_u = tl.load(errors + o_row, mask=m_v, other=0.0).to(tl.float32) * b_beta  # [BT, BV]
-        b_dv = tl.load(rights + o_row, mask=m_v, other=0.0).to(tl.float32) * b_beta
-        b_h = tl.load(hs + o_s, mask=m_s, other=0.0)  # [BK, BV]
-        b_dh = tl.load(dhs + o_s, mask=m_s, other=0.0)
-        b_dk = tl.dot((-b_dv).to(dtype), tl.trans(b_h), b_dk, input_precision=PRECISION)
-        b_dl = tl.dot(b_u.to(dtype), tl.trans(b_dh), b_dl, input_precision=PRECISION)
-        if NEED_G:
-            b_across += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
-    b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
-    b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
-    o_p = i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :]
-    b_w = tl.trans(tl.load(dpairs + o_p))  # [BT (j), BT (i)]
-    b_x = tl.load(dkeys + o_p)
-    b_x += tl.trans(b_x)
     m_lower = o_r[:, None] > o_r[None, :]
-    o_row = row * K + o_t[:, None] * (H * K) + o_k[None, :]
-    if GATE == 2:
-        b_qf = b_q.to(tl.float32)
-        b_kf = b_k.to(tl.float32)
-        b_g = load_gate(g + o_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
-        b_dk *= decay(ones_dot(o_r[:, None] >= o_r[None, :], b_g, TERMS), EXACT)
-        b_dl *= decay(ones_dot(o_r[:, None] < o_r[None, :], b_g, TERMS), EXACT)
-        # A gate decays what rows from it on read from before it, and what rows before it leave to after the chunk.
-        b_dg = ones_dot(o_r[:, None] <= o_r[None, :], b_kf * b_dk, DG_TERMS)
-        b_dg += ones_dot(m_lower, b_kf * b_dl, DG_TERMS)
-        b_dg += (b_across * decay(tl.sum(b_g, 0), EXACT))[None, :]
-        b_dk += b_dl
-        b_dk += tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_w.to(tl.float32), 0.0), 1)[:, None] * b_qf
-        m = 1
-        while m < BT:
-            later, m_sum, m_pair = level(o_r, m)
-            b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
-            b_wm = tl.where(m_pair & later[None, :], b_w, 0.0).to(dtype)
-            b_z = tl.dot(b_wm, (b_qf * b_e).to(dtype), input_precision=PRECISION)
-            b_xm = tl.where(m_pair, b_x, 0.0).to(dtype)
-            b_z = tl.dot(b_xm, (b_kf * b_e).to(dtype), b_z, input_precision=PRECISION) * b_e
-            b_dk += b_z
-            b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_kf * b_z, DG_TERMS)
-            m *= 2
-        if NEED_G:
-            b_dg += tl.load(dg_given + o_row, mask=m_k, other=0.0)
-            tl.store(dg + o_row, b_dg.to(dg.dtype.element_ty), mask=m_k)
-    else:
-        if GATE == 1:
-            b_kf = b_k.to(tl.float32)
-            b_g1 = load_gate(g + o_g + o_t * stride_gt, m_t, CLOSED)
-            b_dk *= decay(tl.sum(tl.where(o_r[:, None] >= o_r[None, :], b_g1[None, :], 0.0), 1), EXACT)[:, None]
-            b_dl *= decay(tl.sum(tl.where(o_r[:, None] < o_r[None, :], b_g1[None, :], 0.0), 1), EXACT)[:, None]
+    p_k = k + (i_b * stride_kb + token * stride_kt + i_hk.to(tl.int64) * stride_kh) * UNIT
+    b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    for i_r in range(RK):
+        i_h = i_hk * RK + i_r
+        o_g = i_b * stride_gb + token * stride_gt + (i_h // RG).to(tl.int64) * stride_gh
+        o_beta = i_b * stride_bb + token * stride_bt + (i_h // RB).to(tl.int64) * stride_bh
+        p_q = q + (i_b * stride_qb + token * stride_qt + (i_h // RQ).to(tl.int64) * stride_qh) * UNIT
+        i_slot = i_s.to(tl.int64) * H + i_h
+        row = (i_b * T + token) * H + i_h
+        b_beta = load_beta(beta, o_beta + o_t * stride_bt, m_t, BETA)[:, None]
+        b_d = tl.zeros([BT, BK], dtype=tl.float32)  # of keys that meet the state before the chunk,
+        b_dl = tl.zeros([BT, BK], dtype=tl.float32)  # and of keys that change the state after it
+        b_across = tl.zeros([BK], dtype=tl.float32)
+        for i_v in range(0, V, BV):
+            o_v = i_v + tl.arange(0, BV)
+            m_v = m_t[:, None] & (o_v < V)[None, :]
+            o_row = row * V + o_t[:, None] * (H * V) + o_v[None, :]
+            o_s = i_slot * (K * V) + o_k[:, None] * V + o_v[None, :]
+            m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+            b_r = tl.load(rights + o_row, mask=m_v, other=0.0)  # [BT, BV]
+            b_h = tl.load(hs + o_s, mask=m_s, other=0.0)  # [BK, BV]
+            b_d = tl.dot(b_r, tl.trans(b_h), b_d, input_precision=PRECISION)
             if NEED_G:
-                b_i = tl.sum(b_kf * b_dk, 1)[None, :]
-                b_dg1 = tl.sum(tl.where(o_r[:, None] <= o_r[None, :], b_i, 0.0), 1)
-                b_dg1 += tl.sum(tl.where(m_lower, tl.sum(b_kf * b_dl, 1)[None, :], 0.0), 1)
-                b_dg1 += tl.sum(b_across, 0) * decay(tl.sum(b_g1, 0), EXACT)
-                p_dg = i_k * (ROWS * H).to(tl.int64) + row + o_t * H
-                b_dg1 += tl.load(dg_given + p_dg, mask=m_t, other=0.0)
-                tl.store(dg + p_dg, b_dg1, mask=m_t)
-        b_dk = tl.dot(b_w, b_q, b_dk + b_dl, input_precision=PRECISION)
-        b_dk = tl.dot(b_x, b_k, b_dk, input_precision=PRECISION)
-    tl.store(dk + o_row, b_dk.to(dk.dtype.element_ty), mask=m_k)
+                b_across += tl.sum(b_h.to(tl.float32) * tl.load(dhs + o_s, mask=m_s, other=0.0).to(tl.float32), 1)
+        for i_v in range(0, V, BV):
+            o_v = i_v + tl.arange(0, BV)
+            m_v = m_t[:, None] & (o_v < V)[None, :]
+            o_row = row * V + o_t[:, None] * (H * V) + o_v[None, :]
+            o_s = i_slot * (K * V) + o_k[:, None] * V + o_v[None, :]
+            m_s = (o_k < K)[:, None] & (o_v < V)[None, :]
+            b_e = tl.load(errors + o_row, mask=m_v, other=0.0)
+            b_h = tl.load(dhs + o_s, mask=m_s, other=0.0)
+            b_dl = tl.dot(b_e, tl.trans(b_h), b_dl, input_precision=PRECISION)
+        b_d *= -b_beta
+        b_dl *= b_beta
+        b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
+        o_p = i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :]
+        b_w = tl.trans(tl.load(dpairs + o_p))  # [BT (j), BT (i)]
+        b_x = tl.load(dkeys + o_p)
+        o_row = row * K + o_t[:, None] * (H * K) + o_k[None, :]
+        if GATE == 2:
+            b_qf = b_q.to(tl.float32)
+            b_kf = b_k.to(tl.float32)
+            b_g = load_gate(g + o_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
+            b_d *= decay(ones_dot(o_r[:, None] >= o_r[None, :], b_g, TERMS), EXACT)
+            b_dl *= decay(ones_dot(o_r[:, None] < o_r[None, :], b_g, TERMS), EXACT)
+            # A gate decays what rows from it on read from before it, and what rows before it leave to after the chunk.
+            b_dg = ones_dot(o_r[:, None] <= o_r[None, :], b_kf * b_d, DG_TERMS)
+            b_dg += ones_dot(m_lower, b_kf * b_dl, DG_TERMS)
+            b_dg += (b_across * decay(tl.sum(b_g, 0), EXACT))[None, :]
+            b_d += b_dl
+            b_d += tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_w.to(tl.float32), 0.0), 1)[:, None] * b_qf
+            m = 1
+            while m < BT:
+                later, m_sum, m_pair = level(o_r, m)
+                b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
+                b_wm = tl.where(m_pair & later[None, :], b_w, 0.0).to(dtype)
+                b_z = tl.dot(b_wm, (b_qf * b_e).to(dtype), input_precision=PRECISION)
+                b_xm = tl.where(m_pair, b_x, 0.0).to(dtype)
+                b_z = tl.dot(b_xm, (b_kf * b_e).to(dtype), b_z, input_precision=PRECISION) * b_e
+                b_d += b_z
+                b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_kf * b_z, DG_TERMS)
+                m *= 2
+            if NEED_G:
+                b_dg += tl.load(dg_given + o_row, mask=m_k, other=0.0)
+                tl.store(dg + o_row, b_dg.to(dg.dtype.element_ty), mask=m_k)
+        else:
+            if GATE == 1:
+                b_kf = b_k.to(tl.float32)
+                b_enter = enter_decay(g + o_g, o_t, stride_gt, o_r, left, EXACT)
+                b_d *= b_enter[:, None]
+                b_dl *= leave_decay(g + o_g, o_t, stride_gt, o_r, left, BT, REVERSE, EXACT)[:, None]
+                if NEED_G:
+                    b_later = tl.sum(b_kf * b_dl, 1)
+                    b_dg1 = tl.cumsum(tl.sum(b_kf * b_d, 1), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
+                    b_dg1 += tl.sum(b_across, 0) * tl.sum(tl.where(o_r == BT - 1, b_enter, 0.0), 0)
+                    p_dg = i_k * (ROWS * H).to(tl.int64) + row + o_t * H
+                    b_dg1 += tl.load(dg_given + p_dg, mask=m_t, other=0.0)
+                    tl.store(dg + p_dg, b_dg1, mask=m_t)
+            b_d = tl.dot(b_w, b_q, b_d + b_dl, input_precision=PRECISION)
+            b_d = tl.dot(b_x, b_k, b_d, input_precision=PRECISION)
+        b_dk += b_d
+    tl.store(dk + ((i_b * T + token) * (H // RK) + i_hk) * K + o_t[:, None] * (H // RK * K) + o_k[None, :],
+             b_dk.to(dk.dtype.element_ty), mask=m_k)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ segments: a walk over all of them at once gives each one's own state and its mat
 the one after; ``join_kernel`` makes from these the states that segments start from, exactly.
 
 Backward: nothing is kept. The forward walk is done again, and leaves the state before each chunk; the adjoint walk
-leaves the gradient of the state after it; from both a kernel that is parallel over chunks makes the gradients.
+leaves the gradient of the state after it; from both, kernels that are parallel over chunks make the gradients.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 # Programs that fill the largest GPUs; a cut takes a second walk with twice the columns, so it pays where a quarter of
 # these is idle. Tokens that make a segment worth its while.
 _PROGRAMS, _MIN_SEGMENT = 264, 512
-# Rows that one program normalises. Warps of the kernel that prepares chunks.
-_ROWS, _PREPARE = 16, 2
-# Kernels of gradients, the dimensions of K and of V that they take at once, warps, stages. These tiles are never cut to
-# fewer dimensions: with 16 of float32, Triton 3.6 builds code for Hopper that writes elsewhere.
-_GRADIENTS: dict[str, tuple[Any, int, int, int, int]] = {
-    "pairs": (chunks.pairs_gradient_kernel, 64, 64, 2, 2),
-    "queries": (chunks.queries_gradient_kernel, 64, 64, 2, 2),
-    "keys": (chunks.keys_gradient_kernel, 64, 64, 2, 2),
+# Rows that one program normalises.
+_ROWS = 16
+# Kernels of gradients, and the dimensions of K and of V that they take at once. These tiles are never cut to fewer
+# dimensions: with 16 of float32, Triton 3.6 builds code for Hopper that writes elsewhere.
+_GRADIENTS = {
+    "pairs": chunks.pairs_gradient_kernel,
+    "queries": chunks.queries_gradient_kernel,
+    "keys": chunks.keys_gradient_kernel,
 }
+_DIMENSIONS = 64
+WARPS = dict(pairs=4, queries=4, keys=4)
 
 
 class Call(Sizes):
@@ -62,7 +64,9 @@ class Call(Sizes):
         # Tokens of a segment; 0: sequences are not cut.
         programs = self.N * self.H * -(-self.V // self.BV)
         count = min(_PROGRAMS // max(programs, 1), self.T // _MIN_SEGMENT)
-        self.L = -(-self.T // (count * self.BT)) * self.BT if count > 3 else 0
+        # Tokens that programs of gradients take at once: more than a walk's chunks, so that fewer states are kept.
+        self.BG = self.BT if self.exact or self.gate == 2 else max(self.BT, 64)
+        self.L = -(-self.T // (count * self.BG)) * self.BG if count > 3 else 0
         self.chunks, self.segments = self.slots(self.BT), self.slots(self.L) if self.L else self.N
 
     def slots(self, length: int) -> int:
@@ -91,7 +95,7 @@ class Prepared(NamedTuple):
 
 def _plan(call: Call, kernel: Any, programs: int, outputs: dict[str, Any], constants: dict[str, Any], num_warps: int,
           num_stages: int, **arrays: Spec | None) -> Plan:
-    """A launch over heads; of the numbers and constants that several kernels have, each takes those that it names.
+    """A launch; of the numbers and constants that several kernels have, each takes those that it names.
 
     arrays: those of tokens, by their names in the kernel.
     """
@@ -106,7 +110,7 @@ def _plan(call: Call, kernel: Any, programs: int, outputs: dict[str, Any], const
     ) | constants
     constant = kernel.fn.__annotations__
     named = [name for name in kernel.arg_names if name not in constant and name in numbers]
-    return Plan(kernel, (programs * call.H,), {name: numbers[name] for name in named}, outputs,
+    return Plan(kernel, (programs,), {name: numbers[name] for name in named}, outputs,
                 {name: x for name, x in fixed.items() if name in constant}, num_warps, num_stages)
 
 
@@ -120,7 +124,8 @@ def _prepare_plan(call: Call, q: Spec, k: Spec) -> Plan:
                    alike=((call.chunks, H), "int32"), enter=enter, leave=row if call.gate == 1 else None,
                    qd=decayed, ke=decayed, kl=decayed)
     constants = dict(BK=min(tile(call.K), 64), FINE=call.fine, MILD=call.mild)
-    return _plan(call, chunks.prepare_kernel, call.chunks, outputs, constants, _PREPARE, 2, q=q, k=k)
+    num_warps = 2 if call.gate == 2 or call.exact else 1
+    return _plan(call, chunks.prepare_kernel, call.chunks * H, outputs, constants, num_warps, 2, q=q, k=k)
 
 
 def _specs(call: Call, *arrays: Array) -> list[Spec]:
@@ -145,7 +150,7 @@ def _walk_plan(call: Call, q: Spec, k: Spec, x: Spec, name: str, split: bool, in
     H, K, V, forward = call.H, call.K, call.V, name == "v"
     W = V + K if matrix else V
     BV = min(call.cfg.block_d, tile(W))
-    tokens, saved = ((call.B, call.T, H, V), call.dtype), ((call.chunks, H, K, V), call.dtype)
+    tokens, saved = ((call.B, call.T, H, V), call.dtype), ((call.slots(call.BG), H, K, V), call.dtype)
     ends = (call.segments if final == 2 else call.N, H, K, W)
     end = call.specs.initial_state.dtype if final == 1 and not forward else "float32"
     made = [tokens if save else None, saved if save else None, (ends, end) if final else None]
@@ -155,9 +160,9 @@ def _walk_plan(call: Call, q: Spec, k: Spec, x: Spec, name: str, split: bool, in
         # The states are not made, but put where they came from.
         outputs |= dict(o="into" if pool.into else ((pool.T, H, V), call.dtype), ht="pool")
     constants = dict(L=call.L if split else max(call.T, 1), BK=tile(K), BV=BV, W=W, OUTPUT=output, SPLIT=split,
-                     INIT=init, SAVE=save, FINAL=final, ROWS=pool.T if pool else 0,
-                     **(pool.flags() if pool else NO_POOL))
-    programs = (call.segments if split else call.N) * -(-W // BV)
+                     INIT=init, SAVE=save and call.BG // call.BT, FINAL=final, ROWS=pool.T if pool else 0,
+                     EXPORT=bool(pool and pool.exports), **(pool.flags() if pool else NO_POOL))
+    programs = (call.segments if split else call.N) * H * -(-W // BV)
     return _plan(call, walks.walk_kernel if forward else walks.adjoint_kernel, programs, outputs, constants,
                  call.cfg.num_warps, call.cfg.num_stages, q=q, k=k, **{name: x})
 
@@ -167,11 +172,10 @@ def walk(call: Call, args: Args, ready: Prepared, h0: Array | None, *, split: bo
     """One forward walk: ``(output, errors, states before chunks, last states)``, None for what is not wanted."""
     plan = _walk_plan(call, *_specs(call, ready.q, ready.k), call.specs.value, "v", split, h0 is not None, output, save,
                       final, matrix, pool and pool.specs())
-    given = (pool or NO_STATES).arrays()
     return plan.launch(q=ready.q, k=ready.k, kl=ready.kl, v=args.value, beta=args.beta, near=ready.near,
                        pairs=ready.pairs, alike=ready.alike, enter=ready.enter, leave=ready.leave, h0=h0,
                        into=args.value if pool is None or pool.into is None else pool.into, cu_seqlens=args.cu_seqlens,
-                       pool=given["pool"], slots=given["slots"], has_initial=given["has_initial"])
+                       **(pool or NO_STATES).arrays())
 
 
 def adjoint(call: Call, args: Args, ready: Prepared, do: Array, dht: Array | None, *, split: bool = False,
@@ -255,21 +259,23 @@ def forward(args: Args, opts: Options, pool: Pool | None = None) -> tuple[tuple[
 def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
     """The launch that makes the gradients of "pairs", "queries" or "keys"."""
     H, K, V, g, beta = call.H, call.K, call.V, call.specs.g, call.specs.beta
-    kernel, BK, BV, num_warps, num_stages = _GRADIENTS[name]
-    tokens, parts, vector = (call.B, call.T, H), -(-K // BK), call.gate == 2
-    query, key, value = map(call.dtype_of_each, call.specs[:3])
-    square = (call.chunks, H, call.BT, call.BT), call.dtype
+    tokens, parts, vector = (call.B, call.T, H), -(-K // _DIMENSIONS), call.gate == 2
+    query, key, value = call.specs[:3]
+    chunks = call.slots(call.BG)
+    square = (chunks, H, call.BG, call.BG), call.dtype
     outputs: dict[str, dict[str, Any]] = dict(
-        pairs=dict(dpairs=square, dkeys=square, dv=((*tokens, V), value),
+        pairs=dict(dpairs=square, dkeys=square, dv=((*tokens, V), call.dtype_of_each(value)),
                    dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
                    dg=None if vector else (tokens, "float32")),
-        queries=dict(dq=((*tokens, K), query), dg=((*tokens, K) if vector else (parts, *tokens), "float32")),
-        keys=dict(dk=((*tokens, K), key), dg=((*tokens, K), call.dtype_of_each(g)) if vector else "dg_given"),
+        queries=dict(dq=(query.shape, query.dtype), dg=((*tokens, K) if vector else (parts, *tokens), "float32")),
+        keys=dict(dk=(key.shape, key.dtype), dg=((*tokens, K), call.dtype_of_each(g)) if vector else "dg_given"),
     )
     if not call.opts.needs(call.specs, "g"):
         outputs[name]["dg"] = None
-    programs = call.chunks * (1 if name == "pairs" else parts)
-    return _plan(call, kernel, programs, outputs[name], dict(BK=BK, BV=BV), num_warps, num_stages, q=q, k=k, o=do)
+    shared = dict(pairs=1, queries=call.ratio(query), keys=call.ratio(key))[name]
+    programs = chunks * H // shared * (1 if name == "pairs" else parts)
+    constants, num_warps = dict(BT=call.BG, BK=_DIMENSIONS, BV=_DIMENSIONS), WARPS[name] if call.BG == 64 else 2
+    return _plan(call, _GRADIENTS[name], programs, outputs[name], constants, num_warps, 2, q=q, k=k, o=do)
 
 
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
@@ -296,8 +302,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     if dg is not None and call.gate == 1:
         whole = (call.B, call.T, call.H)
         dg = summed(dg, 1, dg.shape[0], call.B * call.T * call.H, whole, call.dtype_of_each(call.specs.g))
-    made = (over_shared(call, *x) for x in zip((dq, dk, dv, dg, dbeta), call.specs[:5], strict=True))
-    dq, dk, dv, dg, dbeta = made
+    dv, dg, dbeta = (over_shared(call, *x) for x in zip((dv, dg, dbeta), call.specs[2:5], strict=True))
     if opts.use_qk_l2norm:
         dq, dk = (_norm_plan(spec_of(x), True).launch(x=x, dy=dx)[0]
                   for x, dx in zip(given[:2], (dq, dk), strict=True))

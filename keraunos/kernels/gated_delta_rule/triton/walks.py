@@ -26,7 +26,7 @@ def whole_dot(x, y, acc, alike, EXACT: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "ROWS"])
 def walk_kernel(
-    q, k, kl, v, beta, near, pairs, alike, enter, leave, h0, into, cu_seqlens, pool, slots, has_initial,
+    q, k, kl, v, beta, near, pairs, alike, enter, leave, h0, into, cu_seqlens, pool, slots, has_initial, exports,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_bb, stride_bt, stride_bh, scale, T, N, L,
     ROWS,
     o, errors, hs, ht,
@@ -35,25 +35,28 @@ def walk_kernel(
     stride_vt: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, EXACT: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
     SPLIT: tl.constexpr, INIT: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, FINAL: tl.constexpr,
-    PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, stride_ss: tl.constexpr,
-    stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
+    PRECISION: tl.constexpr, POOL: tl.constexpr, MAY_START: tl.constexpr, EXPORT: tl.constexpr,
+    stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
 ):
     """The forward walk: outputs, and the states that are wanted.
 
     With S the state before a chunk: ``Y = V - enter K S``, ``E = Y - N beta Y``, ``U = beta E``, ``O = scale enter Q S
     + pairs U``, ``S' = decay S + (leave K)^T U``. SPLIT: walks are segments of L tokens. INIT: 0 from zeros, 1 from h0,
     one state for each walk. W: columns of the states; those from V on are of a segment's matrix, which takes the state
-    before it to the one after: no values, from columns of one. SAVE: E and the states before chunks are written down.
-    FINAL: 1 the states of sequences, 2 those of walks.
+    before it to the one after: no values, from columns of one. SAVE: 0, or E is written down, and the state before each
+    SAVE chunks. FINAL: 1 the states of sequences, 2 those of walks.
 
     POOL: the states of sequences are in ``slots`` of ``pool``, which ht is; one in slot -1 gets zeros only, and so does
     what is after the last sequence in ROWS of the output. MAY_START: ``has_initial`` says which sequences have a state.
+    EXPORT: ``exports`` has for each chunk the slot that the state before it goes to as well, or -1; so it has for the
+    end of a sequence of whole chunks.
     """
     NV: tl.constexpr = (W + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
     i_s = tl.program_id(0) // (NV * H)
     i_n, i_b, i_g, chunk, token, left = locate_rows(cu_seqlens, i_s, T, N, L, BT, PACKED, REVERSE, SPLIT, BN)
+    _, _, _, saved, _, _ = locate_rows(cu_seqlens, i_s, T, N, L, BT * (SAVE or 1), PACKED, REVERSE, SPLIT, BN)
     size = tl.minimum(left, L).to(tl.int32) if SPLIT else left.to(tl.int32)
     if POOL:
         slot = tl.load(slots + i_n).to(tl.int64)
@@ -101,6 +104,10 @@ def walk_kernel(
         p_n = near + i_slot * ((1 if EXACT else 2) * BT * BT) + o_r[:, None] * BT + o_r[None, :]
         b_n = tl.load(p_n)  # [BT, BT]
         alike_c = tl.load(alike + i_slot) != 0
+        if EXPORT:
+            target = tl.load(exports + i_slot // H).to(tl.int64)
+            if target >= 0:
+                tl.store(ht + target * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_v & m_k)
         b_h = b_s.to(dtype)
         b_y = tl.dot(b_h, tl.trans(b_k), input_precision=PRECISION)  # [BV, BT]
         if GATE == 1:
@@ -120,8 +127,8 @@ def walk_kernel(
         o_row = o_t[None, :] * (H * V) + o_v[:, None]
         if SAVE:
             tl.store(errors + row + o_row, b_e.to(errors.dtype.element_ty), mask=m_t[None, :] & m_v)
-            o_s = i_slot * (K * V) + o_k[None, :] * V + o_v[:, None]
-            tl.store(hs + o_s, b_h, mask=m_v & m_k)
+            o_s = ((saved + i // SAVE) * H + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
+            tl.store(hs + o_s, b_h, mask=m_v & m_k & (i % SAVE == 0))
         if OUTPUT:
             b_q = tl.load(p_q + o_t[:, None] * stride_qt + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
             b_p = tl.load(pairs + i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :])  # [BT, BT]
@@ -149,7 +156,11 @@ def walk_kernel(
 
     if FINAL == 1:
         o_s = (i_n.to(tl.int64) * H + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
-        m_end = m_v & m_k & (left <= L) & ((left > 0) | (i_g == 0))
+        is_end = (left <= L) & ((left > 0) | (i_g == 0))
+        m_end = m_v & m_k & is_end
+        if EXPORT:
+            target = tl.load(exports + i_slot // H, mask=is_end & (size % BT == 0), other=-1).to(tl.int64)
+            tl.store(ht + target * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_end & (target >= 0))
         if POOL:
             tl.store(ht + slot * stride_ss + o_pool, b_s.to(ht.dtype.element_ty), mask=m_end)
         else:
@@ -173,13 +184,14 @@ def adjoint_kernel(
     """The backward walk, from the last chunk to the first, with D the gradient of the state after a chunk.
 
     ``dU = pairs^T dO + leave K D``, ``R = dU - N^T beta dU``, ``dV = beta R``, ``D' = decay D + scale (enter Q)^T dO
-    - (enter K)^T dV``. INIT, FINAL as forward; SAVE: R and D are written down.
+    - (enter K)^T dV``. INIT, FINAL as forward; SAVE: 0, or R is written down, and D after each SAVE chunks.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = tl.program_id(0) % NV
     i_h = (tl.program_id(0) // NV) % H
     i_s = tl.program_id(0) // (NV * H)
     i_n, i_b, i_g, chunk, token, left = locate_rows(cu_seqlens, i_s, T, N, L, BT, PACKED, REVERSE, SPLIT, BN)
+    _, _, _, saved, _, _ = locate_rows(cu_seqlens, i_s, T, N, L, BT * (SAVE or 1), PACKED, REVERSE, SPLIT, BN)
     size = tl.minimum(left, L).to(tl.int32) if SPLIT else left.to(tl.int32)
     n_c = tl.cdiv(tl.maximum(size, 0), BT)
     o_r = tl.arange(0, BT)
@@ -235,7 +247,9 @@ def adjoint_kernel(
         if SAVE:
             o_row = o_t[None, :] * (H * V) + o_v[:, None]
             tl.store(rights + row + o_row, b_r.to(rights.dtype.element_ty), mask=m_t[None, :] & m_v)
-            tl.store(dhs + i_slot * (K * V) + o_k[None, :] * V + o_v[:, None], b_h, mask=m_v & m_k)
+            i_c = n_c - 1 - i
+            o_s = ((saved + i_c // SAVE) * H + i_h) * (K * V) + o_k[None, :] * V + o_v[:, None]
+            tl.store(dhs + o_s, b_h, mask=m_v & m_k & ((i_c % SAVE == SAVE - 1) | (i == 0)))
         b_dv = b_r * b_beta[None, :]
         b_do2 = b_do.to(tl.float32)
         if GATE < 2:

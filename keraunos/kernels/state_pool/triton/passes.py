@@ -115,12 +115,13 @@ def _export_plans(specs: Args, opts: Options) -> tuple[Plan, Plan]:
                 dict(BT=BT, BN=BN), 1, 1)
     strides, unit, gate = _tokens(specs, "th", None)
     ratios = _ratios(specs, gate)
-    del ratios["RQ"], ratios["RB"]
-    names = [f"stride_{name}{axis}" for name in "kvg" for axis in "th"]
+    del ratios["RQ"]
+    names = [f"stride_{name}{axis}" for name in "kvgb" for axis in "th"]
     BV = min(_EXPORT[0], tile(V))
     constants = dict(
         H=H, K=K, V=V, **ratios, UNIT=unit, **state_strides(specs.states), BK=tile(K), BV=BV,
         BN=BN, BT=BT, GATE=gate, GAMMA=specs.g_gamma is not None, EXACT=exact, PRECISION=limits.precision(exact),
+        DELTA=specs.beta is not None, NORM=opts.use_qk_l2norm,
     )
     return plan, Plan(
         steps.export_kernel, (M * H * -(-V // BV),), {name: strides[name] for name in names} | sizes,
@@ -143,8 +144,8 @@ def _prefill(walk: Walk, args: Args, opts: Options) -> tuple[Array, Array | None
     options = walk.options(**{name: known[name] for name in walk.options._fields if name in known})
     (output, states), _ = walk.forward(row, options, pool)
     if args.tokens is not None:
-        (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, cu_seqlens=args.cu_seqlens,
-                                  slots=args.slots, **wanted, states=states)
+        (states,) = export.launch(k=args.key, v=args.value, g=args.g, gamma=args.g_gamma, beta=args.beta,
+                                  cu_seqlens=args.cu_seqlens, slots=args.slots, **wanted, states=states)
     return output, states
 
 
@@ -167,13 +168,8 @@ def prefill(source: str, walk: Walk, fields: tuple[str, ...], of_family: Callabl
         walk: whose forward is ``(args, opts, pool) -> ((output, pool), residuals)``; of_family: its heuristic.
         op_id: the operation.
     """
-    def refused(inv: Invocation) -> str | None:
-        if op_id == "delta_prefill" and "tokens" in inv.arrays:
-            return "writes no states at boundaries inside of prompts of the delta rule: xla and torch do"
-        return unsupported(inv)
-
     return contract.implementation(
-        op_id, functools.partial(_prefill, walk), fields, platform="triton", source=source, unsupported=refused,
+        op_id, functools.partial(_prefill, walk), fields, platform="triton", source=source, unsupported=unsupported,
         heuristic=lambda inv, cfg: of_family(replace(inv, arrays={**inv.arrays, "query": inv.arrays["key"]}), cfg),
     )
 

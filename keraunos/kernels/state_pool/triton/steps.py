@@ -274,16 +274,16 @@ def decays_up_to(
 
 @triton.jit(do_not_specialize=["N", "M"], do_not_specialize_on_alignment=["slots", "tokens", "targets"])
 def export_kernel(
-    k, v, g, gamma, cu_seqlens, slots, tokens, targets, states,
-    stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, N, M,
+    k, v, g, gamma, beta, cu_seqlens, slots, tokens, targets, states,
+    stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, stride_bt, stride_bh, N, M,
     pool,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RK: tl.constexpr, RV: tl.constexpr, RG: tl.constexpr,
-    UNIT: tl.constexpr,
+    RB: tl.constexpr, UNIT: tl.constexpr,
     stride_ss: tl.constexpr, stride_sh: tl.constexpr, stride_sk: tl.constexpr, stride_sv: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, GAMMA: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr,
 ):
-    """The states that are exported within a chunk, from the one before it.
+    """The states that are exported within a chunk, from the one before it; those of the delta rule token by token.
 
     Program m does those of its chunk if it is the first with a target there: in its slot is the state to start from.
     """
@@ -321,13 +321,10 @@ def export_kernel(
     m_k = o_k < K
     m_v = o_v < V
     o_t = tl.arange(0, BT)
-    m_t = (start + o_t < last)[:, None]
     i_hk = (i_h // RK).to(tl.int64)
     i_hv = (i_h // RV).to(tl.int64)
-    p_k = k + (start * stride_kt + i_hk * stride_kh) * UNIT + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :]
-    p_v = v + (start * stride_vt + i_hv * stride_vh) * UNIT + o_t[:, None] * (stride_vt * UNIT) + o_v[None, :]
-    b_k = tl.load(p_k, mask=m_t & m_k[None, :], other=0.0)  # [BT, BK]
-    b_v = tl.load(p_v, mask=m_t & m_v[None, :], other=0.0)  # [BT, BV]
+    p_k = k + (start * stride_kt + i_hk * stride_kh) * UNIT + o_k
+    p_v = v + (start * stride_vt + i_hv * stride_vh) * UNIT + o_v
     p_g = k
     if GATE > 0:
         p_g = g + (start * stride_gt + (i_h // RG).to(tl.int64) * stride_gh) * UNIT_G
@@ -338,12 +335,34 @@ def export_kernel(
     o_s = o_k[:, None] * stride_sk + o_v[None, :] * stride_sv
     m_s = m_k[:, None] & m_v[None, :]
     b_s = tl.load(states + slot * stride_ss + i_head + o_s, mask=m_s, other=0.0).to(tl.float32)  # [BK, BV]
-    while end <= most:
-        n_t = (end - start).to(tl.int32)
-        b_left, b_all = decays_up_to(p_g, stride_gt * UNIT_G, n_t, o_t, o_k, m_k, b_gamma, GATE, EXACT, BK)
-        b_e = tl.where(o_t[:, None] < n_t, b_k.to(tl.float32) * b_left, 0.0).to(b_k.dtype)  # [BT, BK]
-        b_h = tl.dot(tl.trans(b_e), b_v, b_s * b_all[:, None], input_precision=PRECISION)
-        slot = tl.load(targets + i_m).to(tl.int64)
-        tl.store(pool + slot * stride_ss + i_head + o_s, b_h.to(pool.dtype.element_ty), mask=m_s & (slot >= 0))
-        i_m += 1
-        end = end_of(tokens, i_m, M)
+    if DELTA:
+        p_b = beta + start * stride_bt + (i_h // RB).to(tl.int64) * stride_bh
+        if GATE == 2:
+            p_g += o_k
+        while end <= most:
+            for _ in range((end - start).to(tl.int32)):
+                _, b_kt, b_vt = load_rows(p_k, p_k, p_v, m_k, m_v, False, NORM)
+                b_d, b_beta = load_gates(p_g, p_b, m_k, b_gamma, 0.0, 0.0, 0.0, GATE, GAMMA, 0, True, False, EXACT, BK)
+                b_s = advance(b_s, b_kt, b_vt, b_d, b_beta, GATE > 0 or GAMMA, True, BK, BV)
+                p_k += stride_kt * UNIT
+                p_v += stride_vt * UNIT
+                p_g += stride_gt * UNIT_G
+                p_b += stride_bt
+            start = end
+            slot = tl.load(targets + i_m).to(tl.int64)
+            tl.store(pool + slot * stride_ss + i_head + o_s, b_s.to(pool.dtype.element_ty), mask=m_s & (slot >= 0))
+            i_m += 1
+            end = end_of(tokens, i_m, M)
+    else:
+        m_t = (start + o_t < last)[:, None]
+        b_k = tl.load(p_k[None, :] + o_t[:, None] * (stride_kt * UNIT), mask=m_t & m_k[None, :], other=0.0)  # [BT, BK]
+        b_v = tl.load(p_v[None, :] + o_t[:, None] * (stride_vt * UNIT), mask=m_t & m_v[None, :], other=0.0)  # [BT, BV]
+        while end <= most:
+            n_t = (end - start).to(tl.int32)
+            b_left, b_all = decays_up_to(p_g, stride_gt * UNIT_G, n_t, o_t, o_k, m_k, b_gamma, GATE, EXACT, BK)
+            b_e = tl.where(o_t[:, None] < n_t, b_k.to(tl.float32) * b_left, 0.0).to(b_k.dtype)  # [BT, BK]
+            b_h = tl.dot(tl.trans(b_e), b_v, b_s * b_all[:, None], input_precision=PRECISION)
+            slot = tl.load(targets + i_m).to(tl.int64)
+            tl.store(pool + slot * stride_ss + i_head + o_s, b_h.to(pool.dtype.element_ty), mask=m_s & (slot >= 0))
+            i_m += 1
+            end = end_of(tokens, i_m, M)
