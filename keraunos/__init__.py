@@ -49,41 +49,22 @@ if TYPE_CHECKING:
     from keraunos.ops.selection import policy_override as policy_override
     from keraunos.ops.tuner import Tuner as Tuner
 
-# Public name -> the module that defines it, imported at its first use: importing keraunos loads no framework.
-_HOME = {
-    "Attention": "modules.attention",
-    "AttentionConfig": "modules.attention",
-    "AutotunePolicy": "ops.selection",
-    "Backend": "ops.invocation",
-    "Choice": "ops.selection",
-    "Config": "ops.invocation",
-    "ConfigCache": "ops.cache",
-    "ConfigSelectorChain": "ops.selection",
-    "Executor": "ops.executor",
-    "GLAttention": "modules.gla_attention",
-    "GLAttentionConfig": "modules.gla_attention",
-    "GatedDeltaRule": "modules.gated_delta_rule",
-    "GatedDeltaRuleConfig": "modules.gated_delta_rule",
-    "Invocation": "ops.invocation",
-    "Kernel": "ops.kernel",
-    "LightningAttention": "modules.lightning_attention",
-    "LightningAttentionConfig": "modules.lightning_attention",
-    "PersistentCache": "ops.cache",
-    "Platform": "ops.invocation",
-    "Tuner": "ops.tuner",
-    "UnsupportedError": "ops.invocation",
-    "attention": "modules.attention",
-    "bucketed": "modules.lengths",
-    "create_default_executor": "ops.executor",
-    "detect_platform": "kernels",
-    "explain": "ops.executor",
-    "gated_delta_rule": "modules.gated_delta_rule",
-    "gla_attention": "modules.gla_attention",
-    "kernel_registry": "kernels",
-    "lightning_attention": "modules.lightning_attention",
-    "overlay_cache": "ops.selection",
-    "policy_override": "ops.selection",
+# The public names of each module, which is imported at their first use: importing keraunos loads no framework.
+_NAMES = {
+    "kernels": ("detect_platform", "kernel_registry"),
+    "modules.attention": ("Attention", "AttentionConfig", "attention"),
+    "modules.gated_delta_rule": ("GatedDeltaRule", "GatedDeltaRuleConfig", "gated_delta_rule"),
+    "modules.gla_attention": ("GLAttention", "GLAttentionConfig", "gla_attention"),
+    "modules.lengths": ("bucketed",),
+    "modules.lightning_attention": ("LightningAttention", "LightningAttentionConfig", "lightning_attention"),
+    "ops.cache": ("ConfigCache", "PersistentCache"),
+    "ops.executor": ("Executor", "create_default_executor", "explain"),
+    "ops.invocation": ("Backend", "Config", "Invocation", "Platform", "UnsupportedError"),
+    "ops.kernel": ("Kernel",),
+    "ops.selection": ("AutotunePolicy", "Choice", "ConfigSelectorChain", "overlay_cache", "policy_override"),
+    "ops.tuner": ("Tuner",),
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 _MODULES = ("compat", "decay", "distributed", "kernels", "layers", "ops", "serving", "types")
 
 __all__ = ["__version__", *_MODULES, *_HOME]

@@ -141,13 +141,6 @@ def test_errors_carry_the_functions_name(name, call):
         call(qkv("jax"))
 
 
-def test_what_a_module_gives_is_the_function():
-    from keraunos import modules
-
-    for name in modules.__all__:
-        assert getattr(modules, name) is getattr(keraunos, name)
-
-
 def test_numbers_that_no_float_can_be():
     q, pool = jnp.ones((1, 2, 2, 4)), jnp.ones((3, 2, 4, 4))
     for call in (
