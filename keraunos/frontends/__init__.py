@@ -100,7 +100,7 @@ def number(x: object) -> int | None:
     if isinstance(x, int | np.integer | np.ndarray):
         return int(x)
     framework = None if compiling() else framework_of(x)
-    return None if framework is None else get(f"{framework}.values").number(x)
+    return None if framework is None else get(framework).number(x)
 
 
 def signature(args: Sequence[Any]) -> list[Any]:

@@ -81,7 +81,7 @@ def placed(function: str, cu_seqlens: Array | None, like: Array, T: int | None, 
     if cu_seqlens.ndim == 1 and cu_seqlens.dtype.kind in "iu":
         _looker(function, offsets(T, whole))(cu_seqlens)
         cu_seqlens = cu_seqlens.astype(np.int64 if cu_seqlens.max(initial=0) >= 2**31 else np.int32)
-    return frontends.get(f"{framework}.values").constant(cu_seqlens, like)
+    return frontends.get(framework).constant(cu_seqlens, like)
 
 
 def slots(argument: str, size: int, once: bool) -> Rule:
@@ -141,7 +141,7 @@ def checker(function: str, rules: Mapping[str, Rule], args: NamedTuple) -> Calla
     framework = frontends.framework_of(args[0])
     if not checks or framework is None:
         return None
-    frontend = frontends.get(f"{framework}.values")
+    frontend = frontends.get(framework)
     if not frontend.readable(args, EVERYWHERE):
         return None
 

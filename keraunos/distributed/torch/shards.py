@@ -15,11 +15,10 @@ from torch.autograd import forward_ad
 from keraunos.distributed import agreement
 from keraunos.distributed.torch.peers import peers
 from keraunos.frontends import for_inference
-from keraunos.frontends.torch.arrays import constant
-from keraunos.frontends.torch.gradient import fitted, is_watched, to_change
+from keraunos.frontends.torch.arrays import constant, fitting, is_watched, rows
+from keraunos.frontends.torch.gradient import fitted, to_change
 from keraunos.frontends.torch.launch import fixed, recorded
 from keraunos.frontends.torch.launch import remembered as remembered
-from keraunos.frontends.torch.strides import fitting, rows
 from keraunos.kernels.linear_attention.contract import Options
 
 # Its name from PyTorch 2.13 on, and before.
@@ -48,7 +47,7 @@ class Shards:
 
     def numbers(self, values: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """int32, on the device."""
-        return fixed(constant(np.array(values, np.int32), like.device))
+        return fixed(constant(np.array(values, np.int32), like))
 
     def gather(self, x: torch.Tensor, right: bool) -> torch.Tensor:
         """The ranks' vectors ``x``, ``[size, n]``: of those before this one at least, or after it if not ``right``."""

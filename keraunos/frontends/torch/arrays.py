@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,12 @@ def dtype_name(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def constant(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A small constant on the device: copied there once, not in every call."""
+def constant(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """A small constant on the device of ``like``: copied there once, not in every call."""
     if is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         # What is made now belongs to a graph or a transformation, and must not outlive it.
-        return torch.tensor(x.tolist(), dtype=DTYPES[x.dtype.name], device=device)
-    return _kept_constant(x.tobytes(), x.dtype.str, x.shape, device)
+        return torch.tensor(x.tolist(), dtype=DTYPES[x.dtype.name], device=like.device)
+    return _kept_constant(x.tobytes(), x.dtype.str, x.shape, like.device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -150,3 +150,85 @@ def seed(rng: torch.Generator, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(rng, torch.Generator):
         raise TypeError(f"attention: dropout_rng is of type {type(rng).__qualname__}; expected a torch.Generator")
     return torch.randint(1 << 32, (2,), generator=rng, device=rng.device).to(like.device, non_blocking=True)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, np.ndarray, type(None)}
+
+
+def is_watched(tensors: Sequence[Any]) -> bool:
+    """Whether something traces or transforms the call, or asks for shapes, so that it has to be an operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or tensors[0].is_meta
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+# Values that are known on the host.
+
+
+def readable(tensors: Sequence[torch.Tensor | None], everywhere: bool) -> bool:
+    """Whether calls on tensors like these have values that may be read; ``everywhere``: those on a GPU, too."""
+    # What is traced or transformed has none.
+    return not is_watched(tensors) and (everywhere or tensors[0].device.type == "cpu")  # type: ignore[union-attr]
+
+
+def read(tensors: Sequence[torch.Tensor], look: Callable[..., None], everywhere: bool) -> None:
+    """``look`` at the values of tensors that are :func:`readable`."""
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # there are no values yet
+    look(*map(_values, tensors))
+
+
+def number(x: torch.Tensor) -> int | None:
+    """The value of a tensor without dimensions, if it is known on the host."""
+    return int(x) if readable([x], False) else None
+
+
+def _values(x: torch.Tensor) -> np.ndarray:
+    x = x.detach().cpu()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
+
+# Strides that kernels can take, and tensors that have them.
+
+# Arguments that kernels take without strides, and those of tokens.
+_DENSE, _TOKENS = ("g_gamma", "initial_state", "targets"), ("query", "key", "value", "g")
+
+
+# Kernels count the values between the rows of a tile, which has 128 at most, in 32 bits.
+_LONGEST_STRIDE = 2**31 // 128
+
+
+def fitting(names: Sequence[str], strided: Sequence[str] = ()) -> list[Callable | None]:
+    """For each argument, what says whether kernels can take a tensor as it is; None: whatever its strides are."""
+    kinds: dict[str, Callable] = {
+        **dict.fromkeys(_DENSE, torch.Tensor.is_contiguous),
+        **dict.fromkeys(_TOKENS, _has_near_rows),
+    }
+    return [None if name in strided else kinds.get(name, _has_rows) for name in names]
+
+
+def _has_rows(x: torch.Tensor) -> bool:
+    """Kernels take any strides but the last one's, which is 1."""
+    return x.stride(-1) == 1
+
+
+def _has_near_rows(x: torch.Tensor) -> bool:
+    """Nor do they take tokens so far apart as those of a huge batch that lies in memory token by token."""
+    return _has_rows(x) and (x.ndim < 4 or x.stride(1) < _LONGEST_STRIDE or x.shape[1] == 1)
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as kernels take it."""
+    return x if _has_near_rows(x) else x.contiguous()
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if rows of its last dimension do not begin at multiples of 16 bytes."""
+    steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    if x.data_ptr() % 16 == 0 and all(step > 0 and step * x.itemsize % 16 == 0 for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -12,9 +12,8 @@ from torch.autograd import forward_ad
 
 from keraunos.frontends import Operator, UnnamedError, for_inference
 from keraunos.frontends.torch import operators
-from keraunos.frontends.torch.arrays import constant
+from keraunos.frontends.torch.arrays import constant, fitting, is_watched
 from keraunos.frontends.torch.launch import kinds, launcher, launchers
-from keraunos.frontends.torch.strides import fitting
 
 
 def differentiable(forward: Callable, backward: Callable, operator: Operator, platform: str) -> Callable:
@@ -146,9 +145,6 @@ def _refuse_tangents(args: Sequence[Any]) -> None:
         raise NotImplementedError("there is no forward mode")
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, np.ndarray, type(None)}
-
-
 def signature(args: Sequence[Any]) -> list[Any] | None:
     """The properties that tell launches apart; None where the call has to be an operator, or is wrong."""
     return None if is_watched(args) else kinds(args)
@@ -157,7 +153,7 @@ def signature(args: Sequence[Any]) -> list[Any] | None:
 def to_change(args: Sequence[Any], fits: Sequence[Callable | None]) -> list[tuple[int, torch.Tensor | None]]:
     """Which of args like these kernels cannot take as they are: constants, with their tensors, and what is no fit."""
     return [
-        (i, constant(x, args[0].device) if isinstance(x, np.ndarray) else None)
+        (i, constant(x, args[0]) if isinstance(x, np.ndarray) else None)
         for i, (x, fit) in enumerate(zip(args, fits, strict=True))
         if x is not None and fit and (isinstance(x, np.ndarray) or not fit(x))
     ]
@@ -183,14 +179,3 @@ def _seen(args: Sequence[Any], fits: Sequence[Callable | None]) -> list[Any]:
             "DTensor.from_local(...) of the output; where tokens are sharded, see keraunos.distributed"
         )
     return fitted(args, to_change(args, fits))
-
-
-def is_watched(tensors: Sequence[Any]) -> bool:
-    """Whether something traces or transforms the call, or asks for shapes, so that it has to be an operator."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or tensors[0].is_meta
-        or not _PLAIN.issuperset(map(type, tensors))
-    )

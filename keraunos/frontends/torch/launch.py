@@ -14,8 +14,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keraunos.frontends import in_shared_memory, interpreter, rehearsal
+from keraunos.frontends.torch.arrays import DTYPES
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST_KNOWN = 4096
 
 
@@ -72,7 +72,7 @@ def _launch(
     like = next(x for x in inputs.values() if isinstance(x, torch.Tensor))
     rehearsed = rehearsal.current()
     device = rehearsed.device if rehearsed else like.device
-    kinds = [(o[0], _DTYPES[o[1]]) if isinstance(o, tuple) else o for o in outputs.values()]
+    kinds = [(o[0], DTYPES[o[1]]) if isinstance(o, tuple) else o for o in outputs.values()]
     made = tuple(
         torch.empty(o[0], dtype=o[1], device=like.device) if isinstance(o, tuple) else o and inputs[o] for o in kinds
     )

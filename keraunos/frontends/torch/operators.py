@@ -18,9 +18,8 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from keraunos.frontends import OUTPUT, Operator, for_inference, unfold
-from keraunos.frontends.torch.arrays import DTYPES, dtype_name
+from keraunos.frontends.torch.arrays import DTYPES, dtype_name, fitting, rows
 from keraunos.frontends.torch.launch import launcher, launchers
-from keraunos.frontends.torch.strides import fitting, rows
 
 # How each kind of option is written in a schema. Texts stand for several names.
 _TYPES = {

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from keraunos.frontends.torch.arrays import einsum, products_are_rounded
-from keraunos.frontends.torch.gradient import differentiable, is_watched
+from keraunos.frontends.torch.arrays import einsum, is_watched, products_are_rounded
+from keraunos.frontends.torch.gradient import differentiable
 from keraunos.kernels.softmax_attention.contract import (
     OPERATOR,
     Args,
