@@ -165,7 +165,7 @@ def parts(x, size, heads):
     import torch.distributed as dist
 
     from keraunos import decay
-    from keraunos.distributed import stretches
+    from keraunos.kernels.linear_attention import stretches
 
     _, k, v, *g = (y.detach() for y in x)
     gamma = None if g else torch.from_numpy(decay.lightning(heads, **LAYER)).cuda()

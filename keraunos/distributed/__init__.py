@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from keraunos.kernels import FAMILIES
 
 if TYPE_CHECKING:
+    from keraunos.distributed.linear import gated_delta_rule as gated_delta_rule
     from keraunos.distributed.linear import gla_attention as gla_attention
     from keraunos.distributed.linear import lightning_attention as lightning_attention
     from keraunos.distributed.softmax import attention as attention

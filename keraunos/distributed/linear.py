@@ -1,8 +1,9 @@
-"""Linear attention over shards of a sequence: what devices exchange is one state per head, not keys and values.
+"""Recurrences over shards of a sequence: what devices exchange is one state per head, not keys and values.
 
-Each device computes the state that its tokens leave, all gather these with the sums of their gates, each makes of them
-the state that arrives at its own tokens, and then the call is a local one with that initial state. The gradient is the
-same with what goes the other way: the gradient of the state, left by queries and the output's gradients.
+Each device computes the state that its tokens leave, all gather these with what their tokens do to older states, which
+a family's table tells, each makes of them the state that arrives at its own tokens, and then the call is a local one
+with that initial state. The gradient is the same with what goes the other way: the gradient of the state, left by
+queries and the output's gradients.
 
 Of packed sequences only the one that crosses a border between shards leaves or takes a state there. Every device calls
 with all of them; those that have no token here are empty. A sequence's final state is known where it ends, and summed
@@ -20,15 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from keraunos import frontends
-from keraunos.distributed import stretches
 from keraunos.frontends.array_types import Array
+from keraunos.kernels import FAMILIES
 from keraunos.kernels.linear_attention import contract
-from keraunos.kernels.linear_attention.contract import Args, Decay, Options
+from keraunos.kernels.linear_attention.contract import Decay
 from keraunos.kernels.recurrent.contract import most_heads
-from keraunos.modules.gla_attention import GLAttention
-from keraunos.modules.lightning_attention import LightningAttention
 from keraunos.modules.linear_operation import LinearOperation
+from keraunos.ops import checks
 from keraunos.ops.executor import default_executor
+from keraunos.ops.family import named
 from keraunos.ops.invocation import Config, Invocation
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class _Where(NamedTuple):
 class _Borders:
     """Which sequences lie at the borders of this shard; "right" is the way of a state, towards the last token."""
 
-    def __init__(self, args: Args, shards: Any):
+    def __init__(self, args: Any, shards: Any):
         self.shards, self.like, self.cu = shards, args.query, args.cu_seqlens
         self.T = args.query.shape[1]
         self.frontend = frontends.of(args.query)
@@ -76,7 +77,7 @@ class _Borders:
         return self.shards.rank if right else self.shards.size - 1 - self.shards.rank
 
     def leaving(self, states: Array | None, right: bool) -> tuple[Any, Any]:
-        """``(start, plan)`` of :mod:`stretches`: of the sequence that goes on at the border, its tokens here."""
+        """``(start, plan)`` for a stretch: of the sequence that goes on at the border, its tokens here."""
         place = self.place(right)
         if self.cu is None:
             return states, self.shards.numbers((0, self.T, place == 0, place), self.like)
@@ -123,7 +124,7 @@ class _Borders:
             return states if here else self.frontend.xp.zeros_like(states)
         return self.frontend.xp.where(here, states, 0)
 
-    def local(self, args: Args, states: Array) -> Args:
+    def local(self, args: Any, states: Array) -> Any:
         """The call on the tokens that are here."""
         cu = self.cu
         if cu is not None:
@@ -132,105 +133,106 @@ class _Borders:
 
 
 @functools.cache
-def _sharded(framework: str, passes: Callable[[str], tuple[Callable, ...]],
-             segment: int | None) -> Callable:
+def _sharded(framework: str, passes: Callable[[str], tuple[Callable, ...]], transition: Any) -> Callable:
     """``prepare(opts, shards, args)`` of a platform's forward and backward: ``args -> outputs``, with a gradient.
 
-    Where the platform cuts sequences into segments, the pass over their pieces that it would make serves the exchange
-    too: it makes the state that the shard leaves, and with what arrives those that the segments start from.
+    transition: what a shard does to a state; see :mod:`keraunos.kernels.recurrent.stretches`.
     """
     frontend = shards_of(framework)
     remembered = frontend.remembered
     platform_forward, platform_backward = passes(framework)
-    n = len(Args._fields)
 
     # In PyTorch the host code of what only launches kernels runs once for calls that are alike. If that is not all that
     # a call does, which the front end looks at, it still is of these parts.
     @functools.lru_cache(maxsize=4096)
-    def leave(way: stretches.Way, copies: int) -> Callable:
+    def leave(way: Any, copies: int) -> Callable:
         def launch(flat: list) -> tuple:
             *x, start, plan = flat
-            if segment:
-                return stretches.leave_pieces(stretches.Stretch(*x), start, plan, way, segment, copies)
-            return (stretches.leave(stretches.Stretch(*x), start, plan, way, copies),)
+            return transition.leave(x, start, plan, way, copies)
 
         return remembered(launch)
 
     @functools.lru_cache(maxsize=4096)
-    def arrive(way: stretches.Way, sizes: tuple[int, ...]) -> Callable:
+    def arrive(way: Any, sizes: tuple[int, ...]) -> Callable:
         def launch(flat: list) -> tuple:
             left, start, plan, *pieces = flat
-            if segment:
-                local, total = pieces
-                return (stretches.starts(left, local, total, start, plan, way, segment),)
-            return (stretches.arrive(left, start, plan, way, sizes),)
+            return (transition.arrive(left, start, plan, way, sizes, pieces),)
 
         return remembered(launch)
 
     @functools.lru_cache(maxsize=4096)
-    def run_forward(opts: Options) -> Callable:
+    def run_forward(kind: Any, opts: Any) -> Callable:
         def launch(flat: list) -> tuple:
-            outputs, residuals = platform_forward(Args(*flat), opts)
+            outputs, residuals = platform_forward(kind(*flat), opts)
             return (*outputs, *residuals)
 
         return remembered(launch)
 
     @functools.lru_cache(maxsize=4096)
-    def run_backward(opts: Options) -> Callable:
+    def run_backward(kind: Any, opts: Any) -> Callable:
+        n = len(kind._fields)
         return remembered(
-            lambda flat: tuple(platform_backward(Args(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
+            lambda flat: tuple(platform_backward(kind(*flat[:n]), tuple(flat[n:-2]), tuple(flat[-2:]), opts))
         )
 
-    def exchange(borders: _Borders, x: stretches.Stretch, states: Array | None, way: stretches.Way) -> Array:
-        """The state that arrives at this shard; those that its segments start from, if it is cut."""
-        if not x.key.shape[0]:
+    def kind_of(args: Any) -> Any:
+        return type(args)
+
+    def started(opts: Any) -> Any:
+        return opts._replace(started=True) if transition.started else opts
+
+    def exchange(borders: _Borders, args: Any, x: tuple, states: Array | None, way: Any) -> tuple[Array, Array | None]:
+        """The state that arrives at this shard, those that its segments start from if it is cut; and what it left."""
+        (B, _, _, K), V = args.query.shape, args.value.shape[-1]
+        if not B:
             # There is no state: no kernel has a program, and no exchange anything to say.
-            dtype = "float64" if borders.frontend.dtype_name(x.key) == "float64" else "float32"
-            return borders.frontend.zeros((0, way.heads, x.key.shape[-1], x.value.shape[-1]), dtype, x.key)
+            dtype = "float64" if borders.frontend.dtype_name(args.query) == "float64" else "float32"
+            return borders.frontend.zeros((0, args.heads, K, V), dtype, args.query), None
         start, plan = borders.leaving(states, way.right)
         shards = borders.shards
-        copies = shards.copies if stretches.is_for_gpu(x.key) else 1
-        left, *pieces = leave(way, copies)([*x, start, plan])
-        left = shards.gather(left.reshape(copies, -1) if copies > 1 else left, way.right)
-        sizes = (x.key.shape[0], way.heads, x.key.shape[-1], x.value.shape[-1])
-        return arrive(way, sizes)([left, start if borders.cu is None else None, plan, *pieces])[0]
+        copies = shards.copies if transition.copies else 1
+        own, *pieces = leave(way, copies)([*x, start, plan])
+        left = shards.gather(own.reshape(copies, -1) if copies > 1 else own, way.right)
+        start = start if borders.cu is None else None
+        return arrive(way, (B, args.heads, K, V))([left, start, plan, *pieces])[0], own
 
-    def way(args: Args, opts: Options) -> stretches.Way:
-        return stretches.Way(args.heads, not opts.reverse, False)
-
-    def forward(args: Args, opts: Options, shards: Any) -> tuple[tuple[Array, Array | None], tuple]:
-        borders, to = _Borders(args, shards), way(args, opts)
-        arrived = exchange(borders, stretches.Stretch(*args[1:5]), args.initial_state, to)
+    def forward(args: Any, opts: Any, shards: Any) -> tuple[tuple[Array, Array | None], tuple]:
+        borders, (to, _) = _Borders(args, shards), transition.ways(args, opts)
+        arrived, own = exchange(borders, args, transition.arrays(args), args.initial_state, to)
         states = borders.taking(args.initial_state, arrived, to.right)
-        output, final, *residuals = run_forward(opts._replace(started=segment is not None))(
-            [*borders.local(args, states)]
-        )
-        return (output, borders.ending(final, to.right) if opts.state else None), (states, *residuals)
+        output, final, *residuals = run_forward(kind_of(args), started(opts))([*borders.local(args, states)])
+        final = borders.ending(final, to.right) if opts.state else None
+        return (output, final), (states, own if transition.kept else None, *residuals)
 
-    def backward(args: Args, residuals: tuple, grads: tuple, opts: Options, shards: Any) -> Args:
-        borders, to = _Borders(args, shards), way(args, opts)
+    def backward(args: Any, residuals: tuple, grads: tuple, opts: Any, shards: Any) -> Any:
+        borders, (to, back) = _Borders(args, shards), transition.ways(args, opts)
         doutput, dfinal = grads
-        back = to.adjoint._replace(scale=opts.softmax_scale)
         if dfinal is not None:
             dfinal = borders.ending(dfinal, to.right)
-        x = stretches.Stretch(args.query, doutput, args.g, args.g_gamma)
-        arrived = exchange(borders, x, dfinal, back)
+        states, own, *kept = residuals
+        arrived, _ = exchange(borders, args, transition.arrays(args, doutput, own), dfinal, back)
         dstates = borders.taking(dfinal, arrived, back.right)
         doutput, dstates = borders.shards.together(doutput, dstates)
-        states, *kept = residuals
         local = [*borders.local(args, states), *kept, doutput, dstates]
-        grads = Args(*run_backward(opts._replace(started=segment is not None))(local))
+        kind = kind_of(args)
+        made = kind(*run_backward(kind, started(opts))(local))
         dinitial = args.initial_state
         if dinitial is not None:
-            dinitial = borders.of_own(grads.initial_state, to.right)
+            dinitial = borders.of_own(made.initial_state, to.right)
             dinitial = borders.frontend.cast(dinitial, borders.frontend.dtype_name(args.initial_state))
-        return grads._replace(initial_state=dinitial, cu_seqlens=None)
+        return made._replace(initial_state=dinitial, cu_seqlens=None)
 
     return frontend.differentiable(forward, backward)
 
 
 class _OverShards(LinearOperation):
-    """An operation on shards. To the tuner it is the operation itself: whom it measures, it measures alone."""
+    """An operation on shards. To the tuner it is the operation itself: whom it measures, it measures alone.
+
+    Attributes:
+        transition: its family's class.
+    """
+
+    transition: Any
 
     def bind(self, *args: Array | None, where: _Where | None = None, **options: Any) -> Invocation:
         """See :meth:`Kernel.bind`."""
@@ -239,8 +241,7 @@ class _OverShards(LinearOperation):
 
     def checker(self, *args: Array | None, where: _Where | None = None, **options: Any) -> Callable | None:
         """See :meth:`Kernel.checker`."""
-        check, pack = contract.checker(self.op_id, self.pack(*args), where is None or where.size == 1), self.pack
-        return check and (lambda *args: check(pack(*args)))
+        return super().checker(*args, whole=where is None or where.size == 1)
 
     def prepare(self, *args: Array | None, cfg: Config, where: _Where | None = None, **options: Any) -> Callable:
         """A function of the arguments that gives another one, which makes the call: so all checks come first."""
@@ -250,16 +251,13 @@ class _OverShards(LinearOperation):
         shards = where.frontend.shards(self.op_id, where.name)
         if shards.size == 1:
             return lambda *args: functools.partial(alone, *args)
-        given, scale = self.pack(*args), options["softmax_scale"]
-        scale = float(given.query.shape[-1] ** -0.5 if scale is None else scale)
-        constant = where.fixed or isinstance(given.g_gamma, np.ndarray)
-        opts = Options(scale, bool(options["reverse"]), cfg, ("g_gamma",) if constant else (), options["return_state"])
-        impl, what = self.get_impl(cfg), _description(self.op_id, given, opts)
-        segment = None
-        # Where segments start from states that are given, gradients of gates per dimension do not walk them in pairs.
-        if impl.segment and stretches.is_for_gpu(given.key) and (given.g is None or given.g.ndim == 3):
-            segment = impl.segment(given, opts)
-        call, check = _sharded(where.framework, impl.passes, segment)(opts, shards, given), shards.checker(**what)
+        given, impl = self.pack(*args), self.get_impl(cfg)
+        assert impl.options
+        opts = impl.options(given, cfg, options.pop("return_state"), **options)
+        opts = opts._replace(constant=("g_gamma",)) if where.fixed else opts
+        transition = self.transition.of(impl, given, opts)
+        call = _sharded(where.framework, impl.passes, transition)(opts, shards, given)
+        check = shards.checker(**_description(self.op_id, given, opts))
 
         def agreed(args: tuple) -> Any:
             check()
@@ -268,28 +266,27 @@ class _OverShards(LinearOperation):
         return lambda *args: functools.partial(agreed, args)
 
 
-def _description(op_id: str, args: Args, opts: Options) -> dict[str, Any]:
+def _description(op_id: str, args: Any, opts: Any) -> dict[str, Any]:
     """The properties that all ranks must share. The lengths of shards may differ."""
     frontend = frontends.of(args.query)
-    what = {"op": op_id, "softmax_scale": opts.softmax_scale, "reverse": opts.reverse, "return_state": opts.state}
+    own = ("cfg", "constant", "state", "kept", "started")  # of each rank
+    options = {name: x for name, x in opts._asdict().items() if name not in own}
+    what = {"op": op_id, **options, "return_state": opts.state}
     for name, x in args._asdict().items():
         if x is not None:
-            tokens = name in ("query", "key", "value", "g")
+            tokens = name in args._fields[: len(args.tokens)]
             shape = tuple("T" if tokens and i == 1 else n for i, n in enumerate(x.shape))
             dtype = x.dtype.name if isinstance(x, np.ndarray) else frontend.dtype_name(x)
             what[name] = f"{dtype} ({', '.join(map(str, shape))})"
     return what
 
 
-class _GLA(_OverShards, GLAttention):
-    """Gated linear attention."""
-
-
-class _Lightning(_OverShards, LightningAttention):
-    """Lightning attention."""
-
-
-_OPERATIONS = {"gla_attention": _GLA(), "lightning_attention": _Lightning()}
+# Public name -> the operation on shards.
+_OPERATIONS: dict[str, Any] = {
+    operation.function: type(operation.function, (_OverShards, type(operation.kernel)),
+                             {"transition": named(family.transition), "__doc__": _OverShards.__doc__})()
+    for family in FAMILIES if family.transition for operation in family.operations if operation.distributed
+}
 
 
 def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: bool = False) -> Any:
@@ -312,7 +309,8 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: 
     if mesh is not None:
         from keraunos.distributed.mesh import over_mesh
 
-        arrays = (*arrays[:-1], contract.placed(name, arrays[-1], arrays[0]))
+        T = arrays[0].shape[1] if arrays[0].ndim == 4 else None
+        arrays = (*arrays[:-1], checks.placed(name, arrays[-1], arrays[0], T))
         # Inside, values are traced.
         if check := _OPERATIONS[name].checker(*arrays):
             check(*arrays)
@@ -321,7 +319,7 @@ def run(name: str, arrays: tuple, where: tuple, options: dict[str, Any], fixed: 
         frontend = shards_of(framework)
         place = frontend.place(mine)
         with frontend.arguments(place):
-            arrays = (*arrays[:-1], contract.placed(name, arrays[-1], arrays[0], whole=False))
+            arrays = (*arrays[:-1], checks.placed(name, arrays[-1], arrays[0], None))
             here = _Where(framework, place, frontend.shards(name, place).size, fixed)
             call = default_executor()(_OPERATIONS[name], *arrays, where=here, **options)
         output, state = call()
@@ -441,3 +439,58 @@ def lightning_attention(
     options = dict(softmax_scale=softmax_scale, reverse=reverse, return_state=bool(return_state), platform=platform,
                    _cfg=cfg)
     return run("lightning_attention", arrays, (axis_name, group, mesh, spec), options)
+
+
+@frontends.outside_graphs
+def gated_delta_rule(
+    query: Array,
+    key: Array,
+    value: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
+    *,
+    axis_name: Hashable | None = None,
+    group: ProcessGroup | None = None,
+    mesh: Mesh | None = None,
+    spec: P | None = None,
+    softmax_scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    reverse: bool = False,
+    return_state: bool = False,
+    platform: str | None = None,
+    cfg: Config | None = None,
+) -> Any:
+    """:func:`keraunos.gated_delta_rule` of sequences whose tokens are spread over devices, in the order of their ranks.
+
+    Devices exchange the state ``[K, V]`` per head that each leaves and the matrix ``[K, K]`` by which older states pass
+    its tokens, once forward and once backward; with ``return_state`` the final states too. Nothing is left out, however
+    strong the gates, and nothing that they exchange grows with T.
+
+    Args:
+        query, key, value, g, beta: this device's tokens, ``[B, T_r, ...]``; see :func:`gla_attention`.
+        initial_state, cu_seqlens: see there.
+        axis_name, group, mesh, spec: see there.
+        softmax_scale, use_qk_l2norm, reverse, return_state, platform, cfg: see :func:`keraunos.gated_delta_rule`.
+
+    Returns:
+        See :func:`gla_attention`.
+
+    Raises:
+        ValueError, TypeError: see :func:`keraunos.gated_delta_rule`; in PyTorch on all ranks.
+        DisagreementError, RankFailedError: see :mod:`keraunos.distributed.agreement`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, keraunos
+        >>> from jax.sharding import PartitionSpec as P
+        >>> q, beta = jnp.ones((1, 100, 2, 16)), jnp.ones((1, 100, 2)) / 2
+        >>> mesh = jax.make_mesh((1,), ("sequence",))
+        >>> options = dict(use_qk_l2norm=True, mesh=mesh, spec=P(None, "sequence"))
+        >>> keraunos.distributed.gated_delta_rule(q, q, q, -beta, beta, **options).shape
+        (1, 100, 2, 16)
+    """
+    arrays = query, key, value, g, beta, initial_state, cu_seqlens
+    options = dict(softmax_scale=softmax_scale, use_qk_l2norm=use_qk_l2norm, reverse=reverse,
+                   return_state=bool(return_state), platform=platform, _cfg=cfg)
+    return run("gated_delta_rule", arrays, (axis_name, group, mesh, spec), options)

@@ -1,4 +1,4 @@
-"""JAX: linear attention of whole arrays over a mesh, also where the devices do not share the tokens evenly."""
+"""JAX: recurrences of whole arrays over a mesh, also where the devices do not share the tokens evenly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from keraunos.kernels.linear_attention.contract import Args
 from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
 
@@ -35,24 +34,27 @@ def over_mesh(
     T, packed = given.query.shape[1], given.cu_seqlens is not None
     size = int(np.prod([mesh.shape[axis] for axis in (tokens if isinstance(tokens, tuple) else (tokens,))]))
     # A decay that is a constant stays one; where heads are sharded, each device takes its own part of it.
-    fixed = isinstance(given.g_gamma, np.ndarray)
-    constant = given.g_gamma if fixed and heads is None else None
+    decay = getattr(given, "g_gamma", None)
+    fixed = isinstance(decay, np.ndarray)
+    constant = decay if fixed and heads is None else None
     explicit = AxisType.Explicit in mesh.axis_types
 
     def put(x: Any, spec: P) -> Any:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if explicit and x is not None else x
 
     def part(begin: int, end: int, state: jax.Array | None, tokens: Any) -> tuple[jax.Array, jax.Array]:
-        query, key, value, g = (x if x is None else x[:, begin:end] for x in given[:4])
+        shared, n = [x if x is None else x[:, begin:end] for x in given.tokens], len(given.tokens)
         cu_seqlens = (given.cu_seqlens - begin).clip(0, end - begin) if packed else None
-        gamma = None if constant is not None else given.g_gamma
-        own = Args(query, key, value, g, gamma, state, cu_seqlens)
+        own = given._replace(**dict(zip(given._fields[:n], shared, strict=True)), initial_state=state,
+                             cu_seqlens=cu_seqlens)
         per_token, per_state = P(batch, tokens, heads), P(None if packed else batch, heads)
-        per_head = P(*(batch, heads)[2 - getattr(gamma, "ndim", 1) :])
-        specs = Args(per_token, per_token, per_token, per_token, per_head, per_state, P())
-        specs = Args(*(None if x is None else y for x, y in zip(own, specs, strict=True)))
+        specs = own._replace(**dict.fromkeys(own._fields[:n], per_token), initial_state=per_state, cu_seqlens=P())
+        if decay is not None:
+            own = own if constant is None else own._replace(g_gamma=None)
+            specs = specs._replace(g_gamma=P(*(batch, heads)[2 - decay.ndim :]))
+        specs = type(given)(*(None if x is None else y for x, y in zip(own, specs, strict=True)))
 
-        def local(own: Args) -> tuple[jax.Array, jax.Array]:
+        def local(own: Any) -> tuple[jax.Array, jax.Array]:
             own = own if constant is None else own._replace(g_gamma=constant)
             flat = operation.unpack(own)
             if tokens is None:
@@ -60,7 +62,7 @@ def over_mesh(
             return run(name, flat, (tokens, None, None, None), {**options, "return_state": True}, fixed)
 
         call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(per_token, per_state), check_vma=False)
-        output, state = call(Args(*map(put, own, specs))) if given.query.size else local(own)
+        output, state = call(type(given)(*map(put, own, specs))) if given.query.size else local(own)
         return put(output, P(batch, None, heads)) if T % size and given.query.size else output, state
 
     options = {key: x for key, x in options.items() if key != "return_state"}

@@ -39,9 +39,9 @@ class GatedDeltaRule(LinearOperation):
         """See :meth:`Kernel.bind`."""
         return contract.describe(Args(*args), **options)
 
-    def checker(self, *args: Array | None, **kwargs: Any) -> Callable | None:
-        """See :meth:`Kernel.checker`."""
-        check = contract.checker(Args(*args))
+    def checker(self, *args: Array | None, whole: bool = True, **kwargs: Any) -> Callable | None:
+        """See :meth:`LinearOperation.checker`."""
+        check = contract.checker(Args(*args), whole)
         return check and (lambda *args: check(Args(*args)))
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,

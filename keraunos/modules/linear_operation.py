@@ -83,9 +83,9 @@ class LinearOperation(Kernel):
         return Invocation(self.op_id, framework, device.backend, device.kind, dims, frozenset("BTN"), arrays,
                           {"reverse": reverse}, constants, shared_memory=device.shared_memory)
 
-    def checker(self, *args: Array | None, **kwargs: Any) -> Callable | None:
-        """See :meth:`Kernel.checker`."""
-        check, pack = contract.checker(self.op_id, self.pack(*args)), self.pack
+    def checker(self, *args: Array | None, whole: bool = True, **kwargs: Any) -> Callable | None:
+        """See :meth:`Kernel.checker`; not ``whole``: the tokens are those of one of several shards of the sequences."""
+        check, pack = contract.checker(self.op_id, self.pack(*args), whole), self.pack
         return check and (lambda *args: check(pack(*args)))
 
     def arranged(self, *args: Array | None, state_v_first: bool = False,

@@ -55,6 +55,12 @@ CUDA = tuple(
 )
 
 
+def named(path: str) -> Any:
+    """The object that ``"module:name"`` names."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation of a family.
@@ -80,18 +86,23 @@ class Operation:
     @functools.cached_property
     def kernel(self) -> Any:
         """Its :class:`Kernel`, imported at the first use: it is defined above its platforms."""
-        module, name = self.described.split(":")
-        found = getattr(importlib.import_module(module), name)
+        found = named(self.described)
         return found() if isinstance(found, type) else found
 
 
 @dataclass(frozen=True)
 class Family:
-    """A folder of ``keraunos.kernels``: its operations, and the platforms that have them."""
+    """A folder of ``keraunos.kernels``: its operations, and the platforms that have them.
+
+    Attributes:
+        transition: ``"module:name"`` of what a stretch of tokens does to a state, for operations over shards: see
+            :mod:`keraunos.kernels.recurrent.stretches`; "": they have no state.
+    """
 
     name: str
     operations: tuple[Operation, ...]
     rows: tuple[PlatformRow, ...]
+    transition: str = ""
 
     def targets(self) -> Iterator[tuple[Operation, PlatformRow, str]]:
         """Each implementation: of which operation, in which row, and where it is."""

@@ -53,6 +53,7 @@ class Implementation:
         config: its own configuration class, if it is not the operation's.
         source: its source file, or the function that it is.
         defaults: options of the low-level function that are its own.
+        options: ``(arrays, cfg, return_state, **options) -> options`` as its functions take them.
         passes: ``framework -> functions``, of which it is made, forward and backward mostly: for those who put
             something in between, and for PyTorch's operators.
         segment: ``(args, options) -> tokens`` of the segments that it cuts sequences into; None: into none.
@@ -68,6 +69,7 @@ class Implementation:
     config: type[Config] | None = None
     source: str | Callable | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    options: Callable[..., Any] | None = None
     passes: Callable[[str], tuple[Callable, ...]] | None = None
     segment: Callable[..., int | None] | None = None
     parts: tuple[Callable, Callable] | None = None

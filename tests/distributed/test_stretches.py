@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from keraunos.distributed import stretches
+from keraunos.kernels.linear_attention import stretches
 from tests.linear_attention.cases import GPU, INTERPRETED, Case, platforms
 from tests.numerics import assert_within_rule
 

@@ -107,12 +107,15 @@ class Case:
         g = np.repeat(g if g.ndim == 4 else g[..., None].repeat(K, 3), H * V // HG, 2)
         wide = args._replace(value=columns(args.value), g=g, initial_state=states(args.initial_state))
         terms = np.abs(gated_delta_rule_vjp(*wide, columns(doutput), states(dstate), **self.options)[3])
-        terms = terms.reshape(B, T, HG, -1, K).sum(3)
+        terms = terms.reshape(B, T, HG, H // HG * V, K).sum(3)
         return terms if dg.ndim == 4 else terms.sum(-1)
 
     def check(self, platform, framework):
         """Run the call and its gradients on a platform; hold it to the tolerance rule."""
-        got = {"jax": run_jax, "torch": run_torch}[framework](platform, self)
+        self.hold({"jax": run_jax, "torch": run_torch}[framework](platform, self))
+
+    def hold(self, got):
+        """Hold output, final state and the six gradients to the tolerance rule."""
         truth, in_dtype = self.reference(), self.reference(working_dtype(self.dtype))
         scales = [*truth[:5], self.gate_terms(truth[5]), *truth[6:]]
         dtypes = [*[self.dtype] * 5, coarser(self.dtype, "float32"), self.dtype, coarser(self.dtype, "float32")]

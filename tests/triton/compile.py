@@ -26,11 +26,10 @@ from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
 from keraunos import frontends
-from keraunos.distributed import stretches
 from keraunos.distributed.torch import peers as torch_peers
 from keraunos.kernels.gated_delta_rule import contract as delta_contract
 from keraunos.kernels.gated_delta_rule.triton import passes as delta_platform
-from keraunos.kernels.linear_attention import contract
+from keraunos.kernels.linear_attention import contract, stretches
 from keraunos.kernels.linear_attention.triton import passes as platform
 from keraunos.kernels.softmax_attention import contract as softmax_contract
 from keraunos.kernels.softmax_attention.triton import passes as softmax_platform

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from keraunos import frontends, serving
-from keraunos.distributed import stretches
-from keraunos.kernels.linear_attention import contract
+from keraunos.kernels.linear_attention import contract, stretches
 from keraunos.kernels.linear_attention.triton import call as triton_call
 from keraunos.kernels.linear_attention.triton import chunks
 from keraunos.kernels.linear_attention.triton import passes as platform

@@ -200,9 +200,9 @@ def test_shard_map_of_attention(attention):
 
 
 def test_calls_over_shards_lower(triton, monkeypatch):
-    from keraunos.distributed import linear, stretches
+    from keraunos.distributed import linear
     from keraunos.distributed.jax import shards
-    from keraunos.kernels.linear_attention import contract
+    from keraunos.kernels.linear_attention import contract, stretches
     from keraunos.kernels.linear_attention.triton import passes as platform
 
     monkeypatch.setattr(stretches, "is_for_gpu", lambda x: True)
@@ -213,10 +213,10 @@ def test_calls_over_shards_lower(triton, monkeypatch):
     @jax.shard_map(mesh=mesh, in_specs=P(None, "tokens"), out_specs=(P(None, "tokens"), P()))
     def call(q, k, v):
         args = contract.Args(q, k, v, None, jnp.full(4, -0.1))
-        segment = platform.segment(args, opts)
-        assert segment
-        assert segment < q.shape[1]
-        prepare = linear._sharded("jax", platform.gla.passes, segment)
+        transition = stretches.Transition.of(platform.gla, args, opts)
+        assert transition.segment
+        assert transition.segment < q.shape[1]
+        prepare = linear._sharded("jax", platform.gla.passes, transition)
         return prepare(opts, shards.shards("gla", "tokens"), args)(args)
 
     def loss(*x):

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from keraunos.distributed import agreement
 from keraunos.frontends import for_inference
 from keraunos.frontends.jax import as_written, vary, varying
-from keraunos.kernels.linear_attention.contract import Options
 
 # So many devices at most each send their own to all the others at once. An all-gather hands it from one to the next.
 _AT_ONCE = 8
@@ -96,20 +95,20 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     forward, backward = as_written(forward), as_written(backward)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-    def call(args: NamedTuple, opts: Options, shards: Shards) -> tuple[jax.Array, jax.Array | None]:
+    def call(args: NamedTuple, opts: Any, shards: Shards) -> tuple[jax.Array, jax.Array | None]:
         return forward(args, for_inference(opts), shards)[0]
 
-    def save(args: NamedTuple, opts: Options, shards: Shards) -> tuple[tuple, tuple]:
+    def save(args: NamedTuple, opts: Any, shards: Shards) -> tuple[tuple, tuple]:
         outputs, residuals = forward(args, opts, shards)
         return outputs, (args, residuals)
 
-    def gradient(opts: Options, shards: Shards, saved: tuple, grads: tuple) -> tuple[NamedTuple]:
+    def gradient(opts: Any, shards: Shards, saved: tuple, grads: tuple) -> tuple[NamedTuple]:
         return (backward(*saved, grads, opts, shards),)
 
     call.defvjp(save, gradient)
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
-    def everywhere(args: NamedTuple, opts: Options, shards: Shards) -> tuple[jax.Array, jax.Array | None]:
+    def everywhere(args: NamedTuple, opts: Any, shards: Shards) -> tuple[jax.Array, jax.Array | None]:
         axes = frozenset().union(varying(shards.rank), *map(varying, jax.tree.leaves(args)))
         output, final = call(jax.tree.map(lambda x: vary(x, axes), args), opts, shards)
         # Each device's own part, and of each argument that they share its own part of the gradient: JAX sums those.

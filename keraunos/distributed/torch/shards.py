@@ -19,7 +19,6 @@ from keraunos.frontends.torch.arrays import constant, fitting, is_watched, rows
 from keraunos.frontends.torch.gradient import fitted, to_change
 from keraunos.frontends.torch.launch import fixed, recorded
 from keraunos.frontends.torch.launch import remembered as remembered
-from keraunos.kernels.linear_attention.contract import Options
 
 # Its name from PyTorch 2.13 on, and before.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -117,7 +116,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     """
 
     @functools.lru_cache(maxsize=4096)
-    def launchers(kind: Any, opts: Options, shards: Shards) -> tuple[Any, Any]:
+    def launchers(kind: Any, opts: Any, shards: Shards) -> tuple[Any, Any]:
         """``forward`` and ``backward`` of flat lists of tensors."""
         n = len(kind._fields)
 
@@ -161,7 +160,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     refusing = torch.autograd.function.once_differentiable(gradient)
 
-    def prepare(opts: Options, shards: Shards, args: Any) -> Callable:
+    def prepare(opts: Any, shards: Shards, args: Any) -> Callable:
         kind: Any = type(args)
         fits = fitting(kind._fields)
         changes = to_change(args, fits)

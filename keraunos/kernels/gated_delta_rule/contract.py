@@ -102,9 +102,13 @@ def describe(args: Args, softmax_scale: float | None = None, use_qk_l2norm: bool
     return described(check, _NAME, sizes, {name: check.truth(name, flag) for name, flag in flags.items()})
 
 
-def checker(args: Args) -> Callable[[Args], None] | None:
-    """Make the check of the values of calls like this one; see :mod:`keraunos.ops.checks`."""
-    rules = {"g": checks.decay("g"), "cu_seqlens": checks.offsets(args.query.shape[1])}
+def checker(args: Args, whole: bool = True) -> Callable[[Args], None] | None:
+    """Make the check of the values of calls like this one; see :mod:`keraunos.ops.checks`.
+
+    Args:
+        whole: the tokens are those of whole sequences; else one of several shards of them.
+    """
+    rules = {"g": checks.decay("g"), "cu_seqlens": checks.offsets(args.query.shape[1] if whole else None)}
     return checks.checker(_NAME, rules, args)
 
 

@@ -7,9 +7,10 @@ GATED_DELTA_RULE = Family(
     "gated_delta_rule",
     (
         Operation("gated_delta_rule", "gated_delta_rule", "keraunos.modules.gated_delta_rule:GatedDeltaRule",
-                  cases=CASES["gated_delta_rule"]),
+                  distributed="linear", cases=CASES["gated_delta_rule"]),
         # The walk over sequences whose states are in a pool.
         Operation("delta_prefill", "prefill", "keraunos.serving.pool_operation:DELTA_PREFILL", like="gated_delta_rule"),
     ),
     PORTABLE,
+    transition="keraunos.kernels.gated_delta_rule.stretches:Transition",
 )

@@ -123,11 +123,9 @@ def checker(op_id: str, args: Args, whole: bool = True) -> Callable[[Args], None
     return checks.checker(public_name(op_id), rules, args)
 
 
-def placed(function: str, cu_seqlens: Array | None, query: Array, whole: bool = True) -> Array | None:
-    """NumPy offsets as a constant on the query's device; see :func:`checker` and :func:`values.placed`."""
-    return checks.placed(
-        function, cu_seqlens, query, query.shape[1] if whole and getattr(query, "ndim", 0) == 4 else None
-    )
+def placed(function: str, cu_seqlens: Array | None, query: Array) -> Array | None:
+    """NumPy offsets as a constant on the query's device; see :func:`checker` and :func:`checks.placed`."""
+    return checks.placed(function, cu_seqlens, query, query.shape[1] if getattr(query, "ndim", 0) == 4 else None)
 
 
 def flops(args: Args) -> tuple[int, int]:

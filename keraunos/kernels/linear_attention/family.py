@@ -14,4 +14,5 @@ LINEAR_ATTENTION = Family(
         Operation("prefill", "prefill", "keraunos.serving.pool_operation:PREFILL", like="gla"),
     ),
     (*PORTABLE, *CUDA, *TPU),
+    transition="keraunos.kernels.linear_attention.stretches:Transition",
 )

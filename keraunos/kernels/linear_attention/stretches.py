@@ -1,30 +1,33 @@
-"""The state that a stretch of tokens leaves behind, and how those of many stretches join, one after the other.
+"""The state that a stretch of tokens leaves behind, and the decays by which older states pass it.
 
-That is all that devices tell each other which share a sequence (:mod:`keraunos.distributed`). Rightwards, to the last
-token, a stretch leaves and lets pass, with ``start`` the state before it and D the sum of its gates::
+Rightwards, to the last token, a stretch leaves and lets pass, with ``start`` the state before it and D the sum of its
+gates::
 
     S = exp(D) start + sum_t exp(sum of the gates after t) k_t v_t^T
 
 and leftwards the same in the mirror. The gradient of the state is such a state too, left the other way by queries and
 the outputs' gradients; there a token's own gate is among those it passes. Decays are exponentials of sums, never
-differences of sums.
+differences of sums. :mod:`keraunos.kernels.recurrent.stretches` says how states join, and what a plan is.
 
-Here it is in plain operations of either framework. A platform with kernels has functions of its own, ``parts`` of its
-:class:`Implementation`::
+It is in plain operations of either framework here. Where Triton's kernels can run they do it: the platform has
+functions of its own, ``parts`` of its :class:`Implementation`::
 
     leave(x, start, plan, way, segment, copies)                  -> what leaves, and what `arrive` needs for segments
     arrive(left, start, plan, way, sizes, local, total, segment) -> the states that arrive
-
-``plan`` is four integers on the device: the first token of the stretch that counts, one past the last, whether the
-sequence begins there (then ``start`` enters, and nothing older passes), and how many stretches lie before.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 from keraunos import frontends
+from keraunos.frontends import interpreter
 from keraunos.frontends.array_types import Array
+from keraunos.kernels.linear_attention.contract import Args, Options
+from keraunos.kernels.recurrent import stretches
+from keraunos.ops.invocation import Platform
+from keraunos.ops.registry import Implementation, kernel_registry
 
 # Stand for -inf: of a gate, and of the decay over stretches of which one begins anew. Finite, so that 0 times it is 0.
 _CLOSED = _ANEW = -1e30
@@ -59,7 +62,7 @@ def values_left(x: Stretch, way: Way) -> int:
     return B * way.heads * (K * V + (K if x.g is not None and x.g.ndim == 4 else 1))
 
 
-def leave(x: Stretch, start: Array | None, plan: Array, way: Way) -> Array:
+def _leave(x: Stretch, start: Array | None, plan: Array, way: Way) -> Array:
     """The state that a stretch leaves ``[B, H, K, V]`` and the sum of its gates ``[B, H, K]`` or ``[B, H]``, flat."""
     frontend = frontends.of(x.key)
     xp, (B, T), H = frontend.xp, x.key.shape[:2], way.heads
@@ -95,6 +98,21 @@ def leave(x: Stretch, start: Array | None, plan: Array, way: Way) -> Array:
     return xp.concatenate([state.reshape(-1), xp.where(anew, _ANEW, total).reshape(-1)])
 
 
+def is_for_gpu(x: Array) -> bool:
+    """Whether the Triton kernels make the state that arrays like the key ``x`` leave."""
+    framework = frontends.framework_of(x)
+    frontend = frontends.get(framework)
+    if frontend.dtype_name(x) == "float64" or (x.ndim == 4 and x.shape[-1] > 256):
+        return False
+    there = frontend.device_of(x).backend == "gpu" or (framework == "torch" and interpreter.ON)
+    return there and frontends.cannot_launch(framework) is None
+
+
+def leave(x: Stretch, start: Array | None, plan: Array, way: Way, copies: int = 1) -> Array:
+    """The state and the sum of gates that a stretch leaves, flat; copies: how often, more than once only on GPUs."""
+    return leave_pieces(x, start, plan, way, 0, copies)[0] if is_for_gpu(x.key) else _leave(x, start, plan, way)
+
+
 def arrive(left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple[int, ...]) -> Array:
     """The state ``[B, H, K, V]`` after the stretches before this one; ``start``, or zeros, if there are none.
 
@@ -102,17 +120,90 @@ def arrive(left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple
         left: ``[stretches, n]``, what :func:`leave` made of each, from left to right.
         sizes: B, H, K, V.
     """
-    frontend = frontends.of(left)
-    xp, (B, H, K, V), R = frontend.xp, sizes, left.shape[0]
-    state = left[:, : B * H * K * V].reshape(R, B, H, K, V)
-    total = left[:, B * H * K * V :].reshape(R, B, H, -1)
-    place = frontend.numbers(R, left)
-    place = place if way.right else R - 1 - place
-    between = (place[:, None] < place) & (place < plan[3])
-    decay = xp.exp(xp.where(between[:, :, None, None, None], total, 0).sum(1))[..., None]
-    before = (place < plan[3])[:, None, None, None, None]
-    # What is forgotten is nothing, even if it was no number.
-    state = xp.where(before & (decay > 0), decay * state, 0).sum(0)
-    if start is None:
-        return state
-    return xp.where(plan[3] == 0, frontend.cast(start, frontend.dtype_name(state)), state)
+    if is_for_gpu(left):
+        return _kernels()[1](left, start, plan, way, sizes)
+    return stretches.arrive(left, start, plan, way.right, sizes, _passed)
+
+
+def _passed(total: Array, state: Array) -> Array:
+    """The state after a stretch whose gates have these sums; what is forgotten is nothing, even if it was no number."""
+    xp = frontends.of(total).xp
+    decay = xp.exp(total)[..., None]
+    return xp.where(decay > 0, decay * state, 0)
+
+
+def leave_pieces(x: Stretch, start: Array | None, plan: Array, way: Way, segment: int,
+                 copies: int = 1) -> tuple[Any, ...]:
+    """On a GPU: what :func:`leave` gives, and what :func:`starts` needs for segments of so many tokens.
+
+    The latter is the states that pieces of the stretch leave, and the sums of their gates.
+    """
+    return _kernels()[0](x, start, plan, way, segment, copies)
+
+
+def starts(left: Array, local: Array, total: Array, start: Array | None, plan: Array, way: Way, segment: int) -> Array:
+    """On a GPU: what segments of this stretch start from ``[B * segments, H, K, V]``, after the stretches before it.
+
+    Segments lie in the order of their tokens; local, total: what :func:`leave_pieces` gave.
+    """
+    K, V = local.shape[-2:]
+    B = left.shape[1] // (way.heads * (K * V + (K if total.ndim == 3 else 1)))
+    return _kernels()[1](left, start, plan, way, (B, way.heads, K, V), local, total, segment)
+
+
+def _kernels() -> tuple[Callable, Callable]:
+    """The functions of the platform ``triton``."""
+    parts = kernel_registry.get("gla", Platform.TRITON).parts
+    assert parts
+    return parts
+
+
+class Transition(NamedTuple):
+    """The operator of linear attention; see :mod:`keraunos.kernels.recurrent.stretches`.
+
+    Where the platform cuts sequences into segments, the pass over their pieces that it would make serves the exchange
+    too: it makes the state that the shard leaves, and with what arrives those that the segments start from.
+    """
+
+    segment: int | None
+    copies: bool
+    kept: bool = False
+
+    @classmethod
+    def of(cls, implementation: Implementation, args: Args, opts: Options) -> Self:
+        """For calls like this one."""
+        gpu, segment = is_for_gpu(args.key), None
+        # Where segments start from states that are given, gradients of gates per dimension do not walk them in pairs.
+        if implementation.segment and gpu and (args.g is None or args.g.ndim == 3):
+            segment = implementation.segment(args, opts)
+        return cls(segment, gpu)
+
+    @property
+    def started(self) -> bool:
+        """Whether what arrives are the states of segments."""
+        return self.segment is not None
+
+    def ways(self, args: Args, opts: Options) -> tuple[Way, Way]:
+        """Of the state and of its gradient."""
+        way = Way(args.heads, not opts.reverse, False)
+        return way, way.adjoint._replace(scale=opts.softmax_scale)
+
+    def arrays(self, args: Args, doutput: Array | None = None, own: Array | None = None) -> Stretch:
+        """The arrays that a pass reads."""
+        if doutput is None:
+            return Stretch(args.key, args.value, args.g, args.g_gamma)
+        return Stretch(args.query, doutput, args.g, args.g_gamma)
+
+    def leave(self, x: Sequence[Any], start: Array | None, plan: Array, way: Way, copies: int) -> tuple[Any, ...]:
+        """The state that leaves, and what :meth:`arrive` needs of this pass."""
+        if self.segment:
+            return leave_pieces(Stretch(*x), start, plan, way, self.segment, copies)
+        return (leave(Stretch(*x), start, plan, way, copies),)
+
+    def arrive(self, left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple[int, ...],
+               pieces: Sequence[Array]) -> Array:
+        """The states that arrive."""
+        if self.segment:
+            local, total = pieces
+            return starts(left, local, total, start, plan, way, self.segment)
+        return arrive(left, start, plan, way, sizes)

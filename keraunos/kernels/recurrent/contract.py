@@ -192,5 +192,5 @@ def implementation(
         opts = options(args, cfg, return_state, *given, **rest)
         return made(frontends.framework_of(args.query), opts, args)
 
-    return Implementation(operator.name, prepare, fields, refused, heuristic, candidates, source=source, passes=passes,
-                          segment=segment)
+    return Implementation(operator.name, prepare, fields, refused, heuristic, candidates, source=source,
+                          options=options, passes=passes, segment=segment)
