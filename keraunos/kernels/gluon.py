@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from typing import Any, dataclass_transform
 
 import triton
 
@@ -17,6 +19,7 @@ from triton._C.libtriton.ir import DESCRIPTOR_REDUCE_KIND
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate, base_value
 
 # The versions that a GPU has run.
 RUN = ("3.6",)
@@ -42,6 +45,31 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """Shared memory, or the first part of it, with another dtype, shape and layout."""
     view = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)
+
+
+@dataclass_transform(eq_default=False)
+def aggregate(cls: type) -> Any:
+    """A class whose annotated fields are values of a kernel, which is made of them in their order or by name.
+
+    Fields of ``gl.constexpr`` may be anything that is known at compile time. Triton 3.6 and 3.7 have this under a
+    private name, and neither make constructors nor read annotations that are text: it is done here for all versions.
+
+    Raises:
+        TypeError: when an object is made, for a value that is too many or missing, or is not of its field's type.
+    """
+    fields = inspect.get_annotations(cls, eval_str=True)
+    signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in fields])
+
+    def init(self: Any, *values: Any, **named: Any) -> None:
+        for name, x in signature.bind(*values, **named).arguments.items():
+            setattr(self, name, x if isinstance(x, base_value) else gl.constexpr(x))
+
+    # The text of a kernel has its arguments: a build need not know this function's own text.
+    init.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__annotations__, cls.__init__ = fields, init  # type: ignore[misc]
+    made = _aggregate(cls)
+    made.__annotations__, made.__signature__ = fields, signature
+    return made
 
 
 def cannot_run(inv: Invocation) -> str | None:

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
+from keraunos.kernels.device.pipeline import Pipeline, pipeline
+from keraunos.kernels.gluon import aggregate, copy_in, copy_out, thread_barrier
 from tests.cuda import attention
 from tests.cuda.compile import descriptor as signature
 from tests.cuda.compile import resources
@@ -534,6 +535,148 @@ def test_a_barrier_that_runs_ahead():
         DeadlockError, match=r"bar completes phase 1 while partition 0 \(listens\) has not seen the one before"
     ):
         launch(runs_ahead, (1,), 2)
+
+
+VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@aggregate
+class Scaled:
+    """Values in shared memory, times a factor if there is one."""
+
+    memory: gl.shared_memory_descriptor
+    factor: gl.tensor | gl.constexpr
+    SIZE: gl.constexpr
+
+    @gluon.jit
+    def load(self):
+        x = self.memory.load(VECTOR)
+        return x if self.factor is None else x * self.factor
+
+
+@aggregate
+class Pair:
+    first: Scaled
+    second: Scaled | gl.constexpr
+
+    @gluon.jit
+    def total(self):
+        total = self.first.load()
+        if self.second is not None:
+            total += self.second.load()
+        return total
+
+
+@gluon.jit
+def adds_pairs(o_ptr, factor, FAULT: gl.constexpr):
+    x_s = gl.allocate_shared_memory(gl.float32, [128], ROW)
+    x_s.store(gl.full([128], 1.0, gl.float32, VECTOR))
+    first = Scaled(x_s, SIZE=128, factor=None)
+    second = None
+    if FAULT == "a field is missing":
+        second = Scaled(x_s, factor)
+    elif FAULT == "a field too many":
+        second = Scaled(x_s, factor, 128, 128)
+    elif FAULT == "a value of run time as a constant":
+        second = Scaled(x_s, factor, factor)
+    elif FAULT == "registers as shared memory":
+        second = Scaled(factor, factor, 128)
+    elif FAULT == "another aggregate":
+        second = Pair(first, None)
+    elif FAULT == "an unknown field":
+        second = first.length
+    elif FAULT is None:
+        second = Scaled(x_s, factor, 128)
+    pair = Pair(first, second)
+    for i in range(2):
+        o_t = i * pair.first.SIZE + gl.arange(0, pair.first.SIZE, layout=VECTOR)
+        gl.store(o_ptr + o_t, pair.total())
+
+
+def test_aggregates():
+    for fault, wanted in ((None, 3.5), ("no second", 1)):
+        o = np.zeros(256, np.float32)
+        launch(adds_pairs, (1,), o, 2.5, fault)
+        assert (o == wanted).all()
+
+
+@pytest.mark.parametrize("fault", ["a field is missing", "a field too many", "a value of run time as a constant",
+                                   "registers as shared memory", "another aggregate", "an unknown field"])
+def test_aggregates_that_are_wrong_do_not_compile(fault):
+    """Neither in the emulator nor in Triton."""
+    with pytest.raises((CompileError, TypeError, AttributeError)):
+        launch(adds_pairs, (1,), np.zeros(256, np.float32), 2.5, fault)
+    with pytest.raises(triton.CompilationError):
+        resources(adds_pairs, {"o_ptr": "*fp32", "factor": "fp32"}, {"FAULT": fault})
+
+
+@gluon.jit
+def assigns_a_field(o_ptr):
+    x_s = gl.allocate_shared_memory(gl.float32, [128], ROW)
+    values = Scaled(x_s, None, 128)
+    values.SIZE = 64
+
+
+def test_a_field_is_given_only_once():
+    with pytest.raises(CompileError, match="SIZE is given only once"):
+        launch(assigns_a_field, (1,), np.zeros(1, np.float32))
+
+
+@aggregate
+class Handed:
+    ring: Pipeline
+    x_s: gl.shared_memory_descriptor
+    n: gl.tensor
+    FAULT: gl.constexpr
+
+    @gluon.jit
+    def give(self):
+        for i in range(self.n):
+            if self.FAULT != "acquire":
+                self.ring.acquire(i)
+            self.x_s.index(i % self.ring.STAGES).store(gl.full([128], 1.0, gl.float32, VECTOR) * i)
+            thread_barrier()
+            if self.FAULT != "commit":
+                self.ring.commit(i)
+
+    @gluon.jit
+    def take(self, o_ptr):
+        total = gl.zeros([128], gl.float32, VECTOR)
+        for i in range(self.n):
+            if self.FAULT != "wait":
+                self.ring.wait(i)
+            total += self.x_s.index(i % self.ring.STAGES).load(VECTOR)
+            thread_barrier()
+            if self.FAULT != "release":
+                self.ring.release(i)
+        gl.store(o_ptr + gl.arange(0, 128, layout=VECTOR), total)
+
+
+@gluon.jit
+def passes_through_a_ring(o_ptr, n, STAGES: gl.constexpr, FAULT: gl.constexpr):
+    x_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], ROW)
+    ring = pipeline(STAGES, (1,), 1)
+    handed = Handed(ring, x_s, n, FAULT)
+    gl.warp_specialize([(Handed.take, (handed, o_ptr)), (Handed.give, (handed,))], [4], [64])
+
+
+@pytest.mark.parametrize(("mode", "seed"), SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_pipeline(stages, mode, seed):
+    o = np.zeros(128, np.float32)
+    launch(passes_through_a_ring, (1,), o, 7, stages, None, mode=mode, seed=seed)
+    assert (o == 21).all()
+    for fault in ("acquire", "commit", "wait", "release"):
+        with pytest.raises((RaceError, DeadlockError)):
+            launch(passes_through_a_ring, (1,), o, 7, stages, fault, mode=mode, seed=seed)
+
+
+def test_reports_name_the_ring_and_who_called_it():
+    words = (r"\(give\) waits for ring\.barriers\[2\] .* at pipeline.py:\d+ \(acquire\), "
+             r"called at test_emulator.py:\d+ \(give\)")
+    with pytest.raises(DeadlockError, match=words):
+        launch(passes_through_a_ring, (1,), np.zeros(128, np.float32), 7, 2, "release")
 
 
 HIDDEN = 3

@@ -78,13 +78,13 @@ class Machine:
             _running.pop()
 
     def place(self) -> str:
-        """Where in the kernel the running partition is."""
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code not in self.codes:
+        """Where in the kernel the running partition is, and where it called that function."""
+        found, frame = [], sys._getframe(1)
+        while frame is not None and len(found) < 2:
+            if frame.f_code in self.codes:
+                found.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})")
             frame = frame.f_back
-        if frame is None:
-            return "the kernel's start"
-        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})"
+        return ", called at ".join(found) or "the kernel's start"
 
     # Partitions
 

@@ -212,14 +212,15 @@ def allocate(dtype, shape, layout, value=None) -> View:
 
 
 def _assigned(here) -> str:
-    """The name of the variable that the kernel's running line assigns to."""
+    """The name of the variable that the kernel's running line assigns to, after those of the lines that call it."""
+    names: list[str] = []
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code not in here.codes:
+    while frame is not None:
+        if frame.f_code in here.codes:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            names[:0] = re.findall(r"^\s*(\w+)(?:: [\w.]+)? = ", line)
         frame = frame.f_back
-    if frame is None:
-        return ""
-    found = re.match(r"\s*(\w+)(?:: [\w.]+)? = ", linecache.getline(frame.f_code.co_filename, frame.f_lineno))
-    return found[1] if found else ""
+    return ".".join(names)
 
 
 # Accesses by the running partition

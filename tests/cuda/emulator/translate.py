@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dis
+import functools
+import inspect
 import types
+import typing
 
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import constexpr
 from triton.language.core import dtype as triton_dtype
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from . import language, machine, tensors, values
+from . import language, machine, shared, tensors, values
 from .errors import CompileError, UnsupportedError
 from .memory import Descriptor, Memory, as_array
 from .values import Tensor, tensor
@@ -61,6 +65,39 @@ def function(jit) -> Function:
     return _FUNCTIONS[id(jit)]
 
 
+class Aggregate:
+    """Values of a kernel in one object, whose class is a translation of one that ``kernels.gluon.aggregate`` made."""
+
+    def __init__(self, *args, **kwargs):
+        for name, x in self.signature.bind(*args, **kwargs).arguments.items():
+            kinds = tuple(_KINDS.get(kind) or _aggregate(kind) for kind in self.kinds[name])
+            is_static = not isinstance(x, (*_KINDS.values(), Aggregate))
+            if not isinstance(x, kinds) and not (is_static and gl.constexpr in self.kinds[name]):
+                raise CompileError(f"{type(self).__name__}: its {name} is not to be {x!r}")
+            self.__dict__[name] = x
+
+    def __setattr__(self, name, x):
+        raise CompileError(f"{type(self).__name__}: the field {name} is given only once, when the object is made")
+
+
+_KINDS = {gl.tensor: Tensor, gl.shared_memory_descriptor: shared.View, tma.tensor_descriptor: Descriptor}
+
+
+@functools.cache
+def _aggregate(kind) -> type:
+    """The emulator's class of a kernel's."""
+    if kind is gl.constexpr:
+        return constexpr
+    space = {name: _method(x) for name, x in vars(kind).items() if isinstance(x, JITFunction)}
+    kinds = {name: typing.get_args(x) or (x,) for name, x in kind.__annotations__.items()}
+    return type(kind.__name__, (Aggregate,), {**space, "kinds": kinds, "signature": inspect.signature(kind)})
+
+
+def _method(jit):
+    called = function(jit)
+    return functools.wraps(jit.fn)(lambda *args, **kwargs: called(*args, **kwargs))
+
+
 def _python(fn) -> types.FunctionType:
     """The function's own code, with the names that it uses translated."""
     names = set(_names(fn.__code__))
@@ -85,6 +122,8 @@ def _names(code):
 def _translated(name, x):
     if id(x) in language.TABLE:
         return language.TABLE[id(x)]
+    if getattr(x, "__triton_aggregate__", False):
+        return _aggregate(x)
     if isinstance(x, JITFunction):
         return function(x)
     if isinstance(x, constexpr):
