@@ -10,12 +10,13 @@ from pathlib import Path
 from triton.runtime.jit import JITFunction
 
 # Modules with kernels, and those that these import: a step is one of theirs.
-LINEAR = tuple(f"keraunos.kernels.linear_attention.cuda.{name}" for name in (
+LINEAR = ("keraunos.kernels.device.pipeline", *(f"keraunos.kernels.linear_attention.cuda.{name}" for name in (
     "walk", "outputs", "gradients", "dimensions", "dimensions_queries", "dimensions_keys", "dimensions_gates"
-))
+)))
 DECODE = ("keraunos.kernels.softmax_attention.cuda.decode",)
 _STEP = re.compile(
-    r"^( +)(?:fence_async_shared\(\)|thread_barrier\(\)|mbarrier\.(?:wait|arrive|init|expect)\(.*\)|"
+    r"^( +)(?:fence_async_shared\(\)|thread_barrier\(\)|mbarrier\.(?:arrive|init)\(.*\)|"
+    r"[\w.]+\.(?:acquire|expect|commit|wait|release|copy)\(.*\)|"
     r"tma\.store_wait\((?:\d)\)|copy_(?:in|out)\(.*\)|[a-z_, ]+ = warpgroup_mma_wait\((\d), deps=\[.*\]\))$",
     re.MULTILINE,
 )

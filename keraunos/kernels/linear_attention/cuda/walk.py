@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
-from keraunos.kernels.gluon import thread_barrier
+from keraunos.kernels.gluon import aggregate, copy_in, thread_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # The log of less than any 16-bit value. Sums of a chunk's gates stay small enough that their differences are as good as
@@ -29,6 +29,55 @@ FAINT = gl.constexpr(-100.0)
 CLOSED = gl.constexpr(-16384.0)
 # The log, base 2, of less than any float32 value.
 NOTHING = gl.constexpr(-150.0)
+
+
+@aggregate
+class Walk:
+    """A program's way over its tokens, in chunks, and the sizes of tiles.
+
+    The tokens are ``size`` from ``token`` on in row ``i_b`` of the batch. REVERSE: the recurrence runs backwards;
+    BACKWARDS: the walk does.
+    """
+
+    i_b: gl.tensor
+    token: gl.tensor
+    size: gl.tensor
+    H: gl.constexpr
+    C: gl.constexpr
+    K: gl.constexpr
+    V: gl.constexpr
+    BK: gl.constexpr
+    BV: gl.constexpr
+    REVERSE: gl.constexpr
+    BACKWARDS: gl.constexpr
+
+    @gluon.jit
+    def chunks(self):
+        """How many chunks there are."""
+        return gl.cdiv(self.size, self.C)
+
+    @gluon.jit
+    def place(self, i):
+        """Where in memory the i-th chunk is, in chunks."""
+        return (self.chunks() - 1 - i) if self.BACKWARDS else i
+
+    @gluon.jit
+    def blocks(self, x, i_h, stride_b, stride_t, stride_h, D: gl.constexpr, BD: gl.constexpr, LAYOUT: gl.constexpr):
+        """A descriptor of the walk's tokens ``[size, D]``, in blocks of C tokens and BD dimensions."""
+        return describe(x, self.i_b, self.token, i_h, self.size, stride_b, stride_t, stride_h, self.C, D, BD, LAYOUT)
+
+
+@aggregate
+class Blocks:
+    """Blocks of tokens: where they are in memory, and the stages that they are copied into, or out of."""
+
+    desc: tma.tensor_descriptor
+    stages: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def copy(self, row, column, stage, full):
+        """Begins to copy a block in, which ``full`` will say."""
+        copy_in(self.desc, [row, column], full, self.stages.index(stage))
 
 
 @gluon.jit
@@ -194,41 +243,67 @@ def without_own(a, rows, columns):
     return gl.where(own, 0.0, a), gl.sum(gl.where(own, a, 0.0), 1)
 
 
-@gluon.jit
-def add_gates(g, gamma, size, stride_t, scale, gates_s, full, empty, sums, C: gl.constexpr, BK: gl.constexpr,
-              STAGES: gl.constexpr, REVERSE: gl.constexpr, BACKWARDS: gl.constexpr, FACTORS: gl.constexpr,
-              SUM: gl.constexpr):
-    """A partition of one warp: what the gates of each chunk do, in the order in which chunks are walked.
+@aggregate
+class Gates:
+    """A walk's gates per token, to each of which gamma is added, and what they do in the chunk of each stage.
 
-    For each stage ``gates_s`` get: whether the chunk is strong; ``G``, of a chunk that is not strong ``exp2(-G)`` if
-    FACTORS; ``scale * exp2(G)`` and ``exp2(G_total - G)``; and ``exp2(G_total)``, once for each row of the state.
-
-    REVERSE: the recurrence runs backwards; BACKWARDS: the walk does. SUM: ``sums`` gets what the walk's gates come to.
+    vectors: ``G``, of a chunk that is not strong ``exp2(-G)`` if FACTORS; ``scale * exp2(G)``; ``exp2(G_total - G)``.
+    decays: ``exp2(G_total)``, once for each row of the state. strong: whether the chunk is. sums: where what the
+    walk's gates come to is stored, or None.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
-    ROWS: gl.constexpr = gl.BlockedLayout([BK // 32], [32], [1], [0])
-    vectors_s, decays_s, strong_s = gates_s
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    t = gl.arange(0, C, layout=LAYOUT)
-    everything = scale * 0.0
-    count = gl.cdiv(size, C)
-    for i in range(count):
-        slot = i % STAGES
-        at = (count - 1 - i) if BACKWARDS else i
-        inside = t < size - at * C
-        x = gl.load(g + (at * C + t).to(gl.int64) * stride_t, mask=inside, other=0.0).to(gl.float32)
-        x = gl.where(inside, gl.maximum(x + gamma, FAINT) * LOG2E, 0.0)
-        G = gl.associative_scan(x, 0, add, reverse=REVERSE)
-        total = gl.sum(x, 0)
-        everything += total
-        strong = is_strong(total, gl.minimum(size - at * C, C))
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-        vectors_s.index(3 * slot).store(gl.where(strong, G, gl.exp2(-G)) if FACTORS else G)
-        vectors_s.index(3 * slot + 1).store(gl.exp2(G) * scale)
-        vectors_s.index(3 * slot + 2).store(gl.exp2(gl.minimum(total - G, 0.0)))
-        strong_s.index(slot).store(gl.full([1], 1, gl.int32, FLAG) * strong.to(gl.int32))
-        decays_s.index(slot).store(gl.full([BK], 1.0, gl.float32, ROWS) * gl.exp2(total))
-        thread_barrier()
-        mbarrier.arrive(full.index(slot), count=1)
-    if SUM:
-        gl.store(sums, everything)
+
+    g: gl.tensor
+    stride: gl.tensor
+    gamma: gl.tensor
+    sums: gl.tensor | gl.constexpr
+    vectors: gl.shared_memory_descriptor
+    decays: gl.shared_memory_descriptor
+    strong: gl.shared_memory_descriptor
+    FACTORS: gl.constexpr
+
+    @gluon.jit
+    def put(self, walk, ring, scale):
+        """A partition of one warp: fills each chunk's stage, in the order in which chunks are walked."""
+        C: gl.constexpr = walk.C
+        LAYOUT: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
+        ROWS: gl.constexpr = gl.BlockedLayout([walk.BK // 32], [32], [1], [0])
+        FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        t = gl.arange(0, C, layout=LAYOUT)
+        everything = scale * 0.0
+        for i in range(walk.chunks()):
+            slot = i % ring.STAGES
+            at = walk.place(i)
+            inside = t < walk.size - at * C
+            x = gl.load(self.g + (at * C + t).to(gl.int64) * self.stride, mask=inside, other=0.0).to(gl.float32)
+            x = gl.where(inside, gl.maximum(x + self.gamma, FAINT) * LOG2E, 0.0)
+            G = gl.associative_scan(x, 0, add, reverse=walk.REVERSE)
+            total = gl.sum(x, 0)
+            everything += total
+            strong = is_strong(total, gl.minimum(walk.size - at * C, C))
+            ring.acquire(i)
+            self.vectors.index(3 * slot).store(gl.where(strong, G, gl.exp2(-G)) if self.FACTORS else G)
+            self.vectors.index(3 * slot + 1).store(gl.exp2(G) * scale)
+            self.vectors.index(3 * slot + 2).store(gl.exp2(gl.minimum(total - G, 0.0)))
+            self.strong.index(slot).store(gl.full([1], 1, gl.int32, FLAG) * strong.to(gl.int32))
+            self.decays.index(slot).store(gl.full([walk.BK], 1.0, gl.float32, ROWS) * gl.exp2(total))
+            thread_barrier()
+            ring.commit(i)
+        if self.sums is not None:
+            gl.store(self.sums, everything)
+
+    @gluon.jit
+    def is_strong(self, slot):
+        """Whether the chunk in a stage is strong, for a warpgroup."""
+        FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        return gl.max(self.strong.index(slot).load(FLAG), 0) != 0
+
+
+@gluon.jit
+def gates_of(walk, g, stride_b, stride_t, stride_h, i_h, gamma, sums, STAGES: gl.constexpr, FACTORS: gl.constexpr):
+    """The gates of a walk."""
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    vectors = gl.allocate_shared_memory(gl.float32, [3 * STAGES, walk.C], VECTOR)
+    decays = gl.allocate_shared_memory(gl.float32, [STAGES, walk.BK], VECTOR)
+    strong = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
+    p_g = g + walk.i_b.to(gl.int64) * stride_b + walk.token * stride_t + i_h.to(gl.int64) * stride_h
+    return Gates(p_g, stride_t, gamma, sums, vectors, decays, strong, FACTORS)
