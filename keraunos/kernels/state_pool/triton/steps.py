@@ -67,6 +67,15 @@ def softplus(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def dot(x, y):
+    """``sum(x y)`` over the first axis, of products that are rounded before they are added.
+
+    Of two products that are added, a compiler may fuse either one, and not the same in every kernel.
+    """
+    return tl.sum(tl.fma(x, y, tl.zeros_like(x)), 0)
+
+
+@triton.jit
 def load_rows(p_q, p_k, p_v, m_k, m_v, OUTPUT: tl.constexpr, NORM: tl.constexpr):
     """A token's q ``[BK]``, k ``[BK]`` and v ``[BV]``; NORM: q and k over their lengths."""
     b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)
@@ -75,8 +84,8 @@ def load_rows(p_q, p_k, p_v, m_k, m_v, OUTPUT: tl.constexpr, NORM: tl.constexpr)
     if OUTPUT:
         b_q = tl.load(p_q, mask=m_k, other=0.0).to(tl.float32)
     if NORM:
-        b_q /= tl.sqrt_rn(tl.sum(b_q * b_q, 0) + EPSILON)
-        b_k /= tl.sqrt_rn(tl.sum(b_k * b_k, 0) + EPSILON)
+        b_q /= tl.sqrt_rn(dot(b_q, b_q) + EPSILON)
+        b_k /= tl.sqrt_rn(dot(b_k, b_k) + EPSILON)
     return b_q, b_k, b_v
 
 
@@ -88,7 +97,7 @@ def advance(b_s, b_k, b_v, b_d, b_beta, DECAYS: tl.constexpr, DELTA: tl.constexp
     if DELTA:
         if DECAYS:
             b_s *= b_d[:, None]
-        b_v = b_beta * (b_v - tl.sum(b_s * b_kk, 0))
+        b_v = b_beta * (b_v - dot(b_s, b_kk))
     b_vv = tl.broadcast_to(b_v[None, :], [BK, BV])
     if DECAYS and not DELTA:
         return tl.fma(b_s, tl.broadcast_to(b_d[:, None], [BK, BV]), b_kk * b_vv)
@@ -204,13 +213,13 @@ def step_kernel(
             b_d, b_beta = load_gates(p_g, p_b, m_k, b_gamma, b_rate, b_bias, lower, GATE, GAMMA, RAW, DELTA, RAW_BETA,
                                      EXACT, BK)
             if OUTPUT:
-                b_o = tl.sum(b_s * b_qi[:, None], 0) * scale
+                b_o = dot(b_s, tl.broadcast_to(b_qi[:, None], [BK, BV])) * scale
                 tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
                 p_o += stride_ot * UNIT
     else:
         b_s = advance(b_s, b_k, b_v, b_d, b_beta, DECAYS, DELTA, BK, BV)
         if OUTPUT:
-            b_o = tl.sum(b_s * b_q[:, None], 0) * scale
+            b_o = dot(b_s, tl.broadcast_to(b_q[:, None], [BK, BV])) * scale
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
     if STORE:
         tl.store(pool + i_state + o_s, b_s.to(pool.dtype.element_ty), mask=m_s)
