@@ -29,6 +29,7 @@ SERVING = "tests/serving tests/compat"
 PREFILL = "tests/serving/test_values.py tests/serving/test_torch.py"
 STRETCHES = "tests/distributed/test_stretches.py"
 SHARDS = "tests/distributed/test_torch_linear.py"
+DELTA_SHARDS = "tests/distributed/test_torch_delta.py"
 PEERS = "tests/distributed/test_peers.py"
 ADDRESSES = "tests/triton/test_addresses.py"
 CHIPS = "tests/triton/test_chips.py"
@@ -50,6 +51,7 @@ CHIPS = "tests/triton/test_chips.py"
         # Others of its tests are about the torch platform.
         TORCH: "not gradcheck and not groups and not rounded and not nothing_inside",
         f"{PREFILL} {SHARDS}": "every_gate and exported or parts and 65 or alike",
+        DELTA_SHARDS: "whole",
     }),
     ("", "1", {VALUES: "every_gate and reverse and not none or every_array and own"}),
     ("64", "1", {VALUES: "group and (scalar or strong)"}),

@@ -227,3 +227,31 @@ def test_calls_over_shards_lower(triton, monkeypatch):
     # The states that are left, and those that segments start from, forward and backward; and the walks.
     assert text.count("triton_kernel_call") >= 8
     assert text.count('"stablehlo.all_to_all"') == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_delta_rule_over_shards_lowers(triton, packed):
+    from keraunos.distributed import linear
+    from keraunos.distributed.jax import shards
+    from keraunos.kernels.gated_delta_rule import contract, stretches
+    from keraunos.kernels.gated_delta_rule.triton import passes as platform
+
+    q, offsets = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.bfloat16), jnp.array([0, 1000, 4096])
+    opts = contract.Options(0.125, False, True, CFG)
+    mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.shard_map(mesh=mesh, in_specs=P(None, "tokens"), out_specs=(P(None, "tokens"), P()))
+    def call(q, k, v):
+        args = contract.Args(q, k, v, cu_seqlens=offsets if packed else None)
+        transition = stretches.Transition.of(platform.gated_delta_rule, args, opts)
+        assert transition.parts == (platform.states_left, platform.gradient_left)
+        prepare = linear._sharded("jax", platform.gated_delta_rule.passes, transition)
+        return prepare(opts, shards.shards("gated_delta_rule", "tokens"), args)(args)
+
+    def loss(*x):
+        output, state = call(*x)
+        return output.astype(jnp.float32).sum() + state.sum()
+
+    text = jax.jit(jax.grad(loss, range(3))).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton_kernel_call") >= 15
+    assert text.count('"stablehlo.all_gather"') == 2

@@ -124,6 +124,22 @@ class Transition(NamedTuple):
         return output, last[1:2] if self.packed else last
 
 
+def joined(parts: Any, B: int, V: int, backwards: bool = False) -> Any:
+    """The state and the matrix ``[B, H, K, V + K]`` that a stretch leaves, from those of its parts ``[B * n, ...]``.
+
+    Neighbours are joined, then pairs of them. backwards: the last part is the first on the way.
+    """
+    frontend = frontends.of(parts)
+    parts = parts.reshape(B, -1, *parts.shape[1:])
+    while (n := parts.shape[1]) > 1:
+        first, second = parts[:, : n - n % 2 : 2], parts[:, 1::2]
+        first, second = (second, first) if backwards else (first, second)
+        both = frontend.product(second[..., V:], first)
+        both = frontend.xp.concatenate([both[..., :V] + second[..., :V], both[..., V:]], -1)
+        parts = frontend.xp.concatenate([both, parts[:, n - n % 2 :]], 1)
+    return parts[:, 0]
+
+
 def _passed(matrix: Any, state: Any) -> Any:
     """The state after a stretch with this matrix; what it forgets is nothing, even if it was no number."""
     frontend = frontends.of(state)

@@ -15,12 +15,14 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from keraunos import frontends
 from keraunos.frontends import shared_memory
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.device import limits
 from keraunos.kernels.device.limits import four_warps, precision
 from keraunos.kernels.device.sums import over_shared, summed
 from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
+from keraunos.kernels.gated_delta_rule.stretches import joined
 from keraunos.kernels.gated_delta_rule.triton import chunks, walks
 from keraunos.kernels.host.arrays import Spec, pow2, spec_of, strides_by_name, tile, unit_of
 from keraunos.kernels.host.plan import Plan, remember
@@ -256,6 +258,44 @@ def forward(args: Args, opts: Options, pool: Pool | None = None) -> tuple[tuple[
 
 
 @remember
+def _call_of_stretch(specs: Args, opts: Options, shared: int) -> Call:
+    """A stretch of a longer sequence as a call. Packed it is not cut: its length is not known here."""
+    call = Call(specs, opts, shared)
+    if call.packed:
+        call.L, call.segments = 0, call.N
+    return call
+
+
+def _of_stretch(args: Args, opts: Options) -> tuple[Call, Args, Prepared]:
+    call = _call_of_stretch(Args(*map(spec_of, args)), opts, shared_memory(args.query))
+    args = _normalised(opts, args)
+    return call, args, prepare(call, args)
+
+
+def states_left(args: Args, opts: Options) -> Array:
+    """The state and the matrix that a stretch leaves; see :mod:`keraunos.kernels.gated_delta_rule.stretches`."""
+    call, args, ready = _of_stretch(args, opts)
+    left = walk(call, args, ready, None, split=call.L > 0, final=2, matrix=True)[-1]
+    return left[1:2] if call.packed else joined(left, call.B, call.V)
+
+
+def gradient_left(args: Args, opts: Options, doutput: Array, end: Any) -> Any:
+    """The gradient of a state that a stretch leaves; see :mod:`keraunos.kernels.gated_delta_rule.stretches`."""
+    frontend, (call, args, ready) = frontends.of(args.query), _of_stretch(args, opts)
+    xp = frontend.xp
+    if not call.L:
+        if call.packed and end is not None:
+            end = xp.concatenate([xp.zeros_like(end), end, xp.zeros_like(end)])
+        left = adjoint(call, args, ready, doutput, end, final=2)[-1]
+        return left[1:2] if call.packed else left
+    matrices = walk(call, args, ready, None, split=True, final=2, matrix=True)[-1][..., call.V :]
+    local = adjoint(call, args, ready, doutput, None, split=True, final=2)[-1]
+    left = joined(xp.concatenate([local, matrices.mT], -1), call.B, call.V, backwards=True)
+    local = left[..., : call.V]
+    return local if end is None else local + frontend.product(left[..., call.V :], end)
+
+
+@remember
 def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
     """The launch that makes the gradients of "pairs", "queries" or "keys"."""
     H, K, V, g, beta = call.H, call.K, call.V, call.specs.g, call.specs.beta
@@ -335,8 +375,9 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     ]
 
 
-gated_delta_rule = kernel(
-    "triton", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
-    unsupported=unsupported,
+gated_delta_rule = replace(
+    kernel("triton", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
+           unsupported=unsupported),
+    parts=(states_left, gradient_left),
 )
 delta_prefill = pool_passes.prefill(__file__, Walk(Args, Options, forward), FIELDS, heuristic, "delta_prefill")
