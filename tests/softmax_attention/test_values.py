@@ -22,6 +22,11 @@ def platform(request):
     return request.param
 
 
+def is_taken(where, name, number, case):
+    """XLA compiles each: at once it takes every third, among which are all options, and what these lack."""
+    return (where[0], name) != ("xla", "at_once") or number % 3 == 1 or case.V or 0 in (case.B, case.T)
+
+
 CASES = [
     Case(),
     Case(causal=True),
@@ -107,8 +112,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("platform", "case", "block"), [
+    pytest.param(where, case, block, id=f"{'-'.join(where)}-{case}-{name}")
+    for where in platforms() for number, case in enumerate(CASES) for name, block in BLOCKS.items()
+    if is_taken(where, name, number, case)
+], indirect=["platform"])
 def test_values_and_gradients(platform, case, block):
     number = CASES.index(case)
     size = {"triton": BLOCKS["blocks"], "cuda": None}.get(platform[0], block)
