@@ -54,7 +54,11 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_call(platform, name):
-    CASES[name].check(*platform)
+    case = CASES[name]
+    if INTERPRETED and case.dtype == "float32" and list(CASES).index(name) > 1:
+        # Programs take long there.
+        case = dataclasses.replace(case, B=1)
+    case.check(*platform)
 
 
 # What models have, with more arithmetic than a CPU has time for.
@@ -137,6 +141,8 @@ def test_states_with_values_first(platform):
     np.testing.assert_array_equal(_host(state).swapaxes(2, 3), _host(last))
 
 
+# The interpreter's arithmetic warns of what tokens hold that the call does not read further.
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 3e38])
 def test_tokens_of_other_sequences_may_hold_anything(platform, garbage):
     case = Case(lengths=(20, 30, 10))

@@ -6,6 +6,7 @@ The interpreter is chosen when kernels are defined, so these tests run in a proc
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,12 @@ TORCH = "tests/linear_attention/test_torch.py"
 SOFTMAX = "tests/softmax_attention/test_values.py"
 BLOCKS = "tests/softmax_attention/test_blocks.py"
 PARTS = "tests/softmax_attention/test_parts.py"
-SERVING = "tests/serving tests/compat"
+# Files of these folders that launch no kernel of Triton here; and one whose kernels serving and DELTA run.
+LEFT_OUT = ("test_builds", "test_ejkernel", "test_example", "test_hopper", "test_jax", "test_fla_delta")
+TESTS = Path(__file__).parents[1]
+SERVING = " ".join(f"tests/{folder}/{file.name}" for folder in ("serving", "compat")
+                   for file in sorted((TESTS / folder).glob("test_*.py")) if file.stem not in LEFT_OUT)
+DELTA = "tests/gated_delta_rule/test_values.py"
 PREFILL = "tests/serving/test_values.py tests/serving/test_torch.py"
 STRETCHES = "tests/distributed/test_stretches.py"
 SHARDS = "tests/distributed/test_torch_linear.py"
@@ -53,9 +59,10 @@ CHIPS = "tests/triton/test_chips.py"
         f"{PREFILL} {SHARDS}": "every_gate and exported or parts and 65 or alike",
         DELTA_SHARDS: "whole",
     }),
-    ("", "1", {VALUES: "every_gate and reverse and not none or every_array and own"}),
+    # The delta rule has parts of its own.
+    ("", "1", {VALUES: "every_gate and reverse and not none or every_array and own", DELTA: "not same_bits"}),
     ("64", "1", {VALUES: "group and (scalar or strong)"}),
-], ids=["linear", "softmax, stretches, peers", "serving, addresses, chips", "segments", "parts", "pairs"])
+], ids=["linear", "softmax, stretches, peers", "serving, addresses, chips", "segments", "parts, delta rule", "pairs"])
 def test_in_the_interpreter(segment, parts, runs):
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)
     tests = {file: f"({tests})" for files, tests in runs.items() for file in files.split()}
