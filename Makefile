@@ -1,5 +1,6 @@
 # make run   the demo: trains a small language model on CPU (or the GPU, if jax has one) and checks it
-# make test  lint, types, the documentation's site and every test that needs no GPU
+# make test  every test that needs no GPU
+# make check lint, types and the documentation's site
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
@@ -7,14 +8,13 @@ JOBS ?= 2
 GPU_JOBS ?= $(shell nproc)
 TRITONS ?= 3.6 3.7 3.8 3.9
 
-.PHONY: run test lint docs package pytest bench test-triton test-newest test-tpu-compile test-gpu bench-gpu clean
+.PHONY: run test check lint docs package bench test-triton test-newest test-tpu-compile test-gpu bench-gpu clean
 
 run: $(VENV)/run.stamp
 	$(PY) examples/language_model
 
-# Types take one processor a minute, which the tests can share.
-test: $(VENV)/test.stamp
-	$(MAKE) -j 2 lint docs pytest
+check: $(VENV)/test.stamp
+	$(MAKE) -j 2 lint docs
 
 # Much of the time would go into compiling for speed, on CPUs, what runs once: XLA's newer code for fusions, the work of
 # many threads where there are few, LLVM's longer passes. (Versions of JAX without such a flag refuse it.) And into
@@ -23,8 +23,8 @@ test: $(VENV)/test.stamp
 QUICKLY = --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu XLA_FLAGS="$(QUICKLY)" $(PY) -m pytest \
 	-n $(JOBS) --dist worksteal
-pytest: QUICKLY += --xla_cpu_use_fusion_emitters=false
-pytest: $(VENV)/test.stamp
+test: QUICKLY += --xla_cpu_use_fusion_emitters=false
+test: $(VENV)/test.stamp
 	$(PYTEST)
 
 # The newest releases of all, also of what pyproject.toml does not allow yet, in an environment of their own.
