@@ -57,7 +57,7 @@ def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int
 
 def _waits(said: str) -> int:
     # A wait that the assembler put in; products that it put in turn.
-    return len(re.findall(r"\(C7510\)|\(C7512\)|\(C7514\)|\(C7517\)", said))
+    return len(re.findall(r"\(C7510\)|\(C7511\)|\(C7512\)|\(C7514\)|\(C7517\)", said))
 
 
 def identity(kernel, signature: dict[str, str], constants: dict) -> str:

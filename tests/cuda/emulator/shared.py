@@ -170,7 +170,7 @@ class View:
 
         def make():
             data = self.data.reshape(-1).view(np.uint8)[:size].view(numpy_type(dtype)).reshape(shape)
-            return View(self.allocation, self.name, data, dtype, layout, (data.itemsize, shape, layout))
+            return View(self.allocation, self.name, data, dtype, layout, _form(data, shape, layout))
 
         return self._view(("reinterpret", str(dtype), shape, layout), make)
 
@@ -195,6 +195,13 @@ class View:
         """Has no effect here."""
 
 
+def _form(data, shape, layout):
+    """What says where each element lies: rows of rows without swizzling lie alike by layouts of any rank."""
+    if isinstance(layout, gl.SwizzledSharedLayout) and layout.max_phase == 1:
+        layout = "rows" if list(layout.order) == sorted(layout.order, reverse=True) else layout
+    return data.itemsize, shape, layout
+
+
 def allocate(dtype, shape, layout, value=None) -> View:
     """gl.allocate_shared_memory."""
     shape = tuple(static(n, "the shape") for n in shape)
@@ -205,7 +212,7 @@ def allocate(dtype, shape, layout, value=None) -> View:
     here.allocations.append(allocation)
     data = allocation.bytes.view(numpy_type(dtype)).reshape(shape)
     data[...] = poison(dtype)
-    view = View(allocation, name, data, dtype, layout, (data.itemsize, shape, layout))
+    view = View(allocation, name, data, dtype, layout, _form(data, shape, layout))
     if value is not None:
         view.store(value)
     return view
