@@ -13,7 +13,7 @@ from functools import partial
 
 import triton
 
-from tests.cuda import builds, test_decode, test_softmax_attention
+from tests.cuda import builds, delta_rule, test_decode, test_softmax_attention
 from tests.cuda.compile import RECORD, RECORDED_WITH, identity, recorded, resources
 from tests.cuda.softmax_attention import build_of
 
@@ -24,6 +24,7 @@ CALLS = {
     **{f"attention forward, {name}": lambda name=name: [build_of(FORWARD.CASES[name], FORWARD.forward_kernel)]
        for name in FORWARD.BUILT},
     **{f"few queries, {name}": lambda name=name: [build_of(FEW.CASES[name], FEW.decode_kernel)] for name in FEW.BUILT},
+    **{name: partial(delta_rule.build, case) for name, case in delta_rule.BUILDS.items()},
     "few queries, joined": lambda: [build_of(FEW.CASES["everything"], FEW.join_kernel)],
 }
 

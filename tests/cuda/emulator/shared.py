@@ -196,7 +196,7 @@ class View:
 
 
 def _form(data, shape, layout):
-    """What says where each element lies: rows of rows without swizzling lie alike by layouts of any rank."""
+    """The place of each element, as a key: rows of rows without swizzling lie alike by layouts of any rank."""
     if isinstance(layout, gl.SwizzledSharedLayout) and layout.max_phase == 1:
         layout = "rows" if list(layout.order) == sorted(layout.order, reverse=True) else layout
     return data.itemsize, shape, layout

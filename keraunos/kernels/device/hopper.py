@@ -1,0 +1,116 @@
+"""Parts of walks over sequences in Gluon: where a program walks, descriptors of its tokens, its states.
+
+A program walks over one sequence, or one segment of it, of one head, in chunks of tokens, of which only the one that
+lies last in memory may be partial. Its descriptors are of its own tokens, so that copies read zeros after their end and
+write nothing there.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+LOG2E = gl.constexpr(1.4426950408889634)
+# The log of less than any 16-bit value. Sums of a chunk's gates stay small enough that their differences are as good as
+# 16-bit inputs if no gate is below it.
+FAINT = gl.constexpr(-100.0)
+
+
+@gluon.jit
+def add(a, b):
+    """The combination of a scan that sums."""
+    return a + b
+
+
+@gluon.jit
+def wide(x):
+    """16-bit values as float32; bfloat16 by its bits: a conversion takes the slow unit that exponentials need."""
+    if x.dtype == gl.bfloat16:
+        return (x.to(gl.int16, bitcast=True).to(gl.int32) << 16).to(gl.float32, bitcast=True)
+    return x.to(gl.float32)
+
+
+@gluon.jit
+def locate(cu_seqlens, i_o, T, L, PACKED: gl.constexpr, SPLIT: gl.constexpr, REVERSE: gl.constexpr):
+    """Walk -> (sequence, row of the batch, its first token in the row, its tokens, whether it ends the sequence)."""
+    if PACKED:
+        begin = gl.load(cu_seqlens + i_o).to(gl.int64)
+        size = (gl.load(cu_seqlens + i_o + 1).to(gl.int64) - begin).to(gl.int32)
+        return i_o, i_o * 0, begin, size, T >= 0
+    if SPLIT:
+        count = gl.cdiv(T, L)
+        i_n = i_o // count
+        i_g = i_o % count
+        last = (i_g == 0) if REVERSE else (i_g == count - 1)
+        return i_n, i_n, (i_g * L).to(gl.int64), gl.minimum(T - i_g * L, L), last
+    return i_o, i_o, (i_o * 0).to(gl.int64), T, T >= 0
+
+
+@gluon.jit
+def locate_chunk(cu_seqlens, i_s, T, N, C: gl.constexpr, BN: gl.constexpr, PACKED: gl.constexpr):
+    """Slot of a chunk -> (row of the batch, its first token in the row, how many there are from that on).
+
+    Packed sequence n owns the slots from ``begin // C + n`` on, of which the last may stay empty.
+    """
+    if PACKED:
+        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        n = gl.arange(0, BN, layout=EACH)
+        begins = gl.load(cu_seqlens + 1 + n, mask=n < N - 1, other=0).to(gl.int64)
+        i_n = gl.sum(((n < N - 1) & (begins // C + n + 1 <= i_s)).to(gl.int32), 0)
+        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
+        end = gl.load(cu_seqlens + i_n + 1).to(gl.int64)
+        token = begin + (i_s - (begin // C + i_n)) * C
+        return i_n * 0, token, (end - token).to(gl.int32)
+    count = gl.cdiv(T, C)
+    first = i_s % count * C
+    return i_s // count, first.to(gl.int64), T - first
+
+
+@gluon.jit
+def describe(x, i_b, token, i_h, size, stride_b, stride_t, stride_h, C: gl.constexpr, D: gl.constexpr,
+             BD: gl.constexpr, LAYOUT: gl.constexpr):
+    """A descriptor of the tokens of a walk ``[size, D]``, in blocks of C tokens and BD dimensions."""
+    # A walk over no token may stand where the array has ended: what is described then is never copied.
+    token = token * (size > 0).to(gl.int64)
+    base = x + i_b.to(gl.int64) * stride_b + token * stride_t + i_h.to(gl.int64) * stride_h
+    return tma.make_tensor_descriptor(base, [gl.maximum(size, 1), D], [stride_t, 1], [C, BD], LAYOUT)
+
+
+@gluon.jit
+def within(mask, o, D: gl.constexpr, BD: gl.constexpr):
+    """A mask of a tile of BD dimensions without those after the array's own D; ``o`` are the tile's, broadcast."""
+    if D < BD:
+        mask = mask & (o < D)
+    return mask
+
+
+@gluon.jit
+def load_state(p_state, o_r, o_c, R: gl.constexpr, D: gl.constexpr, BR: gl.constexpr, BD: gl.constexpr):
+    """The values of a state at pointers ``[rows, columns]``, 0 after its own R and D of them."""
+    if R == BR and D == BD:
+        state = gl.load(p_state)
+    else:
+        mask = within((o_r >= 0)[:, None], o_r[:, None], R, BR) & within((o_c >= 0)[None, :], o_c[None, :], D, BD)
+        state = gl.load(p_state, mask=mask, other=0.0)
+    return state.to(gl.float32)
+
+
+@gluon.jit
+def store_state(p_state, state, last, o_r, o_c, R: gl.constexpr, D: gl.constexpr, BR: gl.constexpr,
+                BD: gl.constexpr):
+    """Stores a state at pointers, if its walk is the last of a sequence."""
+    mask = within((o_r * 0 < last.to(gl.int32))[:, None], o_r[:, None], R, BR)
+    gl.store(p_state, state.to(p_state.dtype.element_ty), mask=within(mask, o_c[None, :], D, BD))
+
+
+@gluon.jit
+def clear(o, first, end, step, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+    """Zeros for C of a head's outputs from each ``step``-th token on, up to the ``end``."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, BV // 32], [1, 32], [4, 1], [1, 0])
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+    nothing = gl.zeros([C, BV], o.dtype.element_ty, LAYOUT)
+    for i in range(first, end, step):
+        o_o = ((i + t).to(gl.int64) * (H * V))[:, None] + o_v[None, :]
+        gl.store(o + o_o, nothing, mask=within((i + t < end)[:, None], o_v[None, :], V, BV))

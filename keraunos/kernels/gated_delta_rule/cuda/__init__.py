@@ -1,0 +1,8 @@
+"""The gated delta rule in Gluon, scheduled by hand for Hopper GPUs, for JAX and PyTorch.
+
+``passes.py`` says which kernel runs when. ``prepare.py`` inverts the products of each chunk's keys, of all chunks at
+once; ``walk.py`` has the walk that makes outputs, with the state in registers.
+"""
+
+# Before the kernels, which import what versions that are not known may lack.
+from keraunos.kernels import gluon as gluon

@@ -1,0 +1,174 @@
+"""The platform ``cuda`` of the gated delta rule without a GPU: values, faults, resources, what it refuses."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import triton
+
+import keraunos
+from keraunos import frontends
+from keraunos.kernels import kernel_registry
+from keraunos.kernels.gated_delta_rule.contract import Args, describe
+from keraunos.kernels.gated_delta_rule.cuda import passes
+from keraunos.kernels.gluon import RUN
+from tests.cuda import mutants
+from tests.cuda.compile import known
+from tests.cuda.delta_rule import BUILDS, build, check, options, run, small
+from tests.cuda.emulator import EmulatorError
+from tests.cuda.platform import emulated
+from tests.linear_attention.cases import GPU
+
+pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
+
+CHUNK = 64
+# What may run when, and in which order; see the emulator.
+SCHEDULES = [("late", 0), ("early", 0), ("random", 1), ("late", 2), ("early", 3), ("random", 4)]
+WIDE = dict(K=128, V=128)
+CASES = [
+    *(small(T=T, state=True, **kind) for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK + 5)
+      for kind in (dict(), dict(reverse=True))),
+    small(**WIDE, T=200, H=2, state=True),
+    small(**WIDE, T=130, B=2, gate="none", beta=None, reverse=True),
+    small(**WIDE, T=130, norm=True, state=True),
+    small(T=130, norm=True, reverse=True, state=True, scale=-0.3),
+    small(**WIDE, T=70, H=4, HQ=2, G=1, HV=4, HG=2, HB=1, B=2, state=True),
+    small(T=70, H=2, HQ=2, G=1, HV=1, HG=1, HB=2),
+    small(lengths=(70, 0, 1, 64, 63), state=True),
+    small(lengths=(0, 65, 0, 130, 0), reverse=True, state=True, norm=True),
+    small(**WIDE, lengths=(3, 66), gate="none", H=2),
+    *(small(T=200, decay=decay, reverse=reverse, state=True)
+      for decay in (0.0, 40.0, None) for reverse in (False, True)),
+    *(small(T=200, beta=beta, gate=gate, state=True) for beta in (0.0, 2.0) for gate in ("none", "scalar")),
+    *(small(**WIDE, T=200, keys="equal", beta=beta, gate=gate, state=gate == "scalar", reverse=beta == 1, decay=0.01)
+      for beta in (1.0, 2.0) for gate in ("none", "scalar")),
+    small(T=200, keys="equal", beta=1.0, decay=None, state=True),
+    small(T=200, keys="longer", state=True),
+    small(T=200, keys="longer", gate="none", beta=1.0),
+    small(K=128, V=64, T=70, state=True),
+    small(K=64, V=128, T=130, state=True, reverse=True),
+    small(K=96, V=40, T=70, H=2, norm=True, state=True),
+    small(K=40, V=72, lengths=(65, 0, 9), state=True, reverse=True),
+    small(dtype="float16", T=130, state=True),
+    small(dtype="float16", T=200, keys="equal", beta=1.0, gate="none"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_values(number):
+    mode, seed = SCHEDULES[number % len(SCHEDULES)]
+    check(CASES[number], mode=mode, seed=seed)
+
+
+def test_no_tokens():
+    check(small(T=0, state=True))
+
+
+def test_gates_and_beta_may_be_expanded():
+    """As a view that tokens, heads or rows share."""
+    q, k, v = (torch.randn(2, 70, 2, 64).bfloat16() for _ in range(3))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    for shape in ((1, 70, 2), (2, 1, 2), (2, 70, 1), (1, 1, 1)):
+        g, beta = torch.rand(shape).neg().expand(2, 70, 2), torch.rand(shape).expand(2, 70, 2)
+        with emulated():
+            (got, _), (wanted, _) = (passes.forward(Args(q, k, v, *x), options(small()))[0]
+                                     for x in ((g, beta), (g.contiguous(), beta.contiguous())))
+        assert torch.equal(got, wanted), shape
+
+
+def test_tensors_may_be_slices():
+    wide = torch.randn(2, 70, 3, 200).bfloat16()
+    q, k, v = wide[:, :, 0:2, 8:72], wide[:, :, 1:3, 72:136] / 8, wide[:, 5:, :2, 136:]
+    with emulated():
+        (got, _), (wanted, _) = (passes.forward(Args(q[:, 5:], k[:, 5:], x), options(small()))[0]
+                                 for x in (v, v.contiguous()))
+    assert torch.equal(got, wanted)
+
+
+# Faults in the kernels themselves
+
+DELTA = tuple(f"keraunos.kernels.{name}" for name in (
+    "device.hopper", "gated_delta_rule.cuda.prepare", "gated_delta_rule.cuda.walk"
+))
+FAULTY = {"alike": small(**WIDE, T=2 * CHUNK + 3, keys="equal", beta=1.0, decay=0.01, state=True, norm=True),
+          "others": small(T=5 * CHUNK + 3, state=True, norm=True)}
+UNHARMED = {}
+
+
+@pytest.mark.parametrize("step", mutants.steps(DELTA), ids=mutants.label)
+def test_each_missing_step_is_found(step, tmp_path):
+    replaced = mutants.kernels(DELTA, step, tmp_path)
+
+    def check():
+        for name, case in FAULTY.items():
+            for mode in ("late", "early"):
+                if (name, mode) not in UNHARMED:
+                    UNHARMED[name, mode] = run(case, mode=mode)
+                for x, y in zip(run(case, mode=mode, replaced=replaced), UNHARMED[name, mode], strict=True):
+                    np.testing.assert_array_equal(x, y)
+
+    with pytest.raises((EmulatorError, AssertionError)):
+        check()
+
+
+# Launches
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_kernels_stay_within_their_budgets(name):
+    """Bytes of stack are registers of addresses of a state, which wait outside of the loop over chunks."""
+    most = dict(registers=168, stack=240, shared=frontends.SHARED_MEMORY, waits=0)
+    for kernel, *built in build(BUILDS[name]):
+        used = known(kernel, *built)
+        assert {key: used[key] for key in most if used[key] > most[key]} == {}, (kernel.fn.__name__, used)
+
+
+def test_no_kernel_is_compiled_for_a_length():
+    found = {frozenset((kernel.fn.__name__, *types.items(), *constants.items())
+                       for kernel, types, constants in build(small(T=T, H=2, state=True)))
+             for T in (1, 16, 64, 1000, 3333)}
+    assert len(found) == 1
+
+
+# What is refused
+
+
+def refused(device="NVIDIA H200", **changes):
+    """Why the platform does not take a call on a GPU."""
+    arrays = dict(dtype=torch.bfloat16, K=128, V=128, g=None) | changes
+    q, v = (torch.zeros(1, 70, 2, arrays[n], dtype=arrays["dtype"]) for n in "KV")
+    inv = describe(Args(q, q, v, arrays["g"]))
+    return passes.unsupported(dataclasses.replace(inv, backend="gpu", device=device))
+
+
+def test_what_it_cannot_do_it_refuses_with_the_reason():
+    assert refused() is None
+    assert refused(g=torch.zeros(1, 70, 2)) is None
+    assert refused(dtype=torch.float16) is None
+    for K, V in ((64, 64), (128, 64), (64, 128), (96, 40)):
+        assert refused(K=K, V=V) is None
+    assert "Hopper" in refused("NVIDIA A100")
+    assert "float32" in refused(dtype=torch.float32)
+    assert "per token and dimension" in refused(g=torch.zeros(1, 70, 2, 128))
+    assert "V = 256" in refused(V=256)
+    assert "K = 32" in refused(K=32)
+    assert "16 bytes" in refused(V=100)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_auto_takes_it_where_walks_fill_a_gpu(framework, monkeypatch):
+    if reason := frontends.cannot_launch(framework, gluon=True):
+        pytest.skip(reason)
+    monkeypatch.setattr(triton, "__version__", RUN[0])
+
+    def chosen(B, T, H, **sizes):
+        inv = keraunos.GatedDeltaRule().invocation(framework, **{"B": B, "T": T, "H": H, "K": 128, **sizes})
+        inv = dataclasses.replace(inv, backend="gpu", device="NVIDIA H200")
+        return kernel_registry.choose(inv)[0].platform
+
+    assert chosen(2, 16384, 64) == chosen(8, 4096, 32) == chosen(4, 8192, 32, G=16) == "cuda"
+    assert chosen(1, 8192, 32) == chosen(2, 16384, 64, K=32) == "triton"
