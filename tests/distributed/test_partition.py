@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import keraunos
 from keraunos import distributed, frontends
+from keraunos.kernels.gated_delta_rule import contract as delta_contract
+from keraunos.kernels.gated_delta_rule import xla as delta
 from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention import xla as linear
 from keraunos.kernels.softmax_attention import xla as softmax
@@ -28,6 +30,8 @@ CFG = keraunos.Config(block_q=16, block_k=16, platform="xla")
 # The platform as if it were made of kernels that JAX and XLA see nothing of.
 BOXES = contract.kernels("xla", linear.__file__, linear.forward, linear.backward, fields=linear.FIELDS,
                          heuristic=linear.heuristic, candidates=linear.candidates)
+DELTA_BOX = delta_contract.kernel("xla", delta.__file__, delta.forward, delta.backward, fields=delta.FIELDS,
+                                  heuristic=delta.heuristic, candidates=delta.candidates)
 
 
 def normal(seed, *shape):
@@ -37,6 +41,7 @@ def normal(seed, *shape):
 
 Q, KEYS, VALUES = normal(0, B, T, H, K), normal(1, B, T, G, K), normal(2, B, T, G, K)
 GATES, DECAYS, STATES = -abs(normal(3, B, T, H)), -abs(normal(4, H)), normal(5, B, H, K, K)
+UNIT, BETAS = KEYS / np.linalg.norm(KEYS, axis=-1, keepdims=True), 1 / (1 + abs(normal(7, B, T, H)))
 SINKS, IDS = normal(6, H, 2), np.repeat(np.array([[0, 1, -1]], np.int32), [20, 15, 5], axis=1).repeat(B, 0)
 OFFSETS = np.array([7, -3], np.int32)
 
@@ -79,6 +84,10 @@ CALLS = {
                                      (DECAYS, P("heads"))]),
     "packed in a box": (lambda *x: BOXES[0](*x, cu_seqlens=jnp.array([0, 3, T]), cfg=CFG),
                         [(x[:1], P(None, None, "heads")) for x in (Q, KEYS, VALUES, GATES)]),
+    "delta rule": (functools.partial(keraunos.gated_delta_rule, return_state=True),
+                   [*((x, TOKENS) for x in (Q, UNIT, VALUES, GATES, BETAS)), (STATES, STATE)]),
+    "delta rule in a box": (functools.partial(DELTA_BOX, cfg=CFG),
+                            [*((x, TOKENS) for x in (Q, UNIT, VALUES, GATES, BETAS)), (STATES, STATE)]),
     "attention": (functools.partial(keraunos.attention, causal=True, dtype=None),
                   [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS)]),
     "attention by blocks": (masked, [(Q, TOKENS), (KEYS, TOKENS), (VALUES, TOKENS), (SINKS, P("heads")),
@@ -105,7 +114,8 @@ def results_and_gradients(f):
 
 @pytest.mark.parametrize(("name", "kind"), [
     *((name, AxisType.Auto) for name in CALLS),
-    *((name, AxisType.Explicit) for name in ("gla in a box", "heads of their own in a box", "attention by blocks")),
+    *((name, AxisType.Explicit) for name in ("gla in a box", "heads of their own in a box", "delta rule in a box",
+                                             "attention by blocks")),
 ], ids=str)
 def test_nothing_is_resharded(name, kind):
     f, given = CALLS[name]
@@ -124,7 +134,7 @@ def test_nothing_is_resharded(name, kind):
         assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
 
 
-@pytest.mark.parametrize("name", ["gla", "gla in a box", "attention by blocks"])
+@pytest.mark.parametrize("name", ["gla", "gla in a box", "delta rule in a box", "attention by blocks"])
 def test_vmap_over_what_explicit_axes_shard(name):
     f, given = CALLS[name]
     mesh = jax.make_mesh((2,), ("calls",), axis_types=(AxisType.Explicit,))
@@ -138,14 +148,14 @@ def test_vmap_over_what_explicit_axes_shard(name):
         assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
 
 
-@pytest.mark.parametrize("name", ["lightning_attention", "attention"])
+@pytest.mark.parametrize("name", ["lightning_attention", "gated_delta_rule", "attention"])
 def test_shards_of_tokens_beside_those_of_batch_and_heads(name):
     """Only the operations' own exchanges, of states, or of shards of keys and values from one device to another."""
     mesh = jax.make_mesh((2, 2, 2), ("batch", "tokens", "heads"), axis_types=(AxisType.Auto,) * 3)
     spec = P("batch", "tokens", "heads")
     put = [jax.device_put(normal(i, B, 256, H, K), NamedSharding(mesh, spec)) for i in range(3)]
-    options = dict(layer_idx=1, num_layers=4) if name == "lightning_attention" else dict(causal=True, dtype=None)
-    call = functools.partial(getattr(distributed, name), mesh=mesh, spec=spec, **options)
+    options = {"lightning_attention": dict(layer_idx=1, num_layers=4), "attention": dict(causal=True, dtype=None)}
+    call = functools.partial(getattr(distributed, name), mesh=mesh, spec=spec, **options.get(name, {}))
     text = jax.jit(results_and_gradients(call)).lower(*put).compile().as_text()
     found = re.findall(
         r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(", text
@@ -157,9 +167,9 @@ def test_shards_of_tokens_beside_those_of_batch_and_heads(name):
         assert set(moved) == {"collective-permute"}
         assert moved["collective-permute"] <= 2 * shard
     else:
-        # Of two devices, for this one's sequence and four heads: a state and the sum of its gates.
+        # Of two devices, for this one's sequence and four heads: a state, and the sum of its gates or a matrix.
         assert set(moved) <= {"all-gather", "all-reduce"}
-        assert moved["all-gather"] <= 2 * 4 * (K * K + 1) < shard
+        assert moved["all-gather"] <= 2 * 4 * (K * K + (1 if name == "lightning_attention" else K * K)) < shard
 
 
 def _size(dims):

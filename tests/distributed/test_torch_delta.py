@@ -28,6 +28,10 @@ PLATFORM = "triton" if INTERPRETED else "torch"
 CASES, SIZES = (DELTA[1::4], [2]) if INTERPRETED else ([*DELTA, *EMPTY_DELTA], [2, 4])
 
 
+# Three sequences, of which the one in the middle will hold anything.
+SPOILT = Case(lengths=(20, 30, 10), state=True)
+
+
 def cuts_of(case, size):
     T = case.arrays[0].query.shape[1]
     return ODD.get(case) or (*(min(i * -(-T // size), T) for i in range(size)), T)
@@ -57,7 +61,10 @@ def all_on_rank(rank, size, cases):
 
         # Shards as short as these are cut into segments, too.
         passes._MIN_SEGMENT = 5
-    made = [on_rank(rank, size, case) for case in cases]
+    made = [on_rank(rank, size, case) for case in [*cases, SPOILT]]
+    for x in SPOILT.arrays[0][:3]:
+        x[:, 20:50] = np.nan
+    made.append(on_rank(rank, size, SPOILT))
     x = torch.ones(1, 4, 2, 16)
     try:
         distributed.gated_delta_rule(x, x, x, use_qk_l2norm=rank == 1)
@@ -70,7 +77,8 @@ def all_on_rank(rank, size, cases):
 def ranks(size):
     """The results of the ranks of a world, case by case."""
     cases = [*CASES, *(ODD if size == 4 else [])]
-    return dict(zip([*cases, "others"], zip(*run_world(all_on_rank, size, cases), strict=True), strict=True))
+    found = zip(*run_world(all_on_rank, size, cases), strict=True)
+    return dict(zip([*cases, "clean", "spoilt", "others"], found, strict=True))
 
 
 def over_ranks(case, size):
@@ -91,6 +99,14 @@ def test_shards_give_what_the_whole_gives(case, size):
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_shards_of_other_lengths(case):
     case.hold(over_ranks(case, 4))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_other_sequences_may_hold_anything(size):
+    for clean, spoilt in zip(over_ranks("clean", size), over_ranks("spoilt", size), strict=True):
+        # Arrays of tokens, and of states.
+        middle, axis = (slice(20, 50), 1) if clean.shape[0] == 1 else (1, 0)
+        np.testing.assert_array_equal(np.delete(clean, middle, axis), np.delete(spoilt, middle, axis))
 
 
 def test_ranks_with_other_options_say_so():

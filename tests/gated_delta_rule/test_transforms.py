@@ -122,6 +122,35 @@ def test_floating_point_operations_are_counted():
 
 
 @needs_torch
+@pytest.mark.parametrize("lengths", [None, (13, 0, 27)])
+def test_functional_transformations_of_torch(lengths):
+    import torch
+
+    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    args = [torch.from_numpy(np.array(x)) for x in Case(B=1, T=40, H=2, K=8, V=8, lengths=lengths).arrays[0][:5]]
+
+    def loss(*args):
+        return (keraunos.gated_delta_rule(*args, None, offsets) ** 2).sum()
+
+    gradients = torch.func.grad(loss, argnums=tuple(range(5)))
+    stacked = [torch.stack([x, 0.5 * x]) for x in args[:4]]
+    found = torch.vmap(gradients, in_dims=(0, 0, 0, 0, None))(*stacked, args[4])
+    for n in range(2):
+        for a, b in zip(found, gradients(*(x[n] for x in stacked), args[4]), strict=True):
+            torch.testing.assert_close(a[n], b)
+
+
+@needs_torch
+def test_torch_has_no_second_derivatives_and_says_so():
+    import torch
+
+    args = [torch.from_numpy(np.array(x)).requires_grad_() for x in CASE.arrays[0][:5]]
+    (first,) = torch.autograd.grad((keraunos.gated_delta_rule(*args) ** 2).sum(), args[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"gated_delta_rule.*double backward"):
+        first.sum().backward()
+
+
+@needs_torch
 def test_autocast_casts_what_it_casts_elsewhere():
     import torch
 
