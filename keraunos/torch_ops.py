@@ -17,13 +17,8 @@ checked as those of the public functions are, so that a program may come from an
 from __future__ import annotations
 
 from keraunos import frontends
-from keraunos.kernels.gated_delta_rule import contract as gated_delta_rule
-from keraunos.kernels.linear_attention import contract as linear_attention
-from keraunos.kernels.softmax_attention import contract as softmax_attention
-from keraunos.kernels.state_pool import contract as state_pool
+from keraunos.kernels import FAMILIES
 
-_operators = frontends.get("torch").operators
-for _operator in (*linear_attention.OPERATORS.values(), gated_delta_rule.OPERATOR, softmax_attention.OPERATOR):
-    _operators.differentiable(_operator)
-for _operator in state_pool.OPERATORS.values():
-    _operators.in_place(_operator)
+for _family in FAMILIES:
+    for _operation in _family.operations:
+        frontends.get("torch").operators.register(_operation.operator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
-from keraunos.kernels.gated_delta_rule import contract, reference
-from keraunos.kernels.gated_delta_rule.contract import Args
+from keraunos.kernels.gated_delta_rule import reference
+from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args
 from keraunos.kernels.gated_delta_rule.reference_vjp import gated_delta_rule_vjp
 from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops import checks
@@ -29,20 +29,8 @@ class GatedDeltaRule(LinearOperation):
 
     op_id = "gated_delta_rule"
     config = GatedDeltaRuleConfig
-    arguments = Args._fields
-
-    def pack(self, *args: Any) -> Any:
-        """The arrays that ``run`` takes, by their names in the recurrence."""
-        return Args(*args)
-
-    def bind(self, *args: Array | None, return_state: bool = True, **options: Any) -> Invocation:
-        """See :meth:`Kernel.bind`."""
-        return contract.describe(Args(*args), **options)
-
-    def checker(self, *args: Array | None, whole: bool = True, **kwargs: Any) -> Callable | None:
-        """See :meth:`LinearOperation.checker`."""
-        check = contract.checker(Args(*args), whole)
-        return check and (lambda *args: check(Args(*args)))
+    recurrence = GATED_DELTA_RULE
+    arguments, pack = Args._fields, Args
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
                    G: int | None = None, V: int | None = None, N: int | None = None, HQ: int | None = None,
@@ -57,7 +45,7 @@ class GatedDeltaRule(LinearOperation):
                                  gate="none", state=state, reverse=reverse)
         arrays = dict(inv.arrays) | {name: ("float32", ndim) for name, ndim in gates[gate]} | {"beta": (dtype, 3)}
         return replace(inv, arrays={name: arrays[name] for name in Args._fields if name in arrays},
-                       options={"use_qk_l2norm": False, **inv.options})
+                       options={**inv.options, "use_qk_l2norm": False})
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
         """Random arguments: keys of length 1, gates of a memory of about ten tokens, beta between 0 and 1."""

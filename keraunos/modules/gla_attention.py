@@ -11,7 +11,7 @@ from keraunos.frontends.array_types import Array
 from keraunos.kernels.linear_attention import contract
 from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
-from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.invocation import Config
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,8 @@ class GLAttention(LinearOperation):
 
     op_id = "gla"
     config = GLAttentionConfig
+    recurrence = contract.GLA
     arguments = contract.Args._fields
-    pack = contract.Args
-
-    def bind(self, query: Array, key: Array, value: Array, g: Array | None = None, g_gamma: Array | None = None,
-             initial_state: Array | None = None, cu_seqlens: Array | None = None,
-             *, softmax_scale: float | None = None, reverse: bool = False, return_state: bool = True,
-             state_v_first: bool = False) -> Invocation:
-        args = self.pack(query, key, value, g, g_gamma, initial_state, cu_seqlens)
-        return contract.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
     def low_level(self, query: Array, key: Array, value: Array, g: Array | None = None, g_gamma: Array | None = None,
                   softmax_scale: float | None = None, initial_state: Array | None = None, reverse: bool = False,

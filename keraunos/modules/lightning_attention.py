@@ -12,7 +12,7 @@ from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.recurrent.contract import most_heads
 from keraunos.modules.linear_operation import LinearOperation
 from keraunos.ops.executor import default_executor
-from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.invocation import Config
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class LightningAttention(LinearOperation):
 
     op_id = "lightning_attn"
     config = LightningAttentionConfig
+    recurrence = contract.LIGHTNING
     arguments = ("query", "key", "value", "log_decay", "initial_state", "cu_seqlens")
 
     def pack(self, query: Array, key: Array, value: Array, log_decay: Array | None,
@@ -33,13 +34,6 @@ class LightningAttention(LinearOperation):
 
     def unpack(self, args: contract.Args) -> tuple:
         return (*args[:3], *args[4:])
-
-    def bind(self, query: Array, key: Array, value: Array, log_decay: Array | None,
-             initial_state: Array | None = None, cu_seqlens: Array | None = None,
-             *, softmax_scale: float | None = None, reverse: bool = False, return_state: bool = True,
-             state_v_first: bool = False) -> Invocation:
-        args = self.pack(query, key, value, log_decay, initial_state, cu_seqlens)
-        return contract.describe(self.op_id, args, softmax_scale, reverse, state_v_first)
 
     def low_level(self, query: Array, key: Array, value: Array, layer_idx: int | Array | None = None,
                   num_layers: int | None = None, softmax_scale: float | None = None, initial_state: Array | None = None,

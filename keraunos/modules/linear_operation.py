@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
-from keraunos.kernels.linear_attention import contract
 from keraunos.kernels.linear_attention.contract import Args
 from keraunos.kernels.linear_attention.reference import linear_attention
 from keraunos.kernels.linear_attention.reference_vjp import linear_attention_vjp
-from keraunos.kernels.recurrent.contract import head_counts
+from keraunos.kernels.recurrent.contract import Recurrence, head_counts
 from keraunos.ops.arguments import FLOATS
 from keraunos.ops.invocation import Config, Invocation
 from keraunos.ops.kernel import Kernel
@@ -26,13 +25,20 @@ _SHAPES = {
 
 
 class LinearOperation(Kernel):
-    """An operation of the linear recurrence."""
+    """An operation of a recurrence with a state.
 
-    def pack(self, *args: Any) -> Args:
-        """The arrays that ``run`` takes, by their names in the recurrence."""
-        return Args(*args)
+    Attributes:
+        recurrence: its contract.
+        pack: the arrays that ``run`` takes, by their names in the recurrence.
+    """
 
-    def unpack(self, args: Args) -> tuple:
+    recurrence: ClassVar[Recurrence]
+    pack: Any = Args
+
+    def bind(self, *args: Array | None, return_state: bool = True, **options: Any) -> Invocation:
+        return self.recurrence.describe(self.pack(*args), **options)
+
+    def unpack(self, args: Any) -> tuple:
         """The inverse of :meth:`pack`."""
         return tuple(args)
 
@@ -85,7 +91,7 @@ class LinearOperation(Kernel):
 
     def checker(self, *args: Array | None, whole: bool = True, **kwargs: Any) -> Callable | None:
         """See :meth:`Kernel.checker`; not ``whole``: the tokens are those of one of several shards of the sequences."""
-        check, pack = contract.checker(self.op_id, self.pack(*args), whole), self.pack
+        check, pack = self.recurrence.checker(self.pack(*args), whole), self.pack
         return check and (lambda *args: check(pack(*args)))
 
     def arranged(self, *args: Array | None, state_v_first: bool = False,
@@ -94,7 +100,7 @@ class LinearOperation(Kernel):
         if not state_v_first:
             return self.pack, options
 
-        def packed(*args: Array | None) -> Args:
+        def packed(*args: Array | None) -> Any:
             given = self.pack(*args)
             return given._replace(initial_state=turned(given.initial_state))
 

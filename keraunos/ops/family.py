@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keraunos.frontends import Operator
 from keraunos.ops.invocation import Backend, Platform
 
 
@@ -68,6 +69,7 @@ class Operation:
     Attributes:
         name: in the registry and in keys of configurations.
         function: the name of its public function, which errors carry.
+        operator: its node in PyTorch's graphs.
         described: ``"module:name"`` of its :class:`Kernel`, a class or an instance.
         distributed: the module of ``keraunos.distributed`` that has it over several devices; None: there is none.
         cases: calls of real models, name -> sizes.
@@ -77,6 +79,7 @@ class Operation:
 
     name: str
     function: str
+    operator: Operator
     described: str
     distributed: str | None = None
     cases: Mapping[str, dict[str, Any]] = field(default_factory=dict, hash=False)

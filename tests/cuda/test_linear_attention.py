@@ -17,7 +17,7 @@ from keraunos import frontends
 from keraunos.frontends.torch import launch as torch_launch
 from keraunos.kernels import gluon, kernel_registry
 from keraunos.kernels.gluon import RUN
-from keraunos.kernels.linear_attention.contract import Args, Options, describe
+from keraunos.kernels.linear_attention.contract import GLA, Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops.invocation import Config
 from tests.cuda import builds, mutants
@@ -297,7 +297,7 @@ def refused(device="NVIDIA H200", **changes):
     """Why the platform does not take a call on a GPU."""
     arrays = dict(dtype=torch.bfloat16, K=128, V=128, gate=None, g_gamma=np.zeros(2, np.float32)) | changes
     q, v = (torch.zeros(1, 70, 2, arrays[n], dtype=arrays["dtype"]) for n in "KV")
-    inv = describe("gla", Args(q, q, v, arrays["gate"], arrays["g_gamma"]))
+    inv = GLA.describe(Args(q, q, v, arrays["gate"], arrays["g_gamma"]))
     return passes.unsupported(dataclasses.replace(inv, backend="gpu", device=device))
 
 

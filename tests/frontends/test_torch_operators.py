@@ -183,7 +183,7 @@ def test_a_graph_with_gradients_gives_them():
 
 
 def test_options_are_read_as_they_were_written():
-    node = keraunos.frontends.get("torch").operators.differentiable(contract.OPERATORS["gla"])
+    node = keraunos.frontends.get("torch").operators.differentiable(contract.GLA.operator)
     for opts in (
         contract.Options(0.3, True, keraunos.Config(block_q=16, num_warps=4, platform="torch")),
         contract.Options(-1e-7, False, keraunos.Config(platform="x"), ("g", "g_gamma"), False, False),

@@ -207,7 +207,7 @@ def test_over_shards():
     with pytest.raises(
         ValueError, match=r"cu_seqlens has a value 40 at \[2\]; expected offsets that rise from 0, sums"
     ):
-        contract.checker("gla", args, whole=False)(args)
+        contract.GLA.checker(args, whole=False)(args)
 
 
 def test_arrays_that_are_sharded():

@@ -33,7 +33,7 @@ def family(monkeypatch):
     home = types.ModuleType("keraunos.kernels.toys.python")
     home.doubled = Implementation("doubled", lambda args, *, cfg: lambda args: [2 * x for x in args[0]])
     monkeypatch.setitem(sys.modules, "keraunos.kernels.toys.python", home)
-    operation = Operation("doubled", "doubled_twice", f"{__name__}:Doubled", cases={"of a model": {"T": 7}})
+    operation = Operation("doubled", "doubled_twice", None, f"{__name__}:Doubled", cases={"of a model": {"T": 7}})
     made = Family("toys", (operation,), (PlatformRow("python", "python", 3, frameworks=("torch",)),))
     monkeypatch.setattr(kernel_registry, "_rows", list(kernel_registry._rows))
     monkeypatch.setattr(kernel_registry, "operations", dict(kernel_registry.operations))

@@ -316,7 +316,7 @@ def attend(dtype, K, V, H, G, gate, gamma, B, T, packed) -> None:
         empty(H, dtype="float32") if gamma else None,
         None, empty(9, dtype="int32") if packed else None,
     )
-    cfg = platform.heuristic(contract.describe("gla", args), Config())
+    cfg = platform.heuristic(contract.GLA.describe(args), Config())
     opts = contract.Options(K**-0.5, False, cfg, ("g_gamma",) if gate is None else ())
     _, residuals = platform.forward(args, opts)
     platform.backward(args, residuals, (empty(B, T, H, V, dtype=dtype), None), opts)
@@ -329,8 +329,8 @@ def correct(dtype, K, V, G, H, gate, norm, B, T, packed) -> None:
         {None: None, "scalar": empty(B, T, H, dtype="float32"), "vector": empty(B, T, H, K, dtype="float32")}[gate],
         empty(B, T, H, dtype=dtype), None, empty(9, dtype="int32") if packed else None,
     )
-    cfg = delta_platform.heuristic(delta_contract.describe(args), Config())
-    opts = delta_contract.Options(K**-0.5, False, norm, cfg)
+    cfg = delta_platform.heuristic(delta_contract.GATED_DELTA_RULE.describe(args), Config())
+    opts = delta_contract.Options(K**-0.5, False, cfg, use_qk_l2norm=norm)
     delta_platform.forward(args, opts)
     delta_platform.backward(args, (), (empty(B, T, H, V, dtype=dtype), None), opts)
 

@@ -70,7 +70,7 @@ def arguments(dtype, T, K, V, gate, packed, _) -> contract.Args:
 
 def configurations(call) -> list[Config]:
     """One configuration for each tile size that a call can have: the heuristic's, and the shallowest of the others."""
-    inv = contract.describe("gla", arguments(*call))
+    inv = contract.GLA.describe(arguments(*call))
     heuristic = platform.heuristic(inv, Config())
     found = [heuristic, *(platform.candidates(inv, heuristic) if call[-1] else ())]
     return list({(cfg.block_q, cfg.block_d, cfg.num_warps): cfg for cfg in reversed(found)}.values())

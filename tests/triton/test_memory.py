@@ -52,7 +52,7 @@ def peak(launches, given, results):
 def test_few_arrays_beside_those_of_the_caller(launches, B, T, H, framework):
     given = q, k, v, g, do = [torch.empty(B, T, H, 128, dtype=torch.bfloat16, device="meta") for _ in range(5)]
     args = contract.Args(q, k, v, g, None, None, None)
-    call = replace(contract.describe("gla", args), framework=framework)
+    call = replace(contract.GLA.describe(args), framework=framework)
     opts = contract.Options(1.0, False, triton.heuristic(call, Config()), ("g_gamma",), False)
     (output, _), residuals = triton.forward(args, opts)
     gradients = triton.backward(args, residuals, (do, None), opts)

@@ -365,6 +365,11 @@ def in_place(operator: Operator) -> InPlace:
     return InPlace(operator)
 
 
+def register(operator: Operator) -> None:
+    """Register the operators of an operation."""
+    (in_place if operator.changed else differentiable)(operator)
+
+
 def _arrays(operator: Operator) -> str:
     """The tensors of a schema."""
     letters = dict(zip(operator.changed, "abc", strict=False))

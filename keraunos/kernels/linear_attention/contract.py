@@ -1,39 +1,18 @@
-"""The contract of the linear recurrence: arguments of every platform, and the results that it must return.
-
-A platform module (``xla.py``, ``torch.py``, ``triton/passes.py``, ...) defines two functions that know this page only::
-
-    forward(args: Args, opts: Options) -> ((output, final_state), residuals)
-    backward(args: Args, residuals, (doutput, dfinal_state), opts: Options) -> Args of gradients
-
-and hands them to :func:`kernels`, which makes of them the registered functions ``gla`` and ``lightning_attn``.
-Residuals are a tuple. A final state that nobody asked for (``opts.state``) may be None, or is dropped, and its gradient
-is None; so may residuals be that are not kept (``opts.kept``), as no gradient follows.
-"""
+"""The contract of the linear recurrence: the arrays of a call, its operations; see :class:`Recurrence`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from keraunos import decay, frontends
 from keraunos.frontends.array_types import Array
-from keraunos.kernels.recurrent.contract import (
-    check_states,
-    described,
-    described_heads,
-    folded,
-    implementation,
-    most_heads,
-    outputs,
-    scale_of,
-)
+from keraunos.kernels.recurrent.contract import Options as Options
+from keraunos.kernels.recurrent.contract import Recurrence, folded, most_heads
 from keraunos.ops import checks
-from keraunos.ops.arguments import FLOATS, Arguments
-from keraunos.ops.invocation import Config, Invocation
-from keraunos.ops.registry import Implementation, kernel_registry, public_name
+from keraunos.ops.registry import Implementation
 
 # One decay per head, as it is given: an array, or numbers.
 Decay: TypeAlias = "Array | list[float] | tuple[float, ...]"
@@ -65,79 +44,9 @@ class Args(NamedTuple):
         return most_heads(*self[:4])
 
 
-class Options(NamedTuple):
-    """The compile-time part of one call; hashable."""
-
-    softmax_scale: float
-    reverse: bool
-    cfg: Config  # complete: every field that the platform reads has a value
-    constant: tuple[str, ...] = ()  # the arrays that no gradient is wanted of: it may be None, or be made all the same
-    state: bool = True  # the final state is wanted
-    kept: bool = True  # the residuals are
-    started: bool = False  # in place of the initial state, and of the final one's gradient, those of every segment
-
-    def needs(self, args: Args, name: str) -> bool:
-        """Whether the array is there and a gradient of it is wanted."""
-        return getattr(args, name) is not None and name not in self.constant
-
-
-_DTYPES = dict.fromkeys(Args._fields, FLOATS) | {"cu_seqlens": checks.OFFSETS}
-
-
-def describe(
-    op_id: str, args: Args, softmax_scale: float | None = None, reverse: bool = False, state_v_first: bool = False
-) -> Invocation:
-    """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
-
-    ``state_v_first``: the initial state is ``[N, H, V, K]``.
-
-    Raises:
-        TypeError: an argument is no array of the query's framework, or has a wrong dtype.
-        ValueError: a shape does not fit.
-    """
-
-    check = Arguments(
-        public_name(op_id), args, ("query", "key", "value"), _DTYPES, constants=("g_gamma",),
-        names={"g_gamma": "log_decay"} if op_id == "lightning_attn" else {},
-    )
-    check.shape("query", "B, T, H, K")
-    check.shape("key", "B, T, heads, K", why="like query")
-    check.shape("value", "B, T, heads, V", why="like query")
-    check.shape("g", "B, T, heads, K", "B, T, heads", why="like query")
-    check.sizes["H"] = args.heads
-    sizes = described_heads(check, ("query", "key", "value", "g"))
-    check.shape("g_gamma", "H", "B, H", why="one decay per head")
-    check_states(check, softmax_scale, state_v_first)
-    return described(check, op_id, sizes, {"reverse": check.truth("reverse", reverse)})
-
-
-def checker(op_id: str, args: Args, whole: bool = True) -> Callable[[Args], None] | None:
-    """Make the check of the values of calls like this one; see :mod:`keraunos.ops.checks`.
-
-    Args:
-        whole: the tokens are those of whole sequences; else one of several shards of them.
-    """
-    gamma = "log_decay" if op_id == "lightning_attn" else "g_gamma"
-    cu_seqlens = checks.offsets(args.query.shape[1] if whole else None)
-    rules = {"g": checks.decay("g"), "g_gamma": checks.decay(gamma), "cu_seqlens": cu_seqlens}
-    return checks.checker(public_name(op_id), rules, args)
-
-
 def placed(function: str, cu_seqlens: Array | None, query: Array) -> Array | None:
-    """NumPy offsets as a constant on the query's device; see :func:`checker` and :func:`checks.placed`."""
+    """NumPy offsets as a constant on the query's device; see :func:`checks.placed`."""
     return checks.placed(function, cu_seqlens, query, query.shape[1] if getattr(query, "ndim", 0) == 4 else None)
-
-
-def flops(args: Args) -> tuple[int, int]:
-    """The floating point operations of a call with arrays of these shapes, forward and backward.
-
-    Those of the recurrence, whatever a platform does: two products of K x V values for each token and head, to change
-    the state and to read it; backward five, of which one makes the states again. That is how Megatron-LM counts layers
-    with states, and the backward how PyTorch counts ``scaled_dot_product_attention``.
-    """
-    (B, T, _, K), V = args.query, args.value[-1]
-    product = 2 * B * T * max(x[2] for x in args[:4] if x is not None) * K * V
-    return 2 * product, 5 * product
 
 
 def fold(args: Args, size: int) -> Args | None:
@@ -202,62 +111,12 @@ def per_head(function: str, query: Array, argument: str, x: Decay | None) -> Arr
         raise TypeError(f"{function}: {argument} is {x!r}; expected an array or numbers, one per head") from None
 
 
-def _check(op_id: str) -> Callable[[Args, Options], None]:
-    def check(args: Args, opts: Options) -> None:
-        kernel_registry.require(describe(op_id, args, opts.softmax_scale, opts.reverse), opts.cfg)
-
-    return check
-
-
-def _operator(op_id: str, fields: tuple[str, ...]) -> frontends.Operator:
-    return frontends.Operator(
-        op_id, Args, fields, frozenset(("query", "key", "value")), Options,
-        ("softmax_scale", "reverse", "cfg", "constant", "state", "kept"),
-        passes=functools.partial(kernel_registry.passes, op_id), check=_check(op_id), flops=flops, outputs=outputs,
-        fold=fold, gradients=tuple(x for x in fields if x != "cu_seqlens"),
-        function=public_name(op_id),
-    )
+# Forward one product changes the state, and one reads it; backward one makes the states again.
+GLA = Recurrence("gla", "gla_attention", Args, Args._fields, (2, 5), fold)
+LIGHTNING = Recurrence("lightning_attn", "lightning_attention", Args, (*Args._fields[:3], *Args._fields[4:]), (2, 5),
+                       fold, names={"g_gamma": "log_decay"})
 
 
-OPERATORS = {
-    "gla": _operator("gla", Args._fields),
-    "lightning_attn": _operator("lightning_attn", tuple(x for x in Args._fields if x != "g")),
-}
-
-
-def kernels(
-    platform: str,
-    source: str,
-    forward: Callable,
-    backward: Callable,
-    *,
-    fields: tuple[str, ...],
-    heuristic: Callable,
-    candidates: Callable,
-    unsupported: Callable = lambda inv: None,
-    has_vmap: bool = False,
-    segment: Callable = lambda args, opts: None,
-) -> tuple[Implementation, Implementation]:
-    """The implementations ``(gla, lightning_attn)`` that a platform module registers.
-
-    Args:
-        platform: the name that it registers them under.
-        source: the module's ``__file__``.
-        forward, backward: as at the top of this page.
-        fields, heuristic, candidates, unsupported: see :class:`Implementation`.
-        segment: see :class:`Implementation`; who cuts sequences also takes ``opts.started``.
-        has_vmap: all that it does JAX can batch and XLA can partition, and batch and length may be symbols of
-            ``jax.export``; without, calls under ``vmap`` are folded into one, and shared out among devices as
-            :func:`axes` says.
-    """
-    def options(args: Args, cfg: Config, state: bool, softmax_scale: float | None = None,
-                reverse: bool = False) -> Options:
-        constant = ("g_gamma",) if isinstance(args.g_gamma, np.ndarray) else ()
-        return Options(scale_of(args, softmax_scale), bool(reverse), cfg, constant, state)
-
-    gla, lightning_attn = (
-        implementation(operator, options, platform, source, forward, backward, fields=fields, heuristic=heuristic,
-                       candidates=candidates, unsupported=unsupported, has_vmap=has_vmap, segment=segment)
-        for operator in OPERATORS.values()
-    )
-    return gla, lightning_attn
+def kernels(*platform: Any, **about: Any) -> tuple[Implementation, Implementation]:
+    """The implementations ``(gla, lightning_attn)`` of a platform; see :meth:`Recurrence.implementation`."""
+    return GLA.implementation(*platform, **about), LIGHTNING.implementation(*platform, **about)

@@ -1,26 +1,60 @@
-"""Parts of a contract that all recurrences with a state ``[K, V]`` share: heads, states, folded calls, registration.
+"""The contract of recurrences with a state ``[K, V]``, from a family's table: arguments, results, registration.
 
 The arrays of a call are a NamedTuple with ``query``, ``key``, ``value``, ``initial_state`` and ``cu_seqlens``, and the
-properties ``tokens``, its arrays ``[B, T, heads, ...]``, the first of its fields, and ``heads``.
+properties ``tokens``, its arrays ``[B, T, heads, ...]``, the first of its fields, and ``heads``. A platform module
+(``xla.py``, ``torch.py``, ``triton/passes.py``, ...) defines two functions that know the contract only::
+
+    forward(args, opts: Options) -> ((output, final_state), residuals)
+    backward(args, residuals, (doutput, dfinal_state), opts: Options) -> gradients, as args
+
+and hands them to :meth:`Recurrence.implementation`, which makes the registered function of them. Residuals are a tuple.
+A final state that nobody asked for (``opts.state``) may be None, or is dropped, and its gradient is None; so may
+residuals be that are not kept (``opts.kept``), as no gradient follows.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
-from keraunos.ops.arguments import Arguments
+from keraunos.ops import checks
+from keraunos.ops.arguments import FLOATS, Arguments
 from keraunos.ops.invocation import Config, Invocation
-from keraunos.ops.registry import Implementation
+from keraunos.ops.registry import Implementation, kernel_registry
 
 # Sizes in place of symbols of jax.export, where a configuration is chosen.
 _USUAL = {"B": 8, "T": 4096}
+# The layouts of the arrays of tokens after the query; see :mod:`keraunos.ops.arguments`.
+_LAYOUTS = {
+    "key": ("B, T, heads, K",),
+    "value": ("B, T, heads, V",),
+    "g": ("B, T, heads, K", "B, T, heads"),
+    "beta": ("B, T, heads",),
+}
+
+
+class Options(NamedTuple):
+    """The compile-time part of one call; hashable."""
+
+    softmax_scale: float
+    reverse: bool
+    cfg: Config  # complete: every field that the platform reads has a value
+    constant: tuple[str, ...] = ()  # the arrays that no gradient is wanted of: it may be None, or be made all the same
+    state: bool = True  # the final state is wanted
+    kept: bool = True  # the residuals are
+    started: bool = False  # in place of the initial state, and of the final one's gradient, those of every segment
+    use_qk_l2norm: bool = False  # of the delta rule
+
+    def needs(self, args: Any, name: str) -> bool:
+        """Whether the array is there and a gradient of it is wanted."""
+        return getattr(args, name) is not None and name not in self.constant
 
 
 def most_heads(*arrays: object) -> int:
@@ -48,37 +82,6 @@ def head_sizes(heads: Mapping[str, int], H: int) -> dict[str, int]:
     """Of the sizes of an invocation those that :func:`head_counts` says are only there where they are not as usual."""
     usual = {"HQ": ("query", H), "HV": ("value", heads["key"]), "HG": ("g", H), "HB": ("beta", H)}
     return {letters: heads[name] for letters, (name, n) in usual.items() if heads.get(name, n) != n}
-
-
-def described_heads(check: Arguments, names: tuple[str, ...]) -> dict[str, int]:
-    """Check the heads of the arrays of tokens, and K and V; return the sizes that :func:`head_sizes` gives."""
-    heads = {name: x.shape[2] for name in names if (x := getattr(check.args, name)) is not None}
-    most = f"the most that {', '.join(names[:-1])} or {names[-1]} has"
-    for name, n in heads.items():
-        check.shared_heads(name, n, most)
-    K, V = check.sizes["K"], check.sizes["V"]
-    if min(K, V) < 1:
-        check.fail(ValueError, "query", f"has K = {K}, and value V = {V}", "sizes of at least 1")
-    check.sizes["G"] = heads["key"]
-    return head_sizes(heads, check.sizes["H"])
-
-
-def check_states(check: Arguments, softmax_scale: float | None, state_v_first: bool) -> None:
-    """Check the sequences, the initial state, which ``state_v_first`` is ``[N, H, V, K]``, and the scale."""
-    check.sequences()
-    state = "N, H, V, K" if check.truth("state_v_first", state_v_first) else "N, H, K, V"
-    check.shape("initial_state", state, why="one state per sequence and head")
-    check.number("softmax_scale", softmax_scale, why="to learn it, scale the query")
-
-
-def described(check: Arguments, op_id: str, heads: Mapping[str, int], options: Mapping[str, Any]) -> Invocation:
-    """Describe a call that has been checked."""
-    sizes, length = check.sizes, check.frontend.length
-    dims = {letter: length(sizes[letter], _USUAL.get(letter)) for letter in "BTHGKV"}
-    packed = check.args._asdict()["cu_seqlens"] is not None
-    dims["N"] = length(sizes["N"]) if packed else dims["B"]
-    symbolic = any(check.frontend.is_symbol(sizes[letter]) for letter in "BTHGKVN")
-    return check.invocation(op_id, {**dims, **heads}, "BTN", options=options, symbolic=symbolic)
 
 
 def scale_of(args: Any, softmax_scale: float | None) -> float:
@@ -152,45 +155,152 @@ def _without_state(forward: Callable) -> Callable:
     return run_forward
 
 
-def implementation(
-    operator: frontends.Operator,
-    options: Callable[..., Any],
-    platform: str,
-    source: str,
-    forward: Callable,
-    backward: Callable,
-    *,
-    fields: tuple[str, ...],
-    heuristic: Callable,
-    candidates: Callable,
-    unsupported: Callable,
-    has_vmap: bool,
-    segment: Callable = lambda args, opts: None,
-) -> Implementation:
-    """Make an implementation of a platform's functions; see a family's contract.
+@dataclass(frozen=True)
+class Recurrence:
+    """One operation of a family of recurrences.
 
-    Args:
-        operator: the operation.
-        options: ``(args, cfg, state, **options)`` -> the options that the functions are given.
-        platform: the name that it is registered under.
-        source: the platform's ``__file__``.
-        forward, backward, fields, heuristic, candidates, unsupported, has_vmap, segment: as the platform gives them.
+    Attributes:
+        name: in the registry; function: the public function, whose name errors carry.
+        args: the NamedTuple of the arrays; fields: the names of those that it takes.
+        products: of K x V values, for each token and head, forward and backward; see :meth:`flops`.
+        fold: ``size`` calls at once as one; see :func:`folded`.
+        flags: the options that are True or False.
+        names: other names that the public function has for arrays.
     """
-    folding = None if has_vmap else (operator.fold, frontends.unfold)
-    both = _without_state(forward), backward
-    made = frontends.differentiable(*both, operator, platform, folding, axes)
 
-    def refused(inv: Invocation) -> str | None:
-        if inv.symbolic and not has_vmap:
-            return "takes no sizes that are symbols of jax.export: export each size, or with platform='xla'"
-        return unsupported(inv)
+    name: str
+    function: str
+    args: Any
+    fields: tuple[str, ...]
+    products: tuple[int, int]
+    fold: Callable[[Any, int], Any]
+    flags: tuple[str, ...] = ("reverse",)
+    names: Mapping[str, str] = field(default_factory=dict)
 
-    def passes(framework: str) -> tuple[Callable, ...]:
-        return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both
+    def describe(self, args: Any, softmax_scale: float | None = None, state_v_first: bool = False,
+                 **flags: Any) -> Invocation:
+        """Check the arguments of one call and describe it. Looks at shapes and dtypes, never at values on a device.
 
-    def prepare(args: Any, *given: Any, cfg: Config, return_state: bool = True, **rest: Any) -> Callable[[Any], tuple]:
-        opts = options(args, cfg, return_state, *given, **rest)
-        return made(frontends.framework_of(args.query), opts, args)
+        ``state_v_first``: the initial state is ``[N, H, V, K]``.
 
-    return Implementation(operator.name, prepare, fields, refused, heuristic, candidates, source=source,
-                          options=options, passes=passes, segment=segment)
+        Raises:
+            TypeError: an argument is no array of the query's framework, or has a wrong dtype; or an option is unknown.
+            ValueError: a shape does not fit.
+        """
+        if unknown := flags.keys() - {*self.flags}:
+            raise TypeError(f"{self.function}: got {', '.join(sorted(unknown))}; expected {', '.join(self.flags)}")
+        allowed = dict.fromkeys(args._fields, FLOATS) | {"cu_seqlens": checks.OFFSETS}
+        check = Arguments(self.function, args, ("query", "key", "value"), allowed, constants=("g_gamma",),
+                          names=self.names)
+        tokens = args._fields[: len(args.tokens)]
+        check.shape("query", "B, T, H, K")
+        for name in tokens[1:]:
+            check.shape(name, *_LAYOUTS[name], why="like query")
+        check.sizes["H"] = H = args.heads
+        heads = {name: x.shape[2] for name, x in zip(tokens, args.tokens, strict=True) if x is not None}
+        for name, n in heads.items():
+            check.shared_heads(name, n, f"the most that {', '.join(tokens[:-1])} or {tokens[-1]} has")
+        K, V = check.sizes["K"], check.sizes["V"]
+        if min(K, V) < 1:
+            check.fail(ValueError, "query", f"has K = {K}, and value V = {V}", "sizes of at least 1")
+        check.sizes["G"] = heads["key"]
+        if "g_gamma" in args._fields:
+            check.shape("g_gamma", "H", "B, H", why="one decay per head")
+        check.sequences()
+        state = "N, H, V, K" if check.truth("state_v_first", state_v_first) else "N, H, K, V"
+        check.shape("initial_state", state, why="one state per sequence and head")
+        check.number("softmax_scale", softmax_scale, why="to learn it, scale the query")
+        options = {name: check.truth(name, flags.get(name, False)) for name in self.flags}
+        sizes, length = check.sizes, check.frontend.length
+        dims = {letter: length(sizes[letter], _USUAL.get(letter)) for letter in "BTHGKV"}
+        dims["N"] = dims["B"] if args.cu_seqlens is None else length(sizes["N"])
+        symbolic = any(check.frontend.is_symbol(sizes[letter]) for letter in "BTHGKVN")
+        return check.invocation(self.name, dims | head_sizes(heads, H), "BTN", options=options, symbolic=symbolic)
+
+    def checker(self, args: Any, whole: bool = True) -> Callable[[Any], None] | None:
+        """Make the check of the values of calls like this one; see :mod:`keraunos.ops.checks`.
+
+        Args:
+            whole: the tokens are those of whole sequences; else one of several shards of them.
+        """
+        rules = {"g": checks.decay("g"), "g_gamma": checks.decay(self.names.get("g_gamma", "g_gamma")),
+                 "cu_seqlens": checks.offsets(args.query.shape[1] if whole else None)}
+        return checks.checker(self.function, {x: rule for x, rule in rules.items() if x in args._fields}, args)
+
+    def flops(self, args: Any) -> tuple[int, int]:
+        """The floating point operations of a call with arrays of these shapes, forward and backward.
+
+        Those of the recurrence, whatever a platform does. Products of K x V values change the state and read it, with
+        the delta rule also its error; backward some of them make the states again. That is how Megatron-LM counts
+        layers with states, and the backward how PyTorch counts ``scaled_dot_product_attention``.
+        """
+        (B, T, _, K), V = args.query, args.value[-1]
+        product = 2 * B * T * max(x[2] for x in args.tokens if x is not None) * K * V
+        return self.products[0] * product, self.products[1] * product
+
+    def options(self, args: Any, cfg: Config, state: bool, softmax_scale: float | None = None,
+                **flags: Any) -> Options:
+        """The options that a platform's functions are given."""
+        constant = ("g_gamma",) if isinstance(getattr(args, "g_gamma", None), np.ndarray) else ()
+        given = {"reverse": False, **{name: bool(flag) for name, flag in flags.items()}}
+        return Options(scale_of(args, softmax_scale), cfg=cfg, constant=constant, state=state, **given)
+
+    def _check(self, args: Any, opts: Options) -> None:
+        flags = {name: getattr(opts, name) for name in self.flags}
+        kernel_registry.require(self.describe(args, opts.softmax_scale, **flags), opts.cfg)
+
+    @functools.cached_property
+    def operator(self) -> frontends.Operator:
+        """Its node in PyTorch's graphs."""
+        return frontends.Operator(
+            self.name, self.args, self.fields, frozenset(("query", "key", "value")), Options,
+            ("softmax_scale", *self.flags, "cfg", "constant", "state", "kept"),
+            passes=functools.partial(kernel_registry.passes, self.name), check=self._check, flops=self.flops,
+            outputs=outputs, fold=self.fold, gradients=tuple(x for x in self.fields if x != "cu_seqlens"),
+            function=self.function,
+        )
+
+    def implementation(
+        self,
+        platform: str,
+        source: str,
+        forward: Callable,
+        backward: Callable,
+        *,
+        fields: tuple[str, ...],
+        heuristic: Callable,
+        candidates: Callable,
+        unsupported: Callable = lambda inv: None,
+        has_vmap: bool = False,
+        segment: Callable = lambda args, opts: None,
+    ) -> Implementation:
+        """Make the implementation that a platform module registers.
+
+        Args:
+            platform: the name that it is registered under.
+            source: the module's ``__file__``.
+            forward, backward: as at the top of this page.
+            fields, heuristic, candidates, unsupported: see :class:`Implementation`.
+            segment: see :class:`Implementation`; who cuts sequences also takes ``opts.started``.
+            has_vmap: all that it does JAX can batch and XLA can partition, and batch and length may be symbols of
+                ``jax.export``; without, calls under ``vmap`` are folded into one, and shared out among devices as
+                :func:`axes` says.
+        """
+        folding = None if has_vmap else (self.fold, frontends.unfold)
+        both = _without_state(forward), backward
+        made = frontends.differentiable(*both, self.operator, platform, folding, axes)
+
+        def refused(inv: Invocation) -> str | None:
+            if inv.symbolic and not has_vmap:
+                return "takes no sizes that are symbols of jax.export: export each size, or with platform='xla'"
+            return unsupported(inv)
+
+        def passes(framework: str) -> tuple[Callable, ...]:
+            return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both
+
+        def prepare(args: Any, *, cfg: Config, return_state: bool = True, **rest: Any) -> Callable[[Any], tuple]:
+            opts = self.options(args, cfg, return_state, **rest)
+            return made(frontends.framework_of(args.query), opts, args)
+
+        return Implementation(self.name, prepare, fields, refused, heuristic, candidates, source=source,
+                              options=self.options, passes=passes, segment=segment)

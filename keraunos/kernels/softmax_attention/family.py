@@ -1,6 +1,7 @@
 """The family of softmax attention."""
 
 from keraunos.kernels.softmax_attention.cases import CASES
+from keraunos.kernels.softmax_attention.contract import OPERATOR
 from keraunos.ops.family import CUDA, NVIDIA, PORTABLE, TPU, Family, Operation, PlatformRow
 from keraunos.ops.invocation import Backend, Platform
 
@@ -12,7 +13,7 @@ _VENDORS = tuple(
 SOFTMAX_ATTENTION = Family(
     "softmax_attention",
     (
-        Operation("attention", "attention", "keraunos.modules.attention:Attention", distributed="softmax",
+        Operation("attention", "attention", OPERATOR, "keraunos.modules.attention:Attention", distributed="softmax",
                   cases=CASES["attention"]),
     ),
     (*PORTABLE, *_VENDORS, *CUDA, *TPU),
