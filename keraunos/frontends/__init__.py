@@ -167,14 +167,11 @@ def for_inference(opts: Any) -> Any:
     return opts._replace(kept=False) if hasattr(opts, "kept") else opts
 
 
-def differentiable(forward: Callable, backward: Callable, operator: Operator, platform: str,
-                   folding: tuple[Callable, Callable] | None = None,
-                   axes: Callable | None = None) -> Callable:
-    """``prepare(framework, opts, args)``: ``args -> outputs``, with gradients.
+@dataclass(frozen=True, eq=False)
+class Differentiable:
+    """A platform's forward and backward as a function of both frameworks' arrays, with gradients.
 
-    It serves all args that :func:`signature` does not tell from those that it is prepared for; None: any.
-
-    Args:
+    Attributes:
         forward: ``(args, opts) -> (outputs, residuals)``. Where ``forward.rehearsed``, the two do nothing but launch
             kernels, and a first call builds them side by side: those of both, if a gradient follows.
         backward: ``(args, residuals, gradients of the outputs, opts) -> gradients of args``.
@@ -184,36 +181,39 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
         axes: what JAX may shard over devices; see :func:`keraunos.frontends.jax.partition.partitioned`.
     """
 
-    @functools.cache
-    def made(framework: str) -> Callable:
-        pair = forward, backward
-        if framework == "torch":
-            return get("torch").differentiable(*pair, operator, platform)
-        pair = get("jax").rehearsed(*pair)
-        if folding:
-            if axes:
+    forward: Callable
+    backward: Callable
+    operator: Operator
+    platform: str
+    folding: tuple[Callable, Callable] | None = None
+    axes: Callable | None = None
+
+    def prepare(self, opts: Any, args: Any) -> Callable[[Any], Any]:
+        """``args -> outputs`` for all args that :func:`signature` does not tell from these."""
+        return (self._torch if framework_of(args[0]) == "torch" else self._jax)(opts, args)
+
+    @functools.cached_property
+    def _torch(self) -> Callable:
+        return get("torch").differentiable(self.forward, self.backward, self.operator, self.platform)
+
+    @functools.cached_property
+    def _jax(self) -> Callable:
+        pair = get("jax").rehearsed(self.forward, self.backward)
+        if self.folding:
+            if self.axes:
                 # The partitioner calls them later.
-                pair = get("jax.partition").partitioned(*map(get("jax").as_written, pair), axes)
-            pair = get("jax").batched(*pair, *folding)
-            once = functools.partial(get("jax").once, function=operator.function, platform=platform)
+                pair = get("jax.partition").partitioned(*map(get("jax").as_written, pair), self.axes)
+            pair = get("jax").batched(*pair, *self.folding)
+            once = functools.partial(get("jax").once, function=self.operator.function, platform=self.platform)
             pair = once(pair[0]), once(pair[1])
-        return get("jax").differentiable(*pair, axes)
-
-    def prepare(framework: str, opts: Any, args: Any = None) -> Callable[[Any], Any]:
-        if args is None:
-            return lambda args: prepare(framework, opts, args)(args)
-        return made(framework)(opts, args)
-
-    return prepare
+        return get("jax").differentiable(*pair, self.axes)
 
 
-def in_place(compute: Callable, operator: Operator, platform: str, pool: str, writes: Callable[[Any], bool],
-             output: Callable) -> Callable:
-    """``prepare(framework, opts, args)``: ``args -> (output, pool)`` without gradients, which changes the pool.
+@dataclass(frozen=True, eq=False)
+class InPlace:
+    """A platform's function that changes a pool in place, without gradients.
 
-    It serves all args that :func:`signature` does not tell from those that it is prepared for.
-
-    Args:
+    Attributes:
         compute: ``(args, opts) -> (output or None, pool or None)``; in PyTorch it changes the pool that it is given.
         operator: what the operation is to PyTorch's graphs. platform: whose function this is.
         pool: the name of the argument that is changed; in JAX an array to give up for a new one, or a ``jax.Ref``.
@@ -221,13 +221,24 @@ def in_place(compute: Callable, operator: Operator, platform: str, pool: str, wr
         output: ``(args, opts) -> (shape, dtype name)`` of the output, or None. In PyTorch it goes to ``args.out``.
     """
 
-    @functools.cache
-    def made(framework: str) -> Callable:
-        if framework == "torch":
-            return get("torch").in_place(compute, operator, platform, pool, writes, output)
-        return get("jax").in_place(compute, operator.args, pool, writes, output)
+    compute: Callable
+    operator: Operator
+    platform: str
+    pool: str
+    writes: Callable[[Any], bool]
+    output: Callable
 
-    return lambda framework, opts, args: made(framework)(opts, args)
+    def prepare(self, opts: Any, args: Any) -> Callable[[Any], Any]:
+        """``args -> (output, pool)`` for all args that :func:`signature` does not tell from these."""
+        return (self._torch if framework_of(args[0]) == "torch" else self._jax)(opts, args)
+
+    @functools.cached_property
+    def _torch(self) -> Callable:
+        return get("torch").in_place(self.compute, self.operator, self.platform, self.pool, self.writes, self.output)
+
+    @functools.cached_property
+    def _jax(self) -> Callable:
+        return get("jax").in_place(self.compute, self.operator.args, self.pool, self.writes, self.output)
 
 
 def compiling() -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,6 +31,9 @@ class GatedDeltaRule(LinearOperation):
     config = GatedDeltaRuleConfig
     recurrence = GATED_DELTA_RULE
     arguments, pack = Args._fields, Args
+    drawn: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        **LinearOperation.drawn, "key": lambda x: x * x.shape[-1] ** -0.5, "beta": lambda x: 1 / (1 + abs(x)),
+    }
 
     def invocation(self, framework: str, dtype: str = "bfloat16", *, B: int = 1, T: int, H: int, K: int,
                    G: int | None = None, V: int | None = None, N: int | None = None, HQ: int | None = None,
@@ -46,28 +49,6 @@ class GatedDeltaRule(LinearOperation):
         arrays = dict(inv.arrays) | {name: ("float32", ndim) for name, ndim in gates[gate]} | {"beta": (dtype, 3)}
         return replace(inv, arrays={name: arrays[name] for name in Args._fields if name in arrays},
                        options={**inv.options, "use_qk_l2norm": False})
-
-    def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
-        """Random arguments: keys of length 1, gates of a memory of about ten tokens, beta between 0 and 1."""
-        measure = frontends.get(f"{inv.framework}.measure")
-        rng = np.random.default_rng(seed)
-        dims, made = inv.dims, {}
-        heads = {"query": dims.get("HQ", dims["H"]), "key": dims["G"], "value": dims.get("HV", dims["G"]),
-                 "g": dims.get("HG", dims["H"]), "beta": dims["H"]}
-        for i, (name, (dtype, ndim)) in enumerate(inv.arrays.items()):
-            if name == "cu_seqlens":
-                cuts = np.sort(rng.integers(0, dims["T"] + 1, dims["N"] - 1))
-                made[name] = measure.array(np.array([0, *cuts, dims["T"]]), dtype, inv.backend)
-            elif name == "initial_state":
-                shape = tuple(dims[d] for d in "NHKV")
-                made[name] = measure.normal(shape, dtype, 100 * seed + i, inv.backend)
-            else:
-                width = dims["V" if name == "value" else "K"]
-                shape = (dims["B"], dims["T"], heads[name], width)[:ndim]
-                x = measure.normal(shape, dtype, 100 * seed + i, inv.backend)
-                made[name] = {"key": lambda x: x * dims["K"] ** -0.5, "g": lambda x: -0.1 * x * x,
-                              "beta": lambda x: 1 / (1 + abs(x))}.get(name, lambda x: x)(x)
-        return tuple(Args(**made)), dict(inv.options)
 
     def reference(self, args: Sequence[Any], kwargs: dict, dtype: type) -> tuple:
         """Output and final state."""

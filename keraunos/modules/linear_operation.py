@@ -20,8 +20,14 @@ from keraunos.ops.kernel import Kernel
 
 # Of arrays of tokens, the third is the array's own number of heads.
 _SHAPES = {
-    "query": "BT.K", "key": "BT.K", "value": "BT.V", "g": "BT.K", "g_gamma": "BH", "initial_state": "NHKV",
+    "query": "BT.K", "key": "BT.K", "value": "BT.V", "g": "BT.K", "beta": "BT.", "g_gamma": "BH",
+    "initial_state": "NHKV",
 }
+
+
+def _gate(x: Any) -> Any:
+    """A memory of about ten tokens, from normal numbers."""
+    return -0.1 * x * x
 
 
 class LinearOperation(Kernel):
@@ -30,10 +36,12 @@ class LinearOperation(Kernel):
     Attributes:
         recurrence: its contract.
         pack: the arrays that ``run`` takes, by their names in the recurrence.
+        drawn: samples of arrays, from normal numbers; others are normal.
     """
 
     recurrence: ClassVar[Recurrence]
     pack: Any = Args
+    drawn: ClassVar[dict[str, Callable[[Any], Any]]] = {"g": _gate, "g_gamma": _gate}
 
     def bind(self, *args: Array | None, return_state: bool = True, **options: Any) -> Invocation:
         return self.recurrence.describe(self.pack(*args), **options)
@@ -119,8 +127,23 @@ class LinearOperation(Kernel):
         return turned_back
 
     def sample(self, inv: Invocation, seed: int) -> tuple[tuple, dict]:
-        """See :func:`sample`."""
-        return self.unpack(sample(inv, seed)), dict(inv.options)
+        """Random arguments of a call's shapes and dtypes, as ``drawn`` says; packed sequences have random lengths."""
+        measure = frontends.get(f"{inv.framework}.measure")
+        rng = np.random.default_rng(seed)
+        made, heads = {}, head_counts(inv.dims)
+        for i, (name, (dtype, ndim)) in enumerate(inv.arrays.items()):
+            if name == "cu_seqlens":
+                cuts = np.sort(rng.integers(0, inv.dims["T"] + 1, inv.dims["N"] - 1))
+                made[name] = measure.array(np.array([0, *cuts, inv.dims["T"]]), dtype, inv.backend)
+                continue
+            letters = _SHAPES[name][-ndim:] if name == "g_gamma" else _SHAPES[name][:ndim]
+            shape, draw = tuple(heads[name] if d == "." else inv.dims[d] for d in letters), self.drawn.get(name)
+            if name in inv.constants:
+                x = rng.normal(size=shape).astype(dtype)
+            else:
+                x = measure.normal(shape, dtype, 100 * seed + i, inv.backend)
+            made[name] = draw(x) if draw else x
+        return self.unpack(self.recurrence.args(**made)), dict(inv.options)
 
     def check_calls(self, inv: Invocation, cfgs: Sequence[Config]) -> list[Invocation]:
         """Two chunks of the longest candidate, so several of the others; and a length that no chunk divides."""
@@ -147,30 +170,3 @@ class LinearOperation(Kernel):
 def turned(state: Array | None) -> Array | None:
     """States ``[N, H, V, K]`` as ``[N, H, K, V]``, or the other way."""
     return state if state is None else state.mT
-
-
-def sample(inv: Invocation, seed: int) -> Args:
-    """Random arguments of a call's shapes and dtypes, on a device of its kind.
-
-    Query, key, value and state are normal; gates are -0.1 times the square of a normal, a memory of about ten tokens.
-    Packed sequences have random lengths.
-    """
-    measure = frontends.get(f"{inv.framework}.measure")
-    rng = np.random.default_rng(seed)
-    made, heads = {}, head_counts(inv.dims)
-    for i, (name, (dtype, ndim)) in enumerate(inv.arrays.items()):
-        if name == "cu_seqlens":
-            cuts = np.sort(rng.integers(0, inv.dims["T"] + 1, inv.dims["N"] - 1))
-            made[name] = measure.array(np.array([0, *cuts, inv.dims["T"]]), dtype, inv.backend)
-            continue
-        letters = _SHAPES[name]
-        letters = letters[-ndim:] if name == "g_gamma" else letters[:ndim]
-        shape = tuple(heads[name] if d == "." else inv.dims[d] for d in letters)
-        if name == "g_gamma" and name in inv.constants:
-            made[name] = (-0.1 * rng.normal(size=shape) ** 2).astype(dtype)
-        elif name in ("g", "g_gamma"):
-            x = measure.normal(shape, dtype, 100 * seed + i, inv.backend)
-            made[name] = -0.1 * x * x
-        else:
-            made[name] = measure.normal(shape, dtype, 100 * seed + i, inv.backend)
-    return Args(**made)

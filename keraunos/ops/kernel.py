@@ -91,7 +91,7 @@ class Kernel(ABC):
 
     def get_impl(self, cfg: Config) -> Implementation:
         """The implementation that ``cfg.platform`` and ``cfg.backend`` name."""
-        return _implementation(self.op_id, cfg.platform, cfg.backend, kernel_registry.generation)
+        return kernel_registry.get(self.op_id, cfg.platform, cfg.backend)
 
     def heuristic_cfg(self, inv: Invocation, row: Row | None = None, partial: Config | None = None) -> Config:
         """A good configuration for the call without measuring; fields set in ``partial`` stay as they are."""
@@ -136,8 +136,3 @@ class Kernel(ABC):
 
 def _as_given(*args: Array | None) -> tuple:
     return args
-
-
-@functools.lru_cache(maxsize=256)
-def _implementation(algorithm: str, platform: str, backend: str, generation: int) -> Implementation:
-    return kernel_registry.get(algorithm, platform, backend)

@@ -6,13 +6,13 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from keraunos.ops.cache import ConfigCache, PersistentCache, cache_key, find_shipped
-from keraunos.ops.invocation import Config, Invocation, Platform, UnsupportedError
+from keraunos.ops.invocation import Config, Invocation, Platform
 from keraunos.ops.kernel import Kernel
 from keraunos.ops.registry import Row, kernel_registry, public_name
 from keraunos.ops.tuner import Tuner
@@ -193,26 +193,27 @@ class ConfigSelectorChain:
         row, passed = self._row(inv, cfg, platform)
         if cfg is not None:
             _refuse_unknown(cfg, row)
-        key = cache_key(inv, row)
-        steps = {
-            "explicit": lambda: "no cfg was given" if cfg is None else cfg,
-            "overlay": lambda: self._overlay(key),
-            "memory": lambda: self._memory(key),
-            "disk": lambda: self._disk(kernel, inv, row, key),
-            "shipped": lambda: self._shipped(kernel, inv, row, key),
-            "autotune": lambda: self._autotune(kernel, inv, row, key, measure),
-            "heuristic": lambda: kernel.heuristic_cfg(inv, row),
-        }
         missed: dict[str, str] = {}
-        for tier, look in steps.items():
+        key, backward, config = cache_key(inv, row), self.policy.validate_backward, row.implementation.config
+        wanted = key, inv.device, config or kernel.config, backward
+        overlays = [entry for x in active_overlays.get() if (entry := x.get(key)) is not None]
+        tiers: dict[str, Callable[[], Config | str]] = {
+            "explicit": lambda: "no cfg was given" if cfg is None else cfg,
+            "overlay": lambda: overlays[0] if overlays else "no entry" if active_overlays.get() else "none is in force",
+            "memory": lambda: self.cache.get(key, backward) or "no entry",
+            "disk": lambda: "not in use" if self.persistent is None else self.persistent.find(*wanted),
+            "shipped": lambda: find_shipped(*wanted),
+            "autotune": lambda: self._autotune(kernel, inv, row, key, measure),
+        }
+        for tier, look in tiers.items():
             found = look()
             if isinstance(found, Config):
-                if tier != "heuristic":
-                    # A stored or given configuration may leave fields open; the heuristic fills them.
-                    found = kernel.heuristic_cfg(inv, row, partial=found)
-                return Choice(found, tier, row.platform, key, passed, missed)
+                if tier == "disk":
+                    self.cache.put(key, found, backward)
+                # It may leave fields open; the heuristic fills them.
+                return Choice(kernel.heuristic_cfg(inv, row, found), tier, row.platform, key, passed, missed)
             missed[tier] = found
-        raise UnsupportedError(f"{public_name(inv.op_id)}: {row.platform} gave no configuration: {missed}")
+        return Choice(kernel.heuristic_cfg(inv, row), "heuristic", row.platform, key, passed, missed)
 
     def _row(self, inv: Invocation, cfg: Config | None, platform: str | None) -> tuple[Row, list[str]]:
         backend, name = "any", public_name(inv.op_id)
@@ -225,30 +226,6 @@ class ConfigSelectorChain:
             elif cfg.platform not in (Platform.AUTO, platform):
                 raise ValueError(f"{name}: platform={platform!r}, but cfg is for {cfg.platform!r}; expected the same")
         return kernel_registry.choose(inv, platform, backend)
-
-    def _overlay(self, key: str) -> Config | str:
-        overlays = active_overlays.get()
-        for overlay in overlays:
-            if (found := overlay.get(key)) is not None:
-                return found
-        return "no entry" if overlays else "none is in force"
-
-    def _memory(self, key: str) -> Config | str:
-        found = self.cache.get(key, self.policy.validate_backward)
-        return "no entry" if found is None else found
-
-    def _disk(self, kernel: Kernel, inv: Invocation, row: Row, key: str) -> Config | str:
-        if self.persistent is None:
-            return "not in use"
-        backward = self.policy.validate_backward
-        found = self.persistent.find(key, inv.device, row.implementation.config or kernel.config, backward)
-        if isinstance(found, Config):
-            self.cache.put(key, found, backward)
-        return found
-
-    def _shipped(self, kernel: Kernel, inv: Invocation, row: Row, key: str) -> Config | str:
-        config = row.implementation.config or kernel.config
-        return find_shipped(key, inv.device, config, self.policy.validate_backward)
 
     def _autotune(self, kernel: Kernel, inv: Invocation, row: Row, key: str, measure: bool) -> Config | str:
         policy = self.policy

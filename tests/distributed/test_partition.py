@@ -59,8 +59,8 @@ def box_of_attention(q, k, v):
 
     opts = Options(0.25, None, None, 0, 0.0, "float32", False, CFG)
     folding = fold, frontends.unfold
-    prepare = frontends.differentiable(forward, backward, OPERATOR, "box", folding, call.axes_with_residuals)
-    return prepare("jax", opts)(Args(q, k, v))[0]
+    made = frontends.Differentiable(forward, backward, OPERATOR, "box", folding, call.axes_with_residuals)
+    return made.prepare(opts, Args(q, k, v))(Args(q, k, v))[0]
 
 
 def masked(q, k, v, sinks, ids, offsets):

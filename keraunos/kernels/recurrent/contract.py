@@ -288,7 +288,7 @@ class Recurrence:
         """
         folding = None if has_vmap else (self.fold, frontends.unfold)
         both = _without_state(forward), backward
-        made = frontends.differentiable(*both, self.operator, platform, folding, axes)
+        made = frontends.Differentiable(*both, self.operator, platform, folding, axes)
 
         def refused(inv: Invocation) -> str | None:
             if inv.symbolic and not has_vmap:
@@ -299,8 +299,7 @@ class Recurrence:
             return frontends.get("jax").batched(*both, *folding) if framework == "jax" and folding else both
 
         def prepare(args: Any, *, cfg: Config, return_state: bool = True, **rest: Any) -> Callable[[Any], tuple]:
-            opts = self.options(args, cfg, return_state, **rest)
-            return made(frontends.framework_of(args.query), opts, args)
+            return made.prepare(self.options(args, cfg, return_state, **rest), args)
 
         return Implementation(self.name, prepare, fields, refused, heuristic, candidates, source=source,
                               options=self.options, passes=passes, segment=segment)

@@ -331,7 +331,7 @@ def kernel(
     """
     made, passes = None, None
     if forward and backward:
-        made = frontends.differentiable(forward, backward, OPERATOR, platform, (fold, frontends.unfold), letters)
+        made = frontends.Differentiable(forward, backward, OPERATOR, platform, (fold, frontends.unfold), letters)
         passes = forward, backward
 
     def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None, soft_cap: float | None = None,
@@ -345,7 +345,7 @@ def kernel(
         opts = Options(scale, cap, left, right, float(dropout), softmax_dtype, return_weights, cfg)
         if (run := compute(args, opts)) or made is None:
             return lambda args: run(args, opts)
-        return made(frontends.framework_of(args.query), opts, args)
+        return made.prepare(opts, args)
 
     def refused(inv: Invocation) -> str | None:
         return NO_WEIGHTS if inv.options["return_weights"] and not forms_weights else unsupported(inv)

@@ -300,11 +300,11 @@ def implementation(op_id: str, compute: Callable, fields: tuple[str, ...], *, pl
             return "takes no state_v_first in JAX, whose arrays have no strides"
         return unsupported(inv)
 
-    made = frontends.in_place(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
+    made = frontends.InPlace(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
 
     def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None, **options: Any) -> Callable:
         scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-        return made(frontends.framework_of(args.key), Options(op_id, scale, cfg, **options), args)
+        return made.prepare(Options(op_id, scale, cfg, **options), args)
 
     return Implementation(op_id, prepare, fields, refused, heuristic, source=source,
                           passes=lambda framework: (compute,))
