@@ -194,19 +194,24 @@ class Differentiable:
 
     @functools.cached_property
     def _torch(self) -> Callable:
-        return get("torch").differentiable(self.forward, self.backward, self.operator, self.platform)
+        from keraunos.frontends.torch.gradient import differentiable
+
+        return differentiable(self.forward, self.backward, self.operator, self.platform)
 
     @functools.cached_property
     def _jax(self) -> Callable:
-        pair = get("jax").rehearsed(self.forward, self.backward)
+        from keraunos.frontends.jax import gradient, partition
+
+        pair = gradient.rehearsed(self.forward, self.backward)
         if self.folding:
             if self.axes:
                 # The partitioner calls them later.
-                pair = get("jax.partition").partitioned(*map(get("jax").as_written, pair), self.axes)
-            pair = get("jax").batched(*pair, *self.folding)
-            once = functools.partial(get("jax").once, function=self.operator.function, platform=self.platform)
+                forward, backward = map(gradient.as_written, pair)
+                pair = partition.partitioned(forward, backward, self.axes)
+            pair = gradient.batched(*pair, *self.folding)
+            once = functools.partial(gradient.once, function=self.operator.function, platform=self.platform)
             pair = once(pair[0]), once(pair[1])
-        return get("jax").differentiable(*pair, self.axes)
+        return gradient.differentiable(*pair, self.axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,11 +239,15 @@ class InPlace:
 
     @functools.cached_property
     def _torch(self) -> Callable:
-        return get("torch").in_place(self.compute, self.operator, self.platform, self.pool, self.writes, self.output)
+        from keraunos.frontends.torch.gradient import in_place
+
+        return in_place(self.compute, self.operator, self.platform, self.pool, self.writes, self.output)
 
     @functools.cached_property
     def _jax(self) -> Callable:
-        return get("jax").in_place(self.compute, self.operator.args, self.pool, self.writes, self.output)
+        from keraunos.frontends.jax.gradient import in_place
+
+        return in_place(self.compute, self.operator.args, self.pool, self.writes, self.output)
 
 
 def compiling() -> bool:

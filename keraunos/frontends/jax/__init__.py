@@ -29,13 +29,5 @@ from keraunos.frontends.jax.arrays import (
     xp,
     zeros,
 )
-from keraunos.frontends.jax.gradient import (
-    as_written,
-    batched,
-    differentiable,
-    in_place,
-    once,
-    rehearsed,
-    rowwise,
-)
+from keraunos.frontends.jax.gradient import as_written, batched, differentiable, rowwise
 from keraunos.frontends.jax.partition import spread

@@ -1,9 +1,6 @@
 """PyTorch's front end: what :func:`keraunos.frontends.get` gives for ``"torch"``."""
 
-from keraunos.frontends.torch.arguments import (
-    autocast,
-    refuse,
-)
+from keraunos.frontends.torch.arguments import autocast, refuse
 from keraunos.frontends.torch.arrays import (
     DTYPES,
     aligned,
@@ -29,8 +26,4 @@ from keraunos.frontends.torch.arrays import (
     xp,
     zeros,
 )
-from keraunos.frontends.torch.gradient import (
-    differentiable,
-    in_place,
-    signature,
-)
+from keraunos.frontends.torch.gradient import signature
