@@ -227,7 +227,7 @@ def attention(
 
     Args:
         query, key, value: ``[B, T, H, K]``, ``[B, S, G, K]``, ``[B, S, G, V]``.
-        bias: added to the logits; no mask may be beside it.
+        bias: added to the logits; no mask may be given with it.
         dropout_rng: a key, which dropout needs.
         softmax_aux: sinks: ``[H]`` or ``[G]``, one for each head; ``[sinks]`` of another number, or ``[1, sinks]``, for
             all heads; ``[H or G, sinks]``.
@@ -242,7 +242,7 @@ def attention(
         The output ``[B, T, H, V]``, and the weights ``[B, H, T, S]`` or None.
 
     Raises:
-        ValueError: a shape, range or name is wrong, or a mask is beside another one or a bias.
+        ValueError: a shape, range or name is wrong, or a mask is given with another one or with a bias.
         TypeError: an argument is of a wrong type or dtype.
 
     Example:

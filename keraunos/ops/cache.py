@@ -176,7 +176,7 @@ class PersistentCache:
         return f"no entry in {path}" if entry is None else _winner(entry, config, backward)
 
     def put(self, key: str, device: str, entry: dict[str, Any], keep: Callable[[str], bool] = lambda key: True) -> bool:
-        """Store one entry, beside whatever other processes have stored meanwhile.
+        """Store one entry, next to those that other processes have stored meanwhile.
 
         Args:
             key: as :func:`cache_key` makes it.

@@ -56,7 +56,7 @@ class Shards:
     def together(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """``arrays``, none of which a later operation can read before all of them are computed.
 
-        Without this, a walk that needs only the gradient of the output would run beside the exchange. It takes all
+        Without this, a walk that needs only the gradient of the output would run during the exchange. It takes all
         multiprocessors of its device, and would hold up the exchange there, for which the other devices wait.
         """
         return jax.lax.optimization_barrier(arrays)

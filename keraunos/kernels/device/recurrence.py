@@ -141,7 +141,7 @@ def span(b_gamma, EXACT: tl.constexpr):
 def in_turn(OVERLAP: tl.constexpr):
     """Where a program begins that may share the GPU with other launches.
 
-    OVERLAP, a sum: 1 the next launch may begin once all programs have come here; 2 this one may have begun beside the
+    OVERLAP, a sum: 1 the next launch may begin once all programs have come here; 2 this one may have begun during the
     one before, and ends after it; 4 it may have begun, and waits here for the end of the one before.
     """
     if OVERLAP // 4 % 2 == 1:

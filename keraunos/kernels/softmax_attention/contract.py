@@ -184,7 +184,7 @@ def not_for_libraries(inv: Invocation) -> str | None:
 
 
 def over_groups(x: ArrayT, G: int) -> ArrayT:
-    """``[B, heads, ...] -> [B, G or 1, H // G or 1, ...]``: the heads beside the keys that they read."""
+    """``[B, heads, ...] -> [B, G or 1, H // G or 1, ...]``: the heads next to the keys that they read."""
     n = x.shape[1]
     groups, each = (n, 1) if n in (1, G) else (G, n // G)
     return x.reshape(x.shape[0], groups, each, *x.shape[2:])

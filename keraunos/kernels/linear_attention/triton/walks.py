@@ -129,7 +129,7 @@ def walk(call: Call, args: Args, q: Array | None, k: Array, v: Array, *, reverse
         part: walk only this part.
         state_t: states are transposed in memory.
         pool: where the states of sequences are.
-        overlap: whether the launch before or after this one may run beside it.
+        overlap: whether the launch before or after this one may run at the same time.
 
     Returns:
         ``(output, final states, states written down, sums of the gates)``.

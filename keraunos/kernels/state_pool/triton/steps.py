@@ -124,7 +124,7 @@ def step_kernel(
 
     OUTPUT: write ``o = scale * S^T q`` of each token; STORE: write the state back; EXPORT: write that after token t to
     slot targets[n, t] of another pool, or of this one, whose state has been read by then. MANY: T tokens, not one.
-    COUNTED: only the first counts[n] of them. OVERLAP: the launch begins beside the end of the one before it.
+    COUNTED: only the first counts[n] of them. OVERLAP: the launch begins while the one before it ends.
     GAMMA: how many dimensions gamma has, ``[H]`` or ``[N, H]``; 0: there is none. DELTA: the delta rule; what it reads
     is with the functions above.
     """
