@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import keraunos
 from keraunos import distributed, frontends
+from keraunos.frontends.gradients import Differentiable
 from keraunos.kernels.gated_delta_rule import contract as delta_contract
 from keraunos.kernels.gated_delta_rule import xla as delta
 from keraunos.kernels.linear_attention import contract
@@ -59,7 +60,7 @@ def box_of_attention(q, k, v):
 
     opts = Options(0.25, None, None, 0, 0.0, "float32", False, CFG)
     folding = fold, frontends.unfold
-    made = frontends.Differentiable(forward, backward, OPERATOR, "box", folding, call.axes_with_residuals)
+    made = Differentiable(forward, backward, OPERATOR, "box", folding, call.axes_with_residuals)
     return made.prepare(opts, Args(q, k, v))(Args(q, k, v))[0]
 
 

@@ -85,7 +85,7 @@ def rehearsed(forward: Callable, backward: Callable) -> tuple[Callable, Callable
 
 
 def in_place(compute: Callable, kind: type, pool: str, writes: Callable[[Any], bool], output: Callable) -> Callable:
-    """``prepare(opts)``, which gives ``args -> (output, pool)``; see :class:`keraunos.frontends.InPlace`."""
+    """``prepare(opts)``, which gives ``args -> (output, pool)``; see :class:`keraunos.frontends.gradients.InPlace`."""
 
     @as_written
     def call(states: Any, args: Any, opts: Any) -> tuple[Any, Any]:
@@ -114,7 +114,7 @@ def batched(forward: Callable, backward: Callable, fold: Callable, unfold: Calla
     """``forward`` and ``backward``, for which ``vmap`` makes one call with a larger batch of many calls.
 
     Args:
-        forward, backward: as for :class:`keraunos.frontends.Differentiable`.
+        forward, backward: as for :class:`keraunos.frontends.gradients.Differentiable`.
         fold: ``(args, size) -> args`` of one call that does ``size`` calls, whose arrays are stacked along a new first
             axis; None if there is none, and the calls are made one after the other.
         unfold: ``(x, size, shape) -> x``: the outputs, each of ``shape``, of the ``size`` calls from that of the one.

@@ -54,7 +54,7 @@ def partitioned(forward: Callable, backward: Callable, axes: Callable) -> tuple[
     """``forward`` and ``backward``, which XLA's partitioner can run on shards of batch and heads.
 
     Args:
-        forward, backward: as for :class:`keraunos.frontends.Differentiable`.
+        forward, backward: as for :class:`keraunos.frontends.gradients.Differentiable`.
         axes: ``(args, opts) -> (args, outputs, residuals)``, strings in place of arrays, with a letter for each
             dimension: ``b``: the batch, ``h``: heads, of which arrays may have different numbers: each head of an array
             with fewer belongs to as many of one with more; ``.``: never sharded. The query is the first argument.

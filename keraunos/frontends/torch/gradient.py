@@ -17,7 +17,7 @@ from keraunos.frontends.torch.launch import kinds, launcher, launchers
 
 
 def differentiable(forward: Callable, backward: Callable, operator: Operator, platform: str) -> Callable:
-    """``prepare(opts, args)``: ``args -> outputs`` with a gradient; see :class:`keraunos.frontends.Differentiable`.
+    """``prepare(opts, args)``: ``args -> outputs`` with a gradient; see :class:`Differentiable`.
 
     To whatever traces or transforms a call, such as ``torch.compile``, it is an operator: opaque, so that nothing
     traces into its kernels. Where nothing does, the call goes past the dispatcher. While a graph is traced, sizes may
@@ -106,7 +106,7 @@ def differentiable(forward: Callable, backward: Callable, operator: Operator, pl
 
 def in_place(compute: Callable, operator: Operator, platform: str, pool: str, writes: Callable[[Any], bool],
              output: Callable) -> Callable:
-    """``prepare(opts, args)``: ``args -> (output, pool)``; see :class:`keraunos.frontends.InPlace`.
+    """``prepare(opts, args)``: ``args -> (output, pool)``; see :class:`keraunos.frontends.gradients.InPlace`.
 
     To whatever traces a call it is an operator, which writes its output where it is told to.
     """

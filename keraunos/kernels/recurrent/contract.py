@@ -24,6 +24,7 @@ import numpy as np
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
+from keraunos.frontends.gradients import Differentiable
 from keraunos.ops import checks
 from keraunos.ops.arguments import FLOATS, Arguments
 from keraunos.ops.invocation import Config, Invocation
@@ -288,7 +289,7 @@ class Recurrence:
         """
         folding = None if has_vmap else (self.fold, frontends.unfold)
         both = _without_state(forward), backward
-        made = frontends.Differentiable(*both, self.operator, platform, folding, axes)
+        made = Differentiable(*both, self.operator, platform, folding, axes)
 
         def refused(inv: Invocation) -> str | None:
             if inv.symbolic and not has_vmap:

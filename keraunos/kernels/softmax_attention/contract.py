@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array, ArrayT
+from keraunos.frontends.gradients import Differentiable
 from keraunos.ops.arguments import FLOATS, INTEGERS, Arguments
 from keraunos.ops.invocation import Config, Invocation, UnsupportedError, is_number
 from keraunos.ops.registry import Implementation, kernel_registry
@@ -331,7 +332,7 @@ def kernel(
     """
     made, passes = None, None
     if forward and backward:
-        made = frontends.Differentiable(forward, backward, OPERATOR, platform, (fold, frontends.unfold), letters)
+        made = Differentiable(forward, backward, OPERATOR, platform, (fold, frontends.unfold), letters)
         passes = forward, backward
 
     def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None, soft_cap: float | None = None,

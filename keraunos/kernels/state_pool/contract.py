@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keraunos import frontends
+from keraunos.frontends.gradients import InPlace
 from keraunos.kernels.recurrent.contract import head_sizes
 from keraunos.ops import checks
 from keraunos.ops.arguments import Arguments
@@ -300,7 +301,7 @@ def implementation(op_id: str, compute: Callable, fields: tuple[str, ...], *, pl
             return "takes no state_v_first in JAX, whose arrays have no strides"
         return unsupported(inv)
 
-    made = frontends.InPlace(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
+    made = InPlace(compute, OPERATORS[op_id], platform, "states", lambda opts: opts.writes, output)
 
     def prepare(args: Args, *, cfg: Config, softmax_scale: float | None = None, **options: Any) -> Callable:
         scale = float(args.key.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
