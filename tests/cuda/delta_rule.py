@@ -36,7 +36,7 @@ BUILDS = {
 
 def options(case, stages=3):
     """The options of a case's call."""
-    return Options(case.scale or case.K**-0.5, case.reverse, case.norm, Config(num_stages=stages))
+    return Options(case.scale or case.K**-0.5, case.reverse, Config(num_stages=stages), use_qk_l2norm=case.norm)
 
 
 def run(case, *, mode="late", seed=0, replaced=None):

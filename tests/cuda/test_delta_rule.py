@@ -13,7 +13,7 @@ import triton
 import keraunos
 from keraunos import frontends
 from keraunos.kernels import kernel_registry
-from keraunos.kernels.gated_delta_rule.contract import Args, describe
+from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args
 from keraunos.kernels.gated_delta_rule.cuda import passes
 from keraunos.kernels.gluon import RUN
 from tests.cuda import mutants
@@ -141,7 +141,7 @@ def refused(device="NVIDIA H200", **changes):
     """Why the platform does not take a call on a GPU."""
     arrays = dict(dtype=torch.bfloat16, K=128, V=128, g=None) | changes
     q, v = (torch.zeros(1, 70, 2, arrays[n], dtype=arrays["dtype"]) for n in "KV")
-    inv = describe(Args(q, q, v, arrays["g"]))
+    inv = GATED_DELTA_RULE.describe(Args(q, q, v, arrays["g"]))
     return passes.unsupported(dataclasses.replace(inv, backend="gpu", device=device))
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from keraunos import frontends
-from keraunos.kernels.gated_delta_rule.contract import Args, Options, describe, kernel
+from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
 from keraunos.kernels.gated_delta_rule.cuda.walk import walk_kernel
 from keraunos.kernels.gluon import cannot_run, was_not_measured
@@ -126,7 +126,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     triton = kernel_registry.get("gated_delta_rule", Platform.TRITON)
     assert triton.passes is not None
-    inv = describe(args, opts.softmax_scale, opts.use_qk_l2norm, opts.reverse)
+    inv = GATED_DELTA_RULE.describe(args, opts.softmax_scale, use_qk_l2norm=opts.use_qk_l2norm, reverse=opts.reverse)
     return triton.passes("torch")[1](args, (), grads, opts._replace(cfg=triton.heuristic(inv, Config())))
 
 
