@@ -25,7 +25,7 @@ ODD = {
 }
 PLATFORM = "triton" if INTERPRETED else "torch"
 # The interpreter is slow.
-CASES, SIZES = (DELTA[1::4], [2]) if INTERPRETED else ([*DELTA, *EMPTY_DELTA], [2, 4])
+CASES, SIZES = (DELTA[1::8], [2]) if INTERPRETED else ([*DELTA, *EMPTY_DELTA], [2, 4])
 
 
 # Three sequences, of which the one in the middle will hold anything.

@@ -5,7 +5,10 @@ import importlib.util
 import numpy as np
 import pytest
 
-from keraunos.kernels.gated_delta_rule.stretches import joined
+from keraunos.kernels import kernel_registry
+from keraunos.kernels.gated_delta_rule import contract
+from keraunos.kernels.gated_delta_rule.stretches import Transition, joined
+from keraunos.ops import Config
 from tests.numerics import assert_within_rule
 
 FRAMEWORKS = [name for name in ("jax", "torch") if importlib.util.find_spec(name)]
@@ -40,3 +43,16 @@ def test_parts_join_in_their_order(framework, backwards, n):
     got = np.asarray(found)
     assert_within_rule(["state", "matrix"], [got[..., :V], got[..., V:]], in_turn(np.float64), in_turn(np.float32),
                        ["float32"] * 2)
+
+
+def test_kernels_of_hopper_leave_states_by_those_of_triton():
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    platform, cfg = kernel_registry.get("gated_delta_rule", "cuda"), Config(platform="cuda", block_q=64)
+    x = torch.ones(1, 64, 2, 128, dtype=torch.bfloat16)
+    args, opts = contract.Args(x, x, x), contract.Options(0.1, False, False, cfg)
+    transition = Transition.of(platform, args, opts)
+    assert transition.parts == kernel_registry.get("gated_delta_rule", "triton").parts
+    assert transition.ways(args, opts)[0].opts.cfg == transition.cfg
+    assert transition.cfg.platform == "triton"
+    assert transition.cfg.num_stages

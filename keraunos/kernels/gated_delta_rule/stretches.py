@@ -8,9 +8,9 @@ D is the gradient of the state before it, and P_t the product up to token t. All
 the identity and with values of 0 its last state is M, and its outputs are ``scale P_t^T q_t``.
 :mod:`keraunos.kernels.recurrent.stretches` says how states join, and what a plan is.
 
-It is in plain operations of either framework here, around a platform's forward. A platform with kernels has functions
-of its own, ``parts`` of its :class:`Implementation`, which take a call of one stretch, or, packed, of three of which it
-is the second::
+It is in plain operations of either framework here, around a platform's forward. Triton has functions of its own,
+``parts`` of its :class:`Implementation`, and Hopper's kernels take these, too. They are given a call of one stretch,
+or, packed, of three of which it is the second::
 
     states_left(args, opts)                 -> local and M side by side [B, H, K, V + K]
     gradient_left(args, opts, doutput, end) -> D [B, H, K, V]; no end: zeros
@@ -23,10 +23,11 @@ from typing import Any, NamedTuple, Self
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
-from keraunos.kernels.gated_delta_rule.contract import Args, Options
+from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args, Options
 from keraunos.kernels.recurrent import stretches
 from keraunos.kernels.recurrent.contract import state_spec
-from keraunos.ops.registry import Implementation
+from keraunos.ops.invocation import Config, Platform
+from keraunos.ops.registry import Implementation, kernel_registry
 
 
 class Way(NamedTuple):
@@ -47,6 +48,7 @@ class Transition(NamedTuple):
     passes: Callable[[str], tuple[Callable, ...]]
     parts: tuple[Callable, Callable] | None
     packed: bool
+    cfg: Config
     copies: bool = False
     started: bool = False
     kept: bool = True
@@ -54,12 +56,18 @@ class Transition(NamedTuple):
     @classmethod
     def of(cls, implementation: Implementation, args: Args, opts: Options) -> Self:
         """For calls like this one on a platform."""
+        cfg = opts.cfg
+        if cfg.platform == Platform.CUDA:
+            implementation = kernel_registry.get("gated_delta_rule", Platform.TRITON)
+            flags = dict(use_qk_l2norm=opts.use_qk_l2norm, reverse=opts.reverse)
+            inv = GATED_DELTA_RULE.describe(args, opts.softmax_scale, **flags)
+            cfg = implementation.heuristic(inv, Config(platform=Platform.TRITON))
         assert implementation.passes
-        return cls(implementation.passes, implementation.parts, args.cu_seqlens is not None)
+        return cls(implementation.passes, implementation.parts, args.cu_seqlens is not None, cfg)
 
     def ways(self, args: Args, opts: Options) -> tuple[Way, Way]:
         """Of the state and of its gradient."""
-        opts = opts._replace(state=True, kept=False)
+        opts = opts._replace(cfg=self.cfg, state=True, kept=False)
         return Way(opts, False), Way(opts, True)
 
     def arrays(self, args: Args, doutput: Array | None = None, own: Array | None = None) -> tuple:
