@@ -10,6 +10,8 @@ import triton.language as tl
 from keraunos.kernels.device.recurrence import CLOSED, LOG2E, decay, level, load_gate, locate, ones_dot
 
 EPSILON = tl.constexpr(1e-6)
+# A gate that leaves nothing.
+SHUT = tl.constexpr(-64.0)
 # Keys are alike from this sum of squares on, of a key's decayed products with those before it, times their beta.
 ALIKE = tl.constexpr(1.0)
 
@@ -32,9 +34,16 @@ def locate_rows(cu_seqlens, i_s, T, N, L, BT, PACKED: tl.constexpr, REVERSE: tl.
 
 @triton.jit
 def between(b_g, o_r, TERMS: tl.constexpr, EXACT: tl.constexpr):
-    """Decays ``[BT (i), BT (j)]`` by the gates after row j up to row i; 1 where i is before j."""
-    b_after = tl.where(o_r[:, None] > o_r[None, :], b_g[:, None], 0.0)  # [BT (t), BT (j)]
-    return decay(ones_dot(o_r[:, None] >= o_r[None, :], b_after, TERMS), EXACT)
+    """Decays ``[BT (i), BT (j)]`` by the gates after row j up to row i; 1 where i is before j.
+
+    EXACT: sums of just these gates. Else differences of their sums from the chunk's start, of gates of which none is
+    below SHUT: they are off by a rounding of all that, where nothing is left of decays that are so far apart.
+    """
+    if EXACT:
+        b_after = tl.where(o_r[:, None] > o_r[None, :], b_g[:, None], 0.0)  # [BT (t), BT (j)]
+        return decay(ones_dot(o_r[:, None] >= o_r[None, :], b_after, TERMS), EXACT)
+    b_sum = tl.cumsum(tl.maximum(b_g, SHUT), 0)
+    return decay(tl.minimum(b_sum[:, None] - b_sum[None, :], 0.0), EXACT)
 
 
 @triton.jit

@@ -47,7 +47,6 @@ _GRADIENTS = {
     "keys": chunks.keys_gradient_kernel,
 }
 _DIMENSIONS = 64
-WARPS = dict(pairs=4, queries=4, keys=4)
 
 
 class Call(Sizes):
@@ -314,7 +313,7 @@ def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
         outputs[name]["dg"] = None
     shared = dict(pairs=1, queries=call.ratio(query), keys=call.ratio(key))[name]
     programs = chunks * H // shared * (1 if name == "pairs" else parts)
-    constants, num_warps = dict(BT=call.BG, BK=_DIMENSIONS, BV=_DIMENSIONS), WARPS[name] if call.BG == 64 else 2
+    constants, num_warps = dict(BT=call.BG, BK=_DIMENSIONS, BV=_DIMENSIONS), 4 if call.BG == 64 else 2
     return _plan(call, _GRADIENTS[name], programs, outputs[name], constants, num_warps, 2, q=q, k=k, o=do)
 
 
