@@ -50,7 +50,7 @@ def test_kernels_of_hopper_leave_states_by_those_of_triton():
     torch = pytest.importorskip("torch")
     platform, cfg = kernel_registry.get("gated_delta_rule", "cuda"), Config(platform="cuda", block_q=64)
     x = torch.ones(1, 64, 2, 128, dtype=torch.bfloat16)
-    args, opts = contract.Args(x, x, x), contract.Options(0.1, False, False, cfg)
+    args, opts = contract.Args(x, x, x), contract.Options(0.1, False, cfg)
     transition = Transition.of(platform, args, opts)
     assert transition.parts == kernel_registry.get("gated_delta_rule", "triton").parts
     assert transition.ways(args, opts)[0].opts.cfg == transition.cfg

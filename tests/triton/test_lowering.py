@@ -237,7 +237,7 @@ def test_the_delta_rule_over_shards_lowers(triton, packed):
     from keraunos.kernels.gated_delta_rule.triton import passes as platform
 
     q, offsets = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.bfloat16), jnp.array([0, 1000, 4096])
-    opts = contract.Options(0.125, False, True, CFG)
+    opts = contract.Options(0.125, False, CFG, use_qk_l2norm=True)
     mesh = jax.make_mesh((2,), ("tokens",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @jax.shard_map(mesh=mesh, in_specs=P(None, "tokens"), out_specs=(P(None, "tokens"), P()))
