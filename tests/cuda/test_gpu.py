@@ -228,8 +228,9 @@ def handed(attention):
     if attention == "linear":
         kernels = (outputs.outputs_kernel, gradients.gradients_kernel, dimensions.dimensions_kernel,
                    dimensions_queries.queries_kernel, dimensions_keys.keys_kernel)
-        return kernels, (walk.add_gates, outputs.add_gradients, dimensions.work_in_gates,
-                         dimensions_queries.work_in_gates, dimensions_keys.work_in_gates, dimensions_keys.do_strong)
+        return kernels, (walk.Gates.put, outputs.GateGradients.add_up, dimensions.Outputs.work_in_gates,
+                         dimensions_queries.Queries.work_in_gates, dimensions_keys.Keys.work_in_gates,
+                         dimensions_keys.Keys.do_strong)
     kernels = forward.forward_kernel, softmax.gradients_kernel, decode.decode_kernel
     return kernels, (forward.copy, softmax.copy, softmax.add)
 

@@ -1,1 +1,1 @@
-"""Device code in Triton that several families or platforms share, and the limits of Triton."""
+"""Device code in Triton and Gluon that several families or platforms share, and the limits of Triton."""

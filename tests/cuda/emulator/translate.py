@@ -69,10 +69,10 @@ class Aggregate:
     """Values of a kernel in one object, whose class is a translation of one that ``kernels.gluon.aggregate`` made."""
 
     def __init__(self, *args, **kwargs):
-        for name, x in self.signature.bind(*args, **kwargs).arguments.items():
-            kinds = tuple(_KINDS.get(kind) or _aggregate(kind) for kind in self.kinds[name])
+        for name, x in self._signature.bind(*args, **kwargs).arguments.items():
+            kinds = tuple(_KINDS.get(kind) or _aggregate(kind) for kind in self._kinds[name])
             is_static = not isinstance(x, (*_KINDS.values(), Aggregate))
-            if not isinstance(x, kinds) and not (is_static and gl.constexpr in self.kinds[name]):
+            if not isinstance(x, kinds) and not (is_static and gl.constexpr in self._kinds[name]):
                 raise CompileError(f"{type(self).__name__}: its {name} is not to be {x!r}")
             self.__dict__[name] = x
 
@@ -90,7 +90,7 @@ def _aggregate(kind) -> type:
         return constexpr
     space = {name: _method(x) for name, x in vars(kind).items() if isinstance(x, JITFunction)}
     kinds = {name: typing.get_args(x) or (x,) for name, x in kind.__annotations__.items()}
-    return type(kind.__name__, (Aggregate,), {**space, "kinds": kinds, "signature": inspect.signature(kind)})
+    return type(kind.__name__, (Aggregate,), {**space, "_kinds": kinds, "_signature": inspect.signature(kind)})
 
 
 def _method(jit):

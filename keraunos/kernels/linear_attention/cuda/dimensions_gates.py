@@ -6,8 +6,8 @@ are of the same rounded factors and pairs, so that of what both have, the pairs 
 sums is left. A token's pair with itself, which no gate touches, is in both where a chunk is mild, and in none where it
 is moderate or strong: what else there is may be small beside it.
 
-The walk for k leaves y as its threads have it in registers, in 16 bits: see :func:`leave`. In the walk for q threads
-have x of the same tokens and dimensions. It makes dg.
+The walk for k leaves y as its threads have it in registers, in 16 bits: see :func:`store_scaled`. In the walk for q
+threads have x of the same tokens and dimensions. It makes dg.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def places(GROUPS: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.constexpr_function
-def room_of(HALF):
-    """How many values of 16 bits :func:`leave` stores of ``[64, HALF]``."""
+def scaled_size(HALF):
+    """How many values of 16 bits :func:`store_scaled` stores of ``[64, HALF]``."""
     return 64 * HALF + 128
 
 
 @gluon.jit
-def leave(x, p):
+def store_scaled(x, p):
     """Stores float32 values ``[64, D]`` in 16 bits, with an exponent for each thread."""
     D: gl.constexpr = x.shape[1]
     x = by_thread(x, 8)
@@ -72,34 +72,34 @@ def leave(x, p):
 
 
 @gluon.jit
-def leave_halves(x, p):
-    """Stores ``[64, D]`` as :func:`leave` does, half of the dimensions after the other."""
+def store_scaled_halves(x, p):
+    """Stores ``[64, D]`` as :func:`store_scaled` does, half of the dimensions after the other."""
     HALF: gl.constexpr = x.shape[1] // 2
     halves = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
     for i in gl.static_range(2):
-        leave(halves[i], p + i * room_of(HALF))
+        store_scaled(halves[i], p + i * scaled_size(HALF))
 
 
 @gluon.jit
-def load_left(p, HALF: gl.constexpr):
-    """One half of what :func:`leave` has stored, as it is in memory."""
+def load_scaled(p, HALF: gl.constexpr):
+    """One half of what :func:`store_scaled` has stored, as it is in memory."""
     x = gl.load(p + places(HALF // 16, 8))
     thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))
     return x, gl.load(p + 64 * HALF + thread)
 
 
 @gluon.jit
-def of_left(left, LAYOUT: gl.constexpr):
-    """The values that :func:`load_left` has loaded."""
-    x, exponent = left
+def unscaled(scaled, LAYOUT: gl.constexpr):
+    """The values that :func:`load_scaled` has loaded."""
+    x, exponent = scaled
     exponent = exponent.to(gl.int16, bitcast=True).to(gl.int32)
     x = x.to(gl.float32) * ((exponent - 14) << 23).to(gl.float32, bitcast=True)[None, :, None]
     return from_threads(x, LAYOUT)
 
 
 @gluon.jit
-def add_up(x, p, FIRST: gl.constexpr):
-    """Adds ``[64, D]`` to what this thread has in memory, where registers have no room. FIRST: to nothing."""
+def accumulate(x, p, FIRST: gl.constexpr):
+    """Adds ``[64, D]`` to what this thread has in memory, where there are no registers for it. FIRST: to nothing."""
     D: gl.constexpr = x.shape[1]
     p += places(D // 8, 4)
     x = by_thread(x, 4)
@@ -109,8 +109,8 @@ def add_up(x, p, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def added_up(p, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """What :func:`add_up` has added."""
+def accumulated(p, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """What :func:`accumulate` has added."""
     return from_threads(gl.load(p + places(D // 8, 4)), LAYOUT)
 
 

@@ -27,7 +27,7 @@ from keraunos.kernels.host.sequences import Sizes, cut, sequence_count
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.cuda.dimensions import dimensions_kernel
-from keraunos.kernels.linear_attention.cuda.dimensions_gates import room_of
+from keraunos.kernels.linear_attention.cuda.dimensions_gates import scaled_size
 from keraunos.kernels.linear_attention.cuda.dimensions_keys import keys_kernel
 from keraunos.kernels.linear_attention.cuda.dimensions_queries import queries_kernel
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
@@ -128,7 +128,7 @@ class _Call(Sizes):
         return self.H, self.K, self.V
 
     @property
-    def room(self) -> tuple[tuple[int, ...], str] | None:
+    def workspace(self) -> tuple[tuple[int, ...], str] | None:
         """Where walks add up products for the gradients of gates per dimension, in strong chunks."""
         return ((self.walks, self.H, _CHUNK, _tiles(self.K, self.V)["BK"]), "float32") if self.learned else None
 
@@ -229,7 +229,7 @@ def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec, strong: bool
     dtype_g = call.dtype_of_each(g)
     outputs: dict[str, Any] = dict(
         dq=(of_each, dtype),
-        room=call.room if strong else None,
+        workspace=call.workspace if strong else None,
         dg=(of_each, dtype_g) if needs(call.specs, "g") else None,
         dgamma=((call.walks, call.H), "float32") if needs(call.specs, "g_gamma") else None,
     )
@@ -247,8 +247,8 @@ def _keys_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> Plan:
         dk=((B, T, H, call.K), call.dtype_of_each(specs.key)),
         dv=((B, T, H, call.V), call.dtype_of_each(specs.value)),
         dh0=((call.N, *call.state), specs.initial_state.dtype) if specs.initial_state else None,
-        dots=((call.chunks, H, 2, room_of(tiles["BK"] // 2)), "float16") if call.learned else None,
-        room=call.room,
+        dots=((call.chunks, H, 2, scaled_size(tiles["BK"] // 2)), "float16") if call.learned else None,
+        workspace=call.workspace,
         states=((call.groups, H, tiles["BV"], tiles["BK"]), call.dtype) if call.learned else None,
     )
     return _plan(call, keys_kernel, outputs, _STAGES_DIMENSIONS, dict(GROUP=call.group), q=q, k=k, v=v, o=do, g=specs.g)
