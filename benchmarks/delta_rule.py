@@ -1,6 +1,6 @@
 """The gated delta rule on a GPU: forward, gradients and decoding, against the time in which it copies as many bytes.
 
-    PYTHONPATH=. python3 benchmarks/delta_rule.py [--shapes 4,8192,16,32] [--jax]   into benchmarks/results/delta_rule
+    PYTHONPATH=. python3 benchmarks/delta_rule.py [--shapes 4,8192,16,32] [--jax triton]   into benchmarks/results/delta_rule
 
 A shape is batch, tokens, heads of queries and keys, heads of values; ``v`` after it: gates per dimension. All is
 bfloat16, K = V = 128, gates are ``logsigmoid / 16``, beta a sigmoid, keys of length 1. Each is checked first, on 300
@@ -206,7 +206,7 @@ def main() -> None:
     parser = harness.parser(__doc__, "delta_rule", seconds=math.inf)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), metavar="B,T,H,HV[,v]")
     parser.add_argument("--platforms", nargs="+", default=["triton"], metavar="NAME", help="of ours; triton if none")
-    parser.add_argument("--jax", nargs="*", metavar="NAME", help="platforms to time in JAX; the same if none is named")
+    parser.add_argument("--jax", nargs="*", default=[], metavar="NAME", help="platforms to time in JAX, too")
     parser.add_argument("--decode", nargs="*", type=int, default=[64, 256], metavar="BATCH")
     parser.add_argument("--rounds", type=int, default=9, help="times that each is timed")
     options = parser.parse_args()
@@ -227,10 +227,9 @@ def main() -> None:
     for shape in options.shapes:
         if not run.late:
             one(report, shape, options.platforms, bandwidth, options.rounds)
-    if options.jax is not None:
-        for shape in options.shapes:
-            if not run.late:
-                with_jax(report, shape, options.jax or options.platforms, bandwidth)
+    for shape in options.shapes:
+        if options.jax and not run.late:
+            with_jax(report, shape, options.jax, bandwidth)
 
 
 if __name__ == "__main__":

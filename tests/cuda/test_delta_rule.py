@@ -170,5 +170,5 @@ def test_auto_takes_it_where_walks_fill_a_gpu(framework, monkeypatch):
         inv = dataclasses.replace(inv, backend="gpu", device="NVIDIA H200")
         return kernel_registry.choose(inv)[0].platform
 
-    assert chosen(2, 16384, 64) == chosen(8, 4096, 32) == chosen(4, 8192, 32, G=16) == "cuda"
-    assert chosen(1, 8192, 32) == chosen(2, 16384, 64, K=32) == "triton"
+    assert chosen(2, 16384, 64) == chosen(8, 4096, 32) == chosen(1, 8192, 32, G=16) == "cuda"
+    assert chosen(1, 8192, 16) == chosen(2, 16384, 64, K=32) == "triton"
