@@ -1,6 +1,6 @@
 """The gated delta rule on a GPU: forward, gradients and decoding, against the time in which it copies as many bytes.
 
-    PYTHONPATH=. python3 benchmarks/delta_rule.py [--shapes 4,8192,16,32] [--jax triton]   into benchmarks/results/delta_rule
+    PYTHONPATH=. python3 benchmarks/delta_rule.py [--jax triton]   into benchmarks/results/delta_rule
 
 A shape is batch, tokens, heads of queries and keys, heads of values; ``v`` after it: gates per dimension. All is
 bfloat16, K = V = 128, gates are ``logsigmoid / 16``, beta a sigmoid, keys of length 1. Each is checked first, on 300
