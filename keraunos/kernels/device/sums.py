@@ -53,7 +53,8 @@ def _plan(M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: bool
 
 def summed(x: Array, M: int, R: int, D: int, shape: tuple[int, ...], dtype: str, last: bool = False) -> Array:
     """``x`` as ``[M, R, D]``, or ``[M, D, R]`` with ``last``, summed over R, in the given shape and dtype."""
-    return _plan(M, R, D, shape, dtype, last).launch(x=x)[0]
+    # One row is in either order; read as the last axis it may have more values than fit into 32 bits.
+    return _plan(M, R, D, shape, dtype, last or R == 1).launch(x=x)[0]
 
 
 def over_shared(call: Sizes, dx: Array | None, x: Spec | None) -> Array | None:

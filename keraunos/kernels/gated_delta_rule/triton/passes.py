@@ -340,7 +340,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
         dg_given=dg, cu_seqlens=cu)
     if dg is not None and call.gate == 1:
         whole = (call.B, call.T, call.H)
-        dg = summed(dg, 1, dg.shape[0], call.B * call.T * call.H, whole, call.dtype_of_each(call.specs.g))
+        dg = summed(dg, 1, dg.shape[0], math.prod(whole), whole, call.dtype_of_each(call.specs.g))
     dv, dg, dbeta = (over_shared(call, *x) for x in zip((dv, dg, dbeta), call.specs[2:5], strict=True))
     if opts.use_qk_l2norm:
         dq, dk = (_norm_plan(spec_of(x), True).launch(x=x, dy=dx)[0]
