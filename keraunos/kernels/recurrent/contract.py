@@ -189,7 +189,7 @@ class Recurrence:
             ValueError: a shape does not fit.
         """
         if unknown := flags.keys() - {*self.flags}:
-            raise TypeError(f"{self.function}: got {', '.join(sorted(unknown))}; expected {', '.join(self.flags)}")
+            raise TypeError(f"{self.function}: got an unexpected keyword argument {min(unknown)!r}")
         allowed = dict.fromkeys(args._fields, FLOATS) | {"cu_seqlens": checks.OFFSETS}
         check = Arguments(self.function, args, ("query", "key", "value"), allowed, constants=("g_gamma",),
                           names=self.names)
