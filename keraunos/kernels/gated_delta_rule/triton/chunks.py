@@ -36,8 +36,8 @@ def locate_rows(cu_seqlens, i_s, T, N, L, BT, PACKED: tl.constexpr, REVERSE: tl.
 def between(b_g, o_r, TERMS: tl.constexpr, EXACT: tl.constexpr):
     """Decays ``[BT (i), BT (j)]`` by the gates after row j up to row i; 1 where i is before j.
 
-    EXACT: sums of just these gates. Else differences of their sums from the chunk's start, of gates of which none is
-    below SHUT: they are off by a rounding of all that, where nothing is left of decays that are so far apart.
+    EXACT: each is the sum of its own gates. Else it is the difference of two sums from the chunk's start. Gates below
+    SHUT leave nothing and count as SHUT, so that these sums, and their roundings, stay small.
     """
     if EXACT:
         b_after = tl.where(o_r[:, None] > o_r[None, :], b_g[:, None], 0.0)  # [BT (t), BT (j)]
@@ -48,13 +48,13 @@ def between(b_g, o_r, TERMS: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def enter_decay(g, o_t, stride_gt, o_r, left, EXACT: tl.constexpr):
-    """Decays from a chunk's start up to each row; 0 is the first row's offset."""
+    """Decays ``[BT]`` from a chunk's start up to each row; g points to the gate of the first."""
     return decay(tl.cumsum(load_gate(g + o_t * stride_gt, o_r < left, CLOSED), 0), EXACT)
 
 
 @triton.jit
 def leave_decay(g, o_t, stride_gt, o_r, left, BT: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr):
-    """Decays after each row to the chunk's end: by the gates of the rows that follow it."""
+    """Decays ``[BT]`` after each row to the end of the chunk, by the gates of later rows; g points to the first row."""
     m_next = (o_r + 1 < BT) & (o_r + 1 < left)
     b_next = load_gate(g + (o_t + (-1 if REVERSE else 1)) * stride_gt, m_next, CLOSED)
     return decay(tl.cumsum(b_next, 0, reverse=True), EXACT)
