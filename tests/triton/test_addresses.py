@@ -138,11 +138,11 @@ def test_addresses_of_long_arrays(call, layout, monkeypatch):
 
 def test_the_longest_sum(monkeypatch):
     """Such as that of the gradients of vector gates which a decay per head shares."""
-    from keraunos.kernels.linear_attention.triton import passes as triton
+    from keraunos.kernels.device.sums import summed
 
     stored = []
     monkeypatch.setattr(Memory, "store", lambda memory, places, values, mask: stored.append(mask.any()))
     n = 2**31 + 64
     with calls.launching(launch):
-        triton._sum(calls.empty(n, dtype="float32"), 1, 1, n, (n,), "bfloat16")
+        summed(calls.empty(n, dtype="float32"), 1, 1, n, (n,), "bfloat16")
     assert stored == [True, True]
