@@ -68,7 +68,7 @@ def test_grad_and_checkpoint(gla):
     close(jax.jit(jax.grad(loss, argnums=range(6)))(*x), plain)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 2])
 def test_vmap_equals_a_loop(gla, axis):
     x = [jnp.stack([a, b], axis if a.ndim > axis else 0) for a, b in zip(arrays(), arrays(seed=1), strict=True)]
     axes = [axis if a.ndim > axis + 1 else 0 for a in x]
@@ -191,7 +191,7 @@ PACKED = Case(gate="vector", lengths=(3, 0, 20), state=True, B=1)
 
 @of_batching
 @pytest.mark.parametrize(("case", "mapped"), [
-    (GATED, "all"), (GATED, "some"), (GATED, "twice"), (PACKED, "all"), (PACKED, "some"), (PACKED, "twice"),
+    (GATED, "all"), (GATED, "twice"), (PACKED, "some"), (PACKED, "twice"),
     (Case(gate="scalar", gamma=2, G=1, reverse=True, T=40), "all"),
     (Case(gate="scalar", gamma=2, H=4, HQ=1, G=2, HV=4, HG=2, T=40, state=True), "all"),
     (Case(gamma=1, lengths=(9, 14), B=1), "twice"), (Case(V=8, T=40), "some"),
@@ -291,8 +291,8 @@ def test_only_rows_with_strong_gates_are_computed_in_the_way_for_them(monkeypatc
 
 
 @of_batching
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("place", [on_one_device, lambda f: f], ids=["one device", "any"])
+@pytest.mark.parametrize(("place", "dtype"), [(on_one_device, "bfloat16"), (lambda f: f, "float32")],
+                         ids=["one device", "any"])
 def test_strong_gates_of_a_head_leave_the_bits_of_the_others(gla, dtype, place):
     def results(q, k, v, g):
         output, pull = jax.vjp(lambda *x: gla(*x)[0], q, k, v, g)
@@ -448,7 +448,7 @@ DIGITS = [
     Case(gate="vector", T=70, H=1, seed=4),
 ]
 # Products of float32 keep all digits there, too, which one case shows.
-DIGITS_OF = [(dtype, case) for dtype in ("bfloat16", "float16") for case in DIGITS] + [("float32", DIGITS[0])]
+DIGITS_OF = [("bfloat16", case) for case in DIGITS] + [("float16", DIGITS[-1]), ("float32", DIGITS[0])]
 
 
 @of_batching

@@ -49,7 +49,8 @@ CHIPS = "tests/triton/test_chips.py"
     ("", "", {f"{SOFTMAX} {BLOCKS} {PARTS} {STRETCHES}": "test", PEERS: "comes"}),
     # Compilers see operators only, which a layer alone shows as well as its whole model.
     ("", "", {
-        SERVING: "not errors and not gradients and not recurrence and not on_the_host and not compiled_model",
+        SERVING: "not errors and not gradients and not recurrence and not on_the_host and not compiled_model and "
+                 "not without_breaks",
         f"{ADDRESSES} {CHIPS}": "test",
     }),
     ("64", "", {
