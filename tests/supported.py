@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,8 @@ GPUS = {
 
 
 def gpus() -> list[str]:
-    """The part of the page about where ``triton`` was run, and where it was only compiled."""
+    """The table of where ``triton`` was run, and where it was only compiled."""
     lines = [
-        "Where `triton` was run, and where it was only compiled:",
-        "",
         "| GPU | shared memory of a program | what was done | builds with spills |",
         "| --- | --- | --- | --- |",
     ]
@@ -49,17 +48,13 @@ def gpus() -> list[str]:
         spills = [used["stack"] for kernels in json.loads(record.read_text()).values() for used in kernels.values()]
         found = f"{sum(x > 0 for x in spills)} of {len(spills)}, up to {max(spills):,} bytes a thread"
         lines.append(f"| {models} ({name}) | {memory} | {done} | {found} |")
-    return [
-        *lines,
-        "",
-        "Compiled means: every kernel of all three operations and of serving, forward and backward, is built by",
-        "Triton for that GPU in the configuration that is chosen for it, and fits; `tests/triton/chips` has registers,",
-        "spills and shared memory of each build, and tests see that nothing else would be built. Tiles that differ",
-        "from Hopper's give the right values in Triton's interpreter. Nothing was run on these GPUs: configurations",
-        "are chosen by what fits, and those that spill thousands of bytes (float32, head dims over 128) will be slow.",
-    ]
+    return lines
 
 
+# The part of the page that is made, and not written.
+ASKED = re.compile(r"(?<=<!-- asked: python -m tests.supported -->\n).*?(?=<!-- end -->)", re.DOTALL)
+# Before the calls that every platform takes.
+TAKEN = "All take: "
 PACKED, STATE = {"N": 4}, {"state": True}
 LINEAR = {
     "bfloat16": {},
@@ -177,32 +172,35 @@ def columns(operation: str) -> dict[tuple[str, str], dict[str, str | None]]:
     return found
 
 
-def page() -> str:
-    """The whole page."""
-    text = [
-        "# What runs where",
-        "",
-        f"Asked of the platforms for one call on an {DEVICE}: B = 1, T = 4096, H = 8, K = V = 128, bfloat16, but for",
-        "what a row says; forward and backward. A number stands for the reason that a user gets who asks for that",
-        "platform by name; `auto` takes another one. On a CPU, `xla` and `torch` run what they run here.",
-        "`python -m tests.supported` writes this page; the tests compare it with what the platforms say.",
-        "",
-        "`jax.export` takes a jitted call that launches Triton kernels if told to, by",
-        '`disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]`. On `xla` batch and',
-        'length (of packed calls the length of the row) may be symbols: `jax.export.symbolic_shape("b, t, 16, 128")`.',
-        "Numbers of heads, head dims and numbers of packed sequences may not, nor sizes of serving and of softmax",
-        "attention. An exported program takes the chunks of the device that it is lowered for, unless a configuration",
-        "was given or measured.",
-        "",
-        *gpus(),
-        "",
-    ]
+def merged(operation: str) -> dict[str, dict[str, str | None]]:
+    """Head of a column -> answers: one column for both frameworks where a platform tells them the same."""
+    found = columns(operation)
+    heads: dict[str, dict[str, str | None]] = {}
+    for (platform, framework), said in found.items():
+        both = [other for (name, _), other in found.items() if name == platform]
+        alike = len(both) == 2 and both[0] == both[1]
+        heads[f"`{platform}`" if alike else f"`{platform}`, {FRAMEWORKS[framework]}"] = said
+    return heads
+
+
+def page(text: str) -> str:
+    """The whole page, with the platforms' answers of today in the place that is marked."""
+    return ASKED.sub(lambda _: "\n".join([*tables(), ""]), text)
+
+
+def tables() -> list[str]:
+    """The lines that are made: what was done on which GPU, and the answers for each operation."""
+    text = ["", *gpus(), ""]
     for operation in ("lightning_attention", "gla_attention", "gated_delta_rule", "attention"):
-        found = columns(operation)
-        heads = [f"`{platform}`, {FRAMEWORKS[framework]}" for platform, framework in found]
-        text += [f"## `{operation}`", "", f"| | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
+        found = merged(operation)
+        heads = list(found)
+        taken = [label for label in next(iter(found.values())) if not any(column[label] for column in found.values())]
+        text += [f"## `{operation}`", "", f"{TAKEN}{' · '.join(taken)}", ""]
+        text += [f"| | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
         reasons: list[str] = []
         for label in next(iter(found.values())):
+            if label in taken:
+                continue
             cells = []
             for column in found.values():
                 reason = column[label]
@@ -211,23 +209,23 @@ def page() -> str:
                 cells.append(f"({reasons.index(reason) + 1})" if reason else "yes")
             text.append(f"| {label} | {' | '.join(cells)} |")
         text += ["", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1)), *([""] if reasons else [])]
-    return "\n".join(text).rstrip() + "\n"
+    return text
 
 
 def read(text: str) -> dict[str, dict[str, dict[str, str | None]]]:
     """Operation -> column's head -> label -> reason, out of a page."""
     found: dict[str, dict[str, dict[str, str | None]]] = {}
-    for section in text.split("\n## ")[1:]:
+    for section in text.split("<!-- end -->")[0].split("\n## ")[1:]:
         lines = section.splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
         reasons = {f"({line.split('. ')[0]})": line.split(". ", 1)[1] for line in lines if line[:1].isdigit()}
-        heads = rows[0][1:]
+        (taken,) = (line.removeprefix(TAKEN).split(" · ") for line in lines if line.startswith(TAKEN))
         found[lines[0].strip("`")] = {
-            head: {row[0]: reasons.get(row[i + 1]) if row[i + 1] != "yes" else None for row in rows[2:]}
-            for i, head in enumerate(heads)
+            head: dict.fromkeys(taken) | {row[0]: reasons.get(row[i + 1]) for row in rows[2:]}
+            for i, head in enumerate(rows[0][1:])
         }
     return found
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(PAGE.read_text()))
