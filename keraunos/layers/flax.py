@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,11 +16,11 @@ except ModuleNotFoundError as error:
     raise ImportError(message, name=error.name) from error
 
 from keraunos.layers import mixers
-from keraunos.layers.mixers import Cache, Names
+from keraunos.layers.mixers import Cache, DeltaNames, Names
 
 __all__ = [
-    "Cache", "GatedLinearAttention", "LightningAttention", "Names", "SimpleGatedLinearAttention", "load_state_dict",
-    "state_dict",
+    "Cache", "DeltaNames", "GatedDeltaNet", "GatedLinearAttention", "KimiDeltaAttention", "LightningAttention", "Names",
+    "SimpleGatedLinearAttention", "load_state_dict", "state_dict",
 ]
 
 
@@ -40,9 +40,9 @@ class _Maker:
     def linear(self, features: int, outputs: int, bias: bool = False, inward: bool = False) -> nnx.Module:
         return nnx.Linear(features, outputs, use_bias=bias, **self.options, **self._sharded(inward, not inward))
 
-    def low_rank(self, features: int, rank: int, outputs: int) -> nnx.Module:
+    def low_rank(self, features: int, rank: int, outputs: int, bias: bool = True) -> Any:
         first = nnx.Linear(features, rank, use_bias=False, **self.options)
-        return nnx.List([first, self.linear(rank, outputs, bias=True)])
+        return nnx.List([first, self.linear(rank, outputs, bias=bias)])
 
     def conv(self, channels: int, size: int, bias: bool) -> nnx.Module:
         return nnx.Conv(channels, channels, size, padding="VALID", feature_group_count=channels, use_bias=bias,
@@ -51,6 +51,15 @@ class _Maker:
     def norm(self, features: int, eps: float, groups: int = 1, affine: bool = True) -> nnx.Module:
         axes = -1 if groups == 1 else (-2, -1)
         return nnx.RMSNorm(features, epsilon=eps, use_scale=affine, feature_axes=axes, **self.options)
+
+    @staticmethod
+    def group() -> nnx.Module:
+        return nnx.Module()
+
+    def parameter(self, shape: tuple[int, ...], low: float, high: float, change: Callable) -> nnx.Param:
+        dtype = jnp.promote_types(self.options["param_dtype"], jnp.float32)
+        # Like all parameters, the transpose of PyTorch's.
+        return nnx.Param(change(jax.random.uniform(self.options["rngs"].params(), shape[::-1], dtype, low, high)))
 
 
 class _Layer(nnx.Module):
@@ -101,6 +110,14 @@ class SimpleGatedLinearAttention(mixers.SimpleGatedLinearAttention, _Layer):
 
 class LightningAttention(mixers.LightningAttention, _Layer):
     __doc__ = mixers.LightningAttention.__doc__
+
+
+class GatedDeltaNet(mixers.GatedDeltaNet, _Layer):
+    __doc__ = mixers.GatedDeltaNet.__doc__
+
+
+class KimiDeltaAttention(mixers.KimiDeltaAttention, _Layer):
+    __doc__ = mixers.KimiDeltaAttention.__doc__
 
 
 def _parameters(module: nnx.Module) -> dict[str, nnx.Variable]:

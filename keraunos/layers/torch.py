@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 try:
@@ -14,9 +15,12 @@ except ModuleNotFoundError as error:
     raise ImportError(message, name=error.name) from error
 
 from keraunos.layers import mixers
-from keraunos.layers.mixers import Cache, Names
+from keraunos.layers.mixers import Cache, DeltaNames, Names
 
-__all__ = ["Cache", "GatedLinearAttention", "LightningAttention", "Names", "SimpleGatedLinearAttention"]
+__all__ = [
+    "Cache", "DeltaNames", "GatedDeltaNet", "GatedLinearAttention", "KimiDeltaAttention", "LightningAttention", "Names",
+    "SimpleGatedLinearAttention",
+]
 
 
 class _Norm(nn.RMSNorm):
@@ -48,14 +52,23 @@ class _Maker:
     def linear(self, features: int, outputs: int, bias: bool = False, inward: bool = False) -> nn.Module:
         return nn.Linear(features, outputs, bias, **self.options)
 
-    def low_rank(self, features: int, rank: int, outputs: int) -> nn.Module:
-        return nn.Sequential(self.linear(features, rank), self.linear(rank, outputs, bias=True))
+    def low_rank(self, features: int, rank: int, outputs: int, bias: bool = True) -> Any:
+        return nn.Sequential(self.linear(features, rank), self.linear(rank, outputs, bias=bias))
 
     def conv(self, channels: int, size: int, bias: bool) -> nn.Module:
         return _Conv(channels, channels, size, groups=channels, bias=bias, **self.options)
 
     def norm(self, features: int, eps: float, groups: int = 1, affine: bool = True) -> nn.Module:
         return _Norm(features, groups, eps=eps, elementwise_affine=affine, **self.options)
+
+    @staticmethod
+    def group() -> nn.Module:
+        return nn.Module()
+
+    def parameter(self, shape: tuple[int, ...], low: float, high: float, change: Callable) -> nn.Parameter:
+        dtype = torch.promote_types(self.options["dtype"] or torch.get_default_dtype(), torch.float32)
+        drawn = torch.empty(shape, device=self.options["device"], dtype=dtype).uniform_(low, high)
+        return nn.Parameter(change(drawn))
 
 
 class _Layer(nn.Module):
@@ -104,3 +117,11 @@ class SimpleGatedLinearAttention(mixers.SimpleGatedLinearAttention, _Layer):
 
 class LightningAttention(mixers.LightningAttention, _Layer):
     __doc__ = mixers.LightningAttention.__doc__
+
+
+class GatedDeltaNet(mixers.GatedDeltaNet, _Layer):
+    __doc__ = mixers.GatedDeltaNet.__doc__
+
+
+class KimiDeltaAttention(mixers.KimiDeltaAttention, _Layer):
+    __doc__ = mixers.KimiDeltaAttention.__doc__

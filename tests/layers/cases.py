@@ -37,6 +37,19 @@ CASES = {
         lambda m, **p: m.SimpleGatedLinearAttention(HIDDEN, num_heads=2, num_kv_heads=1, conv_size=3, **p),
         functools.partial(published.gated, heads=2, kv_heads=1),
     ),
+    "delta": Case(
+        lambda m, **p: m.GatedDeltaNet(HIDDEN, head_dim=4, expand_v=1.5, num_heads=2, num_v_heads=4, conv_bias=True,
+                                       allow_neg_eigval=True, **p),
+        functools.partial(published.delta, heads=2, value_heads=4, eps=1e-5, most=2),
+    ),
+    "qwen3_next": Case(
+        lambda m, **p: m.GatedDeltaNet.qwen3_next(HIDDEN, 2, 4, head_dim=4, expand_v=1.5, **p),
+        functools.partial(published.delta, heads=2, value_heads=4, eps=1e-6),
+    ),
+    "kimi": Case(
+        lambda m, **p: m.KimiDeltaAttention(HIDDEN, head_dim=4, num_heads=2, num_v_heads=4, lower_bound=-5.0, **p),
+        functools.partial(published.delta, heads=2, value_heads=4, eps=1e-5, gate=published.sigmoid, lower_bound=-5),
+    ),
     "minimax": Case(
         lambda m, **p: m.LightningAttention.minimax(HIDDEN, 3, 1, 4, head_dim=8, **p),
         functools.partial(published.lightning, heads=3, decay=decay.minimax(3, 1, 4), model="minimax"),

@@ -104,3 +104,58 @@ def lightning(w, x, *, heads, decay, model, rotary_dim=0, theta=1e4, groups=1,
     o = rms_norm(stored(o).reshape(T, groups, -1), w[f"{norm}.weight"].reshape(groups, -1), 1e-6).reshape(T, -1)
     o = stored(stored(o) * stored(sigmoid(stored(x @ w[f"{gate}.weight"].T))))
     return stored(o @ w[f"{out}.weight"].T), state
+
+
+def delta_parts(w, x, heads, value_heads, stored):
+    """q, k, v, z, b and a of ``[T, hidden]``, of any of the published layers."""
+    def product(*names):
+        y = x
+        for name in names:
+            y = stored(y @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0))
+        return y
+
+    if "in_proj_qkvz.weight" in w:
+        # Row by row of the weights, for each key head: q, k, and v and z of the value heads that read it.
+        qkvz, ba = product("in_proj_qkvz").reshape(len(x), heads, -1), product("in_proj_ba").reshape(len(x), heads, -1)
+        K, n = w["conv1d.weight"].shape[0] - qkvz.shape[2] * heads // 2, value_heads // heads
+        K //= heads
+        q, k, v, z = np.split(qkvz, [K, 2 * K, (qkvz.shape[2] + 2 * K) // 2], axis=2)
+        found = q, k, v, z, ba[..., :n], ba[..., n:]
+    elif "in_proj_qkv.weight" in w:
+        qkv, width = product("in_proj_qkv"), len(w["in_proj_z.weight"])
+        keys = (qkv.shape[1] - width) // 2
+        found = *np.split(qkv, [keys, 2 * keys], axis=1), *(product(f"in_proj_{name}") for name in "zba")
+    else:
+        two = {"z": [("g_proj.0", "g_proj.1"), ("g_a_proj", "g_b_proj"), ("g_proj",)],
+               "a": [("f_proj.0", "f_proj.1"), ("forget_gate.f_a_proj", "forget_gate.f_b_proj"), ("a_proj",)]}
+        z, a = (next(product(*names) for names in two[part] if f"{names[0]}.weight" in w) for part in "za")
+        found = *(product(f"{name}_proj") for name in "qkv"), z, product("b_proj"), a
+    return [part.reshape(len(x), -1) for part in found]
+
+
+def delta(w, x, *, heads, value_heads, eps, gate=silu, most=1, lower_bound=None, stored=lambda x: x):
+    """Gated DeltaNet and Kimi Delta Attention, from weights of any of the published layers; beta is up to ``most``."""
+    q, k, v, z, b, a = delta_parts(w, x, heads, value_heads, stored)
+    if "conv1d.weight" in w:
+        qkv = stored(convolution(np.concatenate([q, k, v], 1), w["conv1d.weight"], None, stored))
+        q, k, v = np.split(qkv, [q.shape[1], 2 * q.shape[1]], axis=1)
+    else:
+        q, k, v = (stored(convolution(part, w[f"{name}_conv1d.weight"], w.get(f"{name}_conv1d.bias"), stored))
+                   for name, part in zip("qkv", (q, k, v), strict=True))
+    T, prefix = len(x), "forget_gate." if "forget_gate.A_log" in w else ""
+    v, z, a = (part.reshape(T, value_heads, -1) for part in (v, z, a))
+    q, k = (shared(part.reshape(T, heads, -1), value_heads) for part in (q, k))
+    q, k = (part / np.sqrt((part * part).sum(-1, keepdims=True) + x.dtype.type(1e-6)) for part in (q, k))
+    rate, a = np.exp(w[f"{prefix}A_log"].reshape(-1, 1)), a + w[f"{prefix}dt_bias"].reshape(value_heads, -1)
+    g = -rate * np.logaddexp(0, a) if lower_bound is None else lower_bound * sigmoid(rate * a)
+    beta, K, V = most * sigmoid(b)[..., None], q.shape[2], v.shape[2]
+    state, outputs = np.zeros((value_heads, K, V), x.dtype), []
+    for t in range(T):
+        state = np.exp(g[t])[..., None] * state
+        error = v[t] - np.einsum("hkv,hk->hv", state, k[t])
+        state = state + k[t][..., None] * (beta[t] * error)[:, None]
+        outputs.append(x.dtype.type(K ** -0.5) * np.einsum("hkv,hk->hv", state, q[t]))
+    norm, out = ("norm", "out_proj") if "norm.weight" in w else ("o_norm", "o_proj")
+    o = stored(rms_norm(stored(np.stack(outputs)), w[f"{norm}.weight"], eps))
+    o = stored(o * stored(gate(z)))
+    return stored(o.reshape(T, -1) @ w[f"{out}.weight"].T), state
