@@ -1,4 +1,4 @@
-"""Hugging Face's MiniMax with its lightning layers computed by keraunos: :func:`patch` a model, :func:`unpatch` it.
+"""Hugging Face's models with their linear attention computed by keraunos: :func:`patch` a model, :func:`unpatch` it.
 
 A patched layer is the model's own module with another class: parameters, buffers, hooks and names stay as they are, and
 so do all other models. What it does with masks and caches is what the model does; ``docs/transformers.md`` has what is
@@ -7,12 +7,16 @@ different.
 
 from __future__ import annotations
 
-from types import MethodType
+import functools
+import inspect
+from collections.abc import Callable
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 import transformers
 
+from keraunos.modules.gated_delta_rule import gated_delta_rule
 from keraunos.modules.lightning_attention import lightning_attention
 from keraunos.ops import checks
 
@@ -33,6 +37,8 @@ __all__ = ["patch", "unpatch"]
 
 class LightningAttention(MiniMaxLightningAttention):  # type: ignore[misc]
     """A lightning layer of MiniMax, on :func:`keraunos.lightning_attention`."""
+
+    theirs = MiniMaxLightningAttention
 
     def forward(
         self,
@@ -88,25 +94,136 @@ class LightningAttention(MiniMaxLightningAttention):  # type: ignore[misc]
         return output if given is None else output.where(given, 0), state
 
 
+def _delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In place of transformers' two functions for the rule. Kimi's layers leave its name to the offsets of a batch."""
+    offsets = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+    output, state = gated_delta_rule(
+        query, key, value, g, beta, initial_state, offsets, use_qk_l2norm=use_qk_l2norm_in_kernel, return_state=True
+    )
+    return output, state if output_final_state else None
+
+
+def _convolution(theirs: Callable) -> Callable:
+    """In place of transformers' function for the convolution, ``theirs``, which this one calls."""
+
+    def convolve(
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if cu_seq_lens_q is None:
+            if seq_idx is not None:
+                raise ValueError(
+                    "keraunos.compat.transformers: got seq_idx; expected cu_seq_lens_q with it, or neither: the delta "
+                    "rule needs the offsets of packed sequences"
+                )
+            return theirs(hidden_states, weight, bias, activation=activation, **kwargs)
+        # Sequences with zeros between them do not see each other. What a cache has put before the tokens is the first
+        # one's.
+        T, gap = hidden_states.shape[2], weight.shape[-1] - 1
+        place = torch.arange(T, device=hidden_states.device)
+        ends = cu_seq_lens_q[1:] + (T - cu_seq_lens_q[-1])
+        index = place + gap * torch.searchsorted(ends, place, right=True)
+        apart = hidden_states.new_zeros(*hidden_states.shape[:2], T + gap * len(ends))
+        apart = apart.index_copy(2, index, hidden_states)
+        return theirs(apart, weight, bias, activation=activation, **kwargs).index_select(2, index)
+
+    return convolve
+
+
+# Names that layers of the delta rule call, and what takes their place, made of what is there.
+_FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
+    "torch_chunk_gated_delta_rule": lambda theirs: _delta_rule,
+    "torch_recurrent_gated_delta_rule": lambda theirs: _delta_rule,
+    "chunk_kimi_delta_attention": lambda theirs: _delta_rule,
+    "recurrent_kimi_delta_attention": lambda theirs: _delta_rule,
+    "causal_conv1d_fn": _convolution,
+}
+
+
+@functools.cache
+def _ours(kind: Any) -> Any:
+    """The class of patched layers of class ``kind``, None for other modules."""
+    if kind is MiniMaxLightningAttention or _theirs(kind):
+        return None if _theirs(kind) else LightningAttention
+    method = inspect.unwrap(kind.forward)
+    called = _FUNCTIONS.keys() & getattr(getattr(method, "__code__", None), "co_names", ())
+    if not called - {"causal_conv1d_fn"} or not called <= method.__globals__.keys():
+        return None
+    forward = _calling(kind.forward, {x: _FUNCTIONS[x](method.__globals__[x]) for x in called})
+    return type(kind.__name__, (kind,), {"theirs": kind, "forward": forward, "__reduce_ex__": _reduce})
+
+
+def _theirs(kind: Any) -> Any:
+    """The class of transformers of patched layers of class ``kind``, None for other modules."""
+    return vars(kind).get("theirs")
+
+
+def _calling(function: Any, functions: dict[str, Callable]) -> Any:
+    """A function's code, inside its decorators, with other functions under the global names that it calls."""
+    scope, cells, inner = function.__globals__, function.__closure__, getattr(function, "__wrapped__", None)
+    if inner is None:
+        own = None
+        # Without a name: torch.compile would look for the functions in the module of that name.
+        scope = {x: value for x, value in scope.items() if x != "__name__"} | functions
+    else:
+        own = _calling(inner, functions)
+        cells = tuple(CellType(own) if x.cell_contents is inner else x for x in cells)
+    made: Any = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
+    functools.update_wrapper(made, function)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__wrapped__ = own
+    if own is None:
+        del made.__wrapped__
+    return made
+
+
+def _reduce(layer: Any, protocol: Any) -> tuple[Any, ...]:
+    return _empty, (layer.theirs,), vars(layer)
+
+
+def _empty(kind: Any) -> Any:
+    """A patched layer for a pickle or copy to fill: its class is in no module."""
+    made = _ours(kind)
+    return made.__new__(made)
+
+
 def patch(model: Any) -> Any:
-    """Let the lightning layers of a model run on :func:`keraunos.lightning_attention`.
+    """Let the lightning layers and the layers of the gated delta rule of a model run on keraunos.
 
     Args:
-        model: a MiniMaxForCausalLM, a MiniMaxModel, another module with such layers, or one MiniMaxLightningAttention.
-            Layers that are patched already stay so.
+        model: MiniMax, Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear or another model of transformers with layers that
+            call its functions for the rule; or a module with such layers, or one of them. Layers that are patched
+            already stay so.
 
     Returns:
         The model, changed in place.
 
     Raises:
         TypeError: model is no ``torch.nn.Module``.
-        ValueError: model has no lightning layers.
+        ValueError: model has no such layers.
     """
-    return _replace("patch", model, MiniMaxLightningAttention, LightningAttention)
+    return _replace("patch", model, _ours)
 
 
 def unpatch(model: Any) -> Any:
-    """Give the lightning layers of a model their own code back; see :func:`patch`.
+    """Give these layers of a model their own code back; see :func:`patch`.
 
     Args:
         model: what :func:`patch` takes. Layers that are not patched stay as they are.
@@ -116,25 +233,30 @@ def unpatch(model: Any) -> Any:
 
     Raises:
         TypeError: model is no ``torch.nn.Module``.
-        ValueError: model has no lightning layers.
+        ValueError: model has no such layers.
     """
-    return _replace("unpatch", model, LightningAttention, MiniMaxLightningAttention)
+    return _replace("unpatch", model, _theirs)
 
 
-def _replace(name: str, model: Any, old: Any, new: Any) -> Any:
-    """The model, whose layers of class ``old`` become ``new``."""
+def _replace(name: str, model: Any, change: Callable[[Any], Any]) -> Any:
+    """The model, whose layers become what ``change`` says of their classes."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"keraunos.compat.transformers.{name}: model is of type {type(model).__qualname__}; "
             f"expected a torch.nn.Module"
         )
-    layers = [x for x in model.modules() if type(x) in (old, new)]
+    modules: list[Any] = [*model.modules()]
+    layers = [x for x in modules if _theirs(x.__class__) or _ours(x.__class__)]
     if not layers:
         raise ValueError(
-            f"keraunos.compat.transformers.{name}: {type(model).__qualname__} has no lightning layers; "
-            f"expected a model with modules of class MiniMaxLightningAttention"
+            f"keraunos.compat.transformers.{name}: {type(model).__qualname__} has no layers of lightning attention or "
+            f"the gated delta rule; expected a model of transformers with modules such as MiniMaxLightningAttention or "
+            f"Qwen3NextGatedDeltaNet"
         )
     for layer in layers:
+        old, new = type(layer), change(type(layer))
+        if new is None:
+            continue
         layer.__class__ = new
         # Hooks that move weights between devices keep the forward that they found.
         for attribute, value in list(vars(layer).items()):

@@ -1,7 +1,6 @@
 """Hugging Face's MiniMax, patched and not: logits, gradients, caches and generated tokens, on tiny random models."""
 
 import copy
-import inspect
 import itertools
 import pickle
 import re
@@ -20,6 +19,7 @@ pytest.importorskip("transformers")
 from transformers import MiniMaxConfig, MiniMaxForCausalLM  # noqa: E402
 from transformers.models.minimax.modeling_minimax import MiniMaxCache, MiniMaxLightningAttention  # noqa: E402
 
+from tests.compat.models import CACHE, DEVICE, assert_as_near, prompts  # noqa: E402
 from tests.linear_attention.cases import GPU  # noqa: E402
 
 if GPU:
@@ -28,12 +28,8 @@ if GPU:
 
 from keraunos.compat import transformers  # noqa: E402
 from keraunos.compat.transformers import KNOWN, LightningAttention, patch, unpatch  # noqa: E402
-from tests.numerics import assert_within_rule  # noqa: E402
 
-DEVICE = "cuda" if GPU else "cpu"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Its name has changed in transformers 5.24.
-CACHE = next(x for x in ("cache", "past_key_values") if x in inspect.signature(MiniMaxForCausalLM.forward).parameters)
 LINEAR = 1, 2
 
 
@@ -60,19 +56,6 @@ def exact(model):
     return model
 
 
-def prompts(*shape, padded=False):
-    """Tokens and their mask: padded left, right, and not at all."""
-    tokens = torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens)
-    if padded:
-        mask[0, :7], mask[1, -5:] = 0, 0
-    return (tokens * mask).to(DEVICE), mask.to(DEVICE)
-
-
-def array(x):
-    return x.detach().double().cpu().numpy()
-
-
 def states(output):
     cache = output[CACHE]
     return [cache.linear_cache[i] for i in LINEAR]
@@ -84,12 +67,6 @@ def run(model, tokens, mask=None, cache=None, **options):
         output = model(tokens, attention_mask=mask, use_cache=True, **{CACHE: cache}, **options)
     logits = output.logits
     return (logits if mask is None else logits[mask[:, -logits.shape[1] :].bool()]), output[CACHE]
-
-
-def assert_as_near(names, got, theirs, truth, dtype):
-    """Each result is as near to the float64 model as the rule asks, where the model itself is the reference."""
-    got, theirs, truth = ([array(x) for x in results] for results in (got, theirs, truth))
-    assert_within_rule(names, got, truth, theirs, [dtype] * len(got))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -282,7 +259,7 @@ def test_forwards_that_hooks_keep():
 @pytest.mark.parametrize("change", [patch, unpatch])
 def test_what_has_no_lightning_layers(change):
     name = f"keraunos.compat.transformers.{change.__name__}: "
-    with pytest.raises(ValueError, match=re.escape(name) + "Linear has no lightning layers"):
+    with pytest.raises(ValueError, match=re.escape(name) + "Linear has no layers of lightning attention"):
         change(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=re.escape(name) + "model is of type dict"):
         change({})
