@@ -1,7 +1,7 @@
 """ejKernel's functions and masks, computed by keraunos: names, arguments and results of ejkernel 0.0.80.3.
 
 Only what means the same is here: what does not, raises and says what to use. Arrays are those of JAX;
-``docs/ejkernel.md`` has the differences.
+``docs/compat.md`` has the differences.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A model changes its import, ``from keraunos.compat.fla import chunk_gla`` in place of ``from fla.ops.gla import
 chunk_gla``, and nothing else. fla has several functions for one formula, which differ in how they compute; here they
 are one function, and the platform is chosen as in every call of :func:`keraunos.gla_attention` and
-:func:`keraunos.gated_delta_rule`. Arrays are tensors ``[B, T, H, ...]``; ``docs/fla.md`` has the differences.
+:func:`keraunos.gated_delta_rule`. Arrays are tensors ``[B, T, H, ...]``; ``docs/compat.md`` has the differences.
 """
 
 from __future__ import annotations
