@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import triton
@@ -63,7 +64,8 @@ def _waits(said: str) -> int:
 def identity(kernel, signature: dict[str, str], constants: dict) -> str:
     """The identity of a build: a hash of the compiler's version and of the program that it begins with.
 
-    Its front end makes that program of the kernel and of all that this calls, without places in files.
+    Its front end makes that program of the kernel and of all that this calls, without places in files; functions have
+    their names here without those of their modules.
     """
     source, backend, context = source_of(kernel, signature, constants), make_backend(HOPPER), ir.context()
     options = backend.parse_options({"num_warps": 4, **source.parse_options()})
@@ -71,6 +73,8 @@ def identity(kernel, signature: dict[str, str], constants: dict) -> str:
     backend.load_dialects(context)
     generators, modules = backend.get_codegen_implementation(options), backend.get_module_map()
     program = source.make_ir(HOPPER, options, generators, modules, context).str_nodebug()
+    for name in sorted((name for name in sys.modules if name.startswith("keraunos.")), key=len, reverse=True):
+        program = program.replace(f"{name}.", "")
     # Libraries come with the compiler, wherever that is installed.
     chosen = sorted((name, str(x)) for name, x in vars(options).items() if name != "extern_libs")
     return hashlib.sha256(f"{triton.__version__} {chosen} {program}".encode()).hexdigest()[:16]

@@ -105,6 +105,15 @@ def state_spec(args: Any) -> tuple[tuple[int, ...], str]:
     return (N, H, K, V), "float64" if dtype == "float64" else "float32"
 
 
+def no_tokens(args: Any) -> tuple[Any, Any]:
+    """The outputs where there is no token: the final states are the initial ones."""
+    arrays = frontends.of(args.query)
+    (shape, dtype), h0 = state_spec(args), args.initial_state
+    output = (*args.query.shape[:2], args.heads, args.value.shape[-1])
+    output = arrays.zeros(output, arrays.dtype_name(args.query), args.query)
+    return output, arrays.zeros(shape, dtype, args.query) if h0 is None else arrays.cast(h0, dtype)
+
+
 def _dtype(frontend: ModuleType, x: Array) -> str:
     return x.dtype.name if isinstance(x, np.ndarray) else frontend.dtype_name(x)
 

@@ -30,7 +30,6 @@ from keraunos.kernels.device.hopper import (
     FAINT,
     LOG2E,
     add,
-    clear,
     describe,
     load_state,
     locate,
@@ -143,10 +142,9 @@ def pair(tiles, vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.c
 
 
 @gluon.jit
-def multiply(tiles, vectors, barriers, goal, states, size, last, begins, WALKER: gl.constexpr, C: gl.constexpr,
+def multiply(tiles, vectors, barriers, goal, states, size, last, WALKER: gl.constexpr, C: gl.constexpr,
              K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr, WALKERS: gl.constexpr,
-             STAGES: gl.constexpr, REVERSE: gl.constexpr, stride_sk: gl.constexpr, stride_sv: gl.constexpr,
-             INIT: gl.constexpr, FINAL: gl.constexpr):
+             STAGES: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr):
     """A partition of one warpgroup: PART of the values' dimensions, for which it has the state."""
     q_s, k_s, v_s, t_s, r_s, p_s = tiles
     factors_s, alike_s = vectors
@@ -163,14 +161,11 @@ def multiply(tiles, vectors, barriers, goal, states, size, last, begins, WALKER:
     dtype: gl.constexpr = k_s.dtype
     o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
-    o_state = (o_v * stride_sv)[:, None] + (o_k * stride_sk)[None, :]
+    o_state = o_v[:, None] + (o_k * V)[None, :]
     none = gl.zeros([PART, C], gl.float32, W)
     state = gl.zeros([PART, BK], gl.float32, WS)
-    if INIT == 1:
+    if INIT:
         state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
-    if INIT == 2:  # noqa: SIM102
-        if begins:
-            state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
@@ -222,49 +217,30 @@ def multiply(tiles, vectors, barriers, goal, states, size, last, begins, WALKER:
 
 
 _LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_gb", "stride_gt", "stride_gh", "stride_bb", "stride_bt", "stride_bh", "T", "L"]
+            "stride_vh", "stride_gb", "stride_gt", "stride_gh", "stride_bb", "stride_bt", "stride_bh", "T"]
 
 
 @gluon.jit(do_not_specialize=_LENGTHS)
 def walk_kernel(
-    q, k, v, g, beta, near, alike, norms, h0, cu_seqlens, slots, has_initial, into,
+    q, k, v, g, beta, near, alike, norms, h0, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, L,
+    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T,
     o, ht,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
-    REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
-    stride_ss: gl.constexpr, stride_sh: gl.constexpr, stride_sk: gl.constexpr, stride_sv: gl.constexpr,
+    REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):
     """``o`` ``[B, T, H, V]`` and the final states ``ht``, of one head of one sequence for each program.
 
     near, alike, norms: see ``prepare_kernel``; with norms, queries and keys are divided by their lengths. h0: initial
     states. g None: no gates; beta None: ones.
 
-    slots: h0 and ht are a pool, in which they say where the states of packed sequences are; -1: the sequence is
-    padding, whose outputs are zeros, as those after the last sequence are. has_initial: which sequences have a state.
-    The output may overwrite ``into``.
-
-    K, V: the dimensions of q and k, and of v and o, in tiles of BK and BV. stride_s: strides of states. RQ, RK, RV, RG,
-    RB: how many heads share each of an array's.
+    K, V: the dimensions of q and k, and of v and o, in tiles of BK and BV. RQ, RK, RV, RG, RB: how many heads
+    share each of an array's.
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
-    i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, L, PACKED, SPLIT, REVERSE)
-    POOL: gl.constexpr = slots is not None
-    begins = last
-    if POOL:
-        slot = gl.load(slots + i_n).to(gl.int64)
-        if has_initial is not None:
-            begins = gl.load(has_initial + i_n) != 0
-        count = gl.num_programs(0) // H
-        end = gl.load(cu_seqlens + count).to(gl.int64)
-        clear(o + (end * H + i_h) * V, i_n * C, (T - end).to(gl.int32), count * C, H, C, V, BV)
-        if slot < 0:
-            clear(o + (token * H + i_h) * V, 0, size, C, H, C, V, BV)
-            return
-        if (size <= 0) & begins:
-            return
+    i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
     PART: gl.constexpr = 64
     WALKERS: gl.constexpr = BV // PART
     dtype: gl.constexpr = k.dtype.element_ty
@@ -273,7 +249,7 @@ def walk_kernel(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    INIT: gl.constexpr = (h0 is not None) + (has_initial is not None)
+    INIT: gl.constexpr = h0 is not None
     FINAL: gl.constexpr = ht is not None
     GATED: gl.constexpr = g is not None
     BETA: gl.constexpr = beta is not None
@@ -316,10 +292,6 @@ def walk_kernel(
         p_h0 = h0 + (i_n.to(gl.int64) * H + i_h) * K * V
     if FINAL:
         p_ht = ht + (i_n.to(gl.int64) * H + i_h) * K * V
-    if POOL:
-        own = slot * stride_ss + i_h.to(gl.int64) * stride_sh
-        p_h0 = h0 + own
-        p_ht = ht + own
     if GATED:
         p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
     if BETA:
@@ -336,10 +308,10 @@ def walk_kernel(
     if WALKERS == 2:
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, (o_s.index(0), o_desc), states, size, last, begins, 0, C, K, V,
-                            BK, PART, WALKERS, STAGES, REVERSE, stride_sk, stride_sv, INIT, FINAL)),
-                (multiply, (tiles, vectors, barriers, (o_s.index(1), o_desc), states, size, last, begins, 1, C, K, V,
-                            BK, PART, WALKERS, STAGES, REVERSE, stride_sk, stride_sv, INIT, FINAL)),
+                (multiply, (tiles, vectors, barriers, (o_s.index(0), o_desc), states, size, last, 0, C, K, V, BK,
+                            PART, WALKERS, STAGES, REVERSE, INIT, FINAL)),
+                (multiply, (tiles, vectors, barriers, (o_s.index(1), o_desc), states, size, last, 1, C, K, V, BK,
+                            PART, WALKERS, STAGES, REVERSE, INIT, FINAL)),
                 (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE)),
             ],
@@ -349,8 +321,8 @@ def walk_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, (o_s.index(0), o_desc), states, size, last, begins, 0, C, K, V,
-                            BK, PART, WALKERS, STAGES, REVERSE, stride_sk, stride_sv, INIT, FINAL)),
+                (multiply, (tiles, vectors, barriers, (o_s.index(0), o_desc), states, size, last, 0, C, K, V, BK,
+                            PART, WALKERS, STAGES, REVERSE, INIT, FINAL)),
                 (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE)),
             ],

@@ -23,21 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keraunos.kernels.device.hopper import FAINT, LOG2E, add, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, reinterpret, thread_barrier
-from keraunos.kernels.linear_attention.cuda.walk import (
-    FAINT,
-    LOG2E,
-    Blocks,
-    Walk,
-    add,
-    load_state,
-    locate,
-    natural_decay,
-    settled,
-    store_state,
-    within,
-)
+from keraunos.kernels.linear_attention.cuda.walk import Blocks, Walk, natural_decay, settled
 
 # A chunk has so many blocks of tokens.
 BLOCKS = gl.constexpr(4)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keraunos.kernels.device.hopper import FAINT, LOG2E, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
@@ -58,19 +59,7 @@ from keraunos.kernels.linear_attention.cuda.dimensions_gates import (
     scaled_size,
     store_scaled_halves,
 )
-from keraunos.kernels.linear_attention.cuda.walk import (
-    FAINT,
-    LOG2E,
-    Blocks,
-    Walk,
-    group_slot,
-    load_state,
-    locate,
-    natural_decay,
-    settled,
-    store_state,
-    within,
-)
+from keraunos.kernels.linear_attention.cuda.walk import Blocks, Walk, group_slot, natural_decay, settled
 
 
 @gluon.jit

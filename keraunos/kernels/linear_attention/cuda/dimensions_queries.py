@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keraunos.kernels.device.hopper import FAINT, LOG2E, load_state, locate, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
@@ -53,20 +54,7 @@ from keraunos.kernels.linear_attention.cuda.dimensions_gates import (
     scaled_size,
     unscaled,
 )
-from keraunos.kernels.linear_attention.cuda.walk import (
-    FAINT,
-    LOG2E,
-    Blocks,
-    Walk,
-    cut,
-    group_slot,
-    load_state,
-    locate,
-    natural_decay,
-    rounded,
-    settled,
-    within,
-)
+from keraunos.kernels.linear_attention.cuda.walk import Blocks, Walk, cut, group_slot, natural_decay, rounded, settled
 
 # What the gradients of a chunk's gates are made of: copies of queries, and products.
 QUERIES = gl.constexpr(0)

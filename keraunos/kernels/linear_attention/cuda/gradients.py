@@ -11,11 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keraunos.kernels.device.hopper import LOG2E, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
     CLOSED,
-    LOG2E,
     Blocks,
     Gates,
     Walk,
@@ -24,13 +24,9 @@ from keraunos.kernels.linear_attention.cuda.walk import (
     gated_pairs,
     gates_of,
     group_slot,
-    load_state,
-    locate,
     mild_pairs,
     natural_decay,
     settled,
-    store_state,
-    within,
     without_own,
 )
 

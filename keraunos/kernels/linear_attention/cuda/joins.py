@@ -5,7 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from keraunos.kernels.linear_attention.cuda.walk import CLOSED, LOG2E, natural_decay, reach
+from keraunos.kernels.device.hopper import LOG2E
+from keraunos.kernels.linear_attention.cuda.walk import CLOSED, natural_decay, reach
 
 
 @gluon.jit

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from keraunos import frontends
-from keraunos.kernels.gluon import cannot_run, was_not_measured
+from keraunos.kernels.gluon import was_not_measured
 from keraunos.kernels.host.arrays import Spec, spec_of, state_strides
+from keraunos.kernels.host.hopper import CHUNK, LEAST_TILE, aligned, cannot_walk, tiles_of, token_strides
 from keraunos.kernels.host.plan import Plan, remember
 from keraunos.kernels.host.pool import NO_STATES, Pool
 from keraunos.kernels.host.sequences import Sizes, cut, sequence_count
@@ -33,14 +34,12 @@ from keraunos.kernels.linear_attention.cuda.dimensions_queries import queries_ke
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
 from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
-from keraunos.kernels.recurrent.contract import state_spec
+from keraunos.kernels.recurrent.contract import no_tokens
 from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("num_stages",)
 
-# Dimensions of a tile are as few or as many as these; rows of a multiple of so many begin at multiples of 16 bytes.
-_LEAST_TILE, _MOST_DIMS, _ROW, _CHUNK = 64, 128, 8, 64
 # Stages that the shared memory holds: of a walk that makes outputs, of one with gates or their gradients, and of the
 # one that makes the gradients of keys and values; of one that only makes states; with gates per dimension.
 _STAGES, _STAGES_GATES, _STAGES_GRADIENTS, _STAGES_STATES, _STAGES_DIMENSIONS = 3, 2, 2, 3, 2
@@ -94,7 +93,7 @@ def segmentation(T: int, heads: int, forgets: bool) -> tuple[int, int]:
     if count < 2:
         return 0, 1
     most = _PIECES if forgets else _PROGRAMS // ((count - 1) * heads)
-    return cut(T, count, most, _MIN_PIECE, _CHUNK)
+    return cut(T, count, most, _MIN_PIECE, CHUNK)
 
 
 def _at_once(heads: int, forgets: bool) -> int:
@@ -116,7 +115,7 @@ class _Call(Sizes):
         self.L, self.P = (0, 1) if self.packed else segmentation(self.T, self.N * self.H, specs.g is None)
         self.walks = self.N * -(-self.T // self.L) if self.L else self.N
         self.group = _GROUP_DIMENSIONS if self.vector else _GROUP
-        self.chunks, self.groups = self._slots(_CHUNK), self._slots(self.group * _CHUNK)
+        self.chunks, self.groups = self._slots(CHUNK), self._slots(self.group * CHUNK)
 
     def _slots(self, tokens: int) -> int:
         """Of all walks' groups of so many tokens."""
@@ -130,29 +129,16 @@ class _Call(Sizes):
     @property
     def workspace(self) -> tuple[tuple[int, ...], str] | None:
         """Where walks add up products for the gradients of gates per dimension, in strong chunks."""
-        return ((self.walks, self.H, _CHUNK, _tiles(self.K, self.V)["BK"]), "float32") if self.learned else None
+        return ((self.walks, self.H, CHUNK, tiles_of(self.K, self.V)["BK"]), "float32") if self.learned else None
 
 
 _call_of = remember(_Call)
-
-
-def _strides(**arrays: Spec | None) -> dict[str, int]:
-    """``stride_<name><axis>`` of arrays [B, T, heads, ...]; of a single token none, which may be anything."""
-    none = 0, _MOST_DIMS, 0
-    return {f"stride_{name}{axis}": x.strides[i] if x and x.shape[i] > 1 else none[i]
-            for name, x in arrays.items() for i, axis in enumerate("bth")}
 
 
 def _state_strides(H: int, K: int, V: int, transposed: bool) -> dict[str, int]:
     """``stride_s<axis>`` of states ``[N, H, K, V]`` that are contiguous; transposed: ``[N, H, V, K]`` are."""
     k, v = (1, K) if transposed else (V, 1)
     return dict(stride_ss=H * K * V, stride_sh=K * V, stride_sk=k, stride_sv=v)
-
-
-def _tiles(K: int, V: int) -> dict[str, int]:
-    """The dimensions of keys and of values, and of their tiles."""
-    BK, BV = (_LEAST_TILE if size <= _LEAST_TILE else _MOST_DIMS for size in (K, V))
-    return dict(K=K, V=V, BK=BK, BV=BV)
 
 
 def _plan(call: _Call, kernel: Any, outputs: dict[str, Any], stages: int, own: dict[str, Any], walks: int | None = None,
@@ -163,14 +149,14 @@ def _plan(call: _Call, kernel: Any, outputs: dict[str, Any], stages: int, own: d
         own: constants that other kernels have not. walks: how many, if not all; numbers: that others have not.
         arrays: those of tokens, by the names of their strides.
     """
-    tiles = _tiles(arrays["k"].shape[-1], arrays["v"].shape[-1])
+    tiles = tiles_of(arrays["k"].shape[-1], arrays["v"].shape[-1])
     constants = dict(
-        H=call.H, **call.ratios(**{name: x for name, x in arrays.items() if name != "o"}), **tiles, C=_CHUNK,
+        H=call.H, **call.ratios(**{name: x for name, x in arrays.items() if name != "o"}), **tiles, C=CHUNK,
         STAGES=stages, REVERSE=call.reverse, PACKED=call.packed, SPLIT=call.L > 0, **own,
     )
     given = dict(stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, L=call.L)
     grid = ((call.walks if walks is None else walks) * call.H,)
-    return Plan(kernel, grid, {**_strides(**arrays), **given} | (numbers or {}), outputs, constants)
+    return Plan(kernel, grid, {**token_strides(**arrays), **given} | (numbers or {}), outputs, constants)
 
 
 @remember
@@ -202,7 +188,7 @@ def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, 
     specs, given = (call.specs[:3] if pool else map(spec_of, (q, k, v))), pool or NO_STATES
     plan = _outputs_plan(
         call, *specs, spec_of(f), output=output or call.dtype, final=final, transposed=transposed,
-        pool=pool and pool.specs(), into=given.into is not None, aligned=given.into is _aligned(given.into),
+        pool=pool and pool.specs(), into=given.into is not None, aligned=given.into is aligned(given.into),
     )
     return plan.launch(q=q, k=k, v=v, f=f, g=args.g, gamma=args.g_gamma, h0=h0, products=products, dh=dh,
                        cu_seqlens=args.cu_seqlens, slots=given.slots, has_initial=given.has_initial,
@@ -242,7 +228,7 @@ def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec, strong: bool
 
 @remember
 def _keys_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> Plan:
-    B, T, H, specs, tiles = call.B, call.T, call.H, call.specs, _tiles(call.K, call.V)
+    B, T, H, specs, tiles = call.B, call.T, call.H, call.specs, tiles_of(call.K, call.V)
     outputs = dict(
         dk=((B, T, H, call.K), call.dtype_of_each(specs.key)),
         dv=((B, T, H, call.V), call.dtype_of_each(specs.value)),
@@ -298,7 +284,7 @@ def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -
 
 @remember
 def _gradients_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> Plan:
-    B, T, H, specs, tiles = call.B, call.T, call.H, call.specs, _tiles(call.K, call.V)
+    B, T, H, specs, tiles = call.B, call.T, call.H, call.specs, tiles_of(call.K, call.V)
     outputs = dict(
         dk=((B, T, H, call.K), call.dtype_of_each(specs.key)),
         dv=((B, T, H, call.V), call.dtype_of_each(specs.value)),
@@ -312,7 +298,7 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> Plan:
 def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """``((output, final_state), residuals)``."""
     if not args.query.shape[1]:
-        return _no_tokens(args), (None, None)
+        return no_tokens(args), (None, None)
     args = _all_aligned(args)
     call = _call_of(Args(*map(spec_of, args)), opts)
     starts = _starts(call, args, args.key, args.value, args.initial_state, call.reverse)
@@ -328,7 +314,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple[Any, ...]
 
 def _prefill(given: pool_contract.Args, options: pool_contract.Options) -> tuple[Any, Any]:
     """``(output, pool)`` of packed sequences whose states are in a pool; tokens' arrays have no axis for the batch."""
-    q, k, v = map(_aligned, (given.query, given.key, given.value))
+    q, k, v = map(aligned, (given.query, given.key, given.value))
     args = Args(q, k, v, given.g, given.g_gamma, None, given.cu_seqlens)
     known = Args(*map(spec_of, args))
     rows = {name: x and x.row(x.shape[0]) for name, x in zip(Args._fields[:4], known[:4], strict=True)}
@@ -362,7 +348,7 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
     if not args.query.shape[1]:
         return _no_gradients(args, grads[1])
     args = _all_aligned(args)
-    do, dfinal = _aligned(grads[0]), grads[1]
+    do, dfinal = aligned(grads[0]), grads[1]
     call = _call_of(Args(*map(spec_of, args)), opts)
     q, k, v, g, gamma, h0, cu_seqlens = args
     starts = residuals[0] if call.L else h0
@@ -390,15 +376,6 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
         spec = call.specs.g_gamma
         dgamma = _sum(dgamma, 1 if len(spec.shape) == 1 else call.B, call.H, spec)
     return Args(dq, dk, dv, dg, dgamma, dh0)
-
-
-def _no_tokens(args: Args) -> tuple[Any, Any]:
-    """The outputs where there is no token: the final states are the initial ones."""
-    arrays = frontends.of(args.query)
-    (shape, dtype), h0 = state_spec(args), args.initial_state
-    output = (*args.query.shape[:2], args.heads, args.value.shape[-1])
-    output = arrays.zeros(output, arrays.dtype_name(args.query), args.query)
-    return output, arrays.zeros(shape, dtype, args.query) if h0 is None else arrays.cast(h0, dtype)
 
 
 def _no_gradients(args: Args, dfinal: Any) -> Args:
@@ -434,15 +411,10 @@ def _sum(x: Any, M: int, D: int, like: Spec) -> Any:
     return _sum_plan(math.prod(x.shape), M, D, like.shape, like.dtype).launch(x=x)[0]
 
 
-def _aligned(x: Any) -> Any:
-    """The array, or a copy where copies of blocks cannot take it: rows must begin at multiples of 16 bytes."""
-    return x if x is None else frontends.of(x).aligned(x)
-
-
 def _all_aligned(args: Args) -> Args:
     """The arguments, with arrays that copies can take."""
     names = ("query", "key", "value", *(("g",) if args.g is not None and len(args.g.shape) == 4 else ()))
-    return args._replace(**{name: _aligned(getattr(args, name)) for name in names})
+    return args._replace(**{name: aligned(getattr(args, name)) for name in names})
 
 
 def unsupported(inv: Invocation) -> str | None:
@@ -455,27 +427,12 @@ def unsupported(inv: Invocation) -> str | None:
     return None
 
 
-def cannot_walk(inv: Invocation) -> str | None:
-    """Why these kernels cannot run the call even without gradients, or None."""
-    if reason := cannot_run(inv):
-        return reason
-    K, V = inv.dims["K"], inv.dims["V"]
-    dims = f"the call has K = {K}, V = {V}"
-    if max(K, V) > _MOST_DIMS:
-        return f"takes head dims up to 128: the next larger tile of a state takes 128 registers a thread; {dims}"
-    if min(K, V) <= _LEAST_TILE // 2:
-        return f"takes head dims over 32: most of a tile of 64 would stay empty; {dims}"
-    if K % _ROW or V % _ROW:
-        return f"takes head dims that are multiples of 8: rows must begin at multiples of 16 bytes; {dims}"
-    return None
-
-
 def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what was not measured to be faster."""
     if reason := was_not_measured():
         return reason
     N, packed, forgets = inv.dims["N"], "cu_seqlens" in inv.arrays, "g" not in inv.arrays
-    if forgets and min(inv.dims["K"], inv.dims["V"]) <= _LEAST_TILE:
+    if forgets and min(inv.dims["K"], inv.dims["V"]) <= LEAST_TILE:
         return "was measured to be slower than Triton, forward, with constant decays and head dims up to 64"
     T, heads = max(inv.dims["T"] // (N if packed else 1), 1), N * inv.dims["H"]
     cost = _cost(T, heads, forgets, 1 if packed else _segments(T, heads, forgets))

@@ -19,12 +19,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
+from keraunos.kernels.device.hopper import FAINT, LOG2E, add, describe
 from keraunos.kernels.gluon import aggregate, copy_in, thread_barrier
 
-LOG2E = gl.constexpr(1.4426950408889634)
-# The log of less than any 16-bit value. Sums of a chunk's gates stay small enough that their differences are as good as
-# 16-bit inputs if no gate is below it.
-FAINT = gl.constexpr(-100.0)
 # A constant decay that is finite, so that no tokens' worth of it is 0.
 CLOSED = gl.constexpr(-16384.0)
 # The log, base 2, of less than any float32 value.
@@ -81,12 +78,6 @@ class Blocks:
 
 
 @gluon.jit
-def add(a, b):
-    """What a scan puts together."""
-    return a + b
-
-
-@gluon.jit
 def add_before(sums, x, sums_of_later, later):
     """What a scan for the sums of what is before each puts together: such sums, and what comes after them."""
     return sums + x + sums_of_later, later
@@ -105,22 +96,6 @@ def settled(state):
     Were this not said, the assembler would wait at the first use of the state's registers, where products are.
     """
     return warpgroup_mma_wait(0, deps=[state])
-
-
-@gluon.jit
-def locate(cu_seqlens, i_o, T, L, PACKED: gl.constexpr, SPLIT: gl.constexpr, REVERSE: gl.constexpr):
-    """Walk -> (sequence, row of the batch, its first token in the row, its tokens, whether it ends the sequence)."""
-    if PACKED:
-        begin = gl.load(cu_seqlens + i_o).to(gl.int64)
-        size = (gl.load(cu_seqlens + i_o + 1).to(gl.int64) - begin).to(gl.int32)
-        return i_o, i_o * 0, begin, size, T >= 0
-    if SPLIT:
-        count = gl.cdiv(T, L)
-        i_n = i_o // count
-        i_g = i_o % count
-        last = (i_g == 0) if REVERSE else (i_g == count - 1)
-        return i_n, i_n, (i_g * L).to(gl.int64), gl.minimum(T - i_g * L, L), last
-    return i_o, i_o, (i_o * 0).to(gl.int64), T, T >= 0
 
 
 @gluon.jit
@@ -144,42 +119,6 @@ def rounded(x):
     A conversion there and back takes the slow unit that exponentials need.
     """
     return cut((x.to(gl.int32, bitcast=True) + 32768).to(gl.float32, bitcast=True))
-
-
-@gluon.jit
-def describe(x, i_b, token, i_h, size, stride_b, stride_t, stride_h, C: gl.constexpr, D: gl.constexpr,
-             BD: gl.constexpr, LAYOUT: gl.constexpr):
-    """A descriptor of the tokens of a walk ``[size, D]``, in blocks of C tokens and BD dimensions."""
-    # A walk over no token may stand where the array has ended: what is described then is never copied.
-    token = token * (size > 0).to(gl.int64)
-    base = x + i_b.to(gl.int64) * stride_b + token * stride_t + i_h.to(gl.int64) * stride_h
-    return tma.make_tensor_descriptor(base, [gl.maximum(size, 1), D], [stride_t, 1], [C, BD], LAYOUT)
-
-
-@gluon.jit
-def within(mask, o, D: gl.constexpr, BD: gl.constexpr):
-    """A mask of a tile of BD dimensions without those after the array's own D; ``o`` are the tile's, broadcast."""
-    if D < BD:
-        mask = mask & (o < D)
-    return mask
-
-
-@gluon.jit
-def load_state(p_state, o_k, o_v, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr):
-    """The values of a state at pointers ``[BK, columns]``, 0 after its own dimensions."""
-    if K == BK and V == BV:
-        state = gl.load(p_state)
-    else:
-        mask = within((o_k >= 0)[:, None], o_k[:, None], K, BK) & within((o_v >= 0)[None, :], o_v[None, :], V, BV)
-        state = gl.load(p_state, mask=mask, other=0.0)
-    return state.to(gl.float32)
-
-
-@gluon.jit
-def store_state(p_state, state, last, o_k, o_v, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr):
-    """Stores a state at pointers, if its walk is the last of a sequence."""
-    mask = within((o_k * 0 < last.to(gl.int32))[:, None], o_k[:, None], K, BK)
-    gl.store(p_state, state, mask=within(mask, o_v[None, :], V, BV))
 
 
 @gluon.jit
