@@ -1,23 +1,34 @@
-"""SGLang's functions for lightning attention, computed by :mod:`keraunos.serving`: ``docs/engines.md``.
+"""SGLang's functions for lightning attention and the delta rule, by :mod:`keraunos.serving`: ``docs/engines.md``.
 
 SGLang loads :func:`plugin` where keraunos is installed. Its lightning backend then calls :func:`seg_la_fwd`, or for
-models with ``linear_backend = "minimax"`` the two functions that :mod:`keraunos.compat.vllm` has, too. A call is one
-``serving.prefill``, ``serving.decode`` or ``serving.verify``, and reads no value on the host.
+models with ``linear_backend = "minimax"`` the two functions that :mod:`keraunos.compat.vllm` has, too; its backends for
+Gated DeltaNet and Kimi Delta Attention call :class:`GatedDeltaNet` and :class:`KimiDeltaAttention` where they would
+call kernels in Triton. A call is one ``serving.prefill``, ``serving.decode`` or ``serving.verify``, and reads no value
+on the host.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from keraunos import serving
+from keraunos import decay, serving
+from keraunos.compat.drafts import places
 from keraunos.compat.vllm import lightning_attention, linear_decode_forward_triton, log_decay
 
-__all__ = ["SegLaMeta", "lightning_attention", "linear_decode_forward_triton", "plugin", "seg_la_fwd"]
+__all__ = [
+    "GatedDeltaNet", "KimiDeltaAttention", "SegLaMeta", "lightning_attention", "linear_decode_forward_triton", "plugin",
+    "seg_la_fwd",
+]
 
 VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
+# Those whose kernels of the delta rule are known.
+_DELTA_VERSIONS = ("0.5.23",)
+# Prompts are tracked after multiples of so many tokens.
+_CHUNK = 64
 
 
 @dataclass
@@ -131,16 +142,173 @@ def seg_la_fwd(
     )[0]
 
 
+class GatedDeltaNet:
+    """The kernel of SGLang's backend for Gated DeltaNet: the engine's own one is to come after it among the bases.
+
+    The pool is ``[slots, HV, V, K]``, float32 or bfloat16, changed in place; a slot of -1 is padding. What is left to
+    the engine's own kernel: drafts in a tree, rings of tokens in place of states, and prompts that leave the pool as it
+    is.
+    """
+
+    supports_packed_decode = True
+    supports_packed_decode_safe_gate = True
+    supports_fused_chain_verify = False
+    supports_strided_target_verify_qkv = True
+    supports_track_state_snapshot = True
+    kimi = False
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *,
+               A_log: torch.Tensor, dt_bias: torch.Tensor, ssm_states: torch.Tensor, cache_indices: torch.Tensor,
+               query_start_loc: torch.Tensor | None = None, lower_bound: float | None = None,
+               scale: float | None = None, **kwargs: Any) -> torch.Tensor:
+        """One token for each request: q, k ``[1, N, H, K]``, v and the output ``[1, N, HV, V]``; raw gates a, b."""
+        gates = self._gates(a, b, A_log, dt_bias, lower_bound, ssm_states, (q.shape[1],))
+        slots = cache_indices[: q.shape[1]]
+        return serving.decode(q[0], k[0], v[0], ssm_states, slots, softmax_scale=scale, **gates)[0][None]
+
+    def packed_decode(self, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, num_v_heads: int,
+                      head_v_dim: int, **kwargs: Any) -> torch.Tensor:
+        """See :meth:`decode`: all heads of q, k and v one after the other in a row of mixed_qkv ``[N, dim]``."""
+        if kwargs.get("replayssm_d") is not None:
+            own: Any = super()
+            made: torch.Tensor = own.packed_decode(
+                mixed_qkv, a, b, num_v_heads=num_v_heads, head_v_dim=head_v_dim, **kwargs
+            )
+            return made
+        values = num_v_heads * head_v_dim
+        keys = (mixed_qkv.shape[1] - values) // 2
+        q, k, v = mixed_qkv.split([keys, keys, values], 1)
+        K = kwargs["ssm_states"].shape[3]
+        q, k, v = (x.unflatten(1, (-1, dim))[None] for x, dim in ((q, K), (k, K), (v, head_v_dim)))
+        return self.decode(q, k, v, a, b, **kwargs)
+
+    def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
+               ssm_states: torch.Tensor, cache_indices: torch.Tensor, query_start_loc: torch.Tensor,
+               inplace_update: bool = True, **kwargs: Any) -> Any:
+        """Prompts: ``(output, None, None)``.
+
+        Args:
+            q, k, v: ``[1, T, heads, K or V]``; g, beta: ``[1, T, HV]``.
+            ssm_states, cache_indices: the pool, and each request's slot; query_start_loc: ``[N + 1]``.
+            kwargs: track_state, ``[N, HV, V, K]``, gets the states after ``64 * track_chunk_idx[n]`` tokens of request
+                n, where that is not negative.
+        """
+        given = dict(ssm_states=ssm_states, cache_indices=cache_indices, query_start_loc=query_start_loc, **kwargs)
+        if not inplace_update:
+            own: Any = super()
+            return own.extend(q, k, v, g, beta, inplace_update=False, **given)
+        return self._prefill(q, k, v, g, beta, **given), None, None
+
+    def target_verify(self, A_log: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+                      v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, ssm_states: torch.Tensor,
+                      cache_indices: torch.Tensor, query_start_loc: torch.Tensor,
+                      intermediate_states_buffer: torch.Tensor | None, intermediate_state_indices: torch.Tensor,
+                      cache_steps: int, retrieve_parent_token: torch.Tensor | None = None,
+                      lower_bound: float | None = None, **kwargs: Any) -> torch.Tensor:
+        """Drafts, up to cache_steps of each request, the pool staying as it is.
+
+        The state after draft t of request n goes to ``intermediate_states_buffer[intermediate_state_indices[n], t]``.
+        """
+        if retrieve_parent_token is not None or intermediate_states_buffer is None:
+            own: Any = super()
+            engines: torch.Tensor = own.target_verify(
+                A_log, dt_bias, q, k, v, a, b, ssm_states=ssm_states, cache_indices=cache_indices,
+                query_start_loc=query_start_loc, intermediate_states_buffer=intermediate_states_buffer,
+                intermediate_state_indices=intermediate_state_indices, cache_steps=cache_steps,
+                retrieve_parent_token=retrieve_parent_token, lower_bound=lower_bound, **kwargs,
+            )
+            return engines
+        N, T, tokens, most = len(query_start_loc) - 1, cache_steps, q.shape[1], intermediate_states_buffer.shape[1]
+        slots = cache_indices[:N]
+        targets = intermediate_state_indices[:N, None].long() * most + torch.arange(T, device=q.device)
+        targets = torch.where((slots >= 0)[:, None], targets, -1)
+        gates = self._gates(a, b, A_log, dt_bias, lower_bound, ssm_states, (tokens,))
+        rows = dict(query=q[0], key=k[0], value=v[0], a=gates.pop("a"), b=gates.pop("b"))
+        place = None
+        if self.kimi:
+            # Some requests may have fewer drafts, which is known on the device only.
+            token, there, place = places(query_start_loc, T, tokens)
+            rows = {name: x[token] for name, x in rows.items()}
+            targets = torch.where(there, targets, -1)
+        else:
+            rows = {name: x.unflatten(0, (N, T)) for name, x in rows.items()}
+        exports = intermediate_states_buffer.flatten(0, 1), targets
+        output: torch.Tensor = serving.verify(
+            states=ssm_states, slots=slots, exports=exports, **rows, **gates
+        ).flatten(0, 1)
+        return (output if place is None else output[place])[None]
+
+    def _gates(self, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor,
+               lower_bound: float | None, states: torch.Tensor, rows: tuple[int, ...]) -> dict[str, Any]:
+        _, heads, _, K = states.shape
+        gate = (heads, K) if self.kimi else (heads,)
+        return dict(
+            a=a.reshape(*rows, *gate), b=b.reshape(*rows, heads), A_log=A_log.reshape(heads),
+            dt_bias=dt_bias.reshape(gate), lower_bound=lower_bound, use_qk_l2norm=True, state_v_first=True,
+        )
+
+    def _prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
+                 ssm_states: torch.Tensor, cache_indices: torch.Tensor, query_start_loc: torch.Tensor,
+                 track_state: torch.Tensor | None = None, track_chunk_idx: torch.Tensor | None = None,
+                 **kwargs: Any) -> torch.Tensor:
+        def prefill(slots: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = serving.prefill(
+                q[0], k[0], v[0], ssm_states, slots, offsets, g=g[0], beta=beta[0], use_qk_l2norm=True,
+                state_v_first=True,
+            )[0]
+            return output[None]
+
+        if track_state is None or track_chunk_idx is None:
+            return prefill(cache_indices, query_start_loc)
+        # To the tracked states, which are copied, then from there on: the other part's rows are zeros.
+        begin, end = query_start_loc[:-1], query_start_loc[1:]
+        tracked = (begin + _CHUNK * track_chunk_idx).to(begin.dtype)
+        middle = torch.where(track_chunk_idx >= 0, tracked, end)
+        offsets = torch.cat([torch.stack([begin, middle], 1).flatten(), end[-1:]])
+        none = torch.full_like(cache_indices, -1)
+        before = prefill(torch.stack([cache_indices, none], 1).flatten(), offsets)
+        track_state.copy_(ssm_states[cache_indices.clamp(min=0).long()])
+        return before + prefill(torch.stack([none, cache_indices], 1).flatten(), offsets)
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """The kernel of SGLang's backend for Kimi Delta Attention, as :class:`GatedDeltaNet`, with gates per dimension."""
+
+    kimi = True
+
+    def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
+               A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+               lower_bound: float | None = None, beta_is_raw: bool = False, return_intermediate_states: bool = False,
+               **kwargs: Any) -> Any:
+        """Prompts: the output, or with return_intermediate_states ``(output, None)``.
+
+        Args:
+            g: ``[1, T, HV, K]``; with A_log raw gates. beta: ``[1, T, HV]``, with beta_is_raw before its sigmoid.
+
+        The others are those of :meth:`GatedDeltaNet.extend`.
+        """
+        if A_log is not None:
+            gates: Any = decay.kimi(g, A_log, dt_bias, lower_bound)
+            g = gates
+        output = self._prefill(q, k, v, g, beta.float().sigmoid() if beta_is_raw else beta, **kwargs)
+        return (output, None) if return_intermediate_states else output
+
+
 _FOLDER = "sglang.kernels.ops.attention.linear"
 _FUNCTIONS = {
     f"{_FOLDER}.seg_la.seg_la_fwd": seg_la_fwd,
     f"{_FOLDER}.lightning_attn.lightning_attention": lightning_attention,
     f"{_FOLDER}.lightning_attn.linear_decode_forward_triton": linear_decode_forward_triton,
 }
+_KERNELS = "sglang.srt.layers.attention.linear.kernels"
+_CLASSES = {
+    f"{_KERNELS}.gdn_triton.TritonGDNKernel": GatedDeltaNet,
+    f"{_KERNELS}.kda_triton.TritonKDAKernel": KimiDeltaAttention,
+}
 
 
 def plugin() -> None:
-    """The entry point of ``sglang.srt.plugins``: let SGLang call these functions in place of its own.
+    """The entry point of ``sglang.srt.plugins``: let SGLang call these functions and kernels in place of its own.
 
     Raises:
         ImportError: SGLang is not installed.
@@ -154,3 +322,7 @@ def plugin() -> None:
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     for name, function in _FUNCTIONS.items():
         hooks.HookRegistry.register(name, function, hooks.HookType.REPLACE)
+    for name, own in _CLASSES.items() if version.startswith(_DELTA_VERSIONS) else ():
+        module, _, kernel = name.rpartition(".")
+        theirs = getattr(importlib.import_module(module), kernel)
+        hooks.HookRegistry.register(name, type(kernel, (own, theirs), {}), hooks.HookType.REPLACE)

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import sigmoid, silu
 
 from keraunos import serving
+from keraunos.compat.drafts import places
 
 __all__ = ["attend", "plugin", "register"]
 
@@ -83,20 +84,17 @@ def _drafts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, states: torch.Ten
     """A token and its drafts for each request: as many for all, or fewer for some, in the order of the requests."""
     slots = _live(metadata.state_indices_tensor_d[: metadata.num_decodes])
     N, W = slots.shape
-    tokens, begin = len(q), metadata.query_start_loc_d[: N + 1].long()
-    place = torch.arange(W, device=q.device)
+    tokens = len(q)
+    token, there, place = places(metadata.query_start_loc_d[: N + 1], W, tokens)
     last = (metadata.num_accepted_tokens[:N].long() - 1).clamp(0, W - 1)
     own = slots.gather(1, last[:, None])[:, 0]
-    options = options | dict(exports=(states, torch.where(place < begin.diff()[:, None], slots, -1)))
+    options = options | dict(exports=(states, torch.where(there, slots, -1)))
     if tokens == N * W:
         q, k, v, out = (x.unflatten(0, (N, W)) for x in (q, k, v, out))
         serving.verify(q, k, v, states, own, out=out, **options)
         return
-    token = (begin[:-1, None] + place).clamp(max=tokens - 1)
     made = serving.verify(q[token], k[token], v[token], states, own, **options)
-    row = torch.arange(tokens, device=q.device)
-    request = torch.searchsorted(begin[1:], row, right=True).clamp(max=N - 1)
-    out.copy_(made[request, (row - begin[request]).clamp(max=W - 1)])
+    out.copy_(made.flatten(0, 1)[place])
 
 
 class _Layer:

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from keraunos.kernels.gated_delta_rule.reference import gated_delta_rule
 from keraunos.numerics import coarser
 from tests.linear_attention.cases import GPU
 from tests.numerics import assert_within_rule
@@ -50,16 +51,34 @@ def loop(q, k, v, states, requests, scale, dtype):
     return output, left
 
 
-def check(output, pools, given, requests, scale, dtype):
+def delta_loop(q, k, v, states, g, beta, requests, scale, dtype):
+    """The delta rule, as :func:`loop`; states are ``[slots, HV, V, K]``, queries and keys are normalised."""
+    output, left = np.zeros(v.shape, dtype), {}
+    for tokens, start, targets in requests:
+        if start == -1:
+            continue
+        state = (np.zeros_like(states[0]) if start is None else states[start]).swapaxes(-1, -2)[None]
+        for t, token in enumerate(tokens):
+            row = [x[token][None, None] for x in (q, k, v, g, beta)]
+            made, state = gated_delta_rule(*row, state, softmax_scale=scale, use_qk_l2norm=True, dtype=dtype)
+            output[token] = made[0, 0]
+            if targets.get(t, -1) >= 0:
+                left[targets[t]] = state[0].swapaxes(-1, -2)
+    return output, left
+
+
+def check(output, pools, given, requests, scale, dtype, run=loop):
     """Hold the output ``[tokens, H * D]`` and states to the rule, and all other slots to their bits.
 
     Args:
         output: the result; pools: ``{name: (before, after, size)}``: slots of several pools are counted on.
-        given: ``(q, k, v, states)``, the states of the first pool as they were.
+        given: ``(q, k, v, states)``, the states of the first pool as they were; then what else ``run``, the loop over
+            requests, takes.
         requests: as :func:`loop` has them. scale: of the output. dtype: of the tokens, by name.
     """
-    q, k, v, states = (array(x) for x in given)
-    truth, near = (loop(q, k, v, states, requests, scale, x) for x in (np.float64, np.float32))
+    given = [array(x) for x in given]
+    v = given[2]
+    truth, near = (run(*given, requests, scale, x) for x in (np.float64, np.float32))
     before, after = (np.concatenate([array(pair[i]) for pair in pools]) for i in (0, 1))
     others = np.setdiff1d(np.arange(len(before)), list(truth[1]))
     assert np.array_equal(before[others], after[others], equal_nan=True), "a slot changed that is not the step's"

@@ -112,7 +112,7 @@ def test_the_engine_calls_these_functions(monkeypatch):
     registry = types.SimpleNamespace(register=lambda name, hook, kind: hooks.update({name: (hook, kind)}))
     replace = types.SimpleNamespace(REPLACE="replace")
     for name, content in {
-        "sglang": dict(__version__="0.5.23"), "sglang.srt": {}, "sglang.srt.plugins": {},
+        "sglang": dict(__version__="0.5.22"), "sglang.srt": {}, "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": dict(HookRegistry=registry, HookType=replace),
     }.items():
         module = types.ModuleType(name)
