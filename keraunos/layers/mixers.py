@@ -536,9 +536,12 @@ class GatedDeltaNet(Layer):
 
     @classmethod
     def olmo_hybrid(cls, hidden_size: int, num_heads: int, num_v_heads: int, **options: Any) -> Any:
-        """The layer of OLMo Hybrid in Hugging Face transformers; arguments as for Qwen3-Next."""
+        """The layer of OLMo Hybrid in Hugging Face transformers; arguments as for Qwen3-Next.
+
+        Its ``norm_eps`` is 1e-5, whatever the configuration has; ``allow_neg_eigval`` is ``linear_allow_neg_eigval``.
+        """
         return cls._published(hidden_size, num_heads, num_v_heads, _GATED_DELTANET._replace(convs=_CONV),
-                              {"norm_eps": 1e-5, **options})
+                              {"norm_eps": 1e-5, "allow_neg_eigval": True, **options})
 
     @classmethod
     def _published(cls, hidden_size: int, num_heads: int, num_v_heads: int, names: DeltaNames, options: dict) -> Any:
@@ -661,7 +664,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         gates = ("z", ("g_a_proj", "g_b_proj")), ("a", ("forget_gate.f_a_proj", "forget_gate.f_b_proj"))
         names = DeltaNames((*_QKV, *gates, ("b", "b_proj")), A_log="forget_gate.A_log", dt_bias="forget_gate.dt_bias",
                            axes=4)
-        return cls(hidden_size, num_heads=num_heads, names=names, **{"norm_eps": 1e-6, **options})
+        return cls(hidden_size, num_heads=num_heads, names=names, **options)
 
     def _log_gates(self, a: Array) -> Array:
         """``[B, T, H, K]``, of W_a x."""

@@ -107,34 +107,27 @@ def lightning(w, x, *, heads, decay, model, rotary_dim=0, theta=1e4, groups=1,
 
 
 def delta_parts(w, x, heads, value_heads, stored):
-    """q, k, v, z, b and a of ``[T, hidden]``, of any of the published layers."""
+    """q, k, v, z, b and a of ``[T, hidden]``, of flash-linear-attention's layers and of Qwen3-Next's."""
     def product(*names):
         y = x
         for name in names:
             y = stored(y @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0))
         return y
 
-    if "in_proj_qkvz.weight" in w:
-        # Row by row of the weights, for each key head: q, k, and v and z of the value heads that read it.
-        qkvz, ba = product("in_proj_qkvz").reshape(len(x), heads, -1), product("in_proj_ba").reshape(len(x), heads, -1)
-        K, n = w["conv1d.weight"].shape[0] - qkvz.shape[2] * heads // 2, value_heads // heads
-        K //= heads
-        q, k, v, z = np.split(qkvz, [K, 2 * K, (qkvz.shape[2] + 2 * K) // 2], axis=2)
-        found = q, k, v, z, ba[..., :n], ba[..., n:]
-    elif "in_proj_qkv.weight" in w:
-        qkv, width = product("in_proj_qkv"), len(w["in_proj_z.weight"])
-        keys = (qkv.shape[1] - width) // 2
-        found = *np.split(qkv, [keys, 2 * keys], axis=1), *(product(f"in_proj_{name}") for name in "zba")
-    else:
-        two = {"z": [("g_proj.0", "g_proj.1"), ("g_a_proj", "g_b_proj"), ("g_proj",)],
-               "a": [("f_proj.0", "f_proj.1"), ("forget_gate.f_a_proj", "forget_gate.f_b_proj"), ("a_proj",)]}
-        z, a = (next(product(*names) for names in two[part] if f"{names[0]}.weight" in w) for part in "za")
-        found = *(product(f"{name}_proj") for name in "qkv"), z, product("b_proj"), a
-    return [part.reshape(len(x), -1) for part in found]
+    if "in_proj_qkvz.weight" not in w:
+        z, a = (product(*[key[:-7] for key in sorted(w) if key.startswith(name) and key.endswith("weight")])
+                for name in ("g_proj", "f_proj" if "f_proj.0.weight" in w else "a_proj"))
+        return [*(product(f"{name}_proj") for name in "qkv"), z, product("b_proj"), a]
+    # For each key head: q, k, and v and z of the value heads that read it; then b and a of these.
+    qkvz, ba = (product(f"in_proj_{name}").reshape(len(x), heads, -1) for name in ("qkvz", "ba"))
+    width = w["out_proj.weight"].shape[1] // heads
+    K = qkvz.shape[2] // 2 - width
+    parts = *np.split(qkvz, [K, 2 * K, 2 * K + width], axis=2), *np.split(ba, 2, axis=2)
+    return [part.reshape(len(x), -1) for part in parts]
 
 
 def delta(w, x, *, heads, value_heads, eps, gate=silu, most=1, lower_bound=None, stored=lambda x: x):
-    """Gated DeltaNet and Kimi Delta Attention, from weights of any of the published layers; beta is up to ``most``."""
+    """Gated DeltaNet and Kimi Delta Attention, from the layer's weights; beta is up to ``most``."""
     q, k, v, z, b, a = delta_parts(w, x, heads, value_heads, stored)
     if "conv1d.weight" in w:
         qkv = stored(convolution(np.concatenate([q, k, v], 1), w["conv1d.weight"], None, stored))
@@ -142,11 +135,11 @@ def delta(w, x, *, heads, value_heads, eps, gate=silu, most=1, lower_bound=None,
     else:
         q, k, v = (stored(convolution(part, w[f"{name}_conv1d.weight"], w.get(f"{name}_conv1d.bias"), stored))
                    for name, part in zip("qkv", (q, k, v), strict=True))
-    T, prefix = len(x), "forget_gate." if "forget_gate.A_log" in w else ""
+    T = len(x)
     v, z, a = (part.reshape(T, value_heads, -1) for part in (v, z, a))
     q, k = (shared(part.reshape(T, heads, -1), value_heads) for part in (q, k))
     q, k = (part / np.sqrt((part * part).sum(-1, keepdims=True) + x.dtype.type(1e-6)) for part in (q, k))
-    rate, a = np.exp(w[f"{prefix}A_log"].reshape(-1, 1)), a + w[f"{prefix}dt_bias"].reshape(value_heads, -1)
+    rate, a = np.exp(w["A_log"][:, None]), a + w["dt_bias"].reshape(value_heads, -1)
     g = -rate * np.logaddexp(0, a) if lower_bound is None else lower_bound * sigmoid(rate * a)
     beta, K, V = most * sigmoid(b)[..., None], q.shape[2], v.shape[2]
     state, outputs = np.zeros((value_heads, K, V), x.dtype), []
