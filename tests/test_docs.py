@@ -69,6 +69,12 @@ def test_every_raw_result_is_explained():
     )
 
 
+def test_every_raw_result_is_cited():
+    results = ROOT / "benchmarks" / "results"
+    cited = re.findall(r"benchmarks/results/([\w/.-]+)\)", "".join(page.read_text() for page in PAGES))
+    assert set(cited) == {str(file.relative_to(results)) for file in results.rglob("*") if file.is_file()}
+
+
 def modules():
     found = pkgutil.walk_packages(keraunos.__path__, "keraunos.")
     return [m.name for m in found if not m.name.endswith("__main__")]
