@@ -5,6 +5,7 @@ package: a check that finds nothing anywhere would pass, too.
 """
 
 import ast
+import functools
 import re
 import tokenize
 from collections.abc import Iterator
@@ -51,7 +52,23 @@ def modules(package: Path) -> dict[str, Path]:
     return found
 
 
-def imports(package: Path) -> Iterator[tuple[str, str, str, str]]:
+@functools.cache
+def _nodes(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a module's syntax tree: several checks look through the same ones."""
+    return _nodes(path.read_text())
+
+
+@functools.cache
+def imports(package: Path) -> tuple[tuple[str, str, str, str], ...]:
+    """All that :func:`_imports` finds, for checks of one package that nobody changes meanwhile."""
+    return tuple(_imports(package))
+
+
+def _imports(package: Path) -> Iterator[tuple[str, str, str, str]]:
     """Each import of one of the package's modules by another: who, where, which module, and the name taken from it.
 
     Imports inside functions count, and modules that ``import_module`` is given by name.
@@ -65,7 +82,7 @@ def imports(package: Path) -> Iterator[tuple[str, str, str, str]]:
 
     for name, path in known.items():
         home = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             taken: list[tuple[str, str]] = []
             if isinstance(node, ast.ImportFrom):
                 up = home.split(".")[: len(home.split(".")) - node.level + 1] if node.level else []
@@ -167,10 +184,9 @@ def private(package: Path) -> list[str]:
     found = [f"{where} {what} of {target}" for _, where, target, what in imports(package) if hidden(what)]
     known = modules(package)
     for name, path in known.items():
-        tree = ast.parse(path.read_text())
         # What an import binds that is a module of the package, by its name here.
         bound = {}
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if f"{node.module}.{alias.name}" in known:
@@ -179,7 +195,7 @@ def private(package: Path) -> list[str]:
                 target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
                 if ast.unparse(call.func).endswith("import_module") and isinstance(target, ast.Name):
                     bound[target.id] = ast.unparse(call.args[0])
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
                 home = bound[node.value.id]
                 if hidden(node.attr) and home != name:
@@ -190,7 +206,7 @@ def private(package: Path) -> list[str]:
 def docstrings(folder: Path) -> Iterator[tuple[str, str]]:
     """Where each docstring is, and its text."""
     for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text:
@@ -272,7 +288,7 @@ def asks_for_none(package: Path) -> list[str]:
     """
     found = []
     for path in sorted(package.rglob("*.py")):
-        for function in ast.walk(ast.parse(path.read_text())):
+        for function in nodes(path):
             if not isinstance(function, ast.FunctionDef):
                 continue
             if not any(ast.unparse(x).startswith("triton.jit") for x in function.decorator_list):
