@@ -89,8 +89,10 @@ def main(arguments: Sequence[str] | None = None, config: ModelConfig = ModelConf
     parser.add_argument("--length", type=int, default=512, help="bytes to generate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--platform", default="auto", help="what computes the attention")
+    parser.add_argument("--layers", help="all blocks alike: lightning, gla, or delta; a mixture if not given")
     options = parser.parse_args(arguments)
     try:
+        config = config.alike(options.layers) if options.layers else config
         corpus = data.text_file(options.text, config.context) if options.text else data.python_library()
     except DemoError as error:
         parser.error(str(error))

@@ -35,6 +35,10 @@ def demo(
     platform: Annotated[
         str, typer.Option(help="What computes the attention: auto, or one that `keraunos doctor` shows.")
     ] = "auto",
+    layers: Annotated[
+        str | None,
+        typer.Option(help="All blocks alike: lightning, gla, or delta, the gated delta rule. [default: a mixture]"),
+    ] = None,
 ) -> None:
     """Train a small byte-level language model of lightning and gated linear attention, and let it write.
 
@@ -53,7 +57,7 @@ def demo(
         with console.status("Loading JAX and the text"):
             from language_model import session as loaded
 
-            options = loaded.Options(text, minutes * 60, steps, out, prompt, length, seed, fresh, platform)
+            options = loaded.Options(text, minutes * 60, steps, out, prompt, length, seed, fresh, platform, layers)
             session = loaded.Session(options, console)
         passed = session.run()
     except ImportError as error:

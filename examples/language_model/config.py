@@ -1,7 +1,11 @@
 """The sizes of the model, for every framework."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from language_model import DemoError
+
+Kind = Literal["lightning", "gla", "delta"]
 
 VOCABULARY = 256
 # A learned gate keeps sigmoid(x) ** (1 / 16) of the state per token, as in the GLA paper: without the root a fresh
@@ -24,8 +28,19 @@ class ModelConfig:
 
     width: int = 96
     heads: int = 3
-    blocks: tuple[Literal["lightning", "gla"], ...] = ("lightning", "gla", "lightning")
+    blocks: tuple[Kind, ...] = ("lightning", "gla", "lightning")
     context: int = 256
+
+    def alike(self, kind: str) -> "ModelConfig":
+        """The model of these sizes with one kind of attention in all blocks.
+
+        Raises:
+            DemoError: There is no such kind.
+        """
+        found = next((known for known in get_args(Kind) if known == kind), None)
+        if found is None:
+            raise DemoError(f"--layers {kind}: expected {', '.join(get_args(Kind))}")
+        return replace(self, blocks=(found,) * len(self.blocks))
 
     @property
     def head_dim(self) -> int:

@@ -83,6 +83,8 @@ def _init_block(config: ModelConfig, kind: str, key: jax.Array) -> Params:
     }
     if kind == "gla":
         block["forget_gate"] = matrix(width, width)
+    elif kind == "delta":
+        block["gates"] = matrix(width, 2 * config.heads)
     return block
 
 
@@ -103,6 +105,10 @@ def _attention(
     if kind == "gla":
         g = jax.nn.log_sigmoid(x @ block["forget_gate"]).reshape(heads) / GATE_TEMPERATURE
         o, state = library.gla_attention(query, key, value, g, None, state, **options)
+    elif kind == "delta":
+        decay, strength = jnp.split(x @ block["gates"], 2, -1)
+        g, beta = jax.nn.log_sigmoid(decay) / GATE_TEMPERATURE, jax.nn.sigmoid(strength)
+        o, state = library.gated_delta_rule(query, key, value, g, beta, state, use_qk_l2norm=True, **options)
     else:
         layers = len(config.blocks)
         o, state = library.lightning_attention(query, key, value, state, layer_idx=index, num_layers=layers, **options)

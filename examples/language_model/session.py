@@ -4,7 +4,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -29,6 +29,7 @@ class Options:
     seed: int
     fresh: bool
     platform: str
+    layers: str | None = None
 
 
 class Session:
@@ -42,6 +43,8 @@ class Session:
         self._options, self._console = options, console
         self._began = time.monotonic()
         self._settings = training.Settings(seed=options.seed)
+        if options.layers is not None:
+            self._settings = replace(self._settings, model=self._settings.model.alike(options.layers))
         self._budget = training.Budget(options.seconds, options.steps)
         context = self._settings.model.context
         self._corpus = data.text_file(options.text, context) if options.text else data.python_library()

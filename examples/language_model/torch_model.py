@@ -34,6 +34,7 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
         self.forget_gate = nn.Linear(width, width, bias=False) if config.blocks[index] == "gla" else None
+        self.gates = nn.Linear(width, 2 * config.heads, bias=False) if config.blocks[index] == "delta" else None
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The residual stream `[B, T, width]` after the block, and the state after its last byte."""
@@ -49,6 +50,10 @@ class Block(nn.Module):
         if self.forget_gate is not None:
             g = functional.logsigmoid(self.forget_gate(x)).unflatten(-1, heads) / GATE_TEMPERATURE
             o, state = keraunos.gla_attention(query, key, value, g, None, state, **options)
+        elif self.gates is not None:
+            decay, strength = self.gates(x).chunk(2, -1)
+            g, beta = functional.logsigmoid(decay) / GATE_TEMPERATURE, torch.sigmoid(strength)
+            o, state = keraunos.gated_delta_rule(query, key, value, g, beta, state, use_qk_l2norm=True, **options)
         else:
             options |= {"layer_idx": self.index, "num_layers": len(config.blocks)}
             o, state = keraunos.lightning_attention(query, key, value, state, **options)

@@ -93,6 +93,8 @@ def test_unusable_arguments_are_refused_in_one_line_before_training(demo, tmp_pa
         ((), {"out": empty}, "cannot write into"),
         ((), {"out": empty / "below"}, "cannot write into"),
         (("--platform", "abacus"), {}, "--platform abacus: .*unknown platform"),
+        (("--platform", "pallas", "--layers", "delta"), {}, "--platform pallas: .*gated_delta_rule"),
+        (("--layers", "abacus"), {}, "--layers abacus: expected lightning, gla, delta"),
     ):
         done = demo("--steps", "2", *options, **places)
         assert done.exit_code == 2, done.output

@@ -19,10 +19,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_model_is_that_of_jax(settings):
-    params = init_params(settings.model, jax.random.key(0))
+    config = replace(settings.model, blocks=("lightning", "gla", "delta"))
+    params = init_params(config, jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 100))
     params = jax.tree.map(lambda x: 0.3 * jax.random.normal(next(keys), x.shape) if not x.any() else x, params)
-    model = language_model_torch.LanguageModel(settings.model)
+    model = language_model_torch.LanguageModel(config)
     model.load_params(params)
     tokens = np.random.default_rng(0).integers(0, 256, (2, 20))
 
@@ -31,9 +32,9 @@ def test_the_model_is_that_of_jax(settings):
         then, states = model(torch.from_numpy(tokens[:, 7:]), states)
         return [torch.cat([first, then], 1).detach().numpy(), *(state.detach().numpy() for state in states)]
 
-    logits, states = forward(params, tokens, init_states(settings.model, 2), settings.model)
+    logits, states = forward(params, tokens, init_states(config, 2), config)
     in_dtype, truth = run(model), run(model.double())
-    names = ["logits", *settings.model.blocks]
+    names = ["logits", *config.blocks]
     assert_within_rule(names, [logits, *states], truth, in_dtype, ["float32"] * len(names))
 
 
@@ -52,7 +53,7 @@ def test_a_run_ends_with_three_checks_passed(settings, text, capsys):
 
 def test_a_failed_check_is_the_exit_code(settings, text, monkeypatch, capsys):
     monkeypatch.setattr(data, "bigram_bits_per_byte", lambda train, windows: 0.0)
-    assert language_model_torch.main([*text, "--steps", "2"], replace(settings.model, blocks=("gla",))) == 1
+    assert language_model_torch.main([*text, "--steps", "2", "--layers", "delta"], settings.model) == 1
     assert "3. FAILED" in capsys.readouterr().out
 
 
