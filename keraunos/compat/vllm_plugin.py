@@ -1,4 +1,4 @@
-"""vLLM's layers for lightning attention, computed by :mod:`keraunos.serving`: a plugin, ``docs/engines.md``.
+"""vLLM's layers for lightning attention and the delta rule, by :mod:`keraunos.serving`: a plugin, ``docs/engines.md``.
 
 vLLM loads :func:`plugin` where keraunos is installed. Its layers stay what they are, parameters and custom operator
 included; what is replaced is the part inside that operator, from the projections of a step's tokens to their outputs.
@@ -17,13 +17,14 @@ import torch
 from torch.nn.functional import sigmoid, silu
 
 from keraunos import serving
-from keraunos.compat.drafts import places
+from keraunos.compat.drafts import live, verify
+from keraunos.compat.vllm_delta import GatedDeltaNetLayer, KimiLayer
 
 __all__ = ["attend", "plugin", "register"]
 
 VERSIONS = ("0.31", "0.32", "0.33")
-# The block that vLLM gives to no request, for rows of padding.
-_NULL_BLOCK = 0
+# Those whose layers of the delta rule are known.
+_DELTA_VERSIONS = ("0.33",)
 
 
 def attend(
@@ -59,42 +60,22 @@ def attend(
     slots: torch.Tensor = metadata.state_indices_tensor
     drafts = getattr(metadata, "state_indices_tensor_d", None)
     if tokens and drafts is not None and drafts.ndim > 1:
-        _drafts(q[:tokens], k[:tokens], v[:tokens], states, metadata, out[:tokens], options)
+        verify(
+            dict(query=q[:tokens], key=k[:tokens], value=v[:tokens]), states, drafts[:n],
+            metadata.query_start_loc_d[: n + 1], metadata.num_accepted_tokens[:n], out[:tokens], options,
+        )
     elif tokens:
-        own = _live((slots if drafts is None else drafts)[:tokens])
+        own = live((slots if drafts is None else drafts)[:tokens])
         serving.decode(q[:tokens], k[:tokens], v[:tokens], states, own, out=out[:tokens], **options)
     if prompts := metadata.num_prefills:
         given = getattr(metadata, "state_indices_tensor_p", None)
-        own = _live(slots[n : n + prompts] if given is None else given)
+        own = live(slots[n : n + prompts] if given is None else given)
         offsets = metadata.query_start_loc[n : n + prompts + 1] - tokens
         serving.prefill(
             q[tokens:], k[tokens:], v[tokens:], states, own, offsets, out=out[tokens:],
             has_initial=metadata.seq_lens[n : n + prompts] > offsets.diff(), **options,
         )
     return out.flatten(1)
-
-
-def _live(blocks: torch.Tensor) -> torch.Tensor:
-    """The slots of blocks, -1 for padding."""
-    return torch.where(blocks > _NULL_BLOCK, blocks, -1)
-
-
-def _drafts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, states: torch.Tensor, metadata: Any, out: torch.Tensor,
-            options: dict[str, Any]) -> None:
-    """A token and its drafts for each request: as many for all, or fewer for some, in the order of the requests."""
-    slots = _live(metadata.state_indices_tensor_d[: metadata.num_decodes])
-    N, W = slots.shape
-    tokens = len(q)
-    token, there, place = places(metadata.query_start_loc_d[: N + 1], W, tokens)
-    last = (metadata.num_accepted_tokens[:N].long() - 1).clamp(0, W - 1)
-    own = slots.gather(1, last[:, None])[:, 0]
-    options = options | dict(exports=(states, torch.where(there, slots, -1)))
-    if tokens == N * W:
-        q, k, v, out = (x.unflatten(0, (N, W)) for x in (q, k, v, out))
-        serving.verify(q, k, v, states, own, out=out, **options)
-        return
-    made = serving.verify(q[token], k[token], v[token], states, own, **options)
-    out.copy_(made.flatten(0, 1)[place])
 
 
 class _Layer:
@@ -167,25 +148,37 @@ _LAYERS = {
     "MiniMaxText01LinearAttention": (f"{_FOLDER}.minimax_linear_attn", MiniMaxLayer),
     "BailingMoELinearAttention": (f"{_FOLDER}.bailing_linear_attn", BailingLayer),
 }
+_DELTA_FOLDER = "vllm.model_executor.layers.mamba.gdn"
+_DELTA_LAYERS = {
+    "QwenGatedDeltaNetAttention": (f"{_DELTA_FOLDER}.qwen_gdn_linear_attn", GatedDeltaNetLayer),
+    "KimiGatedDeltaNetAttention": (f"{_DELTA_FOLDER}.kimi_gdn_linear_attn", KimiLayer),
+}
 
 
 def register() -> None:
-    """Let vLLM make these layers where it makes its own for lightning attention. A second call changes nothing.
+    """Let vLLM make these layers where it makes its own. A second call changes nothing.
 
     Raises:
         ImportError: vLLM is not installed.
         RuntimeError: its version is none that is known, or another plugin has replaced the layers.
     """
     version = importlib.import_module("vllm").__version__
-    if ".".join(version.split(".")[:2]) not in VERSIONS:
+    minor = ".".join(version.split(".")[:2])
+    if minor not in VERSIONS:
         raise RuntimeError(
             f"register: vLLM is {version}; expected {', '.join(VERSIONS)}, whose layers and metadata are known"
         )
     replaced = importlib.import_module("vllm.model_executor.custom_op").op_registry_oot
-    for name, (module, layer) in _LAYERS.items():
+    layers: dict[str, tuple[str, Any]] = {**_LAYERS, **(_DELTA_LAYERS if minor in _DELTA_VERSIONS else {})}
+    for name, (path, layer) in layers.items():
         if name not in replaced:
-            engine = getattr(importlib.import_module(module), name)
-            engine.register_oot(type(name, (layer, engine), {}))
+            module: Any = importlib.import_module(path)
+            engine = getattr(module, name)
+            content = {"engine": module}
+            if layer is KimiLayer:
+                # Not in a custom operator: the engine ends its CUDA graphs here.
+                content["_forward"] = module.eager_break_during_capture(layer._forward)
+            engine.register_oot(type(name, (layer, engine), content))
         elif not issubclass(replaced[name], layer):
             raise RuntimeError(f"register: {name} is replaced by {replaced[name]}; expected no other plugin for it")
 

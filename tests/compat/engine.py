@@ -92,6 +92,43 @@ class BailingMoELinearAttention(LinearAttention):
         return tuple(x * (1 + positions[:, None] % 3) for x in (q, k))
 
 
+class GatedDeltaNetAttention(PluggableLayer):
+    """A layer of the delta rule without projections; its convolutions double what they get."""
+
+    def __init__(self, prefix, states, A_log, dt_bias, bound=None):
+        super().__init__()
+        self.prefix, self.A_log, self.dt_bias, self.gate_lower_bound = prefix, A_log, dt_bias, bound
+        self.activation, self.conv1d = "silu", SimpleNamespace(weight=torch.ones(1, 1, 4), bias=None)
+        self.kv_cache = [states.new_zeros(len(states), 3, 1), states]
+        self._checkpoint_exporter, self.exported = SimpleNamespace(export=self.export), []
+
+    def export(self, checkpoint, *, raw_qkv, conv_state, cu_seqlens):
+        self.exported.append((len(raw_qkv), cu_seqlens))
+
+    def o_norm(self, x, gate):
+        return x * gate
+
+
+class QwenGatedDeltaNetAttention(GatedDeltaNetAttention):
+    pass
+
+
+class KimiGatedDeltaNetAttention(GatedDeltaNetAttention):
+    pass
+
+
+def causal_conv1d_update(x, conv_state, weight, bias, activation, *, conv_state_indices, out, num_accepted_tokens=None,
+                         query_start_loc=None, max_query_len=None, validate_data):
+    assert len(conv_state_indices) == (len(x) if query_start_loc is None else len(num_accepted_tokens))
+    return out.copy_(2 * x)
+
+
+def causal_conv1d_fn(x, weight, bias, *, activation, conv_states, has_initial_state, cache_indices, query_start_loc,
+                     metadata):
+    assert len(has_initial_state) == len(cache_indices) == len(query_start_loc) - 1
+    return 2 * x
+
+
 context = SimpleNamespace(attn_metadata=None, layers={})
 if not hasattr(torch.ops.standin, "linear_attention"):
 
@@ -115,6 +152,13 @@ def install(monkeypatch, version="0.33.0"):
         f"{base}.minimax_linear_attn": dict(MiniMaxText01LinearAttention=MiniMaxText01LinearAttention),
         f"{base}.bailing_linear_attn": dict(BailingMoELinearAttention=BailingMoELinearAttention),
     }
+    delta = dict(
+        get_forward_context=lambda: context, is_conv_state_dim_first=lambda: False,
+        causal_conv1d_update=causal_conv1d_update, causal_conv1d_fn=causal_conv1d_fn,
+        eager_break_during_capture=lambda function: function,
+    )
+    for kind, layer in (("qwen", QwenGatedDeltaNetAttention), ("kimi", KimiGatedDeltaNetAttention)):
+        contents[f"vllm.model_executor.layers.mamba.gdn.{kind}_gdn_linear_attn"] = delta | {layer.__name__: layer}
     for name, content in contents.items():
         for i in range(1, name.count(".") + 2):
             parent = ".".join(name.split(".")[:i])

@@ -190,10 +190,17 @@ def test_registering_twice_changes_nothing(vllm):
     made = dict(vllm.op_registry_oot)
     vllm_plugin.register()
     assert made == vllm.op_registry_oot
-    assert sorted(made) == ["BailingMoELinearAttention", "MiniMaxText01LinearAttention"]
+    delta = ["KimiGatedDeltaNetAttention", "QwenGatedDeltaNetAttention"]
+    assert sorted(made) == sorted(["BailingMoELinearAttention", "MiniMaxText01LinearAttention", *delta])
     vllm.op_registry_oot["MiniMaxText01LinearAttention"] = torch.nn.Linear
     with pytest.raises(RuntimeError, match=r"register: MiniMaxText01LinearAttention is replaced by .*Linear"):
         vllm_plugin.register()
+
+
+def test_layers_of_the_delta_rule_are_those_of_versions_that_were_read(monkeypatch):
+    engine.install(monkeypatch, "0.32.1")
+    vllm_plugin.register()
+    assert sorted(engine.op_registry_oot) == ["BailingMoELinearAttention", "MiniMaxText01LinearAttention"]
 
 
 @pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0"])
