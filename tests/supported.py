@@ -55,6 +55,7 @@ def gpus() -> list[str]:
 ASKED = re.compile(r"(?<=<!-- asked: python -m tests.supported -->\n).*?(?=<!-- end -->)", re.DOTALL)
 # Before the calls that every platform takes.
 TAKEN = "All take: "
+REASONS = "## Reasons"
 PACKED, STATE = {"N": 4}, {"state": True}
 LINEAR = {
     "bfloat16": {},
@@ -185,19 +186,19 @@ def merged(operation: str) -> dict[str, dict[str, str | None]]:
 
 def page(text: str) -> str:
     """The whole page, with the platforms' answers of today in the place that is marked."""
-    return ASKED.sub(lambda _: "\n".join([*tables(), ""]), text)
+    return ASKED.sub(lambda _: "\n".join(tables()), text)
 
 
 def tables() -> list[str]:
     """The lines that are made: what was done on which GPU, and the answers for each operation."""
     text = ["", *gpus(), ""]
+    reasons: list[str] = []
     for operation in ("lightning_attention", "gla_attention", "gated_delta_rule", "attention"):
         found = merged(operation)
         heads = list(found)
         taken = [label for label in next(iter(found.values())) if not any(column[label] for column in found.values())]
         text += [f"## `{operation}`", "", f"{TAKEN}{' · '.join(taken)}", ""]
         text += [f"| | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
-        reasons: list[str] = []
         for label in next(iter(found.values())):
             if label in taken:
                 continue
@@ -208,17 +209,18 @@ def tables() -> list[str]:
                     reasons.append(reason)
                 cells.append(f"({reasons.index(reason) + 1})" if reason else "yes")
             text.append(f"| {label} | {' | '.join(cells)} |")
-        text += ["", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1)), *([""] if reasons else [])]
-    return text
+        text.append("")
+    return [*text, REASONS, "", *(f"{i}. {reason}" for i, reason in enumerate(reasons, 1)), "", ""]
 
 
 def read(text: str) -> dict[str, dict[str, dict[str, str | None]]]:
     """Operation -> column's head -> label -> reason, out of a page."""
     found: dict[str, dict[str, dict[str, str | None]]] = {}
-    for section in text.split("<!-- end -->")[0].split("\n## ")[1:]:
+    sections, last = text.split("<!-- end -->")[0].split(REASONS)
+    reasons = {f"({line.split('. ')[0]})": line.split(". ", 1)[1] for line in last.splitlines() if line}
+    for section in sections.split("\n## ")[1:]:
         lines = section.splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-        reasons = {f"({line.split('. ')[0]})": line.split(". ", 1)[1] for line in lines if line[:1].isdigit()}
         (taken,) = (line.removeprefix(TAKEN).split(" · ") for line in lines if line.startswith(TAKEN))
         found[lines[0].strip("`")] = {
             head: dict.fromkeys(taken) | {row[0]: reasons.get(row[i + 1]) for row in rows[2:]}
