@@ -66,20 +66,24 @@ def test_a_prompt_in_parts_then_token_by_token(framework, name):
     assert array(cache.length).tolist() == [T, T]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_wide_values_go_to_the_kernels_in_parts(framework, monkeypatch):
+@pytest.mark.parametrize(
+    ("framework", "name", "operation", "parts"),
+    [("torch", "ungated gla", "gla_attention", (6, 4)), ("flax", "ungated gla", "gla_attention", (6, 4)),
+     ("torch", "delta", "gated_delta_rule", (8, 3))],
+)
+def test_wide_values_go_to_the_kernels_in_parts(framework, name, operation, parts, monkeypatch):
     from keraunos.layers import mixers
 
     monkeypatch.setattr(mixers, "_WIDEST", 5)
-    widths, operation = [], mixers.gla_attention
-    monkeypatch.setattr(mixers, "gla_attention", lambda q, k, v, *args, **options: (
-        widths.append(v.shape[2:]), operation(q, k, v, *args, **options))[1])
-    run, x = layer(framework, "ungated gla"), tokens(2, T)
+    widths, computed = [], getattr(mixers, operation)
+    monkeypatch.setattr(mixers, operation, lambda q, k, v, *args, **options: (
+        widths.append(v.shape[2:]), computed(q, k, v, *args, **options))[1])
+    run, x = layer(framework, name), tokens(2, T)
     y, cache = run(x[:, :9], run.layer.init_cache(2))
     z, after = run(x[:, 9:], cache)
-    assert_published("ungated gla", list(np.concatenate([y, z], 1)), list(x), state_of(after))
-    assert_published("ungated gla", list(run(x)), list(x))
-    assert {tuple(width) for width in widths} == {(6, 4)}
+    assert_published(name, list(np.concatenate([y, z], 1)), list(x), state_of(after))
+    assert_published(name, list(run(x)), list(x))
+    assert {tuple(width) for width in widths} == {parts}
 
 
 @pytest.mark.parametrize(("framework", "name"), BOTH)
