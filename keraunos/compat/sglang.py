@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from keraunos import decay, serving
-from keraunos.compat.drafts import places
+from keraunos.compat.steps import heads, places
 from keraunos.compat.vllm import lightning_attention, linear_decode_forward_triton, log_decay
 
 __all__ = [
@@ -145,9 +146,10 @@ def seg_la_fwd(
 class GatedDeltaNet:
     """The kernel of SGLang's backend for Gated DeltaNet: the engine's own one is to come after it among the bases.
 
-    The pool is ``[slots, HV, V, K]``, float32 or bfloat16, changed in place; a slot of -1 is padding. What is left to
-    the engine's own kernel: drafts in a tree, rings of tokens in place of states, and prompts that leave the pool as it
-    is.
+    The pool ``ssm_states`` is ``[slots, HV, V, K]``, float32 or bfloat16, changed in place; slots of -1 in
+    ``cache_indices`` are padding. q and k are ``[1, tokens, H, K]``, v and outputs ``[1, tokens, HV, V]``; a and b are
+    raw gates of each token. What is left to the engine's own kernel: drafts in a tree, rings of tokens in place of
+    states (ReplaySSM), and prompts that leave the pool as it is.
     """
 
     supports_packed_decode = True
@@ -157,102 +159,76 @@ class GatedDeltaNet:
     supports_track_state_snapshot = True
     kimi = False
 
-    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *,
-               A_log: torch.Tensor, dt_bias: torch.Tensor, ssm_states: torch.Tensor, cache_indices: torch.Tensor,
-               query_start_loc: torch.Tensor | None = None, lower_bound: float | None = None,
-               scale: float | None = None, **kwargs: Any) -> torch.Tensor:
-        """One token for each request: q, k ``[1, N, H, K]``, v and the output ``[1, N, HV, V]``; raw gates a, b."""
-        gates = self._gates(a, b, A_log, dt_bias, lower_bound, ssm_states, (q.shape[1],))
-        slots = cache_indices[: q.shape[1]]
-        return serving.decode(q[0], k[0], v[0], ssm_states, slots, softmax_scale=scale, **gates)[0][None]
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, ssm_states: Tensor,
+               cache_indices: Tensor, scale: float | None = None, **gates: Any) -> Tensor:
+        """One token for each request."""
+        n = q.shape[1]
+        gates = self._gates(a, b, n, ssm_states, **gates)
+        return serving.decode(q[0], k[0], v[0], ssm_states, cache_indices[:n], softmax_scale=scale, **gates)[0][None]
 
-    def packed_decode(self, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, num_v_heads: int,
-                      head_v_dim: int, **kwargs: Any) -> torch.Tensor:
-        """See :meth:`decode`: all heads of q, k and v one after the other in a row of mixed_qkv ``[N, dim]``."""
-        if kwargs.get("replayssm_d") is not None:
-            own: Any = super()
-            made: torch.Tensor = own.packed_decode(
-                mixed_qkv, a, b, num_v_heads=num_v_heads, head_v_dim=head_v_dim, **kwargs
-            )
-            return made
-        values = num_v_heads * head_v_dim
-        keys = (mixed_qkv.shape[1] - values) // 2
-        q, k, v = mixed_qkv.split([keys, keys, values], 1)
-        K = kwargs["ssm_states"].shape[3]
-        q, k, v = (x.unflatten(1, (-1, dim))[None] for x, dim in ((q, K), (k, K), (v, head_v_dim)))
-        return self.decode(q, k, v, a, b, **kwargs)
+    def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
+        """One token for each request: all heads of q, k and v one after the other in mixed_qkv ``[N, dim]``."""
+        if given.get("replayssm_d") is not None:
+            return self._engines("packed_decode", mixed_qkv, a, b, **given)
+        q, k, v = heads(mixed_qkv, given["ssm_states"])
+        return self.decode(q[None], k[None], v[None], a, b, **given)
 
-    def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
-               ssm_states: torch.Tensor, cache_indices: torch.Tensor, query_start_loc: torch.Tensor,
-               inplace_update: bool = True, **kwargs: Any) -> Any:
-        """Prompts: ``(output, None, None)``.
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, inplace_update: bool = True,
+               **given: Any) -> Any:
+        """Prompts, with ``g`` and ``beta`` ``[1, tokens, HV]``: ``(output, None, None)``.
 
-        Args:
-            q, k, v: ``[1, T, heads, K or V]``; g, beta: ``[1, T, HV]``.
-            ssm_states, cache_indices: the pool, and each request's slot; query_start_loc: ``[N + 1]``.
-            kwargs: track_state, ``[N, HV, V, K]``, gets the states after ``64 * track_chunk_idx[n]`` tokens of request
-                n, where that is not negative.
+        ``track_state [N, HV, V, K]`` gets the state after ``64 * track_chunk_idx[n]`` tokens of request n, where that
+        is not negative.
         """
-        given = dict(ssm_states=ssm_states, cache_indices=cache_indices, query_start_loc=query_start_loc, **kwargs)
         if not inplace_update:
-            own: Any = super()
-            return own.extend(q, k, v, g, beta, inplace_update=False, **given)
+            return self._engines("extend", q, k, v, g, beta, inplace_update=False, **given)
         return self._prefill(q, k, v, g, beta, **given), None, None
 
-    def target_verify(self, A_log: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-                      v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, ssm_states: torch.Tensor,
-                      cache_indices: torch.Tensor, query_start_loc: torch.Tensor,
-                      intermediate_states_buffer: torch.Tensor | None, intermediate_state_indices: torch.Tensor,
-                      cache_steps: int, retrieve_parent_token: torch.Tensor | None = None,
-                      lower_bound: float | None = None, **kwargs: Any) -> torch.Tensor:
+    def target_verify(self, A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+                      **given: Any) -> Tensor:
         """Drafts, up to cache_steps of each request, the pool staying as it is.
 
         The state after draft t of request n goes to ``intermediate_states_buffer[intermediate_state_indices[n], t]``.
         """
-        if retrieve_parent_token is not None or intermediate_states_buffer is None:
-            own: Any = super()
-            engines: torch.Tensor = own.target_verify(
-                A_log, dt_bias, q, k, v, a, b, ssm_states=ssm_states, cache_indices=cache_indices,
-                query_start_loc=query_start_loc, intermediate_states_buffer=intermediate_states_buffer,
-                intermediate_state_indices=intermediate_state_indices, cache_steps=cache_steps,
-                retrieve_parent_token=retrieve_parent_token, lower_bound=lower_bound, **kwargs,
-            )
-            return engines
-        N, T, tokens, most = len(query_start_loc) - 1, cache_steps, q.shape[1], intermediate_states_buffer.shape[1]
-        slots = cache_indices[:N]
-        targets = intermediate_state_indices[:N, None].long() * most + torch.arange(T, device=q.device)
+        room, states, T = (given[x] for x in ("intermediate_states_buffer", "ssm_states", "cache_steps"))
+        if room is None or given.get("retrieve_parent_token") is not None:
+            return self._engines("target_verify", A_log, dt_bias, q, k, v, a, b, **given)
+        begin, tokens = given["query_start_loc"], q.shape[1]
+        N, place = len(begin) - 1, None
+        slots, own = given["cache_indices"][:N], given["intermediate_state_indices"][:N, None].long()
+        targets = own * room.shape[1] + torch.arange(T, device=q.device)
         targets = torch.where((slots >= 0)[:, None], targets, -1)
-        gates = self._gates(a, b, A_log, dt_bias, lower_bound, ssm_states, (tokens,))
+        gates = self._gates(a, b, tokens, states, A_log, dt_bias, **given)
         rows = dict(query=q[0], key=k[0], value=v[0], a=gates.pop("a"), b=gates.pop("b"))
-        place = None
         if self.kimi:
             # Some requests may have fewer drafts, which is known on the device only.
-            token, there, place = places(query_start_loc, T, tokens)
+            token, there, place = places(begin, T, tokens)
             rows = {name: x[token] for name, x in rows.items()}
             targets = torch.where(there, targets, -1)
         else:
             rows = {name: x.unflatten(0, (N, T)) for name, x in rows.items()}
-        exports = intermediate_states_buffer.flatten(0, 1), targets
-        output: torch.Tensor = serving.verify(
-            states=ssm_states, slots=slots, exports=exports, **rows, **gates
+        output: Tensor = serving.verify(
+            states=states, slots=slots, exports=(room.flatten(0, 1), targets), **rows, **gates
         ).flatten(0, 1)
         return (output if place is None else output[place])[None]
 
-    def _gates(self, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor,
-               lower_bound: float | None, states: torch.Tensor, rows: tuple[int, ...]) -> dict[str, Any]:
-        _, heads, _, K = states.shape
-        gate = (heads, K) if self.kimi else (heads,)
+    def _engines(self, name: str, *args: Any, **given: Any) -> Any:
+        return getattr(super(), name)(*args, **given)
+
+    def _gates(self, a: Tensor, b: Tensor, tokens: int, states: Tensor, A_log: Tensor, dt_bias: Tensor,
+               lower_bound: float | None = None, **kwargs: Any) -> dict[str, Any]:
+        _, HV, _, K = states.shape
+        gate = (HV, K) if self.kimi else (HV,)
         return dict(
-            a=a.reshape(*rows, *gate), b=b.reshape(*rows, heads), A_log=A_log.reshape(heads),
+            a=a.reshape(tokens, *gate), b=b.reshape(tokens, HV), A_log=A_log.reshape(HV),
             dt_bias=dt_bias.reshape(gate), lower_bound=lower_bound, use_qk_l2norm=True, state_v_first=True,
         )
 
-    def _prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
-                 ssm_states: torch.Tensor, cache_indices: torch.Tensor, query_start_loc: torch.Tensor,
-                 track_state: torch.Tensor | None = None, track_chunk_idx: torch.Tensor | None = None,
-                 **kwargs: Any) -> torch.Tensor:
-        def prefill(slots: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = serving.prefill(
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor,
+                 cache_indices: Tensor, query_start_loc: Tensor, track_state: Tensor | None = None,
+                 track_chunk_idx: Tensor | None = None, **kwargs: Any) -> Tensor:
+        def prefill(slots: Tensor, offsets: Tensor) -> Tensor:
+            output: Tensor = serving.prefill(
                 q[0], k[0], v[0], ssm_states, slots, offsets, g=g[0], beta=beta[0], use_qk_l2norm=True,
                 state_v_first=True,
             )[0]
@@ -276,21 +252,17 @@ class KimiDeltaAttention(GatedDeltaNet):
 
     kimi = True
 
-    def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
-               A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
-               lower_bound: float | None = None, beta_is_raw: bool = False, return_intermediate_states: bool = False,
-               **kwargs: Any) -> Any:
-        """Prompts: the output, or with return_intermediate_states ``(output, None)``.
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, A_log: Tensor | None = None,
+               dt_bias: Tensor | None = None, lower_bound: float | None = None, beta_is_raw: bool = False,
+               return_intermediate_states: bool = False, **given: Any) -> Any:
+        """Prompts, with ``g [1, tokens, HV, K]``: the output, or with return_intermediate_states ``(output, None)``.
 
-        Args:
-            g: ``[1, T, HV, K]``; with A_log raw gates. beta: ``[1, T, HV]``, with beta_is_raw before its sigmoid.
-
-        The others are those of :meth:`GatedDeltaNet.extend`.
+        With A_log ``g`` are raw gates, with beta_is_raw ``beta`` is before its sigmoid.
         """
         if A_log is not None:
             gates: Any = decay.kimi(g, A_log, dt_bias, lower_bound)
             g = gates
-        output = self._prefill(q, k, v, g, beta.float().sigmoid() if beta_is_raw else beta, **kwargs)
+        output = self._prefill(q, k, v, g, beta.float().sigmoid() if beta_is_raw else beta, **given)
         return (output, None) if return_intermediate_states else output
 
 

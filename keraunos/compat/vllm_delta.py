@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keraunos import decay, serving
-from keraunos.compat.drafts import live, verify
+from keraunos.compat.steps import heads, live, verify
 
 Tensor = torch.Tensor
 
@@ -44,10 +44,8 @@ class _Layer:
         raw = options | dict(A_log=self.A_log, dt_bias=bias, lower_bound=lower_bound)
         convolution = conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation
 
-        def heads(y: Tensor, **gates: Tensor) -> dict[str, Any]:
-            q, k, v = y.split([(y.shape[1] - HV * V) // 2] * 2 + [HV * V], 1)
-            return dict(query=q.unflatten(1, (-1, K)), key=k.unflatten(1, (-1, K)), value=v.unflatten(1, (HV, V)),
-                        **gates)
+        def rows(y: Tensor, **gates: Tensor) -> dict[str, Any]:
+            return dict(zip(("query", "key", "value"), heads(y, states), strict=True), **gates)
 
         def update(y: Tensor, slots: Tensor, **more: Any) -> Tensor:
             made: Tensor = engine.causal_conv1d_update(
@@ -68,7 +66,7 @@ class _Layer:
                 made = out.new_empty(len(y), HV, V)
             drafts = dict(num_accepted_tokens=accepted, query_start_loc=begin, max_query_len=slots.shape[1])
             y = update(y, slots[:N, 0], **drafts)
-            verify(heads(y, a=some, b=other), states, slots[:N], begin[: N + 1], accepted, made, raw)
+            verify(rows(y, a=some, b=other), states, slots[:N], begin[: N + 1], accepted, made, raw)
             if not both:
                 return True
             out[m.spec_token_indx] = made
@@ -86,7 +84,7 @@ class _Layer:
         else:
             y = update(x, slots[:d])
         if d:
-            serving.decode(**heads(y[:d], a=a[:d], b=b[:d]), states=states, slots=live(slots[:d]), out=rest[:d], **raw)
+            serving.decode(**rows(y[:d], a=a[:d], b=b[:d]), states=states, slots=live(slots[:d]), out=rest[:d], **raw)
         if m.num_prefills:
             own, offsets = m.prefill_state_indices, m.prefill_query_start_loc
             boundaries = None
@@ -100,7 +98,7 @@ class _Layer:
                 boundaries = tokens.to(offsets.dtype), live(torch.where(after > 0, to, 0))
             gates: Any = decay.gates(a[d:], self.A_log.view(HV, *[1] * (a.ndim - 2)), bias, lower_bound or 0.0)
             serving.prefill(
-                **heads(y[d:], g=gates, beta=b[d:].float().sigmoid()), states=states, slots=live(own),
+                **rows(y[d:], g=gates, beta=b[d:].float().sigmoid()), states=states, slots=live(own),
                 cu_seqlens=offsets, has_initial=m.prefill_has_initial_state, boundaries=boundaries, out=rest[d:],
                 **options,
             )

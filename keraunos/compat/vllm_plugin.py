@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import sigmoid, silu
 
 from keraunos import serving
-from keraunos.compat.drafts import live, verify
+from keraunos.compat.steps import live, verify
 from keraunos.compat.vllm_delta import GatedDeltaNetLayer, KimiLayer
 
 __all__ = ["attend", "plugin", "register"]

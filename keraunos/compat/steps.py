@@ -1,4 +1,4 @@
-"""Drafts of a step, and slots: what plugins for engines share."""
+"""Heads, slots and drafts of a step: what plugins for engines share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ _NULL_BLOCK = 0
 def live(blocks: torch.Tensor) -> torch.Tensor:
     """The slots of vLLM's blocks, -1 for padding."""
     return torch.where(blocks > _NULL_BLOCK, blocks, -1)
+
+
+def heads(x: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
+    """Query, key and value ``[tokens, heads, K or V]`` of rows ``[tokens, dim]``, for a pool ``[slots, HV, V, K]``."""
+    _, HV, V, K = states.shape
+    keys = (x.shape[1] - HV * V) // 2
+    return [y.unflatten(1, (-1, D)) for y, D in zip(x.split([keys, keys, HV * V], 1), (K, K, V), strict=True)]
 
 
 def places(begin: torch.Tensor, most: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
