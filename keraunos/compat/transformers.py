@@ -109,10 +109,11 @@ def _delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """In place of transformers' two functions for the rule. Kimi's layers leave its name to the offsets of a batch."""
     offsets = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-    output, state = gated_delta_rule(
-        query, key, value, g, beta, initial_state, offsets, use_qk_l2norm=use_qk_l2norm_in_kernel, return_state=True
+    result = gated_delta_rule(
+        query, key, value, g, beta, initial_state, offsets, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        return_state=output_final_state,
     )
-    return output, state if output_final_state else None
+    return result if output_final_state else (result, None)
 
 
 def _convolution(theirs: Callable) -> Callable:
