@@ -120,12 +120,16 @@ def test_packed_sequences_are_apart(model):
     def alone(model):
         return torch.cat([model(tokens[:, x], use_cache=False).logits for x in pieces], 1)
 
+    def compared(model):
+        # Which experts a token goes to hangs on roundings, and the gradients of what chooses them on that.
+        return {name: x for name, x in model.named_parameters() if not name.endswith("mlp.gate.weight")}
+
     def results(model, run):
         logits = run(model.train())
-        return [logits, *torch.autograd.grad(logits.square().sum(), [*model.parameters()])]
+        return [logits, *torch.autograd.grad(logits.square().sum(), [*compared(model).values()])]
 
     theirs, truth = (results(x, alone) for x in (model.bfloat16(), copy.deepcopy(model).double()))
-    names = ["logits", *dict(model.named_parameters())]
+    names = ["logits", *compared(model)]
     assert_as_near(names, results(patch(model), packed), theirs, truth, "bfloat16")
     # Its name has changed in 5.24.
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

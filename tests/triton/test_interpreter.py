@@ -26,8 +26,9 @@ TORCH = "tests/linear_attention/test_torch.py"
 SOFTMAX = "tests/softmax_attention/test_values.py"
 BLOCKS = "tests/softmax_attention/test_blocks.py"
 PARTS = "tests/softmax_attention/test_parts.py"
-# Files of these folders that launch no kernel of Triton here; and one whose kernels serving and DELTA run.
-LEFT_OUT = ("test_builds", "test_ejkernel", "test_example", "test_hopper", "test_jax", "test_fla_delta")
+# Files of these folders that launch no kernel of Triton here; and two whose kernels serving and DELTA run.
+LEFT_OUT = ("test_builds", "test_ejkernel", "test_example", "test_hopper", "test_jax", "test_fla_delta",
+            "test_transformers_delta")
 TESTS = Path(__file__).parents[1]
 SERVING = " ".join(f"tests/{folder}/{file.name}" for folder in ("serving", "compat")
                    for file in sorted((TESTS / folder).glob("test_*.py")) if file.stem not in LEFT_OUT)
