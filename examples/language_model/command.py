@@ -51,6 +51,8 @@ def demo(
 
     # The model is small: leave a GPU's memory to others.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # On a CPU the delta rule solves small systems, for which threads of OpenBLAS wait longer than they compute.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     console = Console(highlight=False)
     session: Session | None = None
     try:
