@@ -8,7 +8,10 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\((\.\./)+(?P<path>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 # Files outside docs/ that are pages of the site.
-PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+PAGES = {
+    "README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 
 
 def _copied(path: str) -> Path | None:
@@ -33,6 +36,8 @@ def on_files(files, config):
 
 def _inside(markdown: str) -> str:
     """The text of a file of the root as a page of docs/."""
+    for path, page in PAGES.items():
+        markdown = markdown.replace(f"]({path}", f"]({page}")
     return re.sub(r"\]\(docs/", "](", markdown)
 
 

@@ -47,7 +47,7 @@ def look(source: Path, wheel: Path) -> None:
     with tarfile.open(source) as file:
         names = {x.name.partition("/")[2] for x in file.getmembers() if x.isfile()}
     assert modules <= names, sorted(modules - names)
-    assert {"README.md", "LICENSE", "CHANGELOG.md", "tests/test_docs.py", "docs/index.md"} <= names
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "tests/test_docs.py", "docs/concepts.md"} <= names
     assert not [x for x in names if x.startswith(("benchmarks/results/", "."))]
     print(f"{source.name}: {source.stat().st_size / 1e3:.0f} kB; {wheel.name}: {wheel.stat().st_size / 1e3:.0f} kB")
 
