@@ -64,7 +64,7 @@ CHIPS = "tests/triton/test_chips.py"
         DELTA_SHARDS: "whole",
     }),
     # The delta rule has parts of its own.
-    ("", "1", {VALUES: "every_gate and reverse and not none or every_array and own", DELTA: "not same_bits"}),
+    ("", "1", {VALUES: "every_gate and not none or every_array and own", DELTA: "not same_bits"}),
     ("64", "1", {VALUES: "group and (scalar or strong)"}),
 ], ids=["linear", "softmax, stretches, peers", "serving, addresses, chips", "segments", "parts, delta rule", "pairs"])
 def test_in_the_interpreter(segment, parts, runs):
