@@ -27,7 +27,7 @@ FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch"}
 
 # What was done on which GPU, and its shared memory for a program.
 GPUS = {
-    "sm_90": ("H200, H100", "227 KB", "run: values and gradients on both, speed on H200s"),
+    "sm_90": ("H200, H100", "227 KB", "run: values, gradients, speed"),
     "sm_100": ("B200", "227 KB", "compiled"),
     "sm_80": ("A100", "163 KB", "compiled"),
     "sm_86": ("RTX 3090, A10", "99 KB", "compiled"),
@@ -40,21 +40,21 @@ GPUS = {
 def gpus() -> list[str]:
     """The table of where ``triton`` was run, and where it was only compiled."""
     lines = [
-        "| GPU | shared memory of a program | what was done | builds with spills |",
+        "| GPU | shared memory | `triton` | builds with spills |",
         "| --- | --- | --- | --- |",
     ]
     for name, (models, memory, done) in GPUS.items():
         record = TRITON / "chips" / f"{name}.json"
         spills = [used["stack"] for kernels in json.loads(record.read_text()).values() for used in kernels.values()]
-        found = f"{sum(x > 0 for x in spills)} of {len(spills)}, up to {max(spills):,} bytes a thread"
+        found = f"{sum(x > 0 for x in spills)} of {len(spills)}, to {max(spills):,} bytes"
         lines.append(f"| {models} ({name}) | {memory} | {done} | {found} |")
     return lines
 
 
 # The part of the page that is made, and not written.
 ASKED = re.compile(r"(?<=<!-- asked: python -m tests.supported -->\n).*?(?=<!-- end -->)", re.DOTALL)
-# Before the calls that every platform takes.
-TAKEN = "All take: "
+# Before the columns whose platform takes every call, and before the calls that every platform takes.
+TAKES_ALL, TAKEN = "Every call is taken by: ", "All platforms take: "
 REASONS = "## Reasons"
 PACKED, STATE = {"N": 4}, {"state": True}
 LINEAR = {
@@ -76,9 +76,9 @@ GATED = {
     "gates per token, head and dimension": {"gate": "vector"},
     "gates per token and head": {"gate": "scalar"},
     "a learned decay per head": {"gate": "learned"},
-    "gates per token and head; float16": {"gate": "scalar", "dtype": "float16"},
-    "gates per token, head and dimension; packed sequences": {"gate": "vector", **PACKED},
-    "gates per token, head and dimension; K = V = 256": {"gate": "vector", "K": 256, "V": 256},
+    "gates per token and head, float16": {"gate": "scalar", "dtype": "float16"},
+    "gates per token, head and dimension, packed": {"gate": "vector", **PACKED},
+    "gates per token, head and dimension, K = V = 256": {"gate": "vector", "K": 256, "V": 256},
 }
 DELTA = {
     "gates per token and head": {},
@@ -156,7 +156,9 @@ def answers(operation: str, platform: str, framework: str) -> dict[str, str | No
         if not rows:
             raise ImportError(f"{platform} takes no {framework} arrays", name=framework)
         rows[0].implementation  # noqa: B018
-        found[label] = rows[0].unsupported(inv)
+        reason = rows[0].unsupported(inv)
+        # Without what the call had, which the row of the table says.
+        found[label] = reason and reason.split("; the call has")[0]
     return found
 
 
@@ -195,10 +197,12 @@ def tables() -> list[str]:
     reasons: list[str] = []
     for operation in ("lightning_attention", "gla_attention", "gated_delta_rule", "attention"):
         found = merged(operation)
-        heads = list(found)
         taken = [label for label in next(iter(found.values())) if not any(column[label] for column in found.values())]
-        text += [f"## `{operation}`", "", f"{TAKEN}{' · '.join(taken)}", ""]
-        text += [f"| | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
+        text += [f"## `{operation}`", ""]
+        text += [TAKES_ALL + "; ".join(head for head, column in found.items() if not any(column.values())), ""]
+        text += [TAKEN + "; ".join(taken), ""]
+        found = {head: column for head, column in found.items() if any(column.values())}
+        text += [f"| | {' | '.join(found)} |", f"| --- |{' --- |' * len(found)}"]
         for label in next(iter(found.values())):
             if label in taken:
                 continue
@@ -221,8 +225,12 @@ def read(text: str) -> dict[str, dict[str, dict[str, str | None]]]:
     for section in sections.split("\n## ")[1:]:
         lines = section.splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-        (taken,) = (line.removeprefix(TAKEN).split(" · ") for line in lines if line.startswith(TAKEN))
-        found[lines[0].strip("`")] = {
+        heads, taken = (
+            [part for line in lines if line.startswith(begin) for part in line.removeprefix(begin).split("; ")]
+            for begin in (TAKES_ALL, TAKEN)
+        )
+        labels = dict.fromkeys([*taken, *(row[0] for row in rows[2:])])
+        found[lines[0].strip("`")] = dict.fromkeys(heads, labels) | {
             head: dict.fromkeys(taken) | {row[0]: reasons.get(row[i + 1]) for row in rows[2:]}
             for i, head in enumerate(rows[0][1:])
         }
