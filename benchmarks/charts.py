@@ -6,7 +6,6 @@ The floor of linear attention is the time that reading the inputs and writing th
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,8 @@ mpl.rcParams["svg.hashsalt"] = "keraunos"
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-LOG = RESULTS / "nvidia-h200-cuda.txt"
-# A row of the run that times all three.
-ROW = re.compile(
-    r"^\[[\d.]+\] (?P<shape>[\d,]+) const .*?cuda (?P<cuda>.*?) \|.*?triton (?P<triton>.*?) \|.*?fla (?P<fla>.*?) \{",
-    re.MULTILINE,
-)
-# What is read and written forward and backward, in arrays of B T H 128 values of 2 bytes; bytes a second.
-UNITS, BANDWIDTH = 11, 4.25e12
 NAMES = {"cuda": "keraunos (cuda)", "triton": "keraunos (triton)", "fla": "flash-linear-attention 0.6.0"}
 COLORS = ("#3f51b5", "#9fa8da", "#ffb300")
-
-
-def rows() -> dict[str, dict[str, float]]:
-    """Time with gradients over the floor, by shape and implementation; a shape's first row counts."""
-    found: dict[str, dict[str, float]] = {}
-    for row in ROW.finditer(LOG.read_text()):
-        batch, tokens, heads = map(int, row["shape"].split(","))
-        floor = UNITS * batch * tokens * heads * 128 * 2 / BANDWIDTH * 1e3
-        times = {name: float(re.findall(r"([\d.]+) ms", row[name])[1]) / floor for name in NAMES}
-        found.setdefault(f"{batch} x {tokens:,} tokens\n{heads} heads", times)
-    return found
 
 
 def bars(path: Path, title: str, rows: dict[str, dict[str, float]], *more: Any, **options: Any) -> None:
@@ -52,9 +32,17 @@ def read(name: str) -> dict:
 
 def training(path: Path) -> None:
     """Lightning attention, forward and backward, on an H200."""
-    named = {shape: {NAMES[x]: t for x, t in row.items()} for shape, row in rows().items()}
-    bars(path, "Lightning attention, forward and backward", named, dict(zip(NAMES.values(), COLORS, strict=True)),
-         "time over the floor", "NVIDIA H200, bfloat16, head dim 128, PyTorch 2.11, 2026-11-25",
+    section = read("nvidia-h200.json")["lightning_attention"]
+    about, rows = section["about"], {}
+    for case in section["cases"]:
+        if case["pass"] == "forward+backward":
+            shape, times = case["shape"], case["contestants"]
+            rows[f"{shape['B']} x {shape['T']:,} tokens\n{shape['H']} heads"] = {
+                name: times[f"{x} (torch)"]["median_s"] / case["floor_s"] for x, name in NAMES.items()
+            }
+    bars(path, "Lightning attention, forward and backward", rows, dict(zip(NAMES.values(), COLORS, strict=True)),
+         "time over the floor",
+         f"{about['device']}, bfloat16, head dim 128, PyTorch {about['torch'][:4]}, {about['date']}",
          ideal="the floor: memory alone")
 
 

@@ -32,5 +32,5 @@ def test_the_page_shows_the_figures(tmp_path):
     (tmp_path / "nvidia-x.json").write_text(json.dumps({"gla_attention": section}))
     page = report.page("<!-- measured: python benchmarks/report.py -->\nold\n<!-- end -->\nprose", tmp_path)
     assert "old" not in page
-    for expected in ("`gla_attention`, NVIDIA X", "2026-01-02, bf", "| 1,8192,64 | 1.50; 2.50 | 6.00; |", "prose"):
+    for expected in ("`gla_attention`", "NVIDIA X, 2026-01-02:", "| 1,8192,64 | 1.50; 2.50 | 6.00; |", "prose"):
         assert expected in page
