@@ -21,7 +21,7 @@ from keraunos.modules.lightning_attention import lightning_attention
 from keraunos.ops import checks
 
 # The first and the last version that was run.
-KNOWN = (5, 18), (5, 24)
+KNOWN = (5, 17), (5, 24)
 
 if not KNOWN[0] <= tuple(map(int, transformers.__version__.split(".")[:2])) <= KNOWN[1]:
     first, last = (".".join(map(str, version)) for version in KNOWN)
