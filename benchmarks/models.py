@@ -6,19 +6,26 @@
 
 - transformers: MiniMax by Hugging Face's classes, a layer of softmax attention and seven of lightning attention:
   prefill, a training step, decode; as it is against ``keraunos.compat.transformers.patch``.
+- qwen: the same of Qwen3.5, three layers of the gated delta rule to one of softmax attention; also against
+  transformers with flash-linear-attention's two functions for the rule.
 - engine: a step of requests that decode and prompts, and one of drafts: ``keraunos.compat.vllm_plugin`` against the
   loops that vLLM's own layers have, in float32 as there and without, on the same kernels (``keraunos.compat.vllm``).
+- delta_engine: such steps of vLLM's layer for the gated delta rule, ``keraunos.compat.vllm_delta``, without its
+  convolution: against flash-linear-attention on states that are gathered and scattered, and SGLang's kernel for tokens
+  where its package is there. The step of drafts is ours alone.
 - layer: ``keraunos.layers.torch.GatedLinearAttention`` against flash-linear-attention's, forward and backward.
 
-Results are compared first: a wrong one is not timed. Who is compared takes turns, each call alone; times are medians:
-"total" until the device is done, "host" until the call returns, "device" what the kernels and copies of one call take
-together, by PyTorch's profiler. "peak" is the memory that one call takes beyond what is there before it.
+Results are compared first: a wrong one is not timed, and who is left out is named with the reason. Who is compared
+takes turns, each call alone; times are medians, of two where a call takes over a second: "total" until the device is
+done, "host" until the call returns, "device" what the kernels and copies of one call take together, by PyTorch's
+profiler. "peak" is the memory that one call takes beyond what is there before it.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import statistics
 import time
@@ -26,11 +33,13 @@ from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import delta_rule
 import harness
 import torch
 
+import keraunos
 from keraunos import decay
-from keraunos.compat import vllm, vllm_plugin
+from keraunos.compat import vllm, vllm_delta, vllm_plugin
 from keraunos.layers import torch as layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,8 +49,8 @@ FULL = SimpleNamespace(
     trained=8192, engine_heads=64, dim=128, prompts=8, tokens=512, drafts=4, layer_tokens=8192, layer_heads=(4, 16),
 )
 SMALL = SimpleNamespace(
-    rounds=1, width=64, heads=2, layers=3, experts=2, inner=48, words=50, prompt=600, batch=3, context=20,
-    trained=300, engine_heads=2, dim=32, prompts=2, tokens=40, drafts=3, layer_tokens=100, layer_heads=(2,),
+    rounds=1, width=64, heads=2, layers=4, experts=2, inner=48, words=50, prompt=150, batch=3, context=20,
+    trained=70, engine_heads=2, dim=32, prompts=2, tokens=40, drafts=3, layer_tokens=100, layer_heads=(2,),
 )
 
 
@@ -85,10 +94,11 @@ def on_device(run: Callable[[], Any]) -> dict[str, float]:
 
 def compare(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:
     """The cost of each call, in milliseconds and gigabytes."""
-    for run in runs.values():
-        for _ in range(min(rounds, 3)):
-            run()
-    times = harness.in_turns({name: functools.partial(once, run) for name, run in runs.items()}, rounds)
+    slow, fast = {}, {}
+    for name, run in runs.items():
+        taken = min(once(run)[1] for _ in range(min(rounds, 3)))
+        (slow if taken > 1 else fast)[name] = functools.partial(once, run)
+    times = harness.in_turns(fast, rounds) | harness.in_turns(slow, min(rounds, 2))
     found = {}
     for name, run in runs.items():
         host, total = (1e3 * statistics.median(column) for column in zip(*times[name], strict=True))
@@ -96,12 +106,26 @@ def compare(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dic
     return found
 
 
-def check(errors: Mapping[str, float], reference: str) -> None:
-    """Raise an AssertionError unless ours are of the size that the reference's errors have."""
-    assert errors["keraunos"] <= 3 * errors[reference] + 2.0**-10, errors
+def check(errors: Mapping[str, Any], reference: str, name: str = "keraunos") -> None:
+    """Raise an AssertionError unless those of ``name`` are of the size that the reference's errors have."""
+    assert errors[name] <= 3 * errors[reference] + 2.0**-10, errors
 
 
-# MiniMax by transformers.
+def compared(runs: Mapping[str, Any], own: Callable[[Any], float], check: Callable[[dict, str], None]) -> dict:
+    """The error of each, or why it is left out: only ``"fla"`` may be."""
+    found: dict[str, Any] = {}
+    for name, run in runs.items():
+        try:
+            found[name] = own(run)
+            check(found, name)
+        except Exception as error:
+            if name != "fla":
+                raise
+            found[name] = harness.failure(error)
+    return found
+
+
+# Models by transformers.
 
 
 def minimax(sizes: SimpleNamespace) -> Any:
@@ -119,15 +143,33 @@ def minimax(sizes: SimpleNamespace) -> Any:
         return MiniMaxForCausalLM(config).eval().to(DTYPE)
 
 
-def lightning(model: Any) -> list[Any]:
-    return [layer.self_attn for layer in model.model.layers if hasattr(layer.self_attn, "slope_rate")]
+def qwen3_5(sizes: SimpleNamespace) -> Any:
+    """Random weights, and no experts."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    heads, dim = sizes.heads, sizes.width // sizes.heads
+    config = modeling_qwen3_5.Qwen3_5TextConfig(
+        vocab_size=sizes.words, hidden_size=sizes.width, intermediate_size=2 * sizes.inner,
+        num_hidden_layers=sizes.layers, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 1), head_dim=dim,
+        linear_num_key_heads=heads, linear_num_value_heads=2 * heads, linear_key_head_dim=dim,
+        linear_value_head_dim=dim, layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (sizes.layers // 4),
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return modeling_qwen3_5.Qwen3_5ForCausalLM(config).eval().to(DTYPE)
+
+
+def linear(model: Any) -> list[Any]:
+    """The layers without softmax."""
+    return [x for x in model.modules() if hasattr(x, "slope_rate") or hasattr(x, "A_log")]
 
 
 def in_float32(model: Any) -> Any:
-    """The model's own code on the same weights, with all factors made anew of its slopes."""
+    """The model's own code on the same weights, with all factors made anew of MiniMax' slopes."""
     model = copy.deepcopy(model).float()
     model.config._experts_implementation = "eager"
-    for layer in lightning(model):
+    for layer in (x for x in linear(model) if hasattr(x, "slope_rate")):
         factors = layer.decay_factors(layer.slope_rate)
         for name, factor in zip(("query_decay", "key_decay", "diagonal_decay"), factors, strict=True):
             getattr(layer, name).copy_(factor)
@@ -135,20 +177,56 @@ def in_float32(model: Any) -> Any:
 
 
 def gradients(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The gradients of the lightning layers' weights; those of the first layer have come through all others."""
+    """The gradients of these layers' weights; those of the first layer have come through all others."""
     model.zero_grad()
     model(tokens, labels=tokens, use_cache=False).loss.backward()
-    found = torch.cat([x.grad.flatten() for layer in lightning(model) for x in layer.parameters()])
+    found = torch.cat([x.grad.flatten() for layer in linear(model) for x in layer.parameters()])
     model.zero_grad()
     return found
 
 
+def calling(model: Any, functions: Mapping[str, Callable]) -> Any:
+    """The model, which puts functions of its own in the place of transformers' before it runs."""
+    names = vars(importlib.import_module(type(model).__module__))
+    own = {name: functools.partial(known, run, inspect.signature(run).parameters) for name, run in functions.items()}
+    model.model.register_forward_pre_hook(lambda *_: names.update(own))
+    return model
+
+
+def known(run: Callable, parameters: Mapping[str, Any], *arrays: Any, **options: Any) -> Any:
+    """Call a function with those options that it has, as transformers does."""
+    return run(*arrays, **{name: x for name, x in options.items() if name in parameters})
+
+
+def qwen(sizes: SimpleNamespace) -> Rows:
+    """Prefill, decode and a training step of Qwen3.5."""
+    from keraunos.compat.transformers import patch
+
+    theirs = qwen3_5(sizes)
+    models, absent = {"keraunos": patch(copy.deepcopy(theirs))}, {}
+    modeling = importlib.import_module(type(theirs).__module__)
+    names = ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"]
+    try:
+        fla = importlib.import_module("fla.ops.gated_delta_rule")
+        both = fla.chunk_gated_delta_rule, fla.fused_recurrent_gated_delta_rule
+        models["fla"] = calling(copy.deepcopy(theirs), dict(zip(names, both, strict=True)))
+    except Exception as error:
+        absent["without fla"] = harness.failure(error)
+    calling(theirs, {name: inspect.unwrap(getattr(modeling, name)) for name in names})
+    yield from rows("Qwen3.5", {"transformers": theirs, **models}, sizes, absent)
+
+
 def transformers(sizes: SimpleNamespace) -> Rows:
-    """Prefill, decode and a training step."""
+    """Prefill, decode and a training step of MiniMax."""
     from keraunos.compat.transformers import patch
 
     theirs = minimax(sizes)
-    models = {"transformers": theirs, "keraunos": patch(copy.deepcopy(theirs))}
+    yield from rows("MiniMax", {"transformers": theirs, "keraunos": patch(copy.deepcopy(theirs))}, sizes, {})
+
+
+def rows(title: str, models: Mapping[str, Any], sizes: SimpleNamespace, absent: Mapping[str, str]) -> Rows:
+    """Prefill, decode and a training step of models of the same weights."""
+    theirs = models["transformers"]
     exact = in_float32(theirs)
     # Its name has changed in transformers 5.24.
     known = inspect.signature(theirs.forward).parameters
@@ -157,19 +235,18 @@ def transformers(sizes: SimpleNamespace) -> Rows:
     def random(*shape: int) -> torch.Tensor:
         return torch.randint(3, sizes.words, shape, device=DEVICE)
 
-    def errors(result: Callable[[Any], torch.Tensor]) -> dict[str, float]:
+    def row(result: Callable[[Any], torch.Tensor], timed: Callable[[Any], Callable[[], Any]]) -> dict:
         true = result(exact)
-        found = {name: harness.distance(result(model), true) for name, model in models.items()}
-        check(found, "transformers")
-        return found
+        found = compared(models, lambda model: harness.distance(result(model), true),
+                         lambda errors, name: check(errors, "transformers", name))
+        runs = {name: timed(model) for name, model in models.items() if isinstance(found[name], float)}
+        return {"errors": found | absent, "costs": compare(runs, sizes.rounds)}
 
     @torch.no_grad()
     def prefill() -> dict:
         tokens = random(1, sizes.prompt)
-        found = errors(lambda model: model.model(tokens, use_cache=False).last_hidden_state)
-        runs = {name: functools.partial(model, tokens, use_cache=True, logits_to_keep=1)
-                for name, model in models.items()}
-        return {"errors": found, "costs": compare(runs, sizes.rounds)}
+        return row(lambda model: model.model(tokens, use_cache=False).last_hidden_state,
+                   lambda model: functools.partial(model, tokens, use_cache=True, logits_to_keep=1))
 
     @torch.no_grad()
     def decoded() -> dict:
@@ -182,10 +259,7 @@ def transformers(sizes: SimpleNamespace) -> Rows:
             cache = prompted(model)
             return torch.cat([model(token, use_cache=True, **cache).logits for token in tokens.split(1, 1)], 1)
 
-        found = errors(several)
-        runs = {name: functools.partial(model, tokens[:, :1], use_cache=True, **prompted(model))
-                for name, model in models.items()}
-        return {"errors": found, "costs": compare(runs, sizes.rounds)}
+        return row(several, lambda model: functools.partial(model, tokens[:, :1], use_cache=True, **prompted(model)))
 
     def trained() -> dict:
         tokens = random(1, sizes.trained)
@@ -200,12 +274,11 @@ def transformers(sizes: SimpleNamespace) -> Rows:
 
             return step
 
-        found = errors(functools.partial(gradients, tokens=tokens))
-        return {"errors": found, "costs": compare({name: training(x) for name, x in models.items()}, sizes.rounds)}
+        return row(functools.partial(gradients, tokens=tokens), training)
 
-    yield f"MiniMax, prefill of {sizes.prompt} tokens", prefill
-    yield f"MiniMax, decode of {sizes.batch} sequences", decoded
-    yield f"MiniMax, training step of {sizes.trained} tokens", trained
+    yield f"{title}, prefill of {sizes.prompt} tokens", prefill
+    yield f"{title}, decode of {sizes.batch} sequences", decoded
+    yield f"{title}, training step of {sizes.trained} tokens", trained
 
 
 # A step of vLLM.
@@ -247,15 +320,24 @@ def engine_drafts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, states: tor
     return torch.stack(hidden, 1).flatten(0, 1).to(outer)
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def replayed(run: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """The milliseconds of a CUDA graph of what is launched."""
+    if DEVICE == "cpu":
+        return {}
+    replay = harness.captured(run)
+    return {"graph_ms": 1e3 * statistics.median(harness.events(replay, cycles=200_000) for _ in range(rounds))}
+
+
 def engine(sizes: SimpleNamespace) -> Rows:
     """A step of tokens and prompts, and one of drafts."""
     n, prompts, H, D, drafts = sizes.batch, sizes.prompts, sizes.engine_heads, sizes.dim, sizes.drafts
     log_decay = torch.from_numpy(decay.minimax(H, 5, 32)).to(DEVICE)
     slopes = (-log_decay).reshape(H, 1, 1)
     pool = 0.1 * torch.randn(n * drafts + prompts + 1, H, D, D, device=DEVICE)
-
-    def ints(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     def measured(step: SimpleNamespace, loop: Callable, ours: torch.Tensor, theirs: torch.Tensor) -> dict:
         """``ours`` and ``theirs``: the slots in which the last states are."""
@@ -274,10 +356,7 @@ def engine(sizes: SimpleNamespace) -> Rows:
         assert max(errors.values()) <= 2.0**-6, errors
         runs = {name: functools.partial(call, pool) for name, call in calls.items()}
         costs = compare(runs, 3 * sizes.rounds)
-        if DEVICE == "cuda":
-            replay = harness.captured(runs["plugin"])
-            times = [harness.events(replay, cycles=200_000) for _ in range(3 * sizes.rounds)]
-            costs["plugin"]["graph_ms"] = 1e3 * statistics.median(times)
+        costs["plugin"] |= replayed(runs["plugin"], 3 * sizes.rounds)
         return {"errors": errors, "costs": costs}
 
     lengths = [1] * n + [sizes.tokens] * prompts
@@ -298,6 +377,130 @@ def engine(sizes: SimpleNamespace) -> Rows:
     )
     name = f"vLLM's step of {drafts} drafts for each of {n}, {H} heads of {D}"
     yield name, functools.partial(measured, step, engine_drafts, slots[:, -1], slots[:, 0])
+
+
+# A step of vLLM's layer for the gated delta rule.
+
+
+class DeltaLayer(vllm_delta.GatedDeltaNetLayer):
+    """keraunos' layer, on an engine whose convolutions are left out."""
+
+    def __init__(self, **own: Any):
+        """Take the layer's arrays, its cache and the step."""
+        vars(self).update(own, prefix="", activation="silu", engine=self)
+        self.conv1d = SimpleNamespace(weight=torch.empty(1, 1, device=DEVICE), bias=None)
+        self.causal_conv1d_fn = self.causal_conv1d_update = lambda x, *_, **__: x
+        self.is_conv_state_dim_first = lambda: True
+
+    def get_forward_context(self) -> Any:
+        """The engine's metadata of the step."""
+        return SimpleNamespace(attn_metadata={"": self.step})
+
+
+def delta_engine(sizes: SimpleNamespace) -> Rows:
+    """A step of tokens and prompts, and one of drafts."""
+    n, prompts, HV, D, drafts = sizes.batch, sizes.prompts, 2 * sizes.heads, sizes.dim, sizes.drafts
+    keys = sizes.heads * D
+    pool = 0.1 * torch.randn(n * drafts + prompts + 1, HV, D, D, device=DEVICE)
+    A_log, dt_bias = torch.rand(HV, device=DEVICE), torch.randn(HV, device=DEVICE)
+
+    def projected(tokens: int) -> list[torch.Tensor]:
+        """Query, key and value in a row, then a and b."""
+        return [torch.randn(tokens, x, device=DEVICE, dtype=DTYPE) for x in (2 * keys + HV * D, HV, HV)]
+
+    def parts(x: torch.Tensor) -> list[torch.Tensor]:
+        return [y.unflatten(1, (-1, D))[None] for y in x.split([keys, keys, HV * D], 1)]
+
+    def ours(step: SimpleNamespace, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor):
+        out = torch.empty(len(x), HV, D, device=DEVICE, dtype=DTYPE)
+        layer = DeltaLayer(step=step, kv_cache=(pool, states), A_log=A_log, dt_bias=dt_bias)
+        layer._forward_core(x, b, a, out)
+        return out
+
+    def theirs() -> Callable:
+        """The step as vLLM has it, on flash-linear-attention and, for tokens, SGLang."""
+        fla = importlib.import_module("fla.ops.gated_delta_rule")
+        packed = delta_rule.engine()
+        options: Any = dict(
+            output_final_state=True, state_v_first=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
+        )
+
+        def run(step: SimpleNamespace, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, states: torch.Tensor):
+            slots, own = step.non_spec_state_indices_tensor[:n], step.prefill_state_indices
+            if packed:
+                token = torch.empty(n, 1, HV, D, device=DEVICE, dtype=DTYPE)
+                packed(x[:n], a[:n], b[:n], A_log, dt_bias, D**-0.5, states, token, slots, True)
+            else:
+                rows = [y.transpose(0, 1) for y in (*parts(x[:n]), a[None, :n], b[None, :n])]
+                names = dict(zip(("q", "k", "v", "g", "beta"), rows, strict=True))
+                token, last = fla.fused_recurrent_gated_delta_rule(**names, initial_state=states[slots], **options)
+                states[slots] = last
+            state = states[own]
+            state[~step.prefill_has_initial_state] = 0
+            output, last = fla.chunk_gated_delta_rule(
+                *parts(x[n:]), a[None, n:], b[None, n:], initial_state=state,
+                cu_seqlens=step.prefill_query_start_loc, **options,
+            )
+            states[own] = last
+            return torch.cat([token[:, 0], output[0]])
+
+        return run
+
+    def measured(step: SimpleNamespace, lengths: list[int], start: torch.Tensor, end: torch.Tensor,
+                 fresh: int, others: bool) -> dict:
+        """``start``, ``end``: the slots of states before and after, of which the last ``fresh`` start from zeros."""
+        x, a, b = projected(sum(lengths))
+        first = pool[start].double()
+        first[len(lengths) - fresh:] = 0
+        output, last = keraunos.gated_delta_rule(
+            *(y.double() for y in parts(x)), decay.gated_deltanet(a[None].double(), A_log.double(), dt_bias.double()),
+            b[None].double().sigmoid(), first.mT, ints(0, *torch.tensor(lengths).cumsum(0).tolist()),
+            use_qk_l2norm=True, return_state=True, platform="torch",
+        )
+        calls, absent = {"keraunos": ours}, {}
+        if others:
+            try:
+                calls["fla"] = theirs()
+                absent["tokens of fla"] = "SGLang's kernel" if delta_rule.engine() else "fla's own kernel"
+            except Exception as error:
+                absent["without fla"] = harness.failure(error)
+
+        def distance(call: Callable) -> float:
+            states = pool.clone()
+            return max(harness.distance(call(step, x, a, b, states), output[0]),
+                       harness.distance(states[end], last.mT))
+
+        def small(errors: dict, name: str) -> None:
+            assert errors[name] <= 2.0**-6, errors
+
+        found = compared(calls, distance, small)
+        runs = {name: functools.partial(call, step, x, a, b, pool) for name, call in calls.items()
+                if isinstance(found[name], float)}
+        costs = compare(runs, 3 * sizes.rounds)
+        costs["keraunos"] |= replayed(runs["keraunos"], 3 * sizes.rounds)
+        return {"errors": found | absent, "costs": costs}
+
+    slots, lengths = ints(*range(1, n + prompts + 1)), [1] * n + [sizes.tokens] * prompts
+    offsets = ints(*range(0, prompts * sizes.tokens + 1, sizes.tokens))
+    step = SimpleNamespace(
+        num_actual_tokens=sum(lengths), num_decodes=n, num_decode_tokens=n, num_prefills=prompts,
+        spec_sequence_masks=None, checkpoint=None, non_spec_state_indices_tensor=slots,
+        non_spec_query_start_loc=torch.cat([ints(*range(n)), n + offsets]), prefill_query_start_loc=offsets,
+        prefill_state_indices=slots[n:], has_initial_state=torch.arange(n + prompts, device=DEVICE) < n,
+        prefill_has_initial_state=torch.zeros(prompts, dtype=torch.bool, device=DEVICE),
+    )
+    name = f"vLLM's delta step of {n} tokens and {prompts} prompts of {sizes.tokens}, {sizes.heads} over {HV} heads"
+    yield name, functools.partial(measured, step, lengths, slots.long(), slots.long(), prompts, True)
+
+    blocks = ints(*range(1, n * drafts + 1)).view(n, drafts)
+    step = SimpleNamespace(
+        num_actual_tokens=n * drafts, num_decodes=0, num_prefills=0, num_spec_decodes=n, spec_sequence_masks=True,
+        spec_state_indices_tensor=blocks, spec_query_start_loc=ints(*range(0, n * drafts + 1, drafts)),
+        num_accepted_tokens=ints(*[1] * n),
+    )
+    name = f"vLLM's delta step of {drafts} drafts for each of {n}, {sizes.heads} over {HV} heads"
+    yield name, functools.partial(measured, step, [drafts] * n, blocks[:, 0].long(), blocks[:, -1].long(), 0, False)
 
 
 # A layer of flash-linear-attention.
@@ -356,7 +559,9 @@ def layer(sizes: SimpleNamespace) -> Rows:
         yield name, functools.partial(layer_row, sizes, heads)
 
 
-PARTS: dict[str, Callable[[SimpleNamespace], Rows]] = {"transformers": transformers, "engine": engine, "layer": layer}
+PARTS: dict[str, Callable[[SimpleNamespace], Rows]] = {
+    "transformers": transformers, "qwen": qwen, "engine": engine, "delta_engine": delta_engine, "layer": layer,
+}
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import keraunos
 from keraunos import frontends
 from keraunos.text import pairs, printable
 
-_PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "fla-core", "nvidia-nccl-cu13", "numpy")
+_PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "fla-core", "transformers", "nvidia-nccl-cu13", "numpy")
 _HUES = (
     ("#3f51b5", "#9fa8da"), ("#00897b", "#80cbc4"), ("#6d4c41", "#bcaaa4"), ("#ffb300", "#ffe082"),
     ("#d81b60", "#f48fb1"), ("#546e7a", "#b0bec5"), ("#7cb342", "#c5e1a5"), ("#8e24aa", "#ce93d8"),

@@ -1,5 +1,6 @@
 """The harness of the benchmarks: options, clocks, results; and that each script still takes its options."""
 
+import importlib
 import json
 import runpy
 import sys
@@ -113,12 +114,15 @@ def test_scripts_take_their_options(script, monkeypatch, capsys):
 def test_models_are_compared_with_what_would_run_without_keraunos(tmp_path, monkeypatch):
     for name in ("torch", "transformers"):
         pytest.importorskip(name)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", importlib.import_module("keraunos.compat.fla"))
     monkeypatch.setattr(sys, "argv", ["models", "--small", "--out", str(tmp_path / "found.json")])
     runpy.run_path(str(SCRIPTS / "models.py"), run_name="__main__")
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert len(rows) == 6
+    assert len(rows) == 11
     for row in rows:
         assert "keraunos" in row["costs"] or "plugin" in row["costs"], row
+    assert sum("fla" in row["costs"] for row in rows) == 4
+    assert rows[-1]["errors"]["without fla"].startswith("ModuleNotFoundError")
 
 
 @pytest.mark.parametrize("script", ["accuracy", "attention", "gpu"])
