@@ -36,7 +36,7 @@ def _tables(sections: dict) -> str:
         # Those that have most shapes; the others are named under the table.
         names = [name for name, column in cells.items() if 2 * len(column) > max(map(len, cells.values()))]
         lines += [f"### `{operation}`\n", f"{about['device']}, {about['date']}:\n",
-                  _row("B, T, H", *(f"`{name}`" for name in names)), _row("---", *["---:"] * len(names))]
+                  _row("B, T, H", *(f"`{name}`" for name in names)), "|---|" + "---:|" * len(names)]
         lines += [_row(shape, *(cells[name].get(shape, "") for name in names))
                   for shape in dict.fromkeys(shape for column in cells.values() for shape in column)]
         lines += [f"\n`{name}` takes {', '.join(f'{cell} at {shape}' for shape, cell in column.items())}."
@@ -72,7 +72,7 @@ def _against_scan(found: dict) -> str:
     lines = [
         f"A jitted scan over tokens takes so many times as long as `xla` (B 1, T 8192, H 8, K = V = 64, float32; "
         f"{about['date']}, {about['processor']}, {about['cores']} cores, jax {about['jax']}):\n",
-        _row("operation", "forward", "with backward"), _row("---", "---:", "---:"),
+        _row("operation", "forward", "with backward"), "|---|---:|---:|",
     ]
     ratios: dict[str, list[str]] = {}
     for x in found["speed"]:

@@ -41,7 +41,7 @@ def gpus() -> list[str]:
     """The table of where ``triton`` was run, and where it was only compiled."""
     lines = [
         "| GPU | shared memory | `triton` | builds with spills |",
-        "| --- | --- | --- | --- |",
+        "|---|---|---|---|",
     ]
     for name, (models, memory, done) in GPUS.items():
         record = TRITON / "chips" / f"{name}.json"
@@ -202,7 +202,7 @@ def tables() -> list[str]:
         text += [TAKES_ALL + "; ".join(head for head, column in found.items() if not any(column.values())), ""]
         text += [TAKEN + "; ".join(taken), ""]
         found = {head: column for head, column in found.items() if any(column.values())}
-        text += [f"| | {' | '.join(found)} |", f"| --- |{' --- |' * len(found)}"]
+        text += [f"| | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
         for label in next(iter(found.values())):
             if label in taken:
                 continue

@@ -1,7 +1,28 @@
 """ejKernel's functions and masks, computed by keraunos: names, arguments and results of ejkernel 0.0.80.3.
 
-Only what means the same is here: what does not, raises and says what to use. Arrays are those of JAX;
-``docs/compat.md`` has the differences.
+Only what means the same is here: what does not, raises and says what to use. Arrays are those of JAX.
+
+Differences from ejkernel:
+
+- A query that sees no key gives zeros; there, the mean of all values.
+- A bias with a mask raises ValueError; there, the mask is not used. Put ``-inf`` in the bias.
+- Dropout draws each weight by itself and raises ValueError without a key; there, one draw serves all rows and heads.
+- Causality and window have one offset for both, or raise ValueError.
+- ``apply_kv_lengths`` with fewer queries raises: :func:`keraunos.attention` has ``query_offset``.
+- ``g_gamma`` is ``[H]`` or ``[B, H]``; there, also ``[1, H]``, and ``[N, H]`` with ``cu_seqlens``.
+- Linear attention gives the query's dtype; there, float32 on ``xla`` for bfloat16.
+- Positive gates raise ValueError on a CPU, or with ``KERAUNOS_CHECK=1``.
+- ``gv``, paged and sparse attention, ``ring_attention`` and ``flash_attention`` raise NotImplementedError, or are not
+  here.
+- Fields of configurations are None, the platform's choice; an unknown one raises. An explicit ``cfg`` is never stored.
+- :class:`Executor` runs :class:`GLAttention` and :class:`LightningAttention`; :func:`attention` takes ``cfg`` and
+  ``platform``. A :class:`ConfigSelectorChain` without a tuner tunes nothing. ``policy_override``, ``overlay_cache`` and
+  ``PersistentCache`` are :mod:`keraunos`'s own.
+
+Three things are as in ejkernel here, and not in :func:`keraunos.attention`: ``softmax_aux`` of ``[H]`` or ``[G]`` is a
+sink for each head (there ``[H, 1]``, ``[G, 1]``); ``dtype=None`` is float32 (there the query's); and
+``from_attention_mask`` of ``[B, T]`` marks tokens that are not padding (:class:`keraunos.types.MaskInfo` takes
+``[T, S]``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,22 @@
 A model changes its import, ``from keraunos.compat.fla import chunk_gla`` in place of ``from fla.ops.gla import
 chunk_gla``, and nothing else. fla has several functions for one formula, which differ in how they compute; here they
 are one function, and the platform is chosen as in every call of :func:`keraunos.gla_attention` and
-:func:`keraunos.gated_delta_rule`. Arrays are tensors ``[B, T, H, ...]``; ``docs/compat.md`` has the differences.
+:func:`keraunos.gated_delta_rule`. Arrays are tensors ``[B, T, H, ...]``.
+
+Differences from fla:
+
+- The heads of g, q, k and v may be any numbers that divide the largest. ``initial_state`` may have any float dtype;
+  it is computed in float32. ``chunk_delta_rule`` takes float32 and float64, too.
+- ``fused_recurrent_gated_delta_rule`` and ``fused_recurrent_kda`` have gradients.
+- Gates and sigmoids in the call (``A_log``, ``dt_bias``, ``lower_bound``, ``allow_neg_eigval``) are computed by
+  :mod:`keraunos.decay` before the kernel, with all gradients.
+- ``chunk_size`` (fla's sizes or a power of two), ``cu_seqlens_cpu`` and ``use_graph``, ``safe_gate`` and
+  ``disable_recompute`` of ``chunk_kda`` change nothing.
+- ``cp_context`` and ``gv``, gates per value dimension, raise NotImplementedError.
+- ``output_attentions`` computes the weights of all pairs by PyTorch, in ``T ** 2`` memory.
+- Under ``torch.compile`` a call is one node of the graph.
+- Unknown arguments raise TypeError, and wrong shapes ValueError, before any kernel starts. Positive gates raise
+  ValueError on a CPU, or with ``KERAUNOS_CHECK=1``.
 """
 
 from __future__ import annotations

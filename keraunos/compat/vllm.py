@@ -34,7 +34,8 @@ def lightning_attention(
         q: ``[B, H, T, D]``, bfloat16, float16 or float32.
         k: ``[B, H, T, D]``.
         v: ``[B, H, T, E]``.
-        ed: the slopes, >= 0: ``[H]``, ``[H, 1, 1]`` or ``[1, H, 1, 1]``.
+        ed: the slopes, >= 0: ``[H]``, ``[H, 1, 1]`` or ``[1, H, 1, 1]``. Their negatives are kept: change them by
+            operations on the tensor, or pass another tensor. Writes through ``.data`` are not seen.
         block_size: tokens per block.
         kv_history: ``[B, H, D, E]``, the state before the first token; zeros if None. It is not changed.
 
