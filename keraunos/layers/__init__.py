@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from keraunos.layers.mixers import Cache, DeltaNames, Names
+from keraunos.layers.delta import DeltaNames
+from keraunos.layers.mixers import Cache, Names
 
 __all__ = ["Cache", "DeltaNames", "Names", "flax", "torch"]
 

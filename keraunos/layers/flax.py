@@ -15,8 +15,9 @@ except ModuleNotFoundError as error:
     message = f"keraunos.layers.flax: {error.name} is not installed: pip install 'keraunos[flax]'"
     raise ImportError(message, name=error.name) from error
 
-from keraunos.layers import mixers
-from keraunos.layers.mixers import Cache, DeltaNames, Names
+from keraunos.layers import delta, mixers
+from keraunos.layers.delta import DeltaNames
+from keraunos.layers.mixers import Cache, Names
 
 __all__ = [
     "Cache", "DeltaNames", "GatedDeltaNet", "GatedLinearAttention", "KimiDeltaAttention", "LightningAttention", "Names",
@@ -112,12 +113,12 @@ class LightningAttention(mixers.LightningAttention, _Layer):
     __doc__ = mixers.LightningAttention.__doc__
 
 
-class GatedDeltaNet(mixers.GatedDeltaNet, _Layer):
-    __doc__ = mixers.GatedDeltaNet.__doc__
+class GatedDeltaNet(delta.GatedDeltaNet, _Layer):
+    __doc__ = delta.GatedDeltaNet.__doc__
 
 
-class KimiDeltaAttention(mixers.KimiDeltaAttention, _Layer):
-    __doc__ = mixers.KimiDeltaAttention.__doc__
+class KimiDeltaAttention(delta.KimiDeltaAttention, _Layer):
+    __doc__ = delta.KimiDeltaAttention.__doc__
 
 
 def _parameters(module: nnx.Module) -> dict[str, nnx.Variable]:

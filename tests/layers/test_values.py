@@ -72,11 +72,12 @@ def test_a_prompt_in_parts_then_token_by_token(framework, name):
      ("torch", "delta", "gated_delta_rule", (8, 3))],
 )
 def test_wide_values_go_to_the_kernels_in_parts(framework, name, operation, parts, monkeypatch):
-    from keraunos.layers import mixers
+    from keraunos.layers import delta, mixers
 
     monkeypatch.setattr(mixers, "_WIDEST", 5)
-    widths, computed = [], getattr(mixers, operation)
-    monkeypatch.setattr(mixers, operation, lambda q, k, v, *args, **options: (
+    module = delta if name == "delta" else mixers
+    widths, computed = [], getattr(module, operation)
+    monkeypatch.setattr(module, operation, lambda q, k, v, *args, **options: (
         widths.append(v.shape[2:]), computed(q, k, v, *args, **options))[1])
     run, x = layer(framework, name), tokens(2, T)
     y, cache = run(x[:, :9], run.layer.init_cache(2))
