@@ -17,6 +17,82 @@ from keraunos.compat.steps import heads, live, verify
 Tensor = torch.Tensor
 
 
+class _Step:
+    """A layer's step by the engine's metadata ``m``: projections ``x [tokens, dim]`` and raw gates fill ``out``."""
+
+    def __init__(self, layer: Any, m: Any, gate: tuple[int, ...], lower_bound: float | None):
+        """Take what the layer has; ``gate``: the shape of a token's gates."""
+        self.layer, self.m = layer, m
+        conv_state, self.states = layer.kv_cache[:2]
+        self.conv_state = conv_state if layer.engine.is_conv_state_dim_first() else conv_state.transpose(-1, -2)
+        self.weight, self.bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
+        self.options: Any = dict(use_qk_l2norm=True, state_v_first=True)
+        self.gates: Any = dict(A_log=layer.A_log, dt_bias=layer.dt_bias.view(gate), lower_bound=lower_bound)
+
+    def rows(self, x: Tensor, **gates: Tensor) -> dict[str, Any]:
+        """The arrays of a call."""
+        return dict(zip(("query", "key", "value"), heads(x, self.states), strict=True), **gates)
+
+    def update(self, x: Tensor, slots: Tensor, **more: Any) -> Tensor:
+        """The convolution of a token or of drafts."""
+        made: Tensor = self.layer.engine.causal_conv1d_update(
+            x, self.conv_state, self.weight, self.bias, self.layer.activation, conv_state_indices=slots,
+            out=torch.empty(x.shape, dtype=x.dtype, device=x.device), validate_data=False, **more,
+        )
+        return made
+
+    def drafts(self, x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Requests with drafts."""
+        N, slots, begin = self.m.num_spec_decodes, self.m.spec_state_indices_tensor, self.m.spec_query_start_loc
+        accepted = self.m.num_accepted_tokens[:N]
+        x = self.update(x, slots[:N, 0], num_accepted_tokens=accepted, query_start_loc=begin,
+                        max_query_len=slots.shape[1])
+        verify(self.rows(x, a=a, b=b), self.states, slots[:N], begin[: N + 1], accepted, out,
+               self.options | self.gates)
+
+    def others(self, x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Requests with a token each, which come first, and prompts."""
+        m, slots = self.m, self.m.non_spec_state_indices_tensor
+        # Without prompts, rows of padding are among those with a token.
+        d = m.num_decode_tokens if m.num_prefills else len(x)
+        if m.num_prefills:
+            y = self.layer.engine.causal_conv1d_fn(
+                x.transpose(0, 1), self.weight, self.bias, activation=self.layer.activation,
+                conv_states=self.conv_state, has_initial_state=m.has_initial_state, cache_indices=slots,
+                query_start_loc=m.non_spec_query_start_loc, metadata=m,
+            ).transpose(0, 1)
+        else:
+            y = self.update(x, slots[:d])
+        if d:
+            serving.decode(**self.rows(y[:d], a=a[:d], b=b[:d]), states=self.states, slots=live(slots[:d]),
+                           out=out[:d], **self.options, **self.gates)
+        if m.num_prefills:
+            self.prompts(y[d:], a[d:], b[d:], out[d:], self.boundaries(x))
+
+    def prompts(self, x: Tensor, a: Tensor, b: Tensor, out: Tensor, boundaries: tuple[Tensor, Tensor] | None) -> None:
+        """Prompts, or parts of them."""
+        A_log, bias, lower_bound = self.gates.values()
+        g: Any = decay.gates(a, A_log.view(-1, *[1] * (a.ndim - 2)), bias, lower_bound or 0.0)
+        serving.prefill(
+            **self.rows(x, g=g, beta=b.float().sigmoid()), states=self.states,
+            slots=live(self.m.prefill_state_indices), cu_seqlens=self.m.prefill_query_start_loc,
+            has_initial=self.m.prefill_has_initial_state, boundaries=boundaries, out=out, **self.options,
+        )
+
+    def boundaries(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The states that the prefix cache keeps; convolutions' inputs, of ``x``, are exported by the engine."""
+        m, offsets = self.m, self.m.prefill_query_start_loc
+        if m.checkpoint is None:
+            return None
+        self.layer._checkpoint_exporter.export(
+            m.checkpoint, raw_qkv=x, conv_state=self.conv_state, cu_seqlens=m.non_spec_query_start_loc
+        )
+        N = len(m.prefill_state_indices)
+        after, to = (z[-N:] for z in (m.checkpoint.checkpoint_offsets, m.checkpoint.state_indices))
+        tokens = offsets[:-1] + after.clamp(min=1) - 1
+        return tokens.to(offsets.dtype), live(torch.where(after > 0, to, 0))
+
+
 class _Layer:
     """The base of both layers; the engine's class comes after it among a layer's bases."""
 
@@ -30,80 +106,21 @@ class _Layer:
 
         Raw gates are ``a``, ``[tokens, HV]`` or ``[tokens, HV, K]``, and ``b [tokens, HV]``.
         """
-        engine = self.engine  # the module of its class
-        found = engine.get_forward_context().attn_metadata
+        found = self.engine.get_forward_context().attn_metadata  # of the module of its class
         m = found.get(self.prefix) if isinstance(found, dict) else None
         if m is None:
             return False
-        conv_state, states = self.kv_cache[:2]
-        if not engine.is_conv_state_dim_first():
-            conv_state = conv_state.transpose(-1, -2)
-        _, HV, V, K = states.shape
-        options: Any = dict(use_qk_l2norm=True, state_v_first=True)
-        bias = self.dt_bias if a.ndim == 2 else self.dt_bias.view(HV, K)
-        raw = options | dict(A_log=self.A_log, dt_bias=bias, lower_bound=lower_bound)
-        convolution = conv_state, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation
-
-        def rows(y: Tensor, **gates: Tensor) -> dict[str, Any]:
-            return dict(zip(("query", "key", "value"), heads(y, states), strict=True), **gates)
-
-        def update(y: Tensor, slots: Tensor, **more: Any) -> Tensor:
-            made: Tensor = engine.causal_conv1d_update(
-                y, *convolution, conv_state_indices=slots, out=torch.empty(y.shape, dtype=y.dtype, device=y.device),
-                validate_data=False, **more,
-            )
-            return made
-
-        n = m.num_actual_tokens
-        x, a, b, rest = x[:n], a[:n], b[:n], out[:n]
-        both = m.spec_sequence_masks is not None and m.num_prefills + m.num_decodes > 0
-        if m.spec_sequence_masks is not None:
-            N, slots, begin = m.num_spec_decodes, m.spec_state_indices_tensor, m.spec_query_start_loc
-            accepted = m.num_accepted_tokens[:N]
-            y, some, other, made = x, a, b, rest
-            if both:
-                y, some, other = (z[m.spec_token_indx] for z in (x, a, b))
-                made = out.new_empty(len(y), HV, V)
-            drafts = dict(num_accepted_tokens=accepted, query_start_loc=begin, max_query_len=slots.shape[1])
-            y = update(y, slots[:N, 0], **drafts)
-            verify(rows(y, a=some, b=other), states, slots[:N], begin[: N + 1], accepted, made, raw)
-            if not both:
-                return True
-            out[m.spec_token_indx] = made
-            x, a, b = (z[m.non_spec_token_indx] for z in (x, a, b))
-            rest = out.new_empty(len(x), HV, V)
-        # Requests with a token each come first; without prompts, their rows of padding are among them.
-        d = m.num_decode_tokens if m.num_prefills else len(x)
-        slots = m.non_spec_state_indices_tensor
-        if m.num_prefills:
-            y = engine.causal_conv1d_fn(
-                x.transpose(0, 1), *convolution[1:3], activation=self.activation, conv_states=conv_state,
-                has_initial_state=m.has_initial_state, cache_indices=slots,
-                query_start_loc=m.non_spec_query_start_loc, metadata=m,
-            ).transpose(0, 1)
+        step = _Step(self, m, a.shape[1:], lower_bound)
+        x, a, b, out = (z[: m.num_actual_tokens] for z in (x, a, b, out))
+        if m.spec_sequence_masks is None:
+            step.others(x, a, b, out)
+        elif m.num_prefills + m.num_decodes == 0:
+            step.drafts(x, a, b, out)
         else:
-            y = update(x, slots[:d])
-        if d:
-            serving.decode(**rows(y[:d], a=a[:d], b=b[:d]), states=states, slots=live(slots[:d]), out=rest[:d], **raw)
-        if m.num_prefills:
-            own, offsets = m.prefill_state_indices, m.prefill_query_start_loc
-            boundaries = None
-            if m.checkpoint is not None:
-                # For the prefix cache: convolutions by the engine, states while prompts are computed.
-                self._checkpoint_exporter.export(
-                    m.checkpoint, raw_qkv=x, conv_state=conv_state, cu_seqlens=m.non_spec_query_start_loc
-                )
-                after, to = (z[-len(own):] for z in (m.checkpoint.checkpoint_offsets, m.checkpoint.state_indices))
-                tokens = offsets[:-1] + after.clamp(min=1) - 1
-                boundaries = tokens.to(offsets.dtype), live(torch.where(after > 0, to, 0))
-            gates: Any = decay.gates(a[d:], self.A_log.view(HV, *[1] * (a.ndim - 2)), bias, lower_bound or 0.0)
-            serving.prefill(
-                **rows(y[d:], g=gates, beta=b[d:].float().sigmoid()), states=states, slots=live(own),
-                cu_seqlens=offsets, has_initial=m.prefill_has_initial_state, boundaries=boundaries, out=rest[d:],
-                **options,
-            )
-        if both:
-            out[m.non_spec_token_indx] = rest
+            for tokens, run in ((m.spec_token_indx, step.drafts), (m.non_spec_token_indx, step.others)):
+                made = out.new_empty(len(tokens), *out.shape[1:])
+                run(x[tokens], a[tokens], b[tokens], made)
+                out[tokens] = made
         return True
 
 
