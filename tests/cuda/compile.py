@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tests.cuda.liveness import reused
 from tests.triton.usage import usage
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -41,7 +42,8 @@ def source_of(kernel, signature: dict[str, str], constants: dict) -> GluonASTSou
 def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int = 4) -> dict[str, int]:
     """Registers, bytes of stack (spills) and of shared memory, warps and waits of a kernel built for sm_90.
 
-    Waits: how often the assembler waits for products where the kernel does not.
+    Waits: how often the assembler waits for products where the kernel does not. A kernel whose products may read what
+    was overwritten raises an AssertionError: see :mod:`tests.cuda.liveness`.
 
     ``signature`` has the types of the arguments of run time ("*bf16", "i32", "fp32", `descriptor`); pointers are
     taken to be of 16 bytes.
@@ -53,6 +55,8 @@ def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
         built = triton.compile(source, target=HOPPER, options=dict(num_warps=num_warps))
     assert "ptxas info" in said.getvalue()
+    found = reused(built.asm["ttgir"])
+    assert not found, f"{kernel.fn.__name__}: products read what may be overwritten: {found}"
     return {**usage(built), "warps": built.metadata.num_warps, "waits": _waits(said.getvalue())}
 
 

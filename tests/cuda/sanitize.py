@@ -1,7 +1,7 @@
 """Run the kernels of the platform ``cuda`` on small shapes, for compute-sanitizer to watch.
 
-``python -m tests.cuda.sanitize linear`` runs those of linear attention forward and backward, and prefills; ``softmax``
-runs those of softmax attention, also with few queries.
+``python -m tests.cuda.sanitize linear`` runs those of linear attention forward and backward, and prefills; ``delta``
+those of the gated delta rule; ``softmax`` those of softmax attention, also with few queries.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from unittest import mock
 import torch
 
 from keraunos import frontends, serving
+from keraunos.kernels.gated_delta_rule import contract as delta_contract
+from keraunos.kernels.gated_delta_rule.cuda import passes as delta_passes
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops import Config
-from tests.cuda import softmax_attention
+from tests.cuda import delta_rule, softmax_attention
 from tests.cuda.platform import small, small_prefill
 from tests.linear_attention.cases import torch_tensor
 from tests.sanitizer import limit_time
@@ -42,6 +44,15 @@ PREFILLS = [
 ]
 LINEAR = {"outputs_kernel", "gradients_kernel", "starts_kernel", "sum_kernel", "dimensions_kernel", "keys_kernel",
           "queries_kernel"}
+
+WIDE = dict(K=128, V=128)
+DELTA = [
+    delta_rule.small(**WIDE, B=2, T=150, H=2, state=True),
+    delta_rule.small(**WIDE, H=2, lengths=(70, 0, 1, 129), state=True, reverse=True, norm=True),
+    delta_rule.small(**WIDE, T=150, keys="equal", beta=1.0, gate="none"),
+    delta_rule.small(B=2, T=300, H=2, gate="none", state=True),
+    delta_rule.small(K=96, V=40, lengths=(65, 0, 9), H=4, HQ=2, G=1, HV=4, HG=2, HB=1, state=True),
+]
 
 EVERYTHING = dict(H=4, causal=True, window=(90, 10), offset=(7,), soft_cap=30.0, sinks=1)
 PACKED = (100, 60, -20, 50), (100, 60, -20, 50)
@@ -93,6 +104,13 @@ def linear() -> None:
         serving.prefill(*given, **options, platform="cuda")
 
 
+def delta() -> None:
+    """The gated delta rule."""
+    for case in DELTA:
+        args = (x if x is None else torch_tensor(x).cuda() for x in case.arrays[0])
+        delta_passes.forward(delta_contract.Args(*args), delta_rule.options(case))
+
+
 def softmax() -> None:
     """Softmax attention: outputs, gradients."""
     for case in ATTENTION:
@@ -101,6 +119,8 @@ def softmax() -> None:
 
 if __name__ == "__main__":
     limit_time()
-    run, kernels = {"linear": (linear, LINEAR), "softmax": (softmax, SOFTMAX)}[sys.argv[1]]
+    run, kernels = {
+        "linear": (linear, LINEAR), "delta": (delta, {"prepare_kernel", "walk_kernel"}), "softmax": (softmax, SOFTMAX),
+    }[sys.argv[1]]
     with launching(kernels):
         run()

@@ -1,4 +1,4 @@
-"""The platform ``cuda`` of linear attention on a Hopper GPU, from both frameworks: what no emulator shows."""
+"""The platform ``cuda`` on a Hopper GPU, from both frameworks: what no emulator shows."""
 
 import dataclasses
 import inspect
@@ -112,6 +112,27 @@ def tokens(*shape):
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_delta_rule_of_many_long_sequences(K, dtype):
+    """Without gates nothing is forgotten: a wrong product of a chunk stays seen."""
+    q, k, v = (torch.randn(4, 2048, 8, K, device="cuda", dtype=dtype) for _ in range(3))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    beta, state = torch.rand(4, 2048, 8, device="cuda", dtype=dtype), torch.randn(4, 8, K, K, device="cuda")
+
+    def call(platform, *arrays):
+        q, k, v, beta = arrays
+        return keraunos.gated_delta_rule(q, k, v, None, beta, state.to(k.dtype if platform == "torch" else state.dtype),
+                                         return_state=True, platform=platform)
+
+    truth = call("torch", *(x.double() for x in (q, k, v, beta)))
+    first = call("cuda", q, k, v, beta)
+    for x, y in zip(first, truth, strict=True):
+        assert torch.linalg.norm(x - y) < torch.finfo(dtype).eps * torch.linalg.norm(y)
+    for _ in range(20):
+        assert all(map(torch.equal, call("cuda", q, k, v, beta), first))
+
+
 def test_the_same_bits_each_time():
     """On memory that was something else before."""
     q, k, v = (tokens(2, 3000, 8, 128).requires_grad_() for _ in range(3))
@@ -210,10 +231,12 @@ def test_jax_has_the_same_bits_under_its_transformations():
 def handed(attention):
     """Functions in which racecheck reports accesses of kernels that are right: what it does not follow.
 
-    First, those with partitions: Triton hands arguments to these through shared memory, by the numbered barriers of a
-    block. Second, partitions that hand tiles on: one of their threads arrives for all, which have met before. The
-    emulator follows both, and finds each of our barriers that is left out.
+    First, those with partitions, and what makes their pipelines: Triton hands arguments to partitions through shared
+    memory, by the numbered barriers of a block. Second, partitions that hand tiles on: one of their threads arrives
+    for all, which have met before. The emulator follows both, and finds each of our barriers that is left out.
     """
+    from keraunos.kernels.device.pipeline import pipeline
+    from keraunos.kernels.gated_delta_rule.cuda.walk import pair, walk_kernel
     from keraunos.kernels.linear_attention.cuda import (
         dimensions,
         dimensions_keys,
@@ -225,8 +248,10 @@ def handed(attention):
     from keraunos.kernels.softmax_attention.cuda import decode, forward
     from keraunos.kernels.softmax_attention.cuda import gradients as softmax
 
+    if attention == "delta":
+        return (walk_kernel,), (pair,)
     if attention == "linear":
-        kernels = (outputs.outputs_kernel, gradients.gradients_kernel, dimensions.dimensions_kernel,
+        kernels = (pipeline, outputs.outputs_kernel, gradients.gradients_kernel, dimensions.dimensions_kernel,
                    dimensions_queries.queries_kernel, dimensions_keys.keys_kernel)
         return kernels, (walk.Gates.put, outputs.GateGradients.add_up, dimensions.Outputs.work_in_gates,
                          dimensions_queries.Queries.work_in_gates, dimensions_keys.Keys.work_in_gates,
@@ -251,7 +276,7 @@ def known(first, second, attention):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("attention", ["linear", "delta", "softmax"])
 def test_compute_sanitizer_finds_nothing(check, attention):
     """``tests/triton`` sees that it finds planted faults."""
     subprocess.run([sys.executable, "-m", "tests.cuda.sanitize", attention], check=True)

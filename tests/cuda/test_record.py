@@ -5,9 +5,16 @@ import pytest
 pytest.importorskip("torch")
 
 import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from tests.cuda import record
-from tests.cuda.compile import RECORDED_WITH, recorded
+from tests.cuda.compile import RECORDED_WITH, recorded, resources
 from tests.linear_attention.cases import GPU
 
 pytestmark = [
@@ -23,3 +30,32 @@ def test_what_is_built_is_as_recorded(call):
     found = record.found(call, anew=True)
     assert found
     assert {key: recorded()[key] for key in found} == found
+
+
+@gluon.jit
+def square_kernel(x, y, KEEP: gl.constexpr):
+    """The products of rows, and their sums: the exchange between threads for these may take the rows' memory."""
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    EACH: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, EACH))[:, None] * 64
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, EACH))[None, :]
+    rows = gl.load(x + i + j)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    rows_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], TILE)
+    rows_s.store(rows)
+    fence_async_shared()
+    gl.thread_barrier()
+    a = warpgroup_mma(rows_s, rows_s.permute((1, 0)), gl.zeros([64, 64], gl.float32, W), use_acc=False, is_async=True)
+    sums = gl.convert_layout(gl.sum(rows.to(gl.float32), 0), gl.SliceLayout(0, W))
+    if KEEP:
+        a, _ = warpgroup_mma_wait(0, deps=[a, rows_s])
+    else:
+        a = warpgroup_mma_wait(0, deps=[a])
+    gl.store(y + i + j, gl.convert_layout(a + sums[None, :], EACH))
+
+
+def test_memory_that_a_product_reads_is_kept():
+    types = {"x": "*bf16", "y": "*fp32"}
+    assert resources(square_kernel, types, {"KEEP": True})
+    with pytest.raises(AssertionError, match=r"square_kernel: products read what may be overwritten: .*%rows_s"):
+        resources(square_kernel, types, {"KEEP": False})

@@ -147,7 +147,8 @@ def prepare_kernel(
         pairs *= gl.convert_layout(strength, OF_ROWS)[:, None]
     else:
         pairs *= gl.convert_layout(strength, OF_COLUMNS)[None, :]
-    a = warpgroup_mma_wait(0, deps=[a])
+    # The keys' tile is not free before; where no other tile lies there, nothing else says so.
+    a, _ = warpgroup_mma_wait(0, deps=[a, k_s])
     slot = i_s.to(gl.int64) * H + i_h
     if norms is not None:
         squares = gl.sum(gl.where(rows[:, None] == columns[None, :], a, 0.0), 1)
