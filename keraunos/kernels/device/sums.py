@@ -17,12 +17,13 @@ from keraunos.kernels.host.sequences import Sizes
 _IN_TURN = 5
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "D", "E"])
 def sum_kernel(x, R, D, E, y, BR: tl.constexpr, BE: tl.constexpr, UNIT: tl.constexpr, LAST: tl.constexpr,
                OVERLAP: tl.constexpr):
-    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order.
+    """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order, in all frameworks.
 
-    E: how many values y has. UNIT divides D. LAST: x is ``[M, D, R]``.
+    E: how many values y has. UNIT divides D; all else that the compiler might know of the numbers it is not told, as
+    some frameworks do not tell it, and it would sum in another order. LAST: x is ``[M, D, R]``.
     """
     in_turn(OVERLAP)
     first = tl.program_id(0).to(tl.int64) * BE
@@ -32,15 +33,17 @@ def sum_kernel(x, R, D, E, y, BR: tl.constexpr, BE: tl.constexpr, UNIT: tl.const
     o_d = tl.max_contiguous(tl.multiple_of(o_d % D, UNIT), UNIT)
     i_m = tl.max_constancy(i_m, UNIT)
     o_r = tl.arange(0, BR)
+    m_e = tl.max_constancy(first + o_e < E, UNIT)
     b_y = tl.zeros([BR, BE], dtype=tl.float32)
     for i_r in range(0, R, BR):
-        m_x = (i_r + o_r < R)[:, None] & (first + o_e < E)[None, :]
+        m_x = (i_r + o_r < R)[:, None] & m_e[None, :]
         if LAST:
             p_x = x + (first + o_e)[None, :] * R + (i_r + o_r)[:, None]
         else:
-            p_x = x + (i_m[None, :] * R + (i_r + o_r)[:, None]) * D + o_d[None, :]
+            o_x = (i_m[None, :] * R + (i_r + o_r)[:, None]) * D
+            p_x = x + tl.multiple_of(o_x, (UNIT, UNIT)) + o_d[None, :]
         b_y += tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-    tl.store(y + first + o_e, tl.sum(b_y, 0).to(y.dtype.element_ty), mask=first + o_e < E)
+    tl.store(y + first + o_e, tl.sum(b_y, 0).to(y.dtype.element_ty), mask=m_e)
 
 
 @remember
