@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from keraunos import frontends, serving
+from keraunos.kernels.device import sums
 from keraunos.kernels.linear_attention import contract, stretches
 from keraunos.kernels.linear_attention.triton import call as triton_call
 from keraunos.kernels.linear_attention.triton import chunks
@@ -52,7 +53,7 @@ SERVING = [
 # Of what devices that share a sequence tell each other: dtype, K, V, gate.
 ENDS = [("bfloat16", 128, 128, None), ("float16", 256, 256, "scalar"), ("float32", 128, 64, "vector")]
 H, DEVICE = 2, "cuda"
-FILES = chunks, triton_kernels, steps
+FILES = chunks, triton_kernels, steps, sums
 KERNELS = {name for file in FILES for name in vars(file) if name.endswith("_kernel")}
 
 
