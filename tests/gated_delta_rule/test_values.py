@@ -31,6 +31,7 @@ CASES = {
     "values share queries and keys": Case(H=6, HQ=2, G=2, HV=6, HG=3, HB=6, T=50),
     "queries share all else": Case(H=4, HQ=4, G=1, HV=1, HG=1, HB=2, T=50, gate="vector", state=True),
     "K = 40, V = 24": Case(K=40, V=24, T=50),
+    "K = 16, V = 512": Case(B=1, T=40, H=1, K=16, V=512, state=True),
     "gates of 0": Case(decay=0.0, state=True),
     "strong gates": Case(decay=8.0, state=True),
     "strong gates per dimension": Case(decay=40.0, gate="vector", state=True),

@@ -106,6 +106,7 @@ DELTA = {
     "raw, bfloat16, bfloat16 pool": Case(delta=True, raw="softplus", gate="scalar", gamma=False, norm=True, K=32, V=40,
                                          dtype="bfloat16", pool="bfloat16"),
     "raw, per dimension": Case(delta=True, raw="softplus", gate="vector", norm=True, H=2),
+    "many values": Case(delta=True, gate="scalar", H=2, V=272),
     "bounded": Case(delta=True, raw="bounded", gate="vector", gamma=False, norm=True, HG=2, dtype="float16"),
 }
 

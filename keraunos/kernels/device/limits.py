@@ -25,15 +25,20 @@ def finer() -> str:
     return "ieee" if interpreter.ON else "bf16x3"
 
 
-def cannot_run(inv: Invocation, *dtypes: str) -> str | None:
-    """Why no kernel in Triton can run the call, or None; dtypes: those of its products."""
+def cannot_run(inv: Invocation, *dtypes: str, any_value: bool = False) -> str | None:
+    """Why no kernel in Triton can run the call, or None.
+
+    dtypes: those of its products; any_value: the kernels take as many dimensions of values as there are.
+    """
     if inv.backend != "gpu" and not (interpreter.ON and inv.framework == "torch"):
         return f"needs a GPU; the call's arrays are on {inv.backend}"
     if reason := frontends.cannot_launch(inv.framework):
         return reason
     if "float64" in dtypes:
         return "Triton's matrix products have no float64; use xla or torch, or convert to float32"
-    if max(inv.dims["K"], inv.dims["V"]) > 256:
+    if any_value and inv.dims["K"] > 256:
+        return f"takes head dims of keys up to 256; the call has K = {inv.dims['K']}"
+    if not any_value and max(inv.dims["K"], inv.dims["V"]) > 256:
         return f"takes head dims up to 256; the call has K = {inv.dims['K']}, V = {inv.dims['V']}"
     return None
 

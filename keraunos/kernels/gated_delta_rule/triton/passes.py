@@ -350,7 +350,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
 
 def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
-    return limits.cannot_run(inv, inv.arrays["query"][0])
+    return limits.cannot_run(inv, inv.arrays["query"][0], any_value=True)
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:

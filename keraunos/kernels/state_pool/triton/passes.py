@@ -151,7 +151,7 @@ def _prefill(walk: Walk, args: Args, opts: Options) -> tuple[Array, Array | None
 
 def unsupported(inv: Invocation) -> str | None:
     """Why Triton cannot run the call, or None."""
-    return limits.cannot_run(inv, inv.arrays["key"][0])
+    return limits.cannot_run(inv, inv.arrays["key"][0], any_value=True)
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
