@@ -54,7 +54,7 @@ def gpus() -> list[str]:
 # The part of the page that is made, and not written.
 ASKED = re.compile(r"(?<=<!-- asked: python -m tests.supported -->\n).*?(?=<!-- end -->)", re.DOTALL)
 # Before the columns whose platform takes every call, and before the calls that every platform takes.
-TAKES_ALL, TAKEN = "Every call is taken by: ", "All platforms take: "
+TAKES_ALL, TAKEN = "All calls run on: ", "All platforms run: "
 REASONS = "## Reasons"
 PACKED, STATE = {"N": 4}, {"state": True}
 LINEAR = {
@@ -76,9 +76,7 @@ GATED = {
     "gates per token, head and dimension": {"gate": "vector"},
     "gates per token and head": {"gate": "scalar"},
     "a learned decay per head": {"gate": "learned"},
-    "gates per token and head, float16": {"gate": "scalar", "dtype": "float16"},
     "gates per token, head and dimension, packed": {"gate": "vector", **PACKED},
-    "gates per token, head and dimension, K = V = 256": {"gate": "vector", "K": 256, "V": 256},
 }
 DELTA = {
     "gates per token and head": {},

@@ -121,7 +121,8 @@ class Layer:
             attention_mask: ``[B, T]``, 0 or False for padding, on any side. Padding leaves no trace, whatever x is
                 there: not in other tokens' results, not in the cache, not in gradients. Its own results are zeros.
                 Floats of which none is 1 are read as a mask that is added to logits: 0 for tokens, and the dtype's
-                minimum or ``-inf`` for padding.
+                minimum or ``-inf`` for padding. Floats that are all 0 could mean either: they are refused where their
+                values are known, and are all tokens elsewhere.
             cu_seqlens: ``[N + 1]``, offsets from 0 to T of N sequences packed into one row (B = 1): an array of the
                 layer's framework, a NumPy array, a list or a tuple.
 
@@ -287,6 +288,9 @@ class GatedLinearAttention(Layer):
         platform, cfg: as for :func:`keraunos.gla_attention`.
         parameters: PyTorch: ``device``, ``dtype``. NNX: ``rngs``; ``dtype``, ``param_dtype``; ``heads``, the axis of a
             mesh over which heads are sharded.
+
+    Kernels of linear attention take up to 256 value dimensions of a head; more go to them in parts, unless heads share
+    their values.
 
     Raises:
         ValueError: a size does not divide another, or a name is not known.
