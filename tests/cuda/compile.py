@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -84,16 +85,47 @@ def identity(kernel, signature: dict[str, str], constants: dict) -> str:
     return hashlib.sha256(f"{triton.__version__} {chosen} {program}".encode()).hexdigest()[:16]
 
 
+def source(kernel, signature: dict[str, str], constants: dict) -> str:
+    """A hash of all that the program of a build is made of; of the same the compiler makes the same program."""
+    given = kernel.fn.__name__, sorted(signature.items()), sorted((name, repr(x)) for name, x in constants.items())
+    parts = triton.__version__, sorted(code_of(kernel.fn.__module__)), given
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def code_of(module: str) -> frozenset[str]:
+    """The code, without comments and docstrings, of a module and of all modules of kernels that it imports."""
+    tree, imported = ast.parse(Path(sys.modules[module].__file__).read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {x.name for x in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module, *(f"{node.module}.{x.name}" for x in node.names)}
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    ours = (name for name in imported if name.startswith("keraunos.kernels.") and name in sys.modules)
+    return frozenset({ast.unparse(tree)}).union(*map(code_of, ours))
+
+
 @functools.cache
 def recorded() -> dict[str, dict]:
     """The recorded resources, by the identities of builds."""
     return json.loads(RECORD.read_text())
 
 
+@functools.cache
+def _by_source() -> dict[str, dict]:
+    return {row["source"]: row for row in recorded().values()}
+
+
 def known(kernel, signature: dict[str, str], constants: dict) -> dict[str, int]:
-    """Like :func:`resources`, but as was recorded of the same build; with other versions of Triton it is built."""
+    """Like :func:`resources`, but as was recorded of the same build; with other versions of Triton it is built.
+
+    Where the code is another than when it was recorded, it is seen whether the compiler still begins with the same.
+    """
     if triton.__version__ != RECORDED_WITH:
         return resources(kernel, signature, constants)
-    found = recorded().get(identity(kernel, signature, constants))
+    build = kernel, signature, constants
+    found = _by_source().get(source(*build)) or recorded().get(identity(*build))
     assert found is not None, f"{kernel.fn.__name__} has changed: run python -m tests.cuda.record"
-    return {name: used for name, used in found.items() if name != "kernel"}
+    return {name: used for name, used in found.items() if name not in ("kernel", "source")}

@@ -1,7 +1,7 @@
 """Builds whose resources are recorded, in ``record.json``; as a script it makes those that are new, and writes it.
 
-A build takes up to fifteen seconds of a processor, what tells it apart from others one or two: tests find the resources
-of most in the record. After a change of a kernel ``python -m tests.cuda.record`` is all there is to do.
+A build takes up to fifteen seconds of a processor: tests find the resources of most in the record, by their code or by
+what the compiler makes of that at first. After a change of a kernel ``python -m tests.cuda.record`` is all there is to do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 import triton
 
 from tests.cuda import builds, delta_rule, test_decode, test_softmax_attention
-from tests.cuda.compile import RECORD, RECORDED_WITH, identity, recorded, resources
+from tests.cuda.compile import RECORD, RECORDED_WITH, identity, recorded, resources, source
 from tests.cuda.softmax_attention import build_of
 
 FORWARD, FEW = test_softmax_attention, test_decode
@@ -34,7 +34,8 @@ def found(call: str, anew: bool = False) -> dict[str, dict]:
     rows, before = {}, {} if anew else recorded()
     for kernel, *build in CALLS[call]():
         known = identity(kernel, *build)
-        rows[known] = before.get(known) or {"kernel": kernel.fn.__name__, **resources(kernel, *build)}
+        found = before.get(known) or {"kernel": kernel.fn.__name__, **resources(kernel, *build)}
+        rows[known] = {**found, "source": source(kernel, *build)}
     return rows
 
 

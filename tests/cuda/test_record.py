@@ -29,7 +29,8 @@ pytestmark = [
 def test_what_is_built_is_as_recorded(call):
     found = record.found(call, anew=True)
     assert found
-    assert {key: recorded()[key] for key in found} == found
+    # Their code may be another, of which the compiler makes the same.
+    assert {key: recorded()[key] | {"source": row["source"]} for key, row in found.items()} == found
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """The JAX front end lowers the Triton kernels for CUDA without a GPU: traced, built for sm_90, put into the graph."""
 
 import functools
+import re
 
 import jax
 import jax.export
@@ -17,17 +18,37 @@ pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run witho
 CFG = Config(block_q=32, block_d=16, num_warps=4, num_stages=2)
 SHAPE = (2, 200, 4, 16)
 ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
+# What was built: of each kernel the first build, and what launches put into graphs.
+BUILT, PUT = {}, {}
 
 
 @pytest.fixture
-def triton(monkeypatch):
-    """The low-level functions of the platform, by name."""
+def launch(monkeypatch):
+    """The module that launches, as on a Hopper GPU: without a device there is nothing to ask for its capability."""
     # Not jax_triton itself, which would leave Triton without a cache for all tests that follow in the process.
     launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
-    jax_triton = launch.jax_triton
-    # Without a device there is nothing to ask for its capability.
-    call = functools.partial(jax_triton.triton_call, compute_capability=90)
-    monkeypatch.setattr(jax_triton, "triton_call", call)
+    call = functools.partial(launch.jax_triton.triton_call, compute_capability=90)
+    monkeypatch.setattr(launch.jax_triton, "triton_call", call)
+    return launch
+
+
+@pytest.fixture
+def triton(launch, monkeypatch):
+    """The low-level functions of the platform, by name.
+
+    Triton makes its program of every launch, and builds the first of each kernel to its end; tests/triton/compile.py
+    has all of them.
+    """
+    build = launch.triton_lib.compile_ttir_inplace
+
+    def built(module, *options):
+        kernel = re.search(r"tt\.func public @(\w+)", str(module))[1]
+        if kernel not in BUILT:
+            BUILT[kernel] = build(module, *options)
+        return BUILT[kernel]
+
+    monkeypatch.setattr(launch.triton_lib, "compile_ttir_inplace", built)
+    monkeypatch.setattr(launch.triton_lib, "_COMPILED_KERNEL_CACHE", PUT)
     return lambda name, cfg: functools.partial(kernel_registry.get(name, "triton"), cfg=cfg)
 
 
@@ -53,12 +74,11 @@ def attention(triton):
 
 
 @pytest.fixture
-def shared(triton, monkeypatch):
+def shared(launch, monkeypatch):
     """``capability ->`` the bytes of shared memory of what is launched on such a GPU, asked for with eight stages."""
-    from keraunos.frontends.jax import launch as jax_launch
     from tests.triton.product import product_kernel
 
-    library = jax_launch.triton_lib.triton_kernel_call_lib
+    library = launch.triton_lib.triton_kernel_call_lib
     x, made, found = jax.ShapeDtypeStruct((5, 64, 64), jnp.bfloat16), library.TritonKernel, []
 
     def kernel(name, num_warps, num_ctas, bytes, *rest):
@@ -66,13 +86,13 @@ def shared(triton, monkeypatch):
         return made(name, num_warps, num_ctas, bytes, *rest)
 
     def call(capability):
-        launch = functools.partial(jax_launch.jax_triton.triton_call.func, compute_capability=capability)
+        on_gpu = functools.partial(launch.jax_triton.triton_call.func, compute_capability=capability)
         monkeypatch.setattr(library, "TritonKernel", kernel)
-        monkeypatch.setattr(jax_launch.jax_triton, "triton_call", launch)
+        monkeypatch.setattr(launch.jax_triton, "triton_call", on_gpu)
 
         def run(x):
             inputs, outputs = dict(x=x, n=4), dict(y=((64, 64), "float32"))
-            return jax_launch.launch(product_kernel, (1,), inputs, outputs, dict(BLOCK=64), num_warps=4, num_stages=8)
+            return launch.launch(product_kernel, (1,), inputs, outputs, dict(BLOCK=64), num_warps=4, num_stages=8)
 
         jax.jit(run).trace(x).lower(lowering_platforms=("cuda",))
         return found.pop()
@@ -87,10 +107,8 @@ def test_stages_that_do_not_fit_are_left_out(shared):
     assert shared(89) == shared(120) == 6 * 16384
 
 
-def test_what_fits_with_no_number_of_stages_is_refused(shared, monkeypatch):
-    from keraunos.frontends.jax import launch as jax_launch
-
-    monkeypatch.setattr(jax_launch, "shared_memory", {"8.6": 1000}.get)
+def test_what_fits_with_no_number_of_stages_is_refused(launch, shared, monkeypatch):
+    monkeypatch.setattr(launch, "shared_memory", {"8.6": 1000}.get)
     with pytest.raises(ValueError, match=r"product_kernel needs \d+ of shared memory .* this GPU has 1000;"):
         shared(86)
 
