@@ -1,7 +1,8 @@
 """Builds whose resources are recorded, in ``record.json``; as a script it makes those that are new, and writes it.
 
 A build takes up to fifteen seconds of a processor: tests find the resources of most in the record, by their code or by
-what the compiler makes of that at first. After a change of a kernel ``python -m tests.cuda.record`` is all there is to do.
+what the compiler makes of that at first. After a change of a kernel ``python -m tests.cuda.record`` is all there is to
+do.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def over_mesh(args, case, platform):
 
 
 # Each is compiled for seconds: on the CPU some of those that PyTorch runs all.
-@pytest.mark.parametrize("case", [*(CASES if GPU else CASES[::3]), *EMPTY], ids=str)
+@pytest.mark.parametrize("case", [*(CASES if GPU else [CASES[3], *CASES[5:8]]), *EMPTY], ids=str)
 def test_shards_give_what_the_whole_gives(case):
     case.check(functools.partial(run_jax, PLATFORM, over_mesh))
 

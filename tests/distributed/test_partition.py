@@ -135,7 +135,7 @@ def test_nothing_is_resharded(name, kind):
         assert_within_rule(["result"], [a], [b], [b], ["float32"], [np.abs(b) + np.abs(b).max()])
 
 
-@pytest.mark.parametrize("name", ["gla", "gla in a box", "delta rule in a box", "attention by blocks"])
+@pytest.mark.parametrize("name", ["gla", "gla in a box", "attention by blocks"])
 def test_vmap_over_what_explicit_axes_shard(name):
     f, given = CALLS[name]
     mesh = jax.make_mesh((2,), ("calls",), axis_types=(AxisType.Explicit,))

@@ -19,11 +19,11 @@ gla, lightning = keraunos.bucketed(keraunos.gla_attention), keraunos.bucketed(ke
 
 
 @pytest.mark.parametrize("case", [
-    Case(T=70, gate="vector", gamma=2, state=True, G=1), Case(T=70, gate="scalar", gamma=1, state=True, reverse=True),
-    Case(T=33, gamma=1, state=True), Case(T=100, state=True), Case(T=96, gate="vector"),
+    Case(T=20, gate="vector", gamma=2, decay="infinite", state=True, G=1), Case(T=96, gate="scalar"),
+    Case(T=20, gate="scalar", gamma=1, state=True, reverse=True), Case(T=33, gamma=1, state=True),
+    Case(T=100, state=True),
     Case(B=1, lengths=(3, 0, 60, 7), gamma=1, state=True, gate="scalar"),
     Case(B=1, lengths=(30, 34), gamma=1, state=True, reverse=True), Case(B=1, lengths=(40,), state=True),
-    Case(T=70, gamma=1, decay="infinite", gate="vector", state=True),
 ], ids=str)
 def test_results_and_gradients_are_those_of_the_call_as_given(case):
     def function(args, case, platform):
@@ -61,10 +61,10 @@ def test_another_length_of_a_bucket_compiles_nothing(caplog, gates):
         output, pull = jax.vjp(lambda x, g: gla(x, x, x, g, **gates), x, g)
         return pull(jax.device_put(np.ones(output.shape, np.float32)))
 
-    assert compiled(caplog, lambda: gradient(70))
+    assert compiled(caplog, lambda: gradient(20))
     # But for JAX's own sums of the three gradients of x, and in jax 0.11 the padding and cutting of one array.
     own = ("add", "jit(_pad)", "jit(dynamic_slice)")
-    assert not {name for name in compiled(caplog, lambda: gradient(90)) if not any(x in name for x in own)}
+    assert not {name for name in compiled(caplog, lambda: gradient(30)) if not any(x in name for x in own)}
 
 
 def test_errors():
