@@ -42,7 +42,9 @@ def _inside(markdown: str) -> str:
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Lead links out of docs/ to the copies."""
+    """Lead links out of docs/ to the copies; who searches for "change" does not mean the changelog."""
+    if page.file.src_uri == PAGES["CHANGELOG.md"]:
+        page.meta["search"] = {"exclude": True}
 
     def there(found):
         path, anchor = found["path"], found["anchor"] or ""
