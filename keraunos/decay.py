@@ -4,10 +4,9 @@ Both frameworks take what a function returns as ``log_decay=`` and ``g_gamma=``:
 To keep it in a module, convert it once: ``register_buffer("decay", torch.from_numpy(decay))`` in PyTorch,
 ``jnp.asarray(decay)`` in JAX.
 
-Every function takes ``layer_idx`` counted from 0. The layer index may be an array of a framework (a tracer in a loop
-over layers, or a tensor without dimensions); then the decay is computed with that framework and is an array of it, and
-the range is checked where the value is known on the host. ``num_heads`` is H. A number out of its range is a
-ValueError, a layer index that is no integer a TypeError.
+``num_heads`` is H, and ``layer_idx`` counts from 0. If the layer index is an array, such as a tracer in a loop over
+layers, the decay is an array of the same framework, and the range is checked if the host knows the value. A number out
+of its range raises ValueError, a layer index that is not an integer TypeError.
 
 - :func:`lightning`: fla's ``chunk_lightning_attn``, and :func:`keraunos.lightning_attention` of a layer;
 - :func:`minimax`: MiniMax-Text-01 in Hugging Face transformers;
@@ -43,7 +42,7 @@ from keraunos.frontends.array_types import Array
 def lightning(num_heads: int, layer_idx: int | Array, num_layers: int) -> Array:
     """``-(8 / H) * (1 - layer_idx / num_layers) * h`` for h = 0 to H - 1: stronger for later heads, earlier layers.
 
-    What :func:`keraunos.lightning_attention` takes for a layer; so does fla's ``chunk_lightning_attn``.
+    :func:`keraunos.lightning_attention` and fla's ``chunk_lightning_attn`` take it for a layer.
 
     Source: Lightning Attention-2 (arXiv:2401.04658) with the layer scaling of TransNormerLLM (arXiv:2307.14995).
     """
@@ -52,10 +51,10 @@ def lightning(num_heads: int, layer_idx: int | Array, num_layers: int) -> Array:
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Geometric slopes > 0: ``2 ** (-8 (i + 1) / n)`` for i = 0 to n - 1, with n = H a power of two.
+    """Positive slopes ``[H]``: ``2 ** (-8 (i + 1) / H)`` for head i if H is a power of two.
 
-    Otherwise the slopes of the closest power of two below, n, followed by every other slope of 2 n. The formulas below
-    take them with a minus.
+    If it is not, the first n heads have the slopes of n, the largest power of two below H, and the others have every
+    second slope of ``2 n``. The decays below are these slopes with a minus.
 
     Source: ALiBi (arXiv:2108.12409).
     """

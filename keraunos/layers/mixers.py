@@ -274,16 +274,17 @@ class GatedLinearAttention(Layer):
 
     Args:
         hidden_size: of the residual stream.
-        expand_k, expand_v: keys' and values' width, of all heads, over hidden_size.
+        expand_k, expand_v: the width of all heads' keys, and of their values, divided by hidden_size.
         num_heads: of queries; num_kv_heads: of keys, values and gates, a divisor of it.
         feature_map: of queries and keys: ``"relu"``, ``"silu"`` (or ``"swish"``), ``"sigmoid"``, ``"gelu"``; or a
             function of ``[B, T, heads, K]``, which keeps the shape.
         use_short_conv: q, k and v go through causal convolutions over conv_size tokens, each channel by itself, and
             silu; conv_bias: with a bias.
-        use_output_gate: without, the last factor of y is left out; gate_fn: as feature_map, of ``[B, T, heads, V]``.
+        use_output_gate: whether y has its last factor; gate_fn: the gate's function, as feature_map, of
+            ``[B, T, heads, V]``.
         elementwise_affine, norm_eps: of the norm, over each head's V dimensions.
         gate_logit_normalizer, gate_low_rank_dim: of the formula: the larger the first, the longer the memory.
-        clamp_min: the least g, a natural log; None: none.
+        clamp_min: the lower bound of g; None: none.
         fuse_norm: whether the norm is called ``g_norm_swish_gate``, as in flash-linear-attention, or ``g_norm``.
         platform, cfg: as for :func:`keraunos.gla_attention`.
         parameters: PyTorch: ``device``, ``dtype``. NNX: ``rngs``; ``dtype``, ``param_dtype``; ``heads``, the axis of a

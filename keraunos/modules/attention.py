@@ -190,32 +190,32 @@ def attention(
         value: ``[B, S, G, V]``, the query's dtype.
         bias: ``[1 or B, 1 or G or H, T, S]``, added to the logits; it replaces the mask and the segment ids of
             ``mask_info``, but not its lengths, causality and window. May be ``-inf``.
-        dropout_rng: a key of ``jax.random``, or a ``torch.Generator``, which each call draws from: the same key, or
-            state, drops the same weights. ``torch.utils.checkpoint`` sets no such generator back: make it, from a seed,
-            within the function that runs again.
-        softmax_aux: attention sinks, ``[sinks]`` or ``[1 or G or H, sinks]``: logits that take probability, for no
-            value. One sink for each head is ``[H, 1]``; H sinks that all heads share are ``[1, H]``. ``[H]`` could
-            mean either and is refused.
+        dropout_rng: a key of ``jax.random`` or a ``torch.Generator``. The same key, or the same state of the generator,
+            drops the same weights; a call moves the generator on. ``torch.utils.checkpoint`` does not restore a
+            generator: make it from a seed inside the function that is checkpointed.
+        softmax_aux: attention sinks, ``[sinks]`` or ``[1 or G or H, sinks]``: logits that are in the sum of the softmax
+            and have no value. One sink for each head is ``[H, 1]``; H sinks that all heads share are ``[1, H]``.
+            ``[H]`` could mean either and is refused.
         mask_info: which keys are visible, a :class:`keraunos.types.MaskInfo`.
         init_bias: makes a bias; called only if there is no bias, no mask and no segment ids.
-        deterministic: without dropout.
+        deterministic: no dropout, whatever dropout_prob is.
         softmax_scale: factor of the logits; ``K ** -0.5`` if None.
         logits_soft_cap: bound of the logits' magnitude, before the bias; None: none.
-        dtype: of the computation and of the output: bfloat16 if not given, also where the arrays are float32; None: the
-            query's.
-        softmax_dtype: of the softmax: float32 if None (float64 for float64). A platform may take a wider one.
+        dtype: the dtype to which query, key and value are cast, and the output's. The default is bfloat16, for float32
+            arrays too; None keeps the query's.
+        softmax_dtype: the dtype of the softmax: float32 if None (float64 for float64). A platform may take a wider one.
         dropout_prob: the probability of dropping a weight; the others are divided by one minus it.
         causal: query t sees keys 0 to ``query_offset + t``, also where T and S differ.
         sliding_window: ``(left, right)``, or one number for both: query t sees keys ``query_offset + t - left`` to
             ``query_offset + t + right``.
-        query_offset: the place of the first query among the keys, for ``causal`` and windows, those of ``mask_info``
-            too: an int, or an array of integers ``[B]``, one for each sequence; None: 0. One token on a cache of keys
-            of which ``length`` are valid has ``length - 1``. An int is a constant of the compiled program, so that
-            another one compiles again; an array may change from call to call. Below 0, the first queries see no key.
+        query_offset: the position of the first query among the keys, for ``causal`` and all windows: an int, or
+            integers ``[B]``, one for each sequence; None: 0. One token on a cache with ``length`` valid keys has the
+            offset ``length - 1``. Another int compiles the program again; an array may change from call to call. If the
+            offset is below 0, the first queries see no key.
         platform: ``"triton"``, ``"cuda"``, ``"xla"``, ``"torch"``, or on TPUs ``"pallas"``: that one or an error.
             ``"auto"`` or None: the best that can run the call.
         cfg: launch configuration; wins over every cache and is never stored.
-        return_weights: return the weights too, as they multiply the values; they take memory for ``B H T S`` values.
+        return_weights: return the weights too, after dropout: ``B H T S`` values.
 
     Returns:
         The output ``[B, T, H, V]``, or ``(output, weights [B, H, T, S])``. There are gradients for query, key, value,

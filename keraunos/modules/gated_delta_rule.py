@@ -105,15 +105,16 @@ def gated_delta_rule(
         beta: ``[B, T, heads]``, how much of the error is corrected, from 0 to 1, or 2 for negative eigenvalues. None:
             ones.
         initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
-        cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
-            (B = 1), that rise from 0 to T; or a NumPy array, a constant of the call. Those on a device stay there.
-            Padding is a sequence too, the last: what is of no sequence gets undefined results and gradients.
+        cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ..., T]`` of sequences packed into one row
+            (B = 1). Make padding at the end a last sequence: tokens after the last offset have undefined results and
+            gradients. A NumPy array is a constant of the call. Offsets on a device are not read on the host.
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         use_qk_l2norm: divide query and key by ``sqrt(sum x^2 + 1e-6)`` first, in float32.
         reverse: run from the last token to the first; ``initial_state`` enters after the last token.
         return_state: return the final state too.
         state_v_first: initial_state and the returned state are ``[N, H, V, K]``, as some libraries have them.
-        platform: ``"xla"`` or ``"torch"``: that one or an error. ``"auto"`` or None: the best that can run the call.
+        platform: ``"triton"``, ``"xla"``, ``"torch"`` or, on Hopper GPUs, ``"cuda"``: that one or an error. ``"auto"``
+            or None: the best that can run the call.
         cfg: launch configuration; wins over every cache and is never stored.
 
     Returns:
@@ -122,8 +123,8 @@ def gated_delta_rule(
         and initial_state, also through the final state.
 
     Raises:
-        ValueError: a shape, range or name is wrong, a gate or offset that is known on the host is
-            (:mod:`keraunos.ops.checks`), or no platform can run the call (:class:`UnsupportedError`).
+        ValueError: a shape, range or name is wrong; or a value of a gate or an offset that the host knows
+            (:mod:`keraunos.ops.checks`); or no platform can run the call (:class:`UnsupportedError`).
         TypeError: an argument is of a wrong type or dtype.
 
     Example:

@@ -79,9 +79,9 @@ def gla_attention(
             (RetNet, Mamba-2, simple GLA). Natural log, <= 0; ``-inf`` forgets everything before the token.
         g_gamma: ``[H]`` or ``[B, H]``, a constant gate per head, natural log, <= 0. Added to ``g``.
         initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
-        cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
-            (B = 1), that rise from 0 to T; or a NumPy array, a constant of the call. Those on a device stay there.
-            Padding is a sequence too, the last: what is of no sequence gets undefined results and gradients.
+        cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ..., T]`` of sequences packed into one row
+            (B = 1). Make padding at the end a last sequence: tokens after the last offset have undefined results and
+            gradients. A NumPy array is a constant of the call. Offsets on a device are not read on the host.
         softmax_scale: factor of the output; ``K ** -0.5`` if None.
         reverse: run from the last token to the first; ``initial_state`` enters after the last token.
         return_state: return the final state too.
@@ -96,8 +96,8 @@ def gla_attention(
         and initial_state, also through the final state.
 
     Raises:
-        ValueError: a shape, range or name is wrong, a decay or offset that is known on the host is
-            (:mod:`keraunos.ops.checks`), or no platform can run the call (:class:`UnsupportedError`).
+        ValueError: a shape, range or name is wrong; or a value of a decay or an offset that the host knows
+            (:mod:`keraunos.ops.checks`); or no platform can run the call (:class:`UnsupportedError`).
         TypeError: an argument is of a wrong type or dtype.
 
     Example:

@@ -21,18 +21,16 @@ def rounded_up(n: int) -> int:
 
 
 def bucketed(operation: Callable) -> Callable:
-    """``operation`` for JAX, compiled for a few lengths only: shorter calls are filled up with padding.
+    """Make a function for JAX that pads calls of ``operation`` to a few lengths, so that XLA compiles few programs.
 
-    XLA compiles a program for each shape. Where an operation is called eagerly with lengths that vary, each new one
-    takes seconds on a CPU, and memory that is kept. What this returns rounds the number of tokens up, to four lengths
-    in an octave (160, 192, 224, 256, 320, ...), and that of packed sequences to powers of two. The padding has keys
-    and values of zero and gates that decay nothing, so outputs, final states and gradients are those of the call as
-    given. Constant decays become gates per token for that, unless sequences are packed.
+    XLA compiles a program for each shape: eager calls with lengths that vary take seconds each on a CPU, and memory
+    that is kept. The function pads the number of tokens to one of four lengths in an octave (160, 192, 224, 256,
+    320, ...), and the number of packed sequences to a power of two. Padding has keys and values of zero and gates
+    of zero, so outputs, final states and gradients are those of the call as given.
 
-    Up to a quarter of the tokens is padding, a tenth on average, and constant decays cost more as gates: lightning
-    attention of 1,100 tokens with 8 heads of 64 took 21 ms of a CPU's time in place of 11, but 50 calls with lengths
-    from 1 to 2,000 compiled 14 programs, not 49. Inside ``jax.jit`` there is nothing to gain: what is
-    around the call is compiled for its length anyway.
+    Up to a quarter of the tokens is padding, a tenth on average. Constant decays become gates per token, which take
+    longer, unless sequences are packed. Inside ``jax.jit`` the function saves nothing: the program around the call is
+    compiled for its length anyway.
 
     Args:
         operation: :func:`keraunos.gla_attention` or :func:`keraunos.lightning_attention`.

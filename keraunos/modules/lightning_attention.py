@@ -89,11 +89,11 @@ def lightning_attention(
         key: ``[B, T, heads, K]``, the query's dtype.
         value: ``[B, T, heads, V]``, the query's dtype.
         initial_state: ``[N, H, K, V]``, one state per sequence; N is B, or the number of packed sequences.
-        cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ...]`` of sequences packed into one row
-            (B = 1), that rise from 0 to T; or a NumPy array, a constant of the call. Those on a device stay there.
-            Padding is a sequence too, the last: what is of no sequence gets undefined results and gradients.
-        layer_idx: the layer, counted from 0; an integer, or an array of one, such as a tracer in a loop over layers
-            (its range is checked where its value is known on the host).
+        cu_seqlens: ``[N + 1]``, int32 or int64, offsets ``[0, l1, l1 + l2, ..., T]`` of sequences packed into one row
+            (B = 1). Make padding at the end a last sequence: tokens after the last offset have undefined results and
+            gradients. A NumPy array is a constant of the call. Offsets on a device are not read on the host.
+        layer_idx: the layer, from 0: an integer, or an integer array with one element, such as a tracer in a loop over
+            layers. Its range is checked if the host knows its value.
         num_layers: the number of layers.
         log_decay: ``[H]`` or ``[B, H]``, in place of ``layer_idx`` and ``num_layers``: the decay of one step back,
             natural log, <= 0. Other models' formulas are in :mod:`keraunos.decay`. Heads sharded over devices need it
@@ -112,8 +112,8 @@ def lightning_attention(
         initial_state and, if it is an array, log_decay, also through the final state.
 
     Raises:
-        ValueError: a shape, range or name is wrong, a decay or offset that is known on the host is
-            (:mod:`keraunos.ops.checks`), or no platform can run the call (:class:`UnsupportedError`).
+        ValueError: a shape, range or name is wrong; or a value of a decay or an offset that the host knows
+            (:mod:`keraunos.ops.checks`); or no platform can run the call (:class:`UnsupportedError`).
         TypeError: an argument is of a wrong type or dtype.
 
     Example:

@@ -129,15 +129,15 @@ default_executor.__doc__ = "The executor that the public functions share, made a
 
 @outside_graphs
 def explain(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
-    """Which platform and configuration a call would get, from which tier, and why the others were passed over.
+    """The platform and configuration that a call would get, and the reason why each better one was not taken.
 
     Args:
         operation: a public function, such as ``keraunos.gla_attention``.
         args, kwargs: the call's own.
 
     Returns:
-        A :class:`Choice`; printing it tells the whole. No kernel is launched, nothing tuned or stored; but softmax
-        attention casts its arguments for it, and draws from a ``torch.Generator``, as the call does.
+        A :class:`Choice`; ``print`` it to read all of it. No kernel is launched, and nothing is tuned or stored. For
+        softmax attention the arguments are cast and a ``torch.Generator`` moves on, as in the call.
 
     Raises:
         ValueError, TypeError: what the call itself would raise.

@@ -118,11 +118,11 @@ class Choice:
 
     Attributes:
         cfg: the complete configuration.
-        tier: the step that gave it: explicit, overlay, memory, disk, shipped, autotune or heuristic.
-        platform: who computes.
-        key: what is looked up in the caches.
-        passed: why better platforms were passed over, each once.
-        missed: for each step before ``tier``, why it gave nothing.
+        tier: the tier that gave it: explicit, overlay, memory, disk, shipped, autotune or heuristic.
+        platform: the platform that computes the call.
+        key: the call's key in the caches.
+        passed: why platforms of a higher priority were not taken, each once.
+        missed: for each tier before ``tier``, why it had no configuration.
     """
 
     cfg: Config

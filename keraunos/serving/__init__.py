@@ -19,10 +19,10 @@ takes too. In JAX the memory of the pool that is given goes to the one that is r
 ``donate_argnums``; or pass a ``jax.Ref``, which is changed in place. Values are computed in float32 and rounded when
 they are stored.
 
-``slots``: one per request; -1 is padding: no slot is touched, and its rows of the output are zero. Two requests of one
-call must not share a slot, and slots must be below the pool's size, which is checked on the CPU only: a device's values
-are not read (but see :mod:`keraunos.ops.checks`). Slots, counts, offsets and boundaries may also be NumPy arrays,
-which each call copies to the device.
+``slots``: one per request. -1 is padding: no slot is touched, and its rows of the output are zero. Two requests of one
+call must not share a slot, and a slot must be below the pool's size. Both are checked on a CPU; on other devices values
+are read only if ``KERAUNOS_CHECK=1`` (:mod:`keraunos.ops.checks`). Slots, counts, offsets and boundaries may also be
+NumPy arrays, which each call copies to the device.
 
 Under ``torch.autocast`` query, key and value are cast to its dtype, gates, decays and the pool are not; ``out`` then
 has that dtype.

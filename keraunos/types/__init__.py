@@ -149,7 +149,10 @@ class MaskInfo(GraphOption):
         return replace(self, causal=True, query_offset=as_offset(query_offset, "apply_causal"))
 
     def apply_sliding_window(self, sliding_window: int | tuple[int, int]) -> MaskInfo:
-        """This mask, with keys ``t - left`` to ``t + right`` only, plus ``query_offset``; one number stands for both.
+        """This mask, where query t sees only keys ``query_offset + t - left`` to ``query_offset + t + right``.
+
+        Args:
+            sliding_window: ``(left, right)``, or one number for both.
 
         Raises:
             ValueError: it is no window.
@@ -228,12 +231,13 @@ class MaskInfo(GraphOption):
         return replace(self, **{name: array(x, like) for name, x in host.items()})
 
     def get_or_compute_segment_ids(self) -> tuple[Any, Any]:
-        """``(query_segments, key_segments)``, ``[B, T]`` and ``[B, S]``, as given or int32, without the limits.
+        """``(query_segments, key_segments)``, ``[B, T]`` and ``[B, S]``, without the limits.
 
-        Of a mask: the id of a key is the first query that sees it. It must be made of blocks, the same for all heads.
+        They are as given, or int32 of a mask, which must consist of blocks and be the same for all heads. A key's id is
+        then the first query that sees it.
 
         Raises:
-            ValueError: there is neither, or the mask is not made of segments (where its values can be looked at).
+            ValueError: there are no ids and no mask, or the mask does not consist of blocks (if its values are known).
         """
         if self.query_segments is not None:
             return self.query_segments, self.key_segments
