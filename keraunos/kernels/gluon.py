@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from typing import Any, dataclass_transform
 
 import triton
@@ -45,6 +46,11 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """Shared memory, or the first part of it, with another dtype, shape and layout."""
     view = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)
+
+
+def lengths(arrays: Iterable[str], *others: str) -> list[str]:
+    """The numbers of a kernel that no build depends on: the strides of arrays of tokens, by name, and others."""
+    return [f"stride_{array}{axis}" for array in arrays for axis in "bth"] + [*others]
 
 
 @dataclass_transform(eq_default=False)

@@ -25,14 +25,7 @@ from keraunos.frontends import jax as frontend
 from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.reference import EPSILON
 from keraunos.kernels.recurrent.contract import state_spec
-from keraunos.kernels.recurrent.xla import (
-    Chunks,
-    Decay,
-    Walker,
-    on_each_device,
-    sum_last,
-    without_tokens,
-)
+from keraunos.kernels.recurrent.xla import Chunks, Decay, Walker, on_each_device, sum_last, without_tokens
 from keraunos.kernels.state_pool import xla as pool
 from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation

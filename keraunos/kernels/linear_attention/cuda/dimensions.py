@@ -16,16 +16,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from keraunos.kernels.device.hopper import FAINT, LOG2E, add, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
-from keraunos.kernels.gluon import aggregate, copy_out, reinterpret, thread_barrier
+from keraunos.kernels.gluon import aggregate, copy_out, lengths, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import Blocks, Walk, natural_decay, settled
 
 # A chunk has so many blocks of tokens.
@@ -498,11 +493,7 @@ class Outputs:
             store_state(self.ht + o_state, state, self.last, o_k, o_v, walk.K, walk.V, BK, walk.BV)
 
 
-_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_gb", "stride_gt", "stride_gh", "stride_gamma_b", "T", "L", "P"]
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=lengths("qkvg", "stride_gamma_b", "T", "L", "P"))
 def dimensions_kernel(
     q, k, v, g, gamma, h0, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
@@ -553,14 +544,7 @@ def dimensions_kernel(
     after_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
     p_gamma = None if gamma is None else natural_decay(gamma, i_b, i_h, stride_gamma_b)
     gates = dimension_gates(walk, g, stride_gb, stride_gt, stride_gh, i_h // RG, p_gamma, STAGES, GATES)
-    queries = None
-    out = None
-    tree_s = None
-    pairs_s = None
-    state_s = None
-    before_s = None
-    end_s = None
-    kinds_s = None
+    queries, out, tree_s, pairs_s, state_s, before_s, end_s, kinds_s = None, None, None, None, None, None, None, None
     if OUTPUT:
         q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
         queries = Blocks(walk.blocks(q, i_h // RQ, stride_qb, stride_qt, stride_qh, K, BK, BLOCK), q_s)

@@ -20,16 +20,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from keraunos.kernels.device.hopper import FAINT, LOG2E, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
-from keraunos.kernels.gluon import aggregate, copy_out, reinterpret, thread_barrier
+from keraunos.kernels.gluon import aggregate, copy_out, lengths, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
     COPIED_KEYS,
@@ -449,12 +444,7 @@ class Keys:
             store_state(self.dh0 + o_state, state, self.last, o_k, o_v, walk.K, walk.V, BK, walk.BV)
 
 
-_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_ob", "stride_ot", "stride_oh", "stride_gb", "stride_gt", "stride_gh",
-            "stride_gamma_b", "T", "L"]
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=lengths("qkvog", "stride_gamma_b", "T", "L"))
 def keys_kernel(
     q, k, v, do, g, gamma, dht, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
@@ -523,9 +513,7 @@ def keys_kernel(
         d_values = dv + of_token * V
     p_dht = None if dht is None else dht + (i_o.to(gl.int64) * H + i_h) * K * V
     p_dh0 = None if dh0 is None else dh0 + (i_n.to(gl.int64) * H + i_h) * K * V
-    p_dots = None
-    p_workspace = None
-    p_states = None
+    p_dots, p_workspace, p_states = None, None, None
     if dots is not None:
         p_dots = dots + (group_slot(i_o, token, T, L, C, PACKED, SPLIT) * H + i_h) * (2 * scaled_size(BK // 2))
         p_workspace = workspace + gl.program_id(0).to(gl.int64) * (C * BK)

@@ -13,16 +13,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from keraunos.kernels.device.hopper import FAINT, LOG2E, load_state, locate, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
-from keraunos.kernels.gluon import aggregate, copy_out, reinterpret, thread_barrier
+from keraunos.kernels.gluon import aggregate, copy_out, lengths, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import (
     BLOCKS,
     COPIED_KEYS,
@@ -456,12 +451,7 @@ class Queries:
             tma.store_wait(0)
 
 
-_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_ob", "stride_ot", "stride_oh", "stride_gb", "stride_gt", "stride_gh",
-            "stride_gamma_b", "T", "L"]
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=lengths("qkvog", "stride_gamma_b", "T", "L"))
 def queries_kernel(
     q, k, v, do, g, gamma, h0, y, dh, strong, cu_seqlens, dq_given, dg_given, dgamma_given,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,

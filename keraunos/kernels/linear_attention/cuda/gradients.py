@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from keraunos.kernels.device.hopper import LOG2E, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
-from keraunos.kernels.gluon import aggregate, copy_out, thread_barrier
+from keraunos.kernels.gluon import aggregate, copy_out, lengths, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
     CLOSED,
     Blocks,
@@ -214,12 +209,7 @@ class Gradients:
             store_state(self.dh0 + o_state, state, self.last, o_k, o_v, walk.K, walk.V, BK, walk.BV)
 
 
-_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_ob", "stride_ot", "stride_oh", "stride_gb", "stride_gt", "stride_gh",
-            "stride_gamma_b", "T", "L"]
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=lengths("qkvog", "stride_gamma_b", "T", "L"))
 def gradients_kernel(
     q, k, v, do, g, gamma, dht, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
@@ -271,8 +261,7 @@ def gradients_kernel(
         d_values = dv + of_token * V
     p_dht = None if dht is None else dht + (i_o.to(gl.int64) * H + i_h) * K * V
     p_dh0 = None if dh0 is None else dh0 + (i_n.to(gl.int64) * H + i_h) * K * V
-    p_dots = None
-    states_desc = None
+    p_dots, states_desc = None, None
     if dots is not None:
         p_dots = dots + of_token
         first = group_slot(i_o, token, T, L, GROUP * C, PACKED, SPLIT)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from keraunos.kernels.device.hopper import LOG2E, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
-from keraunos.kernels.gluon import aggregate, copy_out, thread_barrier
+from keraunos.kernels.gluon import aggregate, copy_out, lengths, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
     CLOSED,
     Blocks,
@@ -286,12 +281,7 @@ def clear(o, first, end, step, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr
         gl.store(o + o_o, nothing, mask=within((i + t < end)[:, None], o_v[None, :], V, BV))
 
 
-_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_fb", "stride_ft", "stride_fh", "stride_gb", "stride_gt", "stride_gh",
-            "stride_gamma_b", "T", "L", "P"]
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=lengths("qkvfg", "stride_gamma_b", "T", "L", "P"))
 def outputs_kernel(
     q, k, v, f, g, gamma, h0, products, dh, cu_seqlens, slots, has_initial, into,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
@@ -375,14 +365,7 @@ def outputs_kernel(
     late_s = gl.allocate_shared_memory(dtype, [2, C, HALF], PART)
     keys = Blocks(walk.blocks(k, i_h // RK, stride_kb, stride_kt, stride_kh, K, BK, BLOCK), k_s)
     values = Blocks(walk.blocks(v, i_h // RV, stride_vb, stride_vt, stride_vh, V, HALF, PART), v_s)
-    queries = None
-    factors = None
-    out = None
-    state_s = None
-    gates = None
-    gradients = None
-    p_h0 = None
-    p_ht = None
+    queries, factors, out, state_s, gates, gradients, p_h0, p_ht = None, None, None, None, None, None, None, None
     of_token = (i_b.to(gl.int64) * T + token) * H + i_h
     if OUTPUT:
         q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)

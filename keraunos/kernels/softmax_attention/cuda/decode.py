@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.gluon import copy_in, thread_barrier
+from keraunos.kernels.gluon import copy_in, lengths, thread_barrier
 from keraunos.kernels.softmax_attention.cuda.forward import (
     bounds,
     describe,
@@ -69,11 +69,8 @@ def clear_unseen(values, s0, reach, p_ids, S, LEFT: gl.constexpr, RIGHT: gl.cons
     thread_barrier()
 
 
-_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_queryb", "stride_keyb", "stride_sinksh", "left", "right", "B", "T", "S", "parts"]
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=lengths("qkv", "stride_queryb", "stride_keyb", "stride_sinksh", "left", "right", "B",
+                                     "T", "S", "parts"))
 def decode_kernel(
     q, k, v, sinks, query_ids, key_ids, spreads, offsets,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language import PropagateNan
 
-from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 from keraunos.kernels.softmax_attention.shared.tiles import mixed
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -510,13 +510,8 @@ def zero_kernel(like, n, zeros, N: gl.constexpr):
     gl.store(zeros + i, i * 0, mask=i < n)
 
 
-_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_biasb", "stride_biash", "stride_biast", "stride_maskb", "stride_maskh", "stride_maskt",
-            "stride_flagsb", "stride_queryb", "stride_keyb", "stride_sinksh", "threshold", "left", "right", "B", "T",
-            "S", "M"]
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=lengths(("q", "k", "v", "bias", "mask"), "stride_flagsb", "stride_queryb", "stride_keyb",
+                                     "stride_sinksh", "threshold", "left", "right", "B", "T", "S", "M"))
 def forward_kernel(
     q, k, v, bias, sinks, mask, flags, query_ids, key_ids, spreads, seed, offsets, taken,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.gluon import add_out, copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import add_out, copy_in, copy_out, lengths, thread_barrier
 from keraunos.kernels.softmax_attention.cuda.forward import (
     LANES,
     LOG2E,
@@ -433,13 +433,8 @@ def differentiate(shared, barriers, queries, keys, planes, dropout, numbers, siz
     mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
 
 
-_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_dob", "stride_dot", "stride_doh", "stride_biasb", "stride_biash", "stride_biast",
-            "stride_maskb", "stride_maskh", "stride_maskt", "stride_queryb", "stride_keyb", "threshold", "left",
-            "right", "B", "T", "S", "FIRST", "HEADS", "M"]
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=lengths(("q", "k", "v", "do", "bias", "mask"), "stride_queryb", "stride_keyb",
+                                     "threshold", "left", "right", "B", "T", "S", "FIRST", "HEADS", "M"))
 def gradients_kernel(
     q, k, v, bias, mask, query_ids, key_ids, ranges, seed, offsets, do, lse, mean, counts, dk_given, dv_given,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
