@@ -172,7 +172,7 @@ def parts(x, size, heads):
     stretch = stretches.Stretch(k, v, g[0] if g else None, gamma)
     plan = torch.tensor([0, k.shape[1], 0, size - 1], dtype=torch.int32, device="cuda")
     way = stretches.Way(heads, True, False)
-    left = stretches.leave(stretch, None, plan, way)
+    (left,) = stretches.leave(stretch, None, plan, way)
     every = left.new_empty(size * len(left))
 
     def median(fn):

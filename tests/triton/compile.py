@@ -344,11 +344,11 @@ def leave(dtype, K, V, H, G, gate, gamma, B=1, T=32768) -> None:
     )
     start, plan, way = empty(B, H, K, V, dtype="float32"), empty(4, dtype="int32"), stretches.Way(H, True, False)
     for to in (way, way.adjoint):
-        stretches.leave_pieces(x, start, plan, to, 0)
+        platform.leave(x, start, plan, to, 0, 1)
         left = empty(8, stretches.values_left(x, to), dtype="float32")
         platform.arrive(left, start, plan, to, (B, H, K, V))
-        _, *pieces = stretches.leave_pieces(x, start, plan, to, 4096)
-        stretches.starts(left, *pieces, start, plan, to, 4096)
+        _, *pieces = platform.leave(x, start, plan, to, 4096, 1)
+        platform.arrive(left, start, plan, to, (B, H, K, V), *pieces, 4096)
 
 
 def exchange(size, rank) -> None:

@@ -139,8 +139,9 @@ def leave(dtype, K, V, gate) -> set[str]:
         for to in (way, way.adjoint):
             triton_stretches.call_of_stretch.cache_clear()
             stretches.leave(x, args.initial_state, plan, to)
-            left, *pieces = stretches.leave_pieces(x, args.initial_state, plan, to, 128)
-            stretches.starts(torch.stack([left, left]), *pieces, args.initial_state, plan, to, 128)
+            left, *pieces = stretches.leave(x, args.initial_state, plan, to, segment=128)
+            sizes = (*args.initial_state.shape,)
+            stretches.arrive(torch.stack([left, left]), args.initial_state, plan, to, sizes, pieces, 128)
     return launched
 
 

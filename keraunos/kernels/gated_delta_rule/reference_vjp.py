@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from keraunos.kernels.gated_delta_rule.reference import EPSILON, inputs, of_all_heads
+from keraunos.kernels.gated_delta_rule.reference import EPSILON, normalised
+from keraunos.kernels.recurrent.inputs import inputs, of_all_heads, of_own_heads
 
 
 def gated_delta_rule_vjp(query: np.ndarray, key: np.ndarray, value: np.ndarray, g: np.ndarray | None,
@@ -18,7 +19,9 @@ def gated_delta_rule_vjp(query: np.ndarray, key: np.ndarray, value: np.ndarray, 
     ``du_t = dS_t^T k_t``, ``dbeta_t = du_t . e_t``, ``dv_t = beta_t du_t``, ``dk_t = dS_t u_t - S~ dv_t``,
     ``dS~ = dS_t - k_t dv_t^T``, ``dg_t = sum_v(dS~ * S~)``, and ``dS_{t-1}`` gets ``exp(g_t) * dS~``.
     """
-    x = inputs(query, key, value, g, beta, initial_state, cu_seqlens, softmax_scale, use_qk_l2norm, reverse, dtype)
+    x = inputs(query, key, value, g, beta, None, initial_state, cu_seqlens, softmax_scale, reverse, dtype)
+    if use_qk_l2norm:
+        x = x._replace(q=normalised(x.q), k=normalised(x.k))
     do = of_all_heads(doutput, x.v.shape[2], dtype)
     dq, dk, dv, dgate, dbeta = (np.zeros_like(a) for a in (x.q, x.k, x.v, x.gate, x.beta))
     dstates = np.zeros_like(x.states) if dfinal_state is None else np.array(dfinal_state).astype(dtype)
@@ -43,7 +46,7 @@ def gated_delta_rule_vjp(query: np.ndarray, key: np.ndarray, value: np.ndarray, 
     if use_qk_l2norm:
         dq, dk = (_unnormalised(d, of_all_heads(a, d.shape[2], dtype)) for d, a in ((dq, query), (dk, key)))
     dg = dgate if g is not None and np.ndim(g) == 4 else dgate.sum(-1)
-    own = map(_shared, (dq, dk, dv, dg, dbeta), (query, key, value, g, beta))
+    own = map(of_own_heads, (dq, dk, dv, dg, dbeta), (query, key, value, g, beta))
     return *own, None if initial_state is None else dstates
 
 
@@ -51,11 +54,3 @@ def _unnormalised(d: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The gradient of x from that of ``x / sqrt(sum x^2 + epsilon)``."""
     r = 1 / np.sqrt((x * x).sum(-1, keepdims=True) + x.dtype.type(EPSILON))
     return r * d - r**3 * x * (x * d).sum(-1, keepdims=True)
-
-
-def _shared(dx: np.ndarray, x: np.ndarray | None) -> np.ndarray | None:
-    """The gradient of ``x``, summed over the heads that share one of its own."""
-    if x is None:
-        return None
-    (B, T, H), n = dx.shape[:3], np.shape(x)[2]
-    return dx.reshape(B, T, n, H // n, *dx.shape[3:]).sum(3)

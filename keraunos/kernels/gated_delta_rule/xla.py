@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from keraunos.frontends import jax as frontend
 from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.reference import EPSILON
-from keraunos.kernels.recurrent.contract import state_spec
-from keraunos.kernels.recurrent.xla import Chunks, Decay, Walker, on_each_device, sum_last, without_tokens
+from keraunos.kernels.recurrent.contract import no_gradients, no_tokens, state_spec
+from keraunos.kernels.recurrent.xla import Chunks, Decay, Walker, on_each_device, sum_last
 from keraunos.kernels.state_pool import xla as pool
 from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation
@@ -101,7 +101,7 @@ def _forward(args: Args, opts: Options,
              continues: jax.Array | None = None) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """``((output, final_state), (the states before the groups of chunks, [groups, B or 1, H, K, V],))``."""
     if args.query.shape[1] == 0:
-        return without_tokens(args), ()
+        return no_tokens(args), ()
     w = _walker(args, opts, continues)
     under = w.decay()
 
@@ -149,10 +149,10 @@ def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args
     what the output's gradient is to those of queries with keys: both are linear attention's backward.
     """
     doutput, dfinal = grads
+    if args.query.shape[1] == 0:
+        return no_gradients(args, dfinal)
     if dfinal is None:
         dfinal = frontend.zeros(*state_spec(args), args.query)
-    if args.query.shape[1] == 0:
-        return jax.vjp(without_tokens, args)[1]((doutput, dfinal))[0]
     w = _walker(args, opts)
     under = w.decay()
     doutput = w.pad(doutput)

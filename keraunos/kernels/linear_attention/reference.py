@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
+
+from keraunos.kernels.recurrent.inputs import inputs
 
 
 def linear_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, g: np.ndarray | None = None,
@@ -22,31 +22,10 @@ def linear_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, g: n
     Returns:
         ``(output [B, T, H, V], final_state [N, H, K, V])`` in ``dtype``, in which all is computed.
     """
-    (B, T, _, K), V = np.shape(query), np.shape(value)[-1]
-    H = max(np.shape(x)[2] for x in (query, key, value, g) if x is not None)
-    q, k, v = (of_all_heads(x, H, dtype) for x in (query, key, value))
-    scale = np.asarray(K**-0.5 if softmax_scale is None else softmax_scale, dtype)
-    gate = np.zeros((B, T, H, K), dtype)
-    if g is not None:
-        gates = of_all_heads(g, H, dtype)
-        gate = gate + (gates if gates.ndim == 4 else gates[..., None])
-    if g_gamma is not None:
-        gate = gate + np.broadcast_to(np.asarray(g_gamma).astype(dtype), (B, H))[:, None, :, None]
-    sequences = [(b, 0, T) for b in range(B)]
-    if cu_seqlens is not None:
-        sequences = [(0, int(a), int(b)) for a, b in itertools.pairwise(cu_seqlens)]
-    state = np.zeros((len(sequences), H, K, V), dtype)
-    if initial_state is not None:
-        state = np.array(initial_state).astype(dtype)
-    output = np.zeros((B, T, H, V), dtype)
-    for n, (b, start, end) in enumerate(sequences):
-        for t in range(start, end)[:: -1 if reverse else 1]:
-            state[n] = np.exp(gate[b, t])[..., None] * state[n] + k[b, t, :, :, None] * v[b, t, :, None, :]
-            output[b, t] = scale * (state[n] * q[b, t, :, :, None]).sum(-2)
+    x = inputs(query, key, value, g, None, g_gamma, initial_state, cu_seqlens, softmax_scale, reverse, dtype)
+    output, state = np.zeros_like(x.v), x.states
+    for n, (b, tokens) in enumerate(x.sequences):
+        for t in tokens:
+            state[n] = np.exp(x.gate[b, t])[..., None] * state[n] + x.k[b, t, :, :, None] * x.v[b, t, :, None, :]
+            output[b, t] = x.scale * (state[n] * x.q[b, t, :, :, None]).sum(-2)
     return output, state
-
-
-def of_all_heads(x: np.ndarray, H: int, dtype: type[np.floating]) -> np.ndarray:
-    """``[B, T, H, ...]`` of an array with fewer heads."""
-    x = np.asarray(x).astype(dtype)
-    return np.repeat(x, H // x.shape[2], axis=2)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
-from keraunos.kernels.linear_attention.reference import of_all_heads
+from keraunos.kernels.recurrent.inputs import inputs, of_all_heads, of_own_heads
 
 
 def linear_attention_vjp(query: np.ndarray, key: np.ndarray, value: np.ndarray, g: np.ndarray | None,
@@ -19,50 +17,26 @@ def linear_attention_vjp(query: np.ndarray, key: np.ndarray, value: np.ndarray, 
     ``dk_t = dS_t v_t``, ``dv_t = dS_t^T k_t``, ``dg_t = exp(g_t) * sum_v(S_{t-1} * dS_t)``, ``dS_{t-1}`` gets
     ``exp(g_t) * dS_t``.
     """
-    (B, T, H, V), K = np.shape(doutput), np.shape(query)[-1]
-    q, k, v, do = (of_all_heads(x, H, dtype) for x in (query, key, value, doutput))
-    scale = np.asarray(K**-0.5 if softmax_scale is None else softmax_scale, dtype)
-    gate = np.zeros((B, T, H, K), dtype)
-    if g is not None:
-        gates = of_all_heads(g, H, dtype)
-        gate = gate + (gates if gates.ndim == 4 else gates[..., None])
-    if g_gamma is not None:
-        gate = gate + np.broadcast_to(np.asarray(g_gamma).astype(dtype), (B, H))[:, None, :, None]
-    sequences = [(b, 0, T) for b in range(B)]
-    if cu_seqlens is not None:
-        sequences = [(0, int(a), int(b)) for a, b in itertools.pairwise(cu_seqlens)]
-    dq, dk, dv, dgate = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros_like(gate)
-    dstates = np.zeros((len(sequences), H, K, V), dtype)
-    if dfinal_state is not None:
-        dstates = np.array(dfinal_state).astype(dtype)
-    for n, (b, start, end) in enumerate(sequences):
-        tokens = list(range(start, end))[:: -1 if reverse else 1]
-        state = np.zeros((H, K, V), dtype)
-        if initial_state is not None:
-            state = np.array(initial_state[n]).astype(dtype)
-        before = []
+    x = inputs(query, key, value, g, None, g_gamma, initial_state, cu_seqlens, softmax_scale, reverse, dtype)
+    do = of_all_heads(doutput, x.v.shape[2], dtype)
+    dq, dk, dv, dgate = (np.zeros_like(a) for a in (x.q, x.k, x.v, x.gate))
+    dstates = np.zeros_like(x.states) if dfinal_state is None else np.array(dfinal_state).astype(dtype)
+    for n, (b, tokens) in enumerate(x.sequences):
+        state, before = x.states[n], []
         for t in tokens:
             before.append(state)
-            state = np.exp(gate[b, t])[..., None] * state + k[b, t, :, :, None] * v[b, t, :, None, :]
-            dq[b, t] = scale * (state * do[b, t, :, None, :]).sum(-1)
+            state = np.exp(x.gate[b, t])[..., None] * state + x.k[b, t, :, :, None] * x.v[b, t, :, None, :]
+            dq[b, t] = x.scale * (state * do[b, t, :, None, :]).sum(-1)
         for t, state in zip(reversed(tokens), reversed(before), strict=True):
-            dstate = dstates[n] + scale * q[b, t, :, :, None] * do[b, t, :, None, :]
-            dk[b, t] = (dstate * v[b, t, :, None, :]).sum(-1)
-            dv[b, t] = (dstate * k[b, t, :, :, None]).sum(-2)
-            decayed = np.exp(gate[b, t])[..., None] * dstate
+            dstate = dstates[n] + x.scale * x.q[b, t, :, :, None] * do[b, t, :, None, :]
+            dk[b, t] = (dstate * x.v[b, t, :, None, :]).sum(-1)
+            dv[b, t] = (dstate * x.k[b, t, :, :, None]).sum(-2)
+            decayed = np.exp(x.gate[b, t])[..., None] * dstate
             dgate[b, t] = (decayed * state).sum(-1)
             dstates[n] = decayed
     dgamma = None
     if g_gamma is not None:
         dgamma = dgate.sum((1, 3)) if np.ndim(g_gamma) == 2 else dgate.sum((0, 1, 3))
     dg = dgate if g is not None and np.ndim(g) == 4 else dgate.sum(-1)
-    own = map(_shared, (dq, dk, dv, dg), (query, key, value, g))
+    own = map(of_own_heads, (dq, dk, dv, dg), (query, key, value, g))
     return *own, dgamma, None if initial_state is None else dstates
-
-
-def _shared(dx: np.ndarray, x: np.ndarray | None) -> np.ndarray | None:
-    """The gradient of ``x``, summed over the heads that share one of its own."""
-    if x is None:
-        return None
-    (B, T, H), n = dx.shape[:3], np.shape(x)[2]
-    return dx.reshape(B, T, n, H // n, *dx.shape[3:]).sum(3)

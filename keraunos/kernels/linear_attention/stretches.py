@@ -108,20 +108,32 @@ def is_for_gpu(x: Array) -> bool:
     return there and frontends.cannot_launch(framework) is None
 
 
-def leave(x: Stretch, start: Array | None, plan: Array, way: Way, copies: int = 1) -> Array:
-    """The state and the sum of gates that a stretch leaves, flat; copies: how often, more than once only on GPUs."""
-    return leave_pieces(x, start, plan, way, 0, copies)[0] if is_for_gpu(x.key) else _leave(x, start, plan, way)
+def leave(x: Stretch, start: Array | None, plan: Array, way: Way, copies: int = 1, segment: int = 0) -> tuple:
+    """The state and the sum of gates that a stretch leaves, flat; and what :func:`arrive` needs for segments.
+
+    Args:
+        copies: how often, more than once only on GPUs.
+        segment: on a GPU, tokens of a segment; then also the states that pieces of the stretch leave, and the sums of
+            their gates. 0: no segments.
+    """
+    if not is_for_gpu(x.key):
+        return (_leave(x, start, plan, way),)
+    made = _kernels()[0](x, start, plan, way, segment, copies)
+    return made if segment else made[:1]
 
 
-def arrive(left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple[int, ...]) -> Array:
+def arrive(left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple[int, ...],
+           pieces: Sequence[Array] = (), segment: int = 0) -> Array:
     """The state ``[B, H, K, V]`` after the stretches before this one; ``start``, or zeros, if there are none.
 
     Args:
         left: ``[stretches, n]``, what :func:`leave` made of each, from left to right.
         sizes: B, H, K, V.
+        pieces, segment: what else it made of this one, with segments of so many tokens: then the states are those that
+            these start from ``[B * segments, H, K, V]``, in the order of their tokens.
     """
     if is_for_gpu(left):
-        return _kernels()[1](left, start, plan, way, sizes)
+        return _kernels()[1](left, start, plan, way, sizes, *pieces, segment=segment)
     return stretches.arrive(left, start, plan, way.right, sizes, _passed)
 
 
@@ -130,25 +142,6 @@ def _passed(total: Array, state: Array) -> Array:
     xp = frontends.of(total).xp
     decay = xp.exp(total)[..., None]
     return xp.where(decay > 0, decay * state, 0)
-
-
-def leave_pieces(x: Stretch, start: Array | None, plan: Array, way: Way, segment: int,
-                 copies: int = 1) -> tuple[Any, ...]:
-    """On a GPU: what :func:`leave` gives, and what :func:`starts` needs for segments of so many tokens.
-
-    The latter is the states that pieces of the stretch leave, and the sums of their gates.
-    """
-    return _kernels()[0](x, start, plan, way, segment, copies)
-
-
-def starts(left: Array, local: Array, total: Array, start: Array | None, plan: Array, way: Way, segment: int) -> Array:
-    """On a GPU: what segments of this stretch start from ``[B * segments, H, K, V]``, after the stretches before it.
-
-    Segments lie in the order of their tokens; local, total: what :func:`leave_pieces` gave.
-    """
-    K, V = local.shape[-2:]
-    B = left.shape[1] // (way.heads * (K * V + (K if total.ndim == 3 else 1)))
-    return _kernels()[1](left, start, plan, way, (B, way.heads, K, V), local, total, segment)
 
 
 def _kernels() -> tuple[Callable, Callable]:
@@ -196,14 +189,9 @@ class Transition(NamedTuple):
 
     def leave(self, x: Sequence[Any], start: Array | None, plan: Array, way: Way, copies: int) -> tuple[Any, ...]:
         """The state that leaves, and what :meth:`arrive` needs of this pass."""
-        if self.segment:
-            return leave_pieces(Stretch(*x), start, plan, way, self.segment, copies)
-        return (leave(Stretch(*x), start, plan, way, copies),)
+        return leave(Stretch(*x), start, plan, way, copies, self.segment or 0)
 
     def arrive(self, left: Array, start: Array | None, plan: Array, way: Way, sizes: tuple[int, ...],
                pieces: Sequence[Array]) -> Array:
         """The states that arrive."""
-        if self.segment:
-            local, total = pieces
-            return starts(left, local, total, start, plan, way, self.segment)
-        return arrive(left, start, plan, way, sizes)
+        return arrive(left, start, plan, way, sizes, pieces, self.segment or 0)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from keraunos.frontends import jax as frontend
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels
-from keraunos.kernels.recurrent.contract import state_spec
+from keraunos.kernels.recurrent.contract import no_gradients, no_tokens, state_spec
 from keraunos.kernels.recurrent.xla import (
     CHUNK,
     Chunks,
@@ -30,7 +30,6 @@ from keraunos.kernels.recurrent.xla import (
     live_along,
     on_each_device,
     sum_last,
-    without_tokens,
 )
 from keraunos.kernels.state_pool import xla as pool
 from keraunos.kernels.state_pool.prompts import Walk
@@ -56,7 +55,7 @@ def _forward(args: Args, opts: Options,
              continues: jax.Array | None = None) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """``((output, final_state), (the states before the groups of chunks, [groups, B or 1, H, K, V],))``."""
     if args.query.shape[1] == 0:
-        return without_tokens(args), ()
+        return no_tokens(args), ()
     w = Walker(args, opts, continues=continues)
     under = w.decay()
 
@@ -99,10 +98,10 @@ def _states_before(w: Walker, under: Callable, group: Chunks, state: jax.Array) 
 def _backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     doutput, dfinal = grads
+    if args.query.shape[1] == 0:
+        return no_gradients(args, dfinal)
     if dfinal is None:
         dfinal = frontend.zeros(*state_spec(args), args.query)
-    if args.query.shape[1] == 0:
-        return jax.vjp(without_tokens, args)[1]((doutput, dfinal))[0]
     w = Walker(args, opts)
     under = w.decay()
     doutput = w.pad(doutput)

@@ -114,6 +114,17 @@ def no_tokens(args: Any) -> tuple[Any, Any]:
     return output, arrays.zeros(shape, dtype, args.query) if h0 is None else arrays.cast(h0, dtype)
 
 
+def no_gradients(args: Any, dfinal: Any) -> Any:
+    """The gradients where there is no token: the initial states have those of the final ones."""
+    arrays = frontends.of(args.query)
+    grads = [None if x is None or isinstance(x, np.ndarray) else arrays.zeros(x.shape, arrays.dtype_name(x), x)
+             for x in args]
+    made = type(args)(*grads)._replace(cu_seqlens=None)
+    if args.initial_state is None or dfinal is None:
+        return made
+    return made._replace(initial_state=arrays.cast(dfinal, arrays.dtype_name(args.initial_state)))
+
+
 def _dtype(frontend: ModuleType, x: Array) -> str:
     return x.dtype.name if isinstance(x, np.ndarray) else frontend.dtype_name(x)
 

@@ -669,12 +669,3 @@ def _by_device(fn: Callable, opts: Any, args: Any, *others: Any, sizes: Mapping[
         return functools.partial(fn, opts._replace(cfg=replace(opts.cfg, block_q=block_q, backend="any")))
 
     return frontend.by_device({name: on(chunk_length(T, n)) for name, n in sizes.items()}, args, *others)
-
-
-def without_tokens(args: Any) -> tuple[jax.Array, jax.Array]:
-    """The output and the final states of a call that has no tokens."""
-    (B, _, _, K), H, V = args.query.shape, args.heads, args.value.shape[-1]
-    N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
-    dtype = jnp.promote_types(args.query.dtype, jnp.float32)
-    states = jnp.zeros((N, H, K, V), dtype) if args.initial_state is None else args.initial_state.astype(dtype)
-    return jnp.zeros((B, 0, H, V), args.query.dtype), states

@@ -16,9 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from keraunos import frontends
 from keraunos.kernels.gluon import was_not_measured
 from keraunos.kernels.host.arrays import Spec, spec_of, state_strides
 from keraunos.kernels.host.hopper import CHUNK, LEAST_TILE, aligned, cannot_walk, tiles_of, token_strides
@@ -34,7 +31,7 @@ from keraunos.kernels.linear_attention.cuda.dimensions_queries import queries_ke
 from keraunos.kernels.linear_attention.cuda.gradients import gradients_kernel
 from keraunos.kernels.linear_attention.cuda.joins import starts_kernel, sum_kernel
 from keraunos.kernels.linear_attention.cuda.outputs import outputs_kernel
-from keraunos.kernels.recurrent.contract import no_tokens
+from keraunos.kernels.recurrent.contract import no_gradients, no_tokens
 from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops.invocation import Config, Invocation
 
@@ -346,7 +343,7 @@ forward.rehearsed = True  # type: ignore[attr-defined]
 def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state (None: zero)."""
     if not args.query.shape[1]:
-        return _no_gradients(args, grads[1])
+        return no_gradients(args, grads[1])
     args = _all_aligned(args)
     do, dfinal = aligned(grads[0]), grads[1]
     call = _call_of(Args(*map(spec_of, args)), opts)
@@ -375,20 +372,6 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
     if dgamma is not None:
         spec = call.specs.g_gamma
         dgamma = _sum(dgamma, 1 if len(spec.shape) == 1 else call.B, call.H, spec)
-    return Args(dq, dk, dv, dg, dgamma, dh0)
-
-
-def _no_gradients(args: Args, dfinal: Any) -> Args:
-    """The gradients where there is no token: the initial states have those of the final ones."""
-    arrays = frontends.of(args.query)
-
-    def like(x: Any) -> Any:
-        return None if x is None or isinstance(x, np.ndarray) else arrays.zeros(x.shape, arrays.dtype_name(x), x)
-
-    dh0 = like(args.initial_state)
-    if dh0 is not None and dfinal is not None:
-        dh0 = arrays.cast(dfinal, arrays.dtype_name(dh0))
-    dq, dk, dv, dg, dgamma = map(like, args[:5])
     return Args(dq, dk, dv, dg, dgamma, dh0)
 
 
@@ -474,15 +457,8 @@ def _cannot_prefill(inv: Invocation) -> str | None:
 
 
 gla, lightning_attn = implementations(
-    "cuda",
-    __file__,
-    forward,
-    backward,
-    fields=FIELDS,
-    heuristic=heuristic,
-    candidates=candidates,
-    unsupported=unsupported,
-    segment=segment,
+    "cuda", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
+    unsupported=unsupported, segment=segment,
 )
 preferred_gla, preferred_lightning_attn = (replace(x, loses=loses) for x in (gla, lightning_attn))
 # Each request has one walk for each head, however long it is.

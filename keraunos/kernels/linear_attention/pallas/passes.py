@@ -19,7 +19,7 @@ from keraunos.frontends.jax import partition
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.contract import kernels as implementations
 from keraunos.kernels.linear_attention.pallas import decays, kernels
-from keraunos.kernels.recurrent.contract import head_counts
+from keraunos.kernels.recurrent.contract import head_counts, no_gradients, no_tokens
 from keraunos.kernels.state_pool.pallas import passes as pool_passes
 from keraunos.ops.invocation import Config, Invocation
 
@@ -123,7 +123,7 @@ def _shared(d: jax.Array, x: jax.Array) -> jax.Array:
 def forward(args: Args, opts: Options) -> tuple[tuple[jax.Array, jax.Array | None], tuple]:
     """``((output, final_state), residuals)``: the states before all chunks, if they are kept."""
     if 0 in args.query.shape[:2]:
-        return _no_tokens(args), (None,)
+        return no_tokens(args), (None,)
     # Where XLA may share the call out, what is kept is dropped, and made again.
     kept = opts.kept and partition.is_settled()
     made = _Call(args, opts).forward(opts.state, kept)
@@ -150,21 +150,11 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args`` from those of the output and of the final state, which may be None."""
     doutput, dfinal = grads
     if 0 in args.query.shape[:2]:
-        given = Args(*(None if x is None else jnp.zeros(x.shape) for x in args))._replace(cu_seqlens=None)
-        if dfinal is not None and args.initial_state is not None:
-            given = given._replace(initial_state=dfinal)
-    else:
-        call, (kept,) = _Call(args, opts), residuals
-        kept = call.forward(False, True)["kept"] if kept is None else kept
-        given = call.backward(kept, doutput, dfinal)
+        return no_gradients(args, dfinal)
+    call, (kept,) = _Call(args, opts), residuals
+    kept = call.forward(False, True)["kept"] if kept is None else kept
+    given = call.backward(kept, doutput, dfinal)
     return Args(*(None if d is None else d.astype(x.dtype) for x, d in zip(args, given, strict=True)))
-
-
-def _no_tokens(args: Args) -> tuple[jax.Array, jax.Array]:
-    (B, T, _, K), H, V = args.query.shape, args.heads, args.value.shape[3]
-    N = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
-    state = jnp.zeros((N, H, K, V)) if args.initial_state is None else args.initial_state.astype(jnp.float32)
-    return jnp.zeros((B, T, H, V), args.query.dtype), state
 
 
 def unsupported(inv: Invocation) -> str | None:
@@ -190,13 +180,7 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
 
 
 gla, lightning_attn = implementations(
-    "pallas",
-    __file__,
-    forward,
-    backward,
-    fields=FIELDS,
-    heuristic=heuristic,
-    candidates=candidates,
+    "pallas", __file__, forward, backward, fields=FIELDS, heuristic=heuristic, candidates=candidates,
     unsupported=unsupported,
 )
 prefill = pool_passes.prefill(__file__, walk_in_pool, FIELDS, unsupported, heuristic)
