@@ -61,6 +61,12 @@ def test_links_lead_somewhere(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_pages_stay_short():
+    pages = [*ROOT.glob("[RC]*.md"), *(ROOT / "docs").glob("*.md")]
+    assert len(pages) <= 18
+    assert sum(len(page.read_text().split()) for page in pages) <= 14_000, "CONTRIBUTING.md has the command"
+
+
 def test_every_raw_result_is_explained():
     results = ROOT / "benchmarks" / "results"
     named = re.findall(r"`([\w/.-]+\.(?:json|txt))`", (results / "README.md").read_text())

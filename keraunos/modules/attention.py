@@ -210,8 +210,8 @@ def attention(
             ``query_offset + t + right``.
         query_offset: the position of the first query among the keys, for ``causal`` and all windows: an int, or
             integers ``[B]``, one for each sequence; None: 0. One token on a cache with ``length`` valid keys has the
-            offset ``length - 1``. Another int compiles the program again; an array may change from call to call. If the
-            offset is below 0, the first queries see no key.
+            offset ``length - 1``; with ``causal`` kernels skip the other keys. Another int compiles the program again;
+            an array may change from call to call. If the offset is below 0, the first queries see no key.
         platform: ``"triton"``, ``"cuda"``, ``"xla"``, ``"torch"``, or on TPUs ``"pallas"``: that one or an error.
             ``"auto"`` or None: the best that can run the call.
         cfg: launch configuration; wins over every cache and is never stored.
