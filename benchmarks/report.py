@@ -70,8 +70,9 @@ def _ratio(case: dict | None, name: str) -> str:
 def _against_scan(found: dict) -> str:
     about = found["about"]
     lines = [
-        f"A jitted scan over tokens takes so many times as long as `xla` (B 1, T 8192, H 8, K = V = 64, float32; "
-        f"{about['date']}, {about['processor']}, {about['cores']} cores, jax {about['jax']}):\n",
+        f"{about['date']}, {about['processor']}, {about['cores']} cores, jax {about['jax']}, float32, B 1, T 8192, "
+        "H 8, K = V = 64.\n",
+        "The time of a jitted scan over tokens, divided by that of `xla`:\n",
         _row("operation", "forward", "with backward"), "|---|---:|---:|",
     ]
     ratios: dict[str, list[str]] = {}
