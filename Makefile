@@ -49,7 +49,7 @@ docs: $(VENV)/test.stamp
 bench: $(VENV)/run.stamp
 	JAX_PLATFORMS=cpu $(PY) benchmarks/cpu.py
 
-# The platform cuda with each version of Triton that it knows, in folders of up to 1 GB beside each other: the
+# The platform cuda with each version of Triton that it knows, in a folder of up to 1 GB for each: the
 # emulator on that version's Gluon, and a table of all builds for Hopper. No GPU runs them. All versions are seen through
 # before the end says whether one failed. Triton 3.9 warns of a default that is to change, unless it is set.
 test-triton: $(TRITONS:%=build/triton-%)

@@ -83,7 +83,7 @@ def softmax(path: Path) -> None:
 
 
 def devices(path: Path) -> None:
-    """Tokens over several GPUs, beside one GPU that has no neighbours and beside gathering keys and values."""
+    """Tokens over several GPUs, compared with one GPU without neighbours and with gathering keys and values."""
     found = read("distributed/nvidia-h200-x4.json")
     named = {"shards_ms": "keraunos.distributed", "naive_ms": "gather keys and values"}
     shards = {

@@ -1,4 +1,4 @@
-"""Linear attention over the GPUs of a host: weak scaling, what is exchanged, memory; beside gathering keys and values.
+"""Linear attention over the GPUs of a host: weak scaling, what is exchanged, memory; and gathering keys and values.
 
 python benchmarks/distributed.py [--tokens 32768] [--heads 16] [--frameworks torch,jax] [--operations ...]
     [--quick] [--out FOLDER]

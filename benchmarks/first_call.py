@@ -1,6 +1,6 @@
 """The first call in a process of its own: `first_call` starts a process of this file; as a script it makes a table.
 
-What a user waits for at the first call of a fresh process: compiling, and tuning where a library tunes. The start of
+A user waits for this at the first call of a fresh process: compiling, and tuning where a library tunes. The start of
 the framework and of the device, and making the inputs, are not in it.
 
 The table has the linear operations as `"auto"` runs them, each with empty caches, and under it what `triton.compile`

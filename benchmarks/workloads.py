@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared-special": _SPECIAL,
 }
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# What the models of these operations have.
+# The head dim of the models of these operations.
 _HEAD_DIM = 128
 
 

@@ -6,7 +6,7 @@
 The mesh has three axes. The batch is sharded over ``data``, the tokens of a sequence over ``tokens``, and the
 attention's heads and the wide matrices over ``heads``. Arrays are annotated, and XLA shares out all that works on
 single tokens. Attention is what goes through a sequence: there ``keraunos.distributed`` exchanges one state per head
-between the devices of ``tokens``. Nothing else of the model knows of devices. The first loss is printed beside that of
+between the devices of ``tokens``. Nothing else of the model knows of devices. The first loss is printed next to that of
 one device.
 """
 

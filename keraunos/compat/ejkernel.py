@@ -256,7 +256,7 @@ def attention(
         dtype: of the computation, the output and the weights; None: JAX's default.
         attention_mask: in place of mask_info: ``[B, S]``, keys that are no padding, or pairs ``[B, T, S]`` or
             ``[B, heads, T, S]``; booleans, or numbers.
-        return_weights: False: None in their place, which lets kernels run that do not form them.
+        return_weights: if False, return None for the weights, so that kernels that never form them can run.
         options: those of :func:`keraunos.attention`, by name.
 
     Returns:

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from keraunos import serving
 from keraunos.modules.gla_attention import gla_attention
 
-# Slopes are a model's constants: their negatives are made once, and again when they have changed, as far as PyTorch
-# counts changes: not those through ``.data``, but for a tensor put in its place.
+# Slopes are a model's constants: their negatives are made once, and again when ``_version`` says that they changed. It
+# does not see writes through ``.data``, except when ``.data`` is assigned a new tensor.
 _negatives: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

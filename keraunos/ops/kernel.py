@@ -41,7 +41,7 @@ class Kernel(ABC):
         return self.prepare(*args, cfg=cfg, **kwargs)(*args)
 
     def arranged(self, *args: Array | None, **kwargs: Any) -> tuple[Callable, dict[str, Any]]:
-        """For all calls with arguments like these: what makes a platform's arrays of them, and its options."""
+        """``(convert, options)``: a function that makes a platform's arrays of such arguments, and its options."""
         return _as_given, kwargs
 
     def low_level(self, *args: Any, **kwargs: Any) -> tuple[tuple, dict[str, Any]]:
@@ -75,7 +75,7 @@ class Kernel(ABC):
         return None
 
     def prepare(self, *args: Array | None, cfg: Config, **kwargs: Any) -> Callable:
-        """``run`` for all calls with arguments like these, as a function of ``args``, settled as far as it can be."""
+        """A function of ``args`` that computes ``run`` for all calls with arguments like these, prepared beforehand."""
         if getattr(self.run, "__func__", None) is not Kernel.run:
             return functools.partial(self.run, cfg=cfg, **kwargs)  # an operation that computes in its own way
         (arrange, options), prepare = self.arranged(*args, **kwargs), self.get_impl(cfg).prepare
