@@ -243,6 +243,11 @@ def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outp
     return get(f"{framework}.launch").launch(kernel, grid, inputs, outputs, constants, **options)
 
 
+def build_options(constants: dict[str, Any]) -> dict[str, Any]:
+    """The options of a build that a kernel's constants name: MAXNREG, if it is there, limits a thread's registers."""
+    return {"maxnreg": constants["MAXNREG"]} if "MAXNREG" in constants else {}
+
+
 def cannot_launch(framework: str | None, gluon: bool = False) -> str | None:
     """Why kernels of Triton, or of Gluon, cannot be launched on a framework's arrays, or None.
 

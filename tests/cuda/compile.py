@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from keraunos.frontends import build_options
 from tests.cuda.liveness import reused
 from tests.triton.usage import usage
 
@@ -54,7 +55,7 @@ def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int
     # What was built before says nothing.
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
-        built = triton.compile(source, target=HOPPER, options=dict(num_warps=num_warps))
+        built = triton.compile(source, target=HOPPER, options=dict(num_warps=num_warps, **build_options(constants)))
     assert "ptxas info" in said.getvalue()
     found = reused(built.asm["ttgir"])
     assert not found, f"{kernel.fn.__name__}: products read what may be overwritten: {found}"
@@ -73,7 +74,7 @@ def identity(kernel, signature: dict[str, str], constants: dict) -> str:
     their names here without those of their modules.
     """
     source, backend, context = source_of(kernel, signature, constants), make_backend(HOPPER), ir.context()
-    options = backend.parse_options({"num_warps": 4, **source.parse_options()})
+    options = backend.parse_options({"num_warps": 4, **build_options(constants), **source.parse_options()})
     ir.load_dialects(context)
     backend.load_dialects(context)
     generators, modules = backend.get_codegen_implementation(options), backend.get_module_map()

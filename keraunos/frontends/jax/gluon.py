@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from keraunos.frontends import rehearsal
+from keraunos.frontends import build_options, rehearsal
 
 # The generation of NVIDIA GPUs that Gluon kernels are written for: Hopper.
 _CAPABILITY = 90
@@ -125,7 +125,8 @@ def _built(kernel: Any, signature: tuple, constants: tuple, num_warps: int) -> _
     )
     target = GPUTarget("cuda", _CAPABILITY, 32)
     backend = make_backend(target)
-    options = backend.parse_options({"num_warps": num_warps, **source.parse_options()})
+    given = {"num_warps": num_warps, **build_options(dict(constants))}
+    options = backend.parse_options({**given, **source.parse_options()})
     key = f"{get_cache_key(source, backend, options, get_cache_invalidating_env_vars())} not assembled"
     kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     if path := kept.get_file("built.json"):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from keraunos.frontends import in_shared_memory, interpreter, rehearsal
+from keraunos.frontends import build_options, in_shared_memory, interpreter, rehearsal
 from keraunos.frontends.torch.arrays import DTYPES
 
 _MOST_KNOWN = 4096
@@ -78,7 +78,7 @@ def _launch(
     )
     if 0 in grid:
         return made, _nothing, [], kinds
-    options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages)
+    options: dict[str, Any] = dict(num_warps=num_warps, num_stages=num_stages, **build_options(constants))
     if "OVERLAP" in constants:
         # PyTorch's deterministic mode has launches of its own between these (see kinds).
         able = _overlaps(device) and not torch.are_deterministic_algorithms_enabled()

@@ -87,6 +87,7 @@ def prepare_kernel(
     near, alike, norms,
     H: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
     C: gl.constexpr, BN: gl.constexpr, UNIT: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
+    MAXNREG: gl.constexpr,
 ):
     """``near`` ``[slots, H, 2, C, C]``: ``(I + A)^-1 - I`` of a chunk and head, and what its dtype leaves of that.
 
@@ -167,7 +168,7 @@ def prepare_kernel(
     # The keys have been read, and their tile is free.
     thread_barrier()
     put(rest, b_s, is_alike)
-    COLUMNS: gl.constexpr = gl.BlockedLayout([1, BLOCK, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    COLUMNS: gl.constexpr = gl.BlockedLayout([1, BLOCK // 2, 1], [1, 2, 16], [4, 1, 1], [2, 1, 0])
     rows_s = reinterpret(blocks_s, gl.float32, [BLOCK, C // BLOCK, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     row = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
