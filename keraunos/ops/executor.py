@@ -32,8 +32,8 @@ class _Explained(BaseException):
 class Executor:
     """Runs operations: checks the call, chooses platform and configuration, launches.
 
-    What a call gets is remembered by its options and all that its launches depend on of the arrays, so that a warm call
-    costs a few microseconds here, and nothing at all inside a jitted function.
+    The choice for a call is remembered by its options and by all of its arrays that launches depend on. So a warm call
+    costs a few microseconds here, and a jitted function nothing at all.
 
     Args:
         chain: how configurations are chosen.
