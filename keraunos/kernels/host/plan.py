@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from keraunos import frontends
@@ -10,6 +11,13 @@ from keraunos.frontends.array_types import Array
 
 # What follows from shapes, dtypes and options is worked out once.
 remember = functools.lru_cache(maxsize=4096)
+
+
+def named(kernel: Any, known: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of what is known of a call the arguments that a kernel names, in its order, and the constants."""
+    names, constant = [name for name in kernel.arg_names if name in known], kernel.fn.__annotations__
+    return ({name: known[name] for name in names if name not in constant},
+            {name: known[name] for name in names if name in constant})
 
 
 class Plan(NamedTuple):

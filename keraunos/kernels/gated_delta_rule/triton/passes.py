@@ -25,7 +25,7 @@ from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.stretches import joined
 from keraunos.kernels.gated_delta_rule.triton import chunks, walks
 from keraunos.kernels.host.arrays import Spec, pow2, spec_of, strides_by_name, tile, unit_of
-from keraunos.kernels.host.plan import Plan, remember
+from keraunos.kernels.host.plan import Plan, named, remember
 from keraunos.kernels.host.pool import NO_POOL, NO_STATES, Pool
 from keraunos.kernels.host.sequences import Sizes
 from keraunos.kernels.state_pool.prompts import Walk
@@ -109,10 +109,7 @@ def _plan(call: Call, kernel: Any, programs: int, outputs: dict[str, Any], const
         EXACT=call.exact, TERMS=call.terms, REVERSE=call.reverse, PACKED=call.packed, PRECISION=call.precision,
         DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), NEED_G=call.opts.needs(call.specs, "g"),
     ) | constants
-    constant = kernel.fn.__annotations__
-    named = [name for name in kernel.arg_names if name not in constant and name in numbers]
-    return Plan(kernel, (programs,), {name: numbers[name] for name in named}, outputs,
-                {name: x for name, x in fixed.items() if name in constant}, num_warps, num_stages)
+    return Plan(kernel, (programs,), named(kernel, numbers)[0], outputs, named(kernel, fixed)[1], num_warps, num_stages)
 
 
 @remember

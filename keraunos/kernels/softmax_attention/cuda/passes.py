@@ -80,33 +80,19 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
     w = Call(args, opts)
     if w.cfg.block_q == _ROWS:
         return _few(w)
-    rows, block, BD, R = w.cfg.block_q, w.cfg.block_k, _tile(w.K, w.V), w.H // w.G
+    rows, block, BD = w.cfg.block_q, w.cfg.block_k, _tile(w.K, w.V)
     stages, held = _memory(w.cfg, BD)
-    stride_sinks, RN = w.sink_heads()
-    left, right = w.flags["LEFT"], w.flags["RIGHT"]
     tiles = w.B * w.H * -(-w.T // rows)
     taken = None
-    if tiles > _PROGRAMS and (left or right or w.masks["SEGMENTS"] or w.masks["MASK"]):
+    if tiles > _PROGRAMS and (w.flags["LEFT"] or w.flags["RIGHT"] or w.masks["SEGMENTS"] or w.masks["MASK"]):
         # Some tiles see more keys than others.
         taken = _zeros(1, args.query)
-    inputs = dict(
-        q=args.query, k=args.key, v=args.value, bias=args.bias, sinks=args.sinks if w.sinks else None, mask=args.mask,
-        flags=w.mask_flags(args.mask, rows, block), query_ids=args.query_segments, key_ids=args.key_segments,
-        spreads=w.spreads(args.key_segments, block), seed=args.seed, offsets=args.query_offset, taken=taken,
-        **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"),
-        **w.plane("bias", args.bias), **w.mask_strides(), **w.ids(), stride_sinksh=stride_sinks,
-        inner=_inner(opts), unit=w.numbers["unit"], keep=w.numbers["keep"],
-        threshold=w.threshold, left=w.window["left"], right=w.window["right"], B=w.B, T=w.T, S=w.S, M=R,
-    )
-    constants = dict(
-        **w.sizes(), RM=w.shared(args.mask), RN=RN, SINKS=w.sinks, ROWS=rows // 2, N=block, BD=BD,
-        STAGES=stages, HELD=held, CAP=_cap(opts), NEGATIVE=w.negative,
-        LEFT=left, RIGHT=right, OFFSET=w.flags["OFFSET"], **w.masks, DROPOUT=opts.dropout > 0,
-        REGISTERS=_REGISTERS, OTHERS=_OTHERS,
-    )
     outputs = dict(o=output_spec(args, opts), lse=lse_spec(args, opts), count=taken if taken is None else "taken")
-    output, lse, _ = frontends.launch(forward_kernel, (min(tiles, _PROGRAMS),), inputs, outputs, constants,
-                                      num_warps=4, num_stages=1)
+    output, lse, _ = w.launch(
+        forward_kernel, min(tiles, _PROGRAMS), outputs, flags=w.mask_flags(args.mask, rows, block),
+        spreads=w.spreads(args.key_segments, block), taken=taken, M=w.H // w.G, ROWS=rows // 2, N=block, BD=BD,
+        STAGES=stages, HELD=held, REGISTERS=_REGISTERS, OTHERS=_OTHERS, **_own(w),
+    )
     return (output, None), (output, lse)
 
 
@@ -130,31 +116,19 @@ def _few(w: Call) -> tuple[tuple[Array, None], tuple]:
     if w.masks["BIAS"] or w.masks["MASK"] or opts.dropout:
         raise ValueError(f"attention: block_q = {_ROWS}; expected 128 or 256 on cuda with biases, masks and dropout")
     stages, _ = _memory(w.cfg, BD)
-    flags = {**{name: bool(w.flags[name]) for name in ("LEFT", "RIGHT", "OFFSET")}, "SEGMENTS": w.masks["SEGMENTS"]}
     tiles = w.B * w.G * -(-w.T * R // _ROWS)
     own = 4 * stages * block * BD + 2 * _ROWS * BD + _BARRIERS
     programs = _PROGRAMS * ((frontends.SHARED_MEMORY + _BARRIERS) // own)
-    parts = _parts(tiles, -(-_reach(w) // block), programs, flags)
-    stride_sinks, RN = w.sink_heads()
-    sinks = args.sinks if w.sinks else None
-    inputs = dict(
-        q=args.query, k=args.key, v=args.value, sinks=sinks, query_ids=args.query_segments, key_ids=args.key_segments,
-        spreads=w.spreads(args.key_segments, block), offsets=args.query_offset,
-        **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"), **w.ids(),
-        stride_sinksh=stride_sinks, inner=_inner(opts), unit=w.numbers["unit"], left=w.window["left"],
-        right=w.window["right"], B=w.B, T=w.T, S=w.S, parts=parts,
-    )
-    shared = dict(H=w.H, V=w.V, RN=RN, SINKS=w.sinks, BD=BD)
-    constants = dict(**shared, K=w.K, R=R, N=block, STAGES=stages, CAP=_cap(opts), NEGATIVE=w.negative, **flags,
-                     PARTS=parts > 1)
+    parts = _parts(tiles, -(-_reach(w) // block), programs, w.flags | w.masks)
     wanted = dict(o=output_spec(args, opts), lse=lse_spec(args, opts))
     found = dict(o=((w.B, w.H, w.T, parts, w.V), "float32"), lse=((w.B, w.H, w.T, parts), "float32"))
-    output, lse = frontends.launch(decode_kernel, (tiles * parts,), inputs, found if parts > 1 else wanted,
-                                   constants, num_warps=4, num_stages=1)
+    output, lse = w.launch(
+        decode_kernel, tiles * parts, found if parts > 1 else wanted, spreads=w.spreads(args.key_segments, block),
+        parts=parts, PARTS=parts > 1, N=block, BD=BD, STAGES=stages, **_own(w),
+    )
     if parts > 1:
-        inputs = dict(part_o=output, part_lse=lse, sinks=sinks, stride_sinksh=stride_sinks, T=w.T, parts=parts)
-        output, lse = frontends.launch(join_kernel, (w.B * w.H * w.T,), inputs, wanted,
-                                       dict(**shared, AT_ONCE=8192 // BD), num_warps=4, num_stages=1)
+        output, lse = w.launch(join_kernel, w.B * w.H * w.T, wanted, part_o=output, part_lse=lse, parts=parts, BD=BD,
+                               AT_ONCE=8192 // BD, **_own(w))
     return (output, None), (output, lse)
 
 
@@ -169,7 +143,7 @@ def _reach(w: Call) -> int:
     return max(seen, 0)
 
 
-def _parts(tiles: int, blocks: int, programs: int, flags: dict[str, bool]) -> int:
+def _parts(tiles: int, blocks: int, programs: int, flags: dict[str, Any]) -> int:
     """Into how many parts the blocks of keys of each tile are divided, where so many programs run at once.
 
     All programs take about as long; where tiles may see more keys or fewer, there are more, to be taken as they come.
@@ -189,10 +163,21 @@ def _are_few(inv: Invocation) -> bool:
     return inv.dims["T"] * inv.dims["H"] // inv.dims["G"] <= _ROWS and not {"bias", "mask", "seed"} & set(inv.arrays)
 
 
-def _strides(x: Array, name: str) -> dict[str, int]:
-    """``stride_<name><axis>`` of an array [B, T, heads, dim]; where there is one only, it may be anything."""
-    return {f"stride_{name}{axis}": stride if size > 1 else _ROW
+def _strides(**arrays: Array) -> dict[str, int]:
+    """``stride_<name><axis>`` of arrays [B, T, heads, dim]; where there is one only, it may be anything."""
+    return {f"stride_{name}{axis}": stride if size > 1 else _ROW for name, x in arrays.items()
             for axis, stride, size in zip("bth", strides_of(x), x.shape, strict=False)}
+
+
+def _own(w: Call) -> dict[str, Any]:
+    """The arguments that Triton's kernels take otherwise."""
+    args, opts = w.args, w.opts
+    # Of products, twice the argument of the cap's tangent, base 2; which tangent, 0: there is no cap.
+    inner, cap = 0.0, 0
+    if opts.soft_cap:
+        inner, cap = 2 * LOG2E * opts.softmax_scale / opts.soft_cap, 2 if opts.soft_cap > _LARGE_CAP else 1
+    return dict(_strides(q=args.query, k=args.key, v=args.value), sinks=args.sinks if w.sinks else None, inner=inner,
+                CAP=cap)
 
 
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
@@ -207,48 +192,29 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     BD = _tile(w.K, w.V)
     BT = 8192 // BD
     NT, NS = -(-w.T // BT), -(-w.S // _KEYS)
-    limits = dict(LEFT=w.flags["LEFT"], RIGHT=w.flags["RIGHT"], OFFSET=w.flags["OFFSET"])
-    left, right, offsets, ids = w.window["left"], w.window["right"], args.query_offset, w.ids()
     ranges = None
     if w.masks["SEGMENTS"]:
-        (ranges,) = frontends.launch(
-            range_kernel, (w.B * NS,),
-            dict(key_ids=args.key_segments, spreads=w.spreads(args.query_segments, BT), offsets=offsets,
-                 stride_keyb=ids["stride_keyb"], left=left, right=right, T=w.T, S=w.S, NS=NS, NT=NT),
-            dict(ranges=((w.B, 4, NS), "int32")), dict(N=_KEYS, BT=BT, **limits), num_warps=1, num_stages=1,
-        )
-    inputs = dict(
-        q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, query_ids=args.query_segments,
-        key_ids=args.key_segments, ranges=ranges, seed=args.seed, offsets=offsets, do=do, lse=lse, mean=mean,
+        (ranges,) = w.launch(range_kernel, w.B * NS, dict(ranges=((w.B, 4, NS), "int32")), 1,
+                             spreads=w.spreads(args.query_segments, BT), NS=NS, NT=NT, N=_KEYS, BT=BT)
+    given = dict(
+        _own(w), **_strides(do=do), ranges=ranges, do=do, lse=lse, mean=mean, N=_KEYS, BT=BT, BD=BD, STAGES=_STAGES,
+        unit=(-1 if w.negative else 1) * w.numbers["unit"], REGISTERS=_REGISTERS, OTHERS=_OTHERS,
     )
-    numbers = dict(
-        **_strides(args.query, "q"), **_strides(args.key, "k"), **_strides(args.value, "v"), **_strides(do, "do"),
-        **w.plane("bias", args.bias), **w.plane("mask", args.mask), **ids, scale=opts.softmax_scale,
-        inner=_inner(opts), unit=(-1 if w.negative else 1) * w.numbers["unit"], keep=w.numbers["keep"],
-        threshold=w.threshold, left=left, right=right, B=w.B, T=w.T, S=w.S,
-    )
-    constants = dict(**w.sizes(), RM=w.shared(args.mask), N=_KEYS, BT=BT, BD=BD, STAGES=_STAGES, CAP=_cap(opts),
-                     **limits, **w.masks, DROPOUT=opts.dropout > 0, REGISTERS=_REGISTERS, OTHERS=_OTHERS)
     R, dq, dk, dv = w.H // w.G, None, None, None
     for first, heads in _heads_at_once(w.B * w.G, NS):
         # Without a limit on the right, a head's blocks begin one after the other: programs are busy with four heads.
-        together = 1 if limits["RIGHT"] else math.gcd(4, first, heads)
-        counts = _zeros(1 + heads * R * NT, do)
+        together = 1 if w.flags["RIGHT"] else math.gcd(4, first, heads)
         outputs = dict(dq=((heads * R, w.T, w.K), "float32"),
                        dk="dk_given" if first else (tuple(args.key.shape), w.dtype),
                        dv="dv_given" if first else (tuple(args.value.shape), w.dtype), counted="counts")
-        given = dict(counts=counts, dk_given=dk if first else args.key, dv_given=dv if first else args.value)
-        sums, dk, dv, counted = frontends.launch(
-            gradients_kernel, (min(heads * NS, _PROGRAMS),),
-            {**inputs, **given, **numbers, "FIRST": first, "HEADS": heads, "M": together}, outputs, constants,
-            num_warps=4, num_stages=1,
+        sums, dk, dv, counted = w.launch(
+            gradients_kernel, min(heads * NS, _PROGRAMS), outputs, **given, counts=_zeros(1 + heads * R * NT, do),
+            dk_given=dk if first else args.key, dv_given=dv if first else args.value, FIRST=first, HEADS=heads,
+            M=together,
         )
-        (dq,) = frontends.launch(
-            queries_kernel, (heads * R * NT,),
-            dict(sums=sums, counted=counted, dq_given=dq if first else do, scale=opts.softmax_scale, T=w.T, NT=NT,
-                 first=first * R),
-            dict(dq="dq_given" if first else (tuple(args.query.shape), w.dtype)), dict(H=w.H, K=w.K, BT=BT, BK=BD),
-            num_warps=4, num_stages=1,
+        (dq,) = w.launch(
+            queries_kernel, heads * R * NT, dict(dq="dq_given" if first else (tuple(args.query.shape), w.dtype)),
+            sums=sums, counted=counted, dq_given=dq if first else do, NT=NT, first=first * R, BT=BT, BK=BD,
         )
     dbias = triton.bias_gradient(w, do, lse, mean) if opts.needs(args, "bias") else None
     return Args(dq, dk, dv, dbias, dsinks)
@@ -270,16 +236,6 @@ def _zeros(n: int, like: Array) -> Array:
     """n zeros that no other launch has, as programs will count with them."""
     return frontends.launch(zero_kernel, (-(-n // _ZEROS),), dict(like=like, n=n), dict(zeros=((n,), "int32")),
                             dict(N=_ZEROS), num_warps=1, num_stages=1)[0]
-
-
-def _inner(opts: Options) -> float:
-    """The factor of products that gives twice the argument of the cap's tangent, base 2."""
-    return 2 * LOG2E * opts.softmax_scale / opts.soft_cap if opts.soft_cap else 0.0
-
-
-def _cap(opts: Options) -> int:
-    """Which tangent the cap takes, 0: there is no cap."""
-    return (2 if opts.soft_cap > _LARGE_CAP else 1) if opts.soft_cap else 0
 
 
 def _of_triton(args: Args, opts: Options) -> Options:

@@ -8,7 +8,6 @@ over: in the kernel of keys and values, keys and queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from keraunos import frontends
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.device import limits
 from keraunos.kernels.device.limits import ENOUGH, LITTLE
-from keraunos.kernels.host.arrays import dtype_of, pow2, tile
+from keraunos.kernels.host.arrays import dtype_of, pow2
 from keraunos.kernels.softmax_attention.contract import Args, Options
 from keraunos.kernels.softmax_attention.shared import gradients
 from keraunos.kernels.softmax_attention.shared.call import Call
@@ -30,37 +29,25 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     """The gradients of ``args`` from that of the output."""
     w, (output, lse), do = Call(args, opts), residuals, grads[0]
     mean, dsinks = means(w, output, do, lse)
-    strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
+    given = dict(w.rows(q=args.query, k=args.key, v=args.value, do=do), do=do, lse=lse, mean=mean)
     # Its tiles and blocks are of two arrays each, so one stage fewer fits.
-    options = dict(num_warps=w.cfg.num_warps, num_stages=max(w.cfg.num_stages - 1, 1))
-    constants = dict(**w.sizes(), RM=w.shared(args.mask), **fixed, BK=tile(w.K), BV=tile(w.V), **w.flags,
-                     **w.masks, NEGATIVE=w.negative)
+    options = w.cfg.num_warps, max(w.cfg.num_stages - 1, 1)
     rows, columns = w.cfg.block_q, w.cfg.block_k
-
-    def launch(kernel: Callable, grid: tuple[int, ...], flags: Array | None, spreads: Array | None,
-               outputs: dict[str, Any], constants: dict[str, Any]) -> tuple:
-        inputs = dict(
-            q=args.query, k=args.key, v=args.value, bias=args.bias, mask=args.mask, flags=flags,
-            query_ids=args.query_segments, key_ids=args.key_segments, spreads=spreads, seed=args.seed, do=do, lse=lse,
-            mean=mean, **strides, **w.plane("bias", args.bias), **w.mask_strides(), **w.ids(),
-            scale=opts.softmax_scale, **w.numbers, threshold=w.threshold, **w.window, T=w.T, S=w.S,
-        )
-        return frontends.launch(kernel, grid, inputs, outputs, constants, **options)
-
     made = dict(dk=(tuple(args.key.shape), w.dtype), dv=(tuple(args.value.shape), w.dtype))
     heads = w.together(do, columns)
-    grid, own = (w.B * w.G * -(-w.S // rows),), dict(constants, BT=columns, BS=rows, **heads)
-    hidden = w.mask_flags(args.mask, columns, rows), w.spreads(args.query_segments, columns // max(heads["N"], 1))
+    own = dict(given, BT=columns, BS=rows, **heads, flags=w.mask_flags(args.mask, columns, rows),
+               spreads=w.spreads(args.query_segments, columns // max(heads["N"], 1)))
+    programs = w.B * w.G * -(-w.S // rows)
     if max(w.K, w.V) > (64 if w.dtype == "float32" else 128):
         # The two sums do not fit the registers at once.
-        dk = launch(gradients.key_kernel, grid, *hidden, {**made, "dv": None}, dict(own, DK=True, DV=False))[0]
-        dv = launch(gradients.key_kernel, grid, *hidden, {**made, "dk": None}, dict(own, DK=False, DV=True))[1]
+        dk = w.launch(gradients.key_kernel, programs, {**made, "dv": None}, *options, **own, DK=True, DV=False)[0]
+        dv = w.launch(gradients.key_kernel, programs, {**made, "dk": None}, *options, **own, DK=False, DV=True)[1]
     else:
-        dk, dv = launch(gradients.key_kernel, grid, *hidden, made, dict(own, DK=True, DV=True))
-    (dq,) = launch(
-        gradients.query_kernel, (w.B * w.H * -(-w.T // rows),),
-        w.mask_flags(args.mask, rows, columns), w.spreads(args.key_segments, columns),
-        dict(dq=(tuple(args.query.shape), w.dtype)), dict(constants, BT=rows, BS=columns),
+        dk, dv = w.launch(gradients.key_kernel, programs, made, *options, **own, DK=True, DV=True)
+    (dq,) = w.launch(
+        gradients.query_kernel, w.B * w.H * -(-w.T // rows), dict(dq=(tuple(args.query.shape), w.dtype)), *options,
+        **given, BT=rows, BS=columns, flags=w.mask_flags(args.mask, rows, columns),
+        spreads=w.spreads(args.key_segments, columns),
     )
     dbias = bias_gradient(w, do, lse, mean) if opts.needs(args, "bias") else None
     return Args(dq, dk, dv, dbias, dsinks)
@@ -68,48 +55,33 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
 
 def bias_gradient(w: Call, do: Array, lse: Array, mean: Array) -> Array:
     """The gradient of the bias."""
-    args = w.args
-    strides, fixed = w.rows(q=args.query, k=args.key, v=args.value, do=do)
-    shape = tuple(args.bias.shape)
-    inputs = dict(
-        q=args.query, k=args.key, v=args.value, bias=args.bias, query_ids=args.query_segments,
-        key_ids=args.key_segments, do=do, lse=lse, mean=mean, seed=args.seed, **strides, **w.plane("bias", args.bias),
-        **w.ids(), **w.numbers, threshold=w.threshold, **w.window, B=w.B, T=w.T, S=w.S,
-    )
+    args, shape = w.args, tuple(w.args.bias.shape)
     # Where products take their operands from registers, these hold no larger tiles.
     block = _BIAS if frontends.shared_memory(args.query) >= ENOUGH else _BIAS // 2
-    constants = dict(**w.sizes(), SHARED=shape[0] < w.B, SEGMENTS=args.query_segments is not None, **fixed, BT=block,
-                     BS=block, BK=tile(w.K), BV=tile(w.V), **w.flags)
-    grid = (shape[0] * shape[1] * -(-w.T // block) * -(-w.S // block),)
-    return frontends.launch(
-        gradients.bias_kernel, grid, inputs, dict(dbias=(shape, dtype_of(args.bias))), constants,
-        num_warps=8 if max(w.K, w.V) > 128 else 4, num_stages=1,
+    return w.launch(
+        gradients.bias_kernel, shape[0] * shape[1] * -(-w.T // block) * -(-w.S // block),
+        dict(dbias=(shape, dtype_of(args.bias))), 8 if max(w.K, w.V) > 128 else 4,
+        **w.rows(q=args.query, k=args.key, v=args.value, do=do), do=do, lse=lse, mean=mean, SHARED=shape[0] < w.B,
+        BT=block, BS=block,
     )[0]
 
 
 def means(w: Call, output: Array, do: Array, lse: Array) -> tuple[Any, Any]:
     """Each query's mean, and the gradient of the sinks."""
-    args = w.args
-    strides, fixed = w.rows(do=do)
-    stride_sinks, RN = w.sink_heads()
-    NT = -(-w.T // _MEANS)
-    mean, parts = frontends.launch(
-        gradients.mean_kernel, (w.B * w.H * NT,),
-        dict(o=output, do=do, lse=lse, sinks=args.sinks, **strides, stride_sinksh=stride_sinks, T=w.T),
+    args, NT = w.args, -(-w.T // _MEANS)
+    mean, parts = w.launch(
+        gradients.mean_kernel, w.B * w.H * NT,
         dict(mean=((w.B, w.H, w.T), "float32"), dsinks=((w.B, w.H, NT, w.sinks), "float32") if w.sinks else None),
-        dict(H=w.H, V=w.V, RN=RN, **fixed, BT=_MEANS, BV=tile(w.V), BN=pow2(w.sinks), SINKS=w.sinks),
-        num_warps=4, num_stages=1,
+        o=output, do=do, lse=lse, **w.rows(do=do), BT=_MEANS,
     )
     if args.sinks is None:
         return mean, None
+    RN = w.known["RN"]
     heads, rows = w.H // RN, RN * NT
-    x = parts if w.sinks else lse
-    (dsinks,) = frontends.launch(
-        gradients.sum_kernel, (heads if w.sinks else 0,),
-        dict(x=x, B=w.B, stride_b=w.H * NT * w.sinks, stride_g=rows * w.sinks, n=rows),
-        dict(y=(tuple(args.sinks.shape), dtype_of(args.sinks))),
-        dict(N=w.sinks, BR=max(min(pow2(rows), 2048 // pow2(w.sinks)), 1), BN=pow2(w.sinks)),
-        num_warps=4, num_stages=1,
+    (dsinks,) = w.launch(
+        gradients.sum_kernel, heads if w.sinks else 0, dict(y=(tuple(args.sinks.shape), dtype_of(args.sinks))),
+        x=parts if w.sinks else lse, stride_b=w.H * NT * w.sinks, stride_g=rows * w.sinks, n=rows,
+        N=w.sinks, BR=max(min(pow2(rows), 2048 // pow2(w.sinks)), 1),
     )
     return mean, dsinks
 

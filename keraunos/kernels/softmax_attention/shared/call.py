@@ -9,7 +9,8 @@ from keraunos import frontends
 from keraunos.frontends import interpreter
 from keraunos.frontends.array_types import Array
 from keraunos.kernels.device.limits import precision
-from keraunos.kernels.host.arrays import dtype_of, strides_of
+from keraunos.kernels.host.arrays import dtype_of, pow2, strides_of, tile
+from keraunos.kernels.host.plan import named
 from keraunos.kernels.softmax_attention.contract import FAR, Args, Options, axes
 from keraunos.kernels.softmax_attention.shared import tiles
 
@@ -51,7 +52,19 @@ class Call:
         # Weights from exp(-60) to exp(60) are in bfloat16's range, and so are their sums; in float32's also, but the
         # logs of such sums have fewer digits than its results.
         self.bounded = cap is not None and cap <= 60 and args.bias is None and self.dtype == "bfloat16"
-        self.threshold = min(round(opts.dropout * 2**31), 2**31 - 1)
+        mask, sinks = args.mask, args.sinks
+        one = not self.sinks or sinks.ndim == 1  # of all heads
+        self.known = dict(
+            q=args.query, k=args.key, v=args.value, bias=args.bias, sinks=sinks, mask=mask, seed=args.seed,
+            query_ids=args.query_segments, key_ids=args.key_segments, **_plane("bias", args.bias),
+            **_plane("mask", mask), stride_flagsb=0 if mask is None or mask.shape[0] == 1 else mask.shape[1],
+            stride_queryb=_rows(args.query_segments), stride_keyb=_rows(args.key_segments),
+            stride_sinksh=0 if one else strides_of(sinks)[0], scale=scale, **self.numbers, **self.window,
+            threshold=min(round(opts.dropout * 2**31), 2**31 - 1), B=self.B, T=self.T, S=self.S, H=self.H, K=self.K,
+            V=self.V, R=self.H // self.G, RB=self._shared(args.bias), RM=self._shared(mask),
+            RN=self.H if one else self.H // sinks.shape[0], SINKS=self.sinks, BK=tile(self.K), BV=tile(self.V),
+            BN=pow2(self.sinks), **self.flags, **self.masks, NEGATIVE=self.negative,
+        )
 
     def cap(self) -> int:
         """How the tangent is computed. NVIDIA's instruction for all of it is not exact enough for large logits."""
@@ -62,47 +75,24 @@ class Call:
         device = frontends.of(self.args.query).device_of(self.args.query).kind
         return 2 if interpreter.ON or "AMD" in device else 3
 
-    def rows(self, **arrays: Array) -> tuple[dict[str, int], dict[str, int]]:
-        """Strides of arrays ``[B, T, H, dim]``: numbers in units, and constants with the unit."""
+    def launch(self, kernel: Any, programs: int, outputs: dict[str, Any], num_warps: int = 4, num_stages: int = 1,
+               **own: Any) -> tuple:
+        """Run a kernel on what it names of what is known of the call, and of its ``own`` arguments."""
+        known = {name: x for name, x in {**self.known, **own}.items() if name not in outputs}
+        inputs, constants = named(kernel, known)
+        return frontends.launch(kernel, (programs,), inputs, outputs, constants, num_warps=num_warps,
+                                num_stages=num_stages)
+
+    def rows(self, **arrays: Array) -> dict[str, int]:
+        """Strides of arrays ``[B, T, H, dim]``: numbers in units, constants, and the unit."""
         strides = {name: strides_of(x) for name, x in arrays.items()}
         unit = math.gcd(16, *(n for of in strides.values() for n in of[:3]))
-        numbers = {
-            f"stride_{name}{axis}": of[i] // unit for name, of in strides.items() for axis, i in (("b", 0), ("h", 2))
-        }
-        return numbers, {**{f"stride_{name}t": of[1] for name, of in strides.items()}, "UNIT": unit}
+        return {f"stride_{name}{axis}": n // (1 if axis == "t" else unit)
+                for name, of in strides.items() for axis, n in zip("bth", of, strict=False)} | {"UNIT": unit}
 
-    def plane(self, name: str, x: Array | None) -> dict[str, int]:
-        """Strides of a bias or a mask ``[1 or B, heads, T, S]``."""
-        if x is None:
-            return {f"stride_{name}{axis}": 0 for axis in "bht"}
-        b, h, t, _ = strides_of(x)
-        return {f"stride_{name}b": b if x.shape[0] > 1 else 0, f"stride_{name}h": h, f"stride_{name}t": t}
-
-    def mask_strides(self) -> dict[str, int]:
-        """Strides of the mask, and that of what :meth:`mask_flags` gives, in heads."""
-        mask = self.args.mask
-        shared = mask is None or mask.shape[0] == 1
-        return {**self.plane("mask", mask), "stride_flagsb": 0 if shared else mask.shape[1]}
-
-    def shared(self, x: Array | None) -> int:
+    def _shared(self, x: Array | None) -> int:
         """Query heads that share a head of the array."""
         return 1 if x is None else self.H // x.shape[1]
-
-    def sink_heads(self) -> tuple[int, int]:
-        """Stride of the heads of sinks, and query heads that share one."""
-        x = self.args.sinks
-        if not self.sinks or x.ndim == 1:
-            return 0, self.H
-        return strides_of(x)[0], self.H // x.shape[0]
-
-    def sizes(self) -> dict[str, int]:
-        """Heads, head dims, and how many query heads share a head of keys or of the bias."""
-        return dict(H=self.H, K=self.K, V=self.V, R=self.H // self.G, RB=self.shared(self.args.bias))
-
-    def ids(self) -> dict[str, int]:
-        """Strides of the segment ids."""
-        ids = dict(query=self.args.query_segments, key=self.args.key_segments)
-        return {f"stride_{name}b": 0 if x is None else strides_of(x)[0] for name, x in ids.items()}
 
     def together(self, do: Array, block: int) -> dict[str, int]:
         """How the kernel of keys takes the heads that share them: its N, and strides between the N heads of a tile.
@@ -126,10 +116,8 @@ class Call:
         B, n = ids.shape
         NB = -(-n // block)
         dtype = "int64" if dtype_of(ids) == "int64" else "int32"
-        return frontends.launch(
-            tiles.spread_kernel, (B * NB,), dict(ids=ids, stride_b=strides_of(ids)[0], n=n, NB=NB),
-            dict(spreads=((B, 3, NB), dtype)), dict(BLOCK=block), num_warps=1, num_stages=1,
-        )[0]
+        return self.launch(tiles.spread_kernel, B * NB, dict(spreads=((B, 3, NB), dtype)), 1, ids=ids,
+                           stride_b=strides_of(ids)[0], n=n, NB=NB, BLOCK=block)[0]
 
     def mask_flags(self, mask: Array | None, BT: int, BS: int) -> Array | None:
         """Flags of each block of the mask: nothing, something or everything is visible; None without a mask."""
@@ -137,11 +125,19 @@ class Call:
             return None
         (B, heads), (NT, NS) = mask.shape[:2], (-(-self.T // BT), -(-self.S // BS))
         stride_b, stride_h, stride_t, _ = strides_of(mask)
-        numbers = dict(stride_b=stride_b, stride_h=stride_h, stride_t=stride_t, HM=heads, T=self.T, S=self.S)
-        return frontends.launch(
-            tiles.mask_kernel, (B * heads * NT * NS,), dict(mask=mask, **numbers),
-            dict(flags=((B, heads, NT, NS), "int8")), dict(BT=BT, BS=BS), num_warps=4, num_stages=1,
-        )[0]
+        return self.launch(tiles.mask_kernel, B * heads * NT * NS, dict(flags=((B, heads, NT, NS), "int8")),
+                           stride_b=stride_b, stride_h=stride_h, stride_t=stride_t, HM=heads, BT=BT, BS=BS)[0]
+
+
+def _plane(name: str, x: Array | None) -> dict[str, int]:
+    """Strides of a bias or a mask ``[1 or B, heads, T, S]``."""
+    b, h, t = (0, 0, 0) if x is None else strides_of(x)[:3]
+    return {f"stride_{name}b": b if x is not None and x.shape[0] > 1 else 0, f"stride_{name}h": h,
+            f"stride_{name}t": t}
+
+
+def _rows(ids: Array | None) -> int:
+    return 0 if ids is None else strides_of(ids)[0]
 
 
 def output_spec(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:

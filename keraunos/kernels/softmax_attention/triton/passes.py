@@ -11,7 +11,7 @@ from typing import Any
 
 from keraunos import frontends
 from keraunos.frontends.array_types import Array
-from keraunos.kernels.host.arrays import dtype_of, pow2, tile
+from keraunos.kernels.host.arrays import dtype_of
 from keraunos.kernels.softmax_attention.contract import Args, Options, kernel
 from keraunos.kernels.softmax_attention.shared.backward import backward, heuristic, unsupported
 from keraunos.kernels.softmax_attention.shared.call import LOG2E, Call, axes_with_residuals, lse_spec, output_spec
@@ -27,25 +27,12 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Array, None], tuple]:
     if min(w.cfg.block_q, w.cfg.block_k) < 16:
         raise ValueError(f"attention: block_q = {w.cfg.block_q}, block_k = {w.cfg.block_k}; expected at least 16 on "
                          "triton, whose products take no smaller tiles")
-    strides, fixed = w.rows(q=args.query, k=args.key, v=args.value)
     BT, BS = w.cfg.block_q, w.cfg.block_k
-    stride_sinks, RN = w.sink_heads()
     spreads = w.spreads(args.key_segments, BS)
-    inputs = dict(
-        q=args.query, k=args.key, v=args.value, bias=args.bias, sinks=args.sinks, mask=args.mask,
-        flags=w.mask_flags(args.mask, BT, BS), query_ids=args.query_segments, key_ids=args.key_segments,
-        spreads=spreads, seed=args.seed,
-        **strides, **w.plane("bias", args.bias), **w.mask_strides(), stride_sinksh=stride_sinks, **w.ids(),
-        **w.numbers, threshold=w.threshold, **w.window, T=w.T, S=w.S,
-    )
-    constants = dict(
-        **w.sizes(), RM=w.shared(args.mask), RN=RN, **fixed, BT=BT, BS=BS, BK=tile(w.K), BV=tile(w.V),
-        BN=pow2(w.sinks), SINKS=w.sinks, **w.flags, **w.masks, BOUNDED=w.bounded, NEGATIVE=w.negative,
-    )
-    outputs = dict(o=output_spec(args, opts), lse=lse_spec(args, opts))
-    output, lse = frontends.launch(
-        forward_kernel, (w.B * w.H * -(-w.T // BT),), inputs, outputs, constants,
-        num_warps=w.cfg.num_warps, num_stages=w.cfg.num_stages,
+    output, lse = w.launch(
+        forward_kernel, w.B * w.H * -(-w.T // BT), dict(o=output_spec(args, opts), lse=lse_spec(args, opts)),
+        w.cfg.num_warps, w.cfg.num_stages, **w.rows(q=args.query, k=args.key, v=args.value), spreads=spreads,
+        flags=w.mask_flags(args.mask, BT, BS), BT=BT, BS=BS, BOUNDED=w.bounded,
     )
     return (output, None), (output, lse)
 
