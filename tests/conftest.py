@@ -89,7 +89,7 @@ def pytest_collection_finish(session):
 def pytest_runtest_teardown(item, nextitem):
     # Each program that JAX keeps takes some of the memory mappings that a process may have, of which thousands run out.
     item.session.stash[_RUN] = item.session.stash.get(_RUN, 0) + 1
-    if item.session.stash[_RUN] % 200 == 0 and "jax" in sys.modules:
+    if item.session.stash[_RUN] % 400 == 0 and "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
 
 

@@ -106,7 +106,7 @@ def test_prompts_and_tracked_states(kernel, dtype):
     begin = np.cumsum([0, *lengths])
     requests = [(range(*begin[n : n + 2]), slot, {lengths[n] - 1: slot}) for n, slot in enumerate(slots)]
     offsets, indices, tracked = tensors(begin, slots, chunks)
-    for track in (False, True):
+    for track in (False, True) if dtype == "float32" else (True,):
         x = Batch(kernel, begin[-1], dtype)
         options = dict(cache_indices=indices, query_start_loc=offsets)
         pools = []

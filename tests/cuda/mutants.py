@@ -33,7 +33,10 @@ def label(step: tuple[str, int]) -> str:
 
 
 def kernels(modules: tuple[str, ...], step: tuple[str, int], folder: Path) -> dict:
-    """The kernels without a step, or where it waits for products, with a wait that leaves one more under way."""
+    """The kernels without a step, or where it waits for products, with a wait that leaves one more under way.
+
+    Of the step's module and of those that import it; others have no kernel that has changed.
+    """
     name, number = step
     found = list(_STEP.finditer(_text(name)))[number]
     left = found[1] + "pass"
@@ -42,20 +45,32 @@ def kernels(modules: tuple[str, ...], step: tuple[str, int], folder: Path) -> di
     package = f"mutant_{name.replace('.', '_')}_{number}"
     (folder / package).mkdir()
     (folder / package / "__init__.py").write_text("")
-    for module in modules:
+    changed = _users(modules, name)
+    for module in changed:
         text = _text(module)
         if module == name:
             text = text[: found.start()] + left + text[found.end() :]
-        for other in modules:
+        for other in changed:
             text = re.sub(rf"{re.escape(other)}\b", f"{package}.{other.rpartition('.')[2]}", text)
         (folder / package / f"{module.rpartition('.')[2]}.py").write_text(text)
     sys.path.insert(0, str(folder))
     try:
-        made = [importlib.import_module(f"{package}.{module.rpartition('.')[2]}") for module in modules]
+        made = [importlib.import_module(f"{package}.{module.rpartition('.')[2]}") for module in changed]
     finally:
         sys.path.remove(str(folder))
     return {name: x for module in made for name, x in vars(module).items()
             if name.endswith("_kernel") and isinstance(x, JITFunction)}
+
+
+def _users(modules: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """A module and those that import it, or others that do."""
+    found: set[str] = set()
+    more = {name}
+    while more:
+        found |= more
+        names = re.compile("|".join(rf"{re.escape(x)}\b" for x in more))
+        more = {module for module in modules if module not in found and names.search(_text(module))}
+    return tuple(module for module in modules if module in found)
 
 
 def _text(name: str) -> str:

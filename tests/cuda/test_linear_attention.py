@@ -149,12 +149,24 @@ def test_gradients_of_gates_that_begin_anew_with_other_dims(dims, short_groups):
     small(**dims, B=1, T=3 * CHUNK + 7, H=2, gamma=1, gate="scalar", state=True).check(run)
 
 
+def cut_into(patch, tokens, pieces):
+    """Segments of so many tokens and pieces, which few programs join, two at once."""
+    patch.setattr(passes, "segmentation", lambda T, heads, forgets: (tokens, pieces))
+    patch.setattr(passes, "_STARTS", 4096)
+    patch.setattr(passes, "_at_once", lambda heads, forgets: 2)
+    for plan in (passes._call_of, passes._starts_plans):
+        patch.setattr(passes, plan.__name__, plan.__wrapped__)
+
+
 @pytest.fixture
 def segments(number, monkeypatch):
     """Sequences are cut into segments of two pieces, or of one of two chunks: each kind of gates both ways."""
     pieces, chunks = (2, 1) if number % 4 < 2 else (1, 2)
-    monkeypatch.setattr(passes, "segmentation", lambda T, heads, forgets: (pieces * chunks * CHUNK, pieces))
-    monkeypatch.setattr(passes, "_call_of", passes._call_of.__wrapped__)
+    usual = passes._STARTS, passes._at_once
+    cut_into(monkeypatch, pieces * chunks * CHUNK, pieces)
+    if CUT[number].K == CUT[number].V == 40:
+        monkeypatch.setattr(passes, "_STARTS", usual[0])
+        monkeypatch.setattr(passes, "_at_once", usual[1])
 
 
 CUT = [
@@ -255,8 +267,7 @@ def whole_or_cut(name, case, monkeypatch, replaced=None):
     constant = ("g_gamma",) if name == "shared" else ("g",) if "constant" in name else ()
     with monkeypatch.context() as patch:
         if "shared" in name:
-            patch.setattr(passes, "segmentation", lambda T, heads, forgets: (4 * CHUNK, 1))
-            patch.setattr(passes, "_call_of", passes._call_of.__wrapped__)
+            cut_into(patch, 4 * CHUNK, 1)
         got = run(case, mode="early" if "early" in name else "late", replaced=replaced, constant=constant)
     return [x for x in got if isinstance(x, np.ndarray)]
 
