@@ -144,7 +144,7 @@ def test_only_some_tokens_count_and_what_is_before_a_beginning_does_not(framewor
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("gates", "right"), [({"gamma": 1}, True), ({"gamma": 1}, False), ({"gate": "vector"}, False)])
 def test_segments_start_from_what_all_before_them_leave(framework, gates, right):
-    B = 1 if INTERPRETED else 2
+    B = 2 if GPU or right else 1
     case, segment = Case(**gates, B=B, T=600, G=1, V=40, state=True, reverse=not right, decay="weak"), 128
     args, way, made = case.arrays[0], stretches.Way(2, right, False), []
     for begin in (0, 300):
