@@ -3,8 +3,8 @@
     PYTHONPATH=. python3 benchmarks/gpu.py                              all of it, into benchmarks/results/<gpu>.json
     PYTHONPATH=. python3 benchmarks/gpu.py lightning_attention          one operation; the other's figures stay
 
-Each operation is one run of its own, with its own copy bandwidth. Results are written after every workload. What was
-left out, for the time or for another reason, is in the results with its reason.
+Each operation is one run of its own, with its own copy bandwidth. Results are written after every workload. Workloads
+that were left out, for the time or otherwise, are in the results with the reason.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python examples/language_model_torch.py --minutes 1.75
     python examples/language_model_torch.py --text FILE --steps 500 --length 200
 
-Exits with 1 if a check fails. What is neither JAX nor PyTorch is shared: the text, the sizes, the learning rate, the
-checks.
+Exits with 1 if a check fails. The text, the sizes, the learning rate and the checks are shared with it.
 """
 
 from __future__ import annotations

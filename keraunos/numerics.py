@@ -4,7 +4,7 @@ An error is the relative distance to the float64 reference in the Frobenius norm
 error of the reference algorithm run in :func:`working_dtype` on the same inputs, plus one unit in the last place of
 its own dtype, or of the inputs' where they have fewer digits: operands of matrix products are rounded to theirs.
 
-What is smaller than 2**-100 counts as zero: near there float32 runs out of digits.
+A number smaller than 2**-100 counts as zero: near there float32 runs out of digits.
 
 A result that is a sum of terms of both signs (the gradient of a gate that many tokens share) can be arbitrarily small
 next to its terms; its errors are taken relative to the sum of the terms' magnitudes, given as ``scale``.

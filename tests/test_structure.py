@@ -36,11 +36,9 @@ FRAMEWORKS = ("jax", "torch")
 # A module or a folder of one of these names, in a folder of ``kernels/``, is a platform.
 PLATFORMS = ("xla", "torch", "triton", "cuda", "pallas")
 UNREADABLE = re.compile(
-    r"(The same\b|Those\b|And\b|Whose\b|Also\b|As \w+ does\b|That of\b|Theirs?\b|As (there|above)\b|What\b)"
+    r"^(The same|Those|And|Whose|Also|As \w+ does|That of|Theirs?|As (there|above))\b|(^|[.:]\s+)What\b"
 )
 MINUS = re.compile(r"(?:[,`)\d]|\bis|\bare)\s+less\s+(?!than\b|of\b)")
-# Kernels whose sentences are still to be rewritten.
-OLD = ("kernels/linear_attention/cuda/", "kernels/softmax_attention/cuda/")
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -214,10 +212,10 @@ def docstrings(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def unreadable(folder: Path) -> list[str]:
-    """Docstrings that begin with a word that stands for something above them, or with "What", which names nothing."""
+    """Docstrings that begin with a word that stands for something above them, and sentences that begin with "What"."""
     return [
         f"{where} {text.splitlines()[0]}" for where, text in docstrings(folder)
-        if UNREADABLE.match(text) and not any(old in where for old in OLD)
+        if UNREADABLE.search(text)
     ]
 
 
@@ -240,7 +238,7 @@ def less_for_minus(package: Path) -> list[str]:
     """Docstrings and comments in which "less" stands for minus."""
     return [
         f"{where} {' '.join(match[0].split())}" for sentences in (docstrings, comments)
-        for where, text in sentences(package) if (match := MINUS.search(text)) and not any(old in where for old in OLD)
+        for where, text in sentences(package) if (match := MINUS.search(text))
     ]
 
 
@@ -428,8 +426,8 @@ PLANTED = {
     ),
     "a docstring that names nothing": (
         "unreadable",
-        {"ops/a": '"""What a call gets."""\ndef f():\n    """Whatever it is."""'},
-        ["keraunos/ops/a.py:1 What a call gets."],
+        {"ops/a": '"""What a call gets."""\ndef f():\n    """Whatever it is."""\ndef g():\n    """A. What?"""'},
+        ["keraunos/ops/a.py:1 What a call gets.", "keraunos/ops/a.py:4 A. What?"],
     ),
     "a less that stands for minus": (
         "less_for_minus",

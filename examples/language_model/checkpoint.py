@@ -23,7 +23,7 @@ def save(path: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, Any])
     Args:
         path: The file; an older one stays whole until the new one is complete and on the disk.
         arrays: Named arrays.
-        about: What else belongs to them.
+        about: More that belongs to them.
     """
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:

@@ -26,10 +26,10 @@ class Corpus:
     """Text as bytes, in two parts that share no file (or, of a single file, no byte).
 
     Args:
-        name: What the text is, for people.
+        name: A name of the text, for people.
         train: Bytes to learn from, uint8.
         held_out: Bytes to judge by, uint8.
-        prompt: What generation starts from unless the user gives something else.
+        prompt: The text that generation starts from unless the user gives another.
     """
 
     name: str

@@ -46,7 +46,7 @@ def forward(
         states: The state of each attention layer before the first of these bytes.
         config: The sizes.
         platform: The platform that computes the attention; `None` lets keraunos choose.
-        shards: What says how the bytes are spread over devices: `mesh` and `spec` of `keraunos.distributed`.
+        shards: The options that say how the bytes are spread over devices: `mesh` and `spec` of `keraunos.distributed`.
 
     Returns:
         Logits of the next byte `[B, T, 256]`, and the states after the last byte.

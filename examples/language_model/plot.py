@@ -23,7 +23,7 @@ def loss_curve(
         held_out: Pairs of a step and the bits per byte after it on a sample of the held-out text, at least one.
         final: Bits per byte at the end on all held-out text that is judged.
         bigram: The bigram model's held-out bits per byte, drawn as a line.
-        title: What was trained on what.
+        title: The model and the text.
     """
     # A Figure of its own, not pyplot: no global state and no display.
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")

@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: Any T, also 1: training, reading a prompt and generating are this one function.
-            states: What an earlier call returned; `None` before the first byte.
+            states: The states that an earlier call returned; `None` before the first byte.
         """
         x, after = self.embed(tokens), []
         for i, block in enumerate(self.blocks):

@@ -148,8 +148,8 @@ class GatedDeltaNet:
 
     The pool ``ssm_states`` is ``[slots, HV, V, K]``, float32 or bfloat16, changed in place; slots of -1 in
     ``cache_indices`` are padding. q and k are ``[1, tokens, H, K]``, v and outputs ``[1, tokens, HV, V]``; a and b are
-    raw gates of each token. What is left to the engine's own kernel: drafts in a tree, rings of tokens in place of
-    states (ReplaySSM), and prompts that leave the pool as it is.
+    raw gates of each token. Left to the engine's own kernel are drafts in a tree, rings of tokens in place of states
+    (ReplaySSM), and prompts that leave the pool as it is.
     """
 
     supports_packed_decode = True

@@ -1,8 +1,7 @@
 """Hugging Face's models with their linear attention computed by keraunos: :func:`patch` a model, :func:`unpatch` it.
 
 A patched layer is the model's own module with another class: parameters, buffers, hooks and names stay as they are, and
-so do all other models. What it does with masks and caches is what the model does; ``docs/compat.md`` has what is
-different.
+so do all other models. It treats masks and caches as the model does; ``docs/compat.md`` has the differences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's functions for lightning attention, as drop-ins: ``docs/engines.md`` shows how, and what is different.
 
 The layout is vLLM's, ``[B, H, T, D]``, there is no softmax scale, and decays are slopes s >= 0, of which a step back is
-``exp(-s)``. What is computed is ``S_t = exp(-s) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` for every token.
+``exp(-s)``. The formula is ``S_t = exp(-s) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` for every token.
 """
 
 from __future__ import annotations

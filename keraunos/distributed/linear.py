@@ -365,7 +365,7 @@ def gla_attention(
 
     Returns:
         This device's tokens of the output, or ``(output, final_state)``, the state of the whole sequences, on every
-        device. What is differentiated is the sum of the losses of all devices. In PyTorch the gradients of g_gamma and
+        device. The sum of the losses of all devices is differentiated. In PyTorch the gradients of g_gamma and
         initial_state are this rank's part: the ranks' sum is the whole, as for any parameter that ranks share.
 
     Raises:

@@ -251,7 +251,7 @@ def build_options(constants: dict[str, Any]) -> dict[str, Any]:
 def cannot_launch(framework: str | None, gluon: bool = False) -> str | None:
     """Why kernels of Triton, or of Gluon, cannot be launched on a framework's arrays, or None.
 
-    What launches them in JAX is no public interface: a version that is not known may take something else.
+    The launcher in JAX is not a public interface: a version that is not known may take something else.
     """
     from keraunos.frontends import interpreter
 

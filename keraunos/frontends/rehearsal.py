@@ -16,7 +16,7 @@ class Rehearsal:
     """Runs a function that does nothing but launch kernels, on arrays without values; front ends build, not launch.
 
     Args:
-        fn: the function. What is wrong with it, or with a build, shows when the kernels are launched.
+        fn: the function. An error of it, or of a build, shows when the kernels are launched.
         device: where they will be.
     """
 

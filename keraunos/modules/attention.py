@@ -279,8 +279,8 @@ def _attention(
 ) -> Any:
     """:func:`attention` without what ``torch.compile`` cannot make a node of: a function, and a generator.
 
-    Limits are taken apart here: their arrays are the operation's. What is done to arrays is settled by the operation,
-    once for all calls that are alike.
+    Limits are taken apart here: their arrays are the operation's. The operation settles the work on arrays, once for
+    all calls that are alike.
     """
     window = as_window(sliding_window)
     mask = own = other = lengths = offset = None

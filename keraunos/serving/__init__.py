@@ -116,7 +116,7 @@ def _call(operation: PoolOperation, args: Args, options: dict[str, Any], softmax
 def _per_token(args: Args) -> Args:
     """Decays per request and head as gates per token and head, with ``beta`` also those per head.
 
-    What does not fit is left to the checks.
+    An argument that does not fit is left to the checks.
     """
     gamma, slots, cu = args.g_gamma, args.slots, args.cu_seqlens
     fits = [getattr(x, "ndim", 0) for x in (slots, cu, args.states)] == [1, 1, 4]

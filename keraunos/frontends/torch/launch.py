@@ -224,7 +224,7 @@ class _Step(NamedTuple):
 class _Recording:
     """The launches between some tensors and what is made of them; and whether they were all that was done.
 
-    What else makes a tensor that matters is seen when a launch is given it, or when it is a result. What changes one in
+    A tensor that something else makes is seen when a launch is given it, or when it is a result. A change of one in
     place is seen by its version, which launches leave as it is.
     """
 
@@ -347,7 +347,7 @@ class remembered:  # noqa: N801, to those who use it a function
     Within another one that is recorded it is a part of that.
 
     Args:
-        fn: takes a list of tensors or None, returns a tuple of the like. What it does depends on the tensors' shapes,
+        fn: takes a list of tensors or None, returns a tuple of the like. Its work depends on the tensors' shapes,
             strides, dtypes and device. If it does more to tensors than launch kernels, it is run each time.
         rehearsal: like ``fn``, and does nothing but launch kernels. Before the first call, what it launches is built
             side by side.

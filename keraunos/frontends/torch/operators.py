@@ -1,8 +1,8 @@
 """PyTorch: operations as operators with names and arguments that last, for graphs, transformations and saved programs.
 
 An operator's arguments are tensors, numbers and texts, which every process understands: ``torch.export`` saves them as
-they are, and no code of a saved program is run, whoever made it. What reaches a kernel is checked as a call's arguments
-are. ``import keraunos.torch_ops`` registers all operators.
+they are, and no code of a saved program is run, whoever made it. Arguments of an operator are checked as those of a
+call. ``import keraunos.torch_ops`` registers all operators.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def placed(function: str, cu_seqlens: Array | None, query: Array) -> Array | Non
 def fold(args: Args, size: int) -> Args | None:
     """``size`` calls at once, their arrays stacked along a new first axis, as one call with a larger batch.
 
-    Packed sequences are joined to one longer row. What belongs to tokens or states keeps its order in memory. A decay
+    Packed sequences are joined to one longer row. Arrays of tokens and states keep their order in memory. A decay
     per call comes back as one per sequence of the batch; None: packed sequences share theirs, so calls with decays of
     their own cannot be one.
     """

@@ -2,7 +2,7 @@
 
 The algorithm is that of ``xla.py``; :mod:`keraunos.kernels.recurrent.torch` has the chunks and the decays inside them.
 
-PyTorch pays for every operation that it starts. What happens inside chunks is therefore computed for a group of them at
+PyTorch pays for every operation that it starts. The insides of chunks are therefore computed for a group of them at
 once; only the walk of the state goes chunk by chunk, with one operation (two for packed sequences).
 
 The backward keeps the inputs, recomputes the state before each chunk, and walks the groups back with the gradient of

@@ -132,7 +132,7 @@ def _dtype(frontend: ModuleType, x: Array) -> str:
 def folded(args: Any, size: int) -> dict[str, Any]:
     """``size`` calls at once, their arrays stacked along a new first axis, as the arrays of one with a larger batch.
 
-    Packed sequences are joined to one longer row. What belongs to tokens or states keeps its order in memory.
+    Packed sequences are joined to one longer row. Arrays of tokens and states keep their order in memory.
     """
     query, cu_seqlens = args.query, args.cu_seqlens
     frontend, axis = frontends.of(query), 1 if cu_seqlens is None else 2

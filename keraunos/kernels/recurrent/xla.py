@@ -431,7 +431,7 @@ class MildVectorDecay:
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Gradients for q, k and v of :meth:`inside`, and for the gates ``[B, H, C, K]``; see :class:`ScalarDecay`.
 
-        What a pair adds to the gates at its query it takes away at its key: exactly, as both are the same product.
+        A pair adds a product to the gates at its query, and takes the same product away at its key.
         """
         live = live_along(do)
         q, k = kept(q * self.to, live), k * self.back
@@ -540,7 +540,7 @@ def live_along(gradient: jax.Array, axes: int | tuple[int, ...] = -1) -> jax.Arr
 def kept(x: jax.Array, live: jax.Array) -> jax.Array:
     """``x``, but 0 where it is not finite and ``live``, of what it will be multiplied with, is 0.
 
-    What is finite stays, as a derivative with respect to what is 0 needs it.
+    A finite value stays: the derivative with respect to a value of 0 needs it.
     """
     return jnp.where((live != 0) | jnp.isfinite(x), x, 0)
 

@@ -21,8 +21,8 @@ _WIDER_IN_TORCH = {**_WIDER, "uint32": "int64"}
 class Arrangement:
     """Converts the arrays that a user gives to those that platforms take, for all calls with the same signature.
 
-    It depends only on what :func:`keraunos.frontends.signature` tells arrays apart by. What does not fit stays as it
-    is, and the checks refuse it.
+    It depends only on what :func:`keraunos.frontends.signature` tells arrays apart by. An argument that does not fit
+    stays as it is, and the checks refuse it.
 
     Args:
         args: the fields of :class:`Args`, then the lengths of the keys, ``[B]``, or None.

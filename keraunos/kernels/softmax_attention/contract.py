@@ -7,8 +7,8 @@ A platform module defines one or both of these, which know this page only, and h
 
     compute(args: Args, opts: Options) -> None, or what takes these and gives (output, weights or None)
 
-What ``compute`` gives its framework differentiates; None: forward and backward do the call. For each query, with every
-step in at least ``softmax_dtype``::
+The framework differentiates the results of ``compute``; None: forward and backward do the call. For each query, with
+every step in at least ``softmax_dtype``::
 
     x_s = soft_cap * tanh(softmax_scale * q . k_s / soft_cap) + bias_s      -inf where the key is not visible
     p_s = exp(x_s) / (sum_s exp(x_s) + sum_n exp(sinks_n))                  0 where no key is visible and no sink there

@@ -4,8 +4,8 @@
 computed for a block of queries and the keys that it may see, and again in the backward, so that the weights of one
 block are all that is in memory: it grows linearly with T and S, work with what is visible.
 
-What no query sees may be NaN or infinite, which a weight of 0 does not hide in a product. So each result is looked at,
-where that takes no wait for a device: if it is not finite, it is made again with selections (``careful``).
+A key that no query sees may be NaN or infinite, which a weight of 0 does not hide in a product. So each result is
+looked at, where that takes no wait for a device: if it is not finite, it is made again with selections (``careful``).
 
 Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B, G, S, K]``.
 """

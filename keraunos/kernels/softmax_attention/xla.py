@@ -6,8 +6,8 @@ queries (the online softmax) and keeps both for the backward, for each query: me
 backward is a scan over the same pairs, which computes the weights again. Work grows with what is visible: blocks that a
 causal mask or a window leaves out are no pairs.
 
-What no query sees may be NaN or infinite, which a weight of 0 does not hide in a product. So products have 0 in its
-place, and NaN is added to the logits of what is not finite, before those that are not seen become -inf.
+A key that no query sees may be NaN or infinite, which a weight of 0 does not hide in a product. So products have 0 in
+its place, and NaN is added to the logits of what is not finite, before those that are not seen become -inf.
 
 Inside, queries are ``[B, G, R, T, K]``, R of them for each key head, keys ``[B, G, S, K]``.
 """

@@ -6,7 +6,7 @@ runs an unchanged ``@gluon.jit`` kernel, program after program. Arguments are Nu
 CPU), which become pointers and are written in place; numbers; what `descriptor` makes of an array; and Triton's own
 ``TensorDescriptor``. Types, layouts and shapes are checked as Gluon's compiler does where that is simple, so that
 little passes here that does not compile; the rest is for a build ahead of time (``tests/cuda/compile.py``) to find.
-What the emulator does not have raises `UnsupportedError`.
+A feature that the emulator lacks raises `UnsupportedError`.
 
 **Partitions** of ``gl.warp_specialize`` are threads of which one runs at a time. With ``seed=0`` each runs until it has
 to wait. Every other seed gives another schedule, each time the same, which changes partitions at waits, arrivals,

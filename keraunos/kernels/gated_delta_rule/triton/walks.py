@@ -14,7 +14,7 @@ from keraunos.kernels.gated_delta_rule.triton.chunks import load_beta, locate_ro
 def whole_dot(x, y, acc, alike, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """``acc + x @ y``, with float32's digits of x where keys are alike: as the sum of two of y's dtype.
 
-    Corrections of like keys cancel in the state. What rounding takes from each of them does not.
+    Corrections of like keys cancel in the state. Their rounding errors do not.
     """
     b_x = x.to(y.dtype)
     acc = tl.dot(b_x, y, acc, input_precision=PRECISION)

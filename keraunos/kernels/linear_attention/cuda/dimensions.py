@@ -101,7 +101,7 @@ def put_bfloat16(x, factors_c):
 
 @gluon.jit
 def load_bfloat16(factors_c, LAYOUT: gl.constexpr):
-    """What :func:`put_bfloat16` has stored."""
+    """The values that :func:`put_bfloat16` has stored."""
     x = factors_c.load(LAYOUT).to(gl.int16, bitcast=True)
     return (x.to(gl.int32) << 16).to(gl.float32, bitcast=True)
 
@@ -124,7 +124,7 @@ def own_pairs(do_c, v_c, LAYOUT: gl.constexpr):
 def halves_meet(q, k, F, out, into, unit, HALF: gl.constexpr, REVERSE: gl.constexpr, LAYOUT: gl.constexpr):
     """The queries of the later ones of each two blocks of HALF tokens, and the keys of the earlier ones, with gates.
 
-    Where HALF are whole blocks: to F is added ``into``, and ``out`` less F is taken.
+    Where HALF are whole blocks: to F is added ``into``, and ``out`` minus F is taken.
     """
     C: gl.constexpr = q.shape[0]
     D: gl.constexpr = q.shape[1]
@@ -232,7 +232,7 @@ def dimension_gates(walk, g, stride_b, stride_t, stride_h, i_h, gamma, STAGES: g
 
 @aggregate
 class Outputs:
-    """What the partitions of one program share; what it does not have is None.
+    """The arrays and barriers that the partitions of one program share; an absent one is None.
 
     The ring has q, k, gates, and v in halves of its dimensions, of which ``states`` are copies of the state, and ``o``
     two blocks. For each stage: what the state is to be multiplied by ``before`` the chunk reads it and, of a strong

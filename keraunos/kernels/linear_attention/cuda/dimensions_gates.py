@@ -35,7 +35,7 @@ def by_thread(x, SIZE: gl.constexpr):
 
 @gluon.jit
 def from_threads(x, LAYOUT: gl.constexpr):
-    """What :func:`by_thread` was given, in its layout."""
+    """The argument of :func:`by_thread`, in its layout, from its result."""
     D: gl.constexpr = x.shape[0] * x.shape[2] * 2
     x = x.permute([0, 2, 1]).reshape([D // 8, 2, 2, 4, 8, 4]).permute([3, 1, 4, 0, 5, 2]).reshape([64, D])
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
@@ -110,7 +110,7 @@ def accumulate(x, p, FIRST: gl.constexpr):
 
 @gluon.jit
 def accumulated(p, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """What :func:`accumulate` has added."""
+    """The sum that :func:`accumulate` has made."""
     return from_threads(gl.load(p + places(D // 8, 4)), LAYOUT)
 
 

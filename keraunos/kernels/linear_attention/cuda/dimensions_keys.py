@@ -87,7 +87,7 @@ def put(x, out, at, left, H: gl.constexpr, D: gl.constexpr, BD: gl.constexpr):
 
 @aggregate
 class Keys:
-    """What the partitions of one program share; what is absent is None.
+    """The arrays and barriers that the partitions of one program share; an absent one is None.
 
     The first partition makes dv, the second dk, each in blocks, or where it is stored. Each has half of the values'
     dimensions of the gradient of the state in registers, and writes its half of the copy ``state`` that both read, of

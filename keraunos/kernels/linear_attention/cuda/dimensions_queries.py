@@ -58,7 +58,7 @@ PRODUCTS = gl.constexpr(1)
 
 @aggregate
 class GateGradients:
-    """What the gradients of gates are made of, and where they go; what is absent is None.
+    """The arrays that gradients of gates are made of, and where these go; an absent one is None.
 
     The ring has one stage: a chunk's queries and, in two tiles of 16 bits, the products of q with dq minus those of k
     with dk, which ``y`` has. The gradients of the state, ``dh``, give that of each GROUP-th chunk's first token, which
@@ -135,7 +135,7 @@ class GateGradients:
 
 @aggregate
 class Queries:
-    """What the partitions of one program share; what is absent is None.
+    """The arrays and barriers that the partitions of one program share; an absent one is None.
 
     The ring has the output's gradients, values, keys and gates. The last tile of keys is for strong chunks: for the
     state, and then for each level of the tree, whose pipeline has one stage. It is taken at first, so that a step may
@@ -316,7 +316,7 @@ class Queries:
     def multiply(self, WG: gl.constexpr):
         """A partition of one warpgroup: half of the keys' dimensions, for which it has the state in registers.
 
-        What the gradients of gates are made of is put where the tree and queries were.
+        The products that gradients of gates are made of go where the tree and queries were.
         """
         walk, ring, tree, gradients = self.walk, self.ring, self.tree, self.gradients
         C: gl.constexpr = walk.C

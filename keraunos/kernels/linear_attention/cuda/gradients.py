@@ -28,7 +28,7 @@ from keraunos.kernels.linear_attention.cuda.walk import (
 
 @aggregate
 class Gradients:
-    """What the partitions of one program share; what it does not have is None.
+    """The arrays and barriers that the partitions of one program share; an absent one is None.
 
     The first partition makes dv, the second dk, each in blocks, or where it is stored. Each has the gradient of half of
     the state in registers, and writes its half of the copy ``state`` that both read; ``halves`` is that copy's pipeline

@@ -1,4 +1,4 @@
-"""What joins the results of several programs: states of pieces, sums over heads that share an array or a decay."""
+"""Kernels that join the results of several programs: states of pieces, sums over heads that share an array or decay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keraunos.kernels.linear_attention.cuda.walk import CLOSED, natural_decay, r
 @gluon.jit
 def piece(i, count, local, sums, decay, i_n, i_h, o, T, L, P, H: gl.constexpr, KV: gl.constexpr, WIDTH: gl.constexpr,
           BACKWARDS: gl.constexpr):
-    """What the i-th piece leaves, and its decay, base 2; beyond the last of ``count``, nothing and none."""
+    """The state that the i-th piece leaves, and its decay, base 2; zeros beyond the last of ``count``."""
     pieces = gl.cdiv(T, L)
     i_p = (pieces - 1 - i) if BACKWARDS else i
     slot = (i_n.to(gl.int64) * pieces + i_p) * H + i_h

@@ -30,10 +30,10 @@ from keraunos.kernels.linear_attention.cuda.walk import (
 
 @aggregate
 class GateGradients:
-    """What makes the gradients of gates, each the sum of what all pairs that it is between come to.
+    """The arrays that make the gradients of gates, each the sum over all pairs of tokens that the gate is between.
 
-    What changes from a token to the next are the pairs that end there, products of q with dq, and those that begin
-    there, of k with dk: the latter are in ``products``. The former, and sums to begin with, come in two parts to
+    From a token to the next the sum changes by the pairs that end there, products of q with dq, and by those that
+    begin there, of k with dk: the latter are in ``products``. The former, and sums to begin with, come in two parts to
     ``dots``, one chunk after the other.
     """
 
@@ -76,7 +76,7 @@ class GateGradients:
 
 @aggregate
 class Outputs:
-    """What the partitions of one program share; what it does not have is None.
+    """The arrays and barriers that the partitions of one program share; an absent one is None.
 
     The ring has q, k, v in halves of its dimensions, and f. Of each half: ``late``, v times what reaches the chunk's
     end; ``states``, a copy of the state; two blocks of ``o``, or where it is stored.

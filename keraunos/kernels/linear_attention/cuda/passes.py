@@ -101,7 +101,7 @@ def _at_once(heads: int, forgets: bool) -> int:
 
 
 class _Call(Sizes):
-    """What follows from the shapes, dtypes and options of one call; one object for all that are alike."""
+    """Sizes and grids that follow from the shapes, dtypes and options of a call; one object for all that are alike."""
 
     def __init__(self, specs: Args, opts: Options):
         super().__init__(specs, opts)
@@ -265,7 +265,7 @@ def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[Plan,
 
 
 def _starts(call: _Call, args: Args, k: Any, v: Any, h0: Any, backwards: bool) -> Any:
-    """What each walk starts from: where sequences are cut into segments, their states, else those of the sequences."""
+    """The states that walks start from: those of segments where sequences are cut into these, else of sequences."""
     if not call.L or call.opts.started:
         return h0
     local_plan, plan = _starts_plans(call, spec_of(k), spec_of(v), backwards)

@@ -1,4 +1,4 @@
-"""What the walks over sequences share: where a program walks, copies into shared memory, and the decays of a chunk.
+"""Shared by the walks over sequences: where a program walks, copies into shared memory, and the decays of a chunk.
 
 A program walks over one sequence, or one segment of it, of one head, in chunks of C tokens, of which only the one that
 lies last in memory may be partial. Its descriptors are of its own tokens, so that copies read zeros after their end and
@@ -79,7 +79,7 @@ class Blocks:
 
 @gluon.jit
 def add_before(sums, x, sums_of_later, later):
-    """What a scan for the sums of what is before each puts together: such sums, and what comes after them."""
+    """The step of a scan for the sum of all elements before each: the sum so far, and the element after it."""
     return sums + x + sums_of_later, later
 
 
@@ -170,7 +170,7 @@ def gated_pairs(a, G_rows, G_columns, rows, columns, REVERSE: gl.constexpr):
 
 @gluon.jit
 def mild_pairs(a, of_rows, of_columns, rows, columns, REVERSE: gl.constexpr):
-    """What :func:`gated_pairs` gives, from ``exp2`` of the sums of rows and of columns."""
+    """The result of :func:`gated_pairs`, from ``exp2`` of the sums of rows and of columns."""
     seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
     return gl.where(seen, a * (of_rows[:, None] * of_columns[None, :]), 0.0)
 

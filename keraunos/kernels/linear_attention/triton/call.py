@@ -116,8 +116,8 @@ class Call(Sizes):
     def of_gradients(self) -> Call:
         """The call as gradients of gates walk it: pairs of segments, by as many programs, each with half a tile.
 
-        What is kept of the states before chunks is that of a part of all walks: half of what it is for segments. Where
-        others have made the states that segments start from, they are walked one by one.
+        The states before chunks are kept for a part of all walks, half as many as for segments. If the states that
+        segments start from are made already, segments are walked one by one.
         """
         if not self.in_pairs or self.opts.started:
             return self

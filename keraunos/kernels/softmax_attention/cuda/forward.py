@@ -251,7 +251,7 @@ NANS_TOO = gl.constexpr(PropagateNan.ALL)
 
 @gluon.jit
 def below_one(x):
-    """The hyperbolic tangent of ``x / (2 LOG2E)``, less 1: ``-2 / (2^x + 1) = 1 / (-1/2 - 2^(x - 1))``, to 3e-7.
+    """``tanh(x / (2 LOG2E)) - 1 = -2 / (2^x + 1) = 1 / (-1/2 - 2^(x - 1))``, to 3e-7.
 
     One unit makes exponentials and reciprocals, 16 a clock in a multiprocessor: four share a reciprocal. From x = 25 on
     the result is nearly 0.
@@ -350,7 +350,7 @@ def weigh(x, top, total, inner, unit, masked, mask, S, N: gl.constexpr, CAP: gl.
 
 @gluon.jit
 def whole_logits(top, unit, CAP: gl.constexpr):
-    """The maximum of logits, base 2, from that of :func:`weigh`, whose tangents are less 1."""
+    """The maximum of logits, base 2, from that of :func:`weigh`, whose tanh has 1 subtracted."""
     top = top * unit
     if CAP == 1:
         top += unit
