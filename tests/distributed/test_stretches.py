@@ -63,7 +63,8 @@ def after_all(framework, key, value, args, start, way, lengths=LENGTHS):
         stretch = stretches.Stretch(*(to(framework, x) for x in (*own, args.g_gamma)))
         plan = to(framework, np.array([0, end - begin, place == 0, place], np.int32))
         rows.append(stretches.leave(stretch, to(framework, start), plan, way)[0])
-        assert rows[-1].shape == (stretches.values_left(stretch, way),)
+        K, V, vector = key.shape[-1], value.shape[-1], args.g is not None and args.g.ndim == 4
+        assert rows[-1].shape == (B * way.heads * (K * V + (K if vector else 1)),)
         if 0 < end - begin < 100 and stretches.is_for_gpu(stretch.key):
             twice = stretches.leave(stretch, to(framework, start), plan, way, copies=2)[0].reshape(2, -1)
             assert (twice == rows[-1]).all()

@@ -345,7 +345,7 @@ def leave(dtype, K, V, H, G, gate, gamma, B=1, T=32768) -> None:
     start, plan, way = empty(B, H, K, V, dtype="float32"), empty(4, dtype="int32"), stretches.Way(H, True, False)
     for to in (way, way.adjoint):
         platform.leave(x, start, plan, to, 0, 1)
-        left = empty(8, stretches.values_left(x, to), dtype="float32")
+        left = empty(8, B * H * (K * V + (K if gate == "vector" else 1)), dtype="float32")
         platform.arrive(left, start, plan, to, (B, H, K, V))
         _, *pieces = platform.leave(x, start, plan, to, 4096, 1)
         platform.arrive(left, start, plan, to, (B, H, K, V), *pieces, 4096)

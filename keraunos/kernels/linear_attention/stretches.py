@@ -56,12 +56,6 @@ class Way(NamedTuple):
         return self._replace(right=not self.right, inclusive=not self.inclusive)
 
 
-def values_left(x: Stretch, way: Way) -> int:
-    """The number of values that :func:`leave` makes."""
-    B, K, V = x.key.shape[0], x.key.shape[-1], x.value.shape[-1]
-    return B * way.heads * (K * V + (K if x.g is not None and x.g.ndim == 4 else 1))
-
-
 def _leave(x: Stretch, start: Array | None, plan: Array, way: Way) -> Array:
     """The state that a stretch leaves ``[B, H, K, V]`` and the sum of its gates ``[B, H, K]`` or ``[B, H]``, flat."""
     frontend = frontends.of(x.key)

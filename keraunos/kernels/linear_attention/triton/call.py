@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, cast
 
 from keraunos.frontends import SHARED_MEMORY
 from keraunos.kernels.device.limits import LITTLE, precision
-from keraunos.kernels.host.arrays import dtype_of, tile
-from keraunos.kernels.host.plan import remember
+from keraunos.kernels.host.arrays import dtype_of, pow2, tile
+from keraunos.kernels.host.plan import Plan, named, remember
 from keraunos.kernels.host.sequences import Sizes, cut, sequence_count
 from keraunos.kernels.linear_attention.contract import Args, Options
 
@@ -141,9 +141,16 @@ class Call(Sizes):
             return self.chunks
         return part.walks * (self.M // self.BT) if part else self.N * -(-self.T // self.walk) * (self.walk // self.BT)
 
-    def flags(self, reverse: bool) -> dict[str, Any]:
-        """The constants that every kernel of the recurrence has."""
-        return dict(GAMMA=self.has_gamma, EXACT=self.exact, REVERSE=reverse, PACKED=self.packed)
+    def plan(self, kernel: Any, programs: int, outputs: dict[str, Any], num_warps: int, num_stages: int,
+             **own: Any) -> Plan:
+        """The launch of a kernel on what it names of what is known of the call, and of its ``own`` arguments."""
+        known = dict(
+            scale=self.scale, stride_gamma_b=self.stride_gamma_b, T=self.T, N=self.N, H=self.H, K=self.K, V=self.V,
+            BT=self.BT, BN=pow2(self.N), GATE=self.gate, GAMMA=self.has_gamma, EXACT=self.exact, MILD=self.mild,
+            TERMS=self.terms, PRECISION=self.precision, REVERSE=self.reverse, PACKED=self.packed,
+        )
+        numbers, constants = named(kernel, known | own)
+        return Plan(kernel, (programs,), numbers, outputs, constants, num_warps, num_stages)
 
 
 @remember

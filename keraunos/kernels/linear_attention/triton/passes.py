@@ -113,25 +113,19 @@ def _gradient_plan(
 ) -> Plan:
     """The launch for all chunks of a part (mild: with decayed q and k), or for those that are halved."""
     v, g = call.specs.value, call.specs.g
-    H, K, V = call.H, call.K, call.V
     BK, BV, num_warps, num_stages = _GRADIENT
     num_stages = min(num_stages, 2) if call.little else num_stages
     vector = call.gate == 2
     unit = unit_of(q, k, v, do, g if vector else None)
-    numbers = dict(**strides_by_name(unit, q=q, k=k, v=v), **strides_by_name(unit if vector else 1, g=g),
-                   stride_gamma_b=call.stride_gamma_b, **strides_by_name(unit, o=do),
-                   scale=call.scale, T=call.T, N=call.N, L=call.walk,
-                   **(call.place(part) if part else dict(M=call.walk, F=0, W=0)))
-    BH = min(pow2(H), HEADS) if halved else 1
-    constants = dict(
-        H=H, K=K, V=V, **call.ratios(q=q, k=k, v=v, g=g), UNIT=unit, BT=call.BT,
-        BK=BK, BV=BV, BH=BH, BN=pow2(call.N), GATE=call.gate, TERMS=call.terms,
-        DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), MILD=mild, HALVED=halved, PRECISION=call.precision,
-        OVERLAP=IN_TURN, **call.flags(call.reverse),
+    BH = min(pow2(call.H), HEADS) if halved else 1
+    return call.plan(
+        chunks.gradient_kernel, call.chunk_slots(part) * -(-call.H // BH) * -(-call.K // BK),
+        dict(zip(_GRADIENTS, outputs, strict=True)), num_warps, num_stages,
+        **strides_by_name(unit, q=q, k=k, v=v, o=do), **strides_by_name(unit if vector else 1, g=g),
+        **call.ratios(q=q, k=k, v=v, g=g), UNIT=unit, L=call.walk,
+        **(call.place(part) if part else dict(M=call.walk, F=0, W=0)), BK=BK, BV=BV, BH=BH, MILD=mild, HALVED=halved,
+        DG_TERMS={"bfloat16": 1, "float16": 2}.get(call.dtype, 3), OVERLAP=IN_TURN,
     )
-    grid = (call.chunk_slots(part) * -(-H // BH) * -(-K // BK),)
-    return Plan(chunks.gradient_kernel, grid, numbers, dict(zip(_GRADIENTS, outputs, strict=True)), constants,
-                num_warps, num_stages)
 
 
 _GRADIENTS = ("dq", "dk", "dg")

@@ -76,11 +76,6 @@ def _scan_plan(call: Call, q: Spec | None, k: Spec, v: Spec, *, reverse: bool, a
     like_q = q or k
     g = call.specs.g if call.gate == 1 else None
     unit = unit_of(like_q, k, v)
-    numbers = dict(
-        **strides_by_name(unit, "bh", q=like_q, k=k, v=v), **strides_by_name(g=g),
-        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N, L=length, P=call.P,
-        **call.place(part), ROWS=pool.T if pool else 0,
-    )
     if not overlap & Overlap.WITH_LAST:
         overlap |= Overlap.AFTER_LAST
     ends = (call.N if final == Final.SEQUENCE else slots, H)
@@ -96,20 +91,19 @@ def _scan_plan(call: Call, q: Spec | None, k: Spec, v: Spec, *, reverse: bool, a
         total=((slots, H, K) if call.gate == 2 else (slots, H), "float32")
         if pieces and (call.gate or goes_on) else None,
     )
-    constants = dict(
-        H=H, K=K, V=V, **call.ratios(q=like_q, k=k, v=v, g=g), **strides_by_name(1, "t", q=like_q, k=k, v=v),
-        UNIT=unit, BT=call.BT, BK=tile(K), BV=BV, BN=pow2(call.N), GATE=call.gate, MILD=call.mild,
-        ADJOINT=adjoint, SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final),
-        OUTPUT=q is not None, SAVE=int(save), STATE_T=state_t, PRECISION=call.precision, EXPORT=False,
-        OVERLAP=int(overlap), **NO_POOL, **call.flags(reverse),
+    own = dict(
+        **call.ratios(q=like_q, k=k, v=v, g=g), **strides_by_name(unit, "bh", q=like_q, k=k, v=v),
+        **strides_by_name(1, "t", q=like_q, k=k, v=v), **strides_by_name(g=g), UNIT=unit, K=K, V=V, BK=tile(K), BV=BV,
+        L=length, P=call.P, **call.place(part), ROWS=pool.T if pool else 0, REVERSE=reverse, ADJOINT=adjoint,
+        SPLIT=split, PART=part is not None, WIDTH=width, INIT=int(init), FINAL=int(final), OUTPUT=q is not None,
+        SAVE=int(save), STATE_T=state_t, EXPORT=pool is not None and pool.exports is not None, OVERLAP=int(overlap),
+        **(pool.flags() if pool else NO_POOL),
     )
     if pool:
         # The states are not made, but put where they came from.
         outputs["ht"] = "pool"
         outputs["o"] = outputs["o"] if into else ((pool.T, H, V), output)
-        constants |= dict(EXPORT=pool.exports is not None, **pool.flags())
-    grid = (walks * H * -(-V // BV),)
-    return Plan(scan.scan_kernel, grid, numbers, outputs, constants, num_warps, num_stages)
+    return call.plan(scan.scan_kernel, walks * H * -(-V // BV), outputs, num_warps, num_stages, **own)
 
 
 def walk(call: Call, args: Args, q: Array | None, k: Array, v: Array, *, reverse: bool, adjoint: bool = False,
@@ -153,13 +147,10 @@ def walk(call: Call, args: Args, q: Array | None, k: Array, v: Array, *, reverse
 
 @remember
 def _combine_plan(call: Call, K: int, V: int, reverse: bool, init: bool, pool: Pool | None = None) -> Plan:
-    BK, flags = 8, pool.flags() if pool else NO_POOL
-    numbers = dict(stride_gamma_b=call.stride_gamma_b, T=call.T, N=call.N, L=call.L // call.P, P=call.P, R=0,
-                   stride_left=0)
-    constants = dict(H=call.H, K=K, V=V, BK=BK, BV=tile(V), GATE=call.gate, INIT=init, GOES_ON=False, COPIES=0,
-                     LOCAL=True, OVERLAP=IN_TURN, **flags, **call.flags(reverse))
-    outputs = dict(starts=((call.slots(call.L), call.H, K, V), "float32"))
-    return Plan(scan.combine_kernel, (call.N * call.H * -(-K // BK),), numbers, outputs, constants, 4, 2)
+    BK, outputs = 8, dict(starts=((call.slots(call.L), call.H, K, V), "float32"))
+    return call.plan(scan.combine_kernel, call.N * call.H * -(-K // BK), outputs, 4, 2, L=call.L // call.P, P=call.P,
+                     R=0, stride_left=0, K=K, V=V, BK=BK, BV=tile(V), INIT=init, GOES_ON=False, COPIES=0, LOCAL=True,
+                     REVERSE=reverse, OVERLAP=IN_TURN, **(pool.flags() if pool else NO_POOL))
 
 
 def starts_of(call: Call, args: Args, k: Array, v: Array, h0: Array | None, *, reverse: bool, adjoint: bool = False,
@@ -194,38 +185,29 @@ class Decayed(NamedTuple):
 @remember
 def _decay_plan(call: Call, queries: bool, keys: bool) -> Plan:
     BK, decayed = tile(call.K), ((call.B, call.T, call.H, call.K), call.dtype)
-    numbers, common = _decay_arguments(call)
     outputs: dict[str, Any] = dict(
         qd=decayed if queries else None, kd=decayed if keys else None,
         sums=((call.chunks, call.H, call.K), "float32"),
         halved=((call.chunks, call.H), "int32") if call.mild > 0 else None,
     )
-    return Plan(chunks.decay_kernel, (call.chunks * call.H,), numbers, outputs,
-                dict(**common, BK=BK, QUERIES=queries, KEYS=keys),
-                max(BK // 128, 1), 1)
+    return call.plan(chunks.decay_kernel, call.chunks * call.H, outputs, max(BK // 128, 1), 1, BK=BK, QUERIES=queries,
+                     KEYS=keys, **_gated(call))
 
 
 @remember
 def _halving_plan(call: Call, width: int) -> Plan:
     BK, num_warps, num_stages = _HALVING
     BH = min(pow2(call.H), HEADS)
-    numbers, common = _decay_arguments(call)
-    constants = dict(**common, BK=min(tile(call.K), BK), BH=BH, TERMS=call.terms, PRECISION=call.precision)
-    return Plan(chunks.halving_kernel, (call.chunks * -(-call.H // BH),), {**numbers, "WIDTH": width},
-                dict(intra=((call.B, call.T, call.H, width), call.dtype)), constants, num_warps, num_stages)
+    outputs = dict(intra=((call.B, call.T, call.H, width), call.dtype))
+    return call.plan(chunks.halving_kernel, call.chunks * -(-call.H // BH), outputs, num_warps, num_stages, WIDTH=width,
+                     BK=min(tile(call.K), BK), BH=BH, **_gated(call))
 
 
-def _decay_arguments(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The numbers and the constants of the kernels that work gates into q and k."""
-    q, k, g = call.specs.query, call.specs.key, call.specs.g
-    unit = unit_of(q, k, g)
-    numbers: dict[str, Any] = dict(
-        **strides_by_name(unit, q=q, k=k, g=g),
-        stride_gamma_b=call.stride_gamma_b, scale=call.scale, T=call.T, N=call.N,
-    )
-    common = dict(H=call.H, K=call.K, **call.ratios(q=q, k=k, g=g), UNIT=unit, BT=call.BT, BN=pow2(call.N),
-                  MILD=call.mild, OVERLAP=IN_TURN, **call.flags(call.reverse))
-    return numbers, common
+def _gated(call: Call) -> dict[str, Any]:
+    """The arguments of the kernels that work gates into q and k."""
+    arrays = dict(q=call.specs.query, k=call.specs.key, g=call.specs.g)
+    unit = unit_of(*arrays.values())
+    return dict(**strides_by_name(unit, **arrays), **call.ratios(**arrays), UNIT=unit, OVERLAP=IN_TURN)
 
 
 def gates_of(call: Call, args: Args, width: int, queries: bool = True, keys: bool = True) -> Decayed | None:
