@@ -120,7 +120,7 @@ class MaskInfo:
 
         Args:
             attention_mask: booleans, or numbers, of which all but 0 are true.
-            mask_is_valid: False: true is what is not to be seen.
+            mask_is_valid: if False, true marks what must not be seen.
 
         Raises:
             TypeError, ValueError: it is something else.
@@ -154,7 +154,7 @@ class MaskInfo:
 
     def apply_sliding_window(self, sliding_window: int | tuple[int, int], *, offset: Any = 0,
                              **unknown: Any) -> MaskInfo:
-        """This mask, with keys ``offset + t - left`` to ``offset + t + right`` only; one number stands for both.
+        """This mask, where query t sees keys ``offset + t - left`` to ``offset + t + right``; one number is both.
 
         Raises:
             ValueError: it is no window, or causality or a window has another offset already.
@@ -177,7 +177,7 @@ class MaskInfo:
 
         Args:
             kv_lengths: ``[B]``, integers.
-            q_len, end_index: which queries stay: all of them.
+            q_len, end_index: the queries that stay, which must be all.
 
         Raises:
             NotImplementedError: queries or keys are to be cut out.
@@ -191,7 +191,7 @@ class MaskInfo:
         return jnp.asarray(self.limits.get_or_compute_attention_mask(), dtype)
 
     def get_or_compute_segment_ids(self) -> tuple[jax.Array, jax.Array]:
-        """``[B, T]`` and ``[B, S]``, without causality and windows; of a mask of pairs: 0, or -1 where padding."""
+        """``[B, T]`` and ``[B, S]``, without causality and windows. Ids of a mask are 0, and -1 for padding."""
         limits, mask = self.limits, self.limits.attention_mask
         own, other = limits.query_segments, limits.key_segments
         if mask is not None:

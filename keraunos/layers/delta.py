@@ -14,7 +14,7 @@ _CONV = (("qkv", "conv1d"),)
 
 
 class DeltaNames(NamedTuple):
-    """Names of the parts of :class:`GatedDeltaNet` and :class:`KimiDeltaAttention`, as those of :class:`Names`.
+    """Names of the parts of :class:`GatedDeltaNet` and :class:`KimiDeltaAttention`, so that published weights load.
 
     A letter is what a part makes: q, k and v; z, the output's gate; a and b, of which the log gates and beta are made.
     Several letters are one fused part, whose columns have them in this order. A name may have dots, for parts of parts.

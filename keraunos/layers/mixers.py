@@ -1,4 +1,4 @@
-"""The arithmetic of the layers, written once; a framework's class adds the methods that :class:`Layer` names."""
+"""The arithmetic of the layers, written once for both frameworks, which add the methods that :class:`Layer` names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Cache(NamedTuple):
     Attributes:
         state: ``[N, H, K, V]``, the recurrence's state, float32 (float64 in layers of float64).
         conv: the last inputs of the convolutions, ``[N, conv_size - 1, channels]`` each: of query, key and value, or of
-            all three at once; empty in layers without. float32 like the state, if ``init_cache`` is given no dtype.
+            all three at once; empty without convolutions. float32 unless ``init_cache`` is given a dtype.
         length: ``[N]``, int32, the number of tokens; rotary positions go on from it.
     """
 
