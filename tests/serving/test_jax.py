@@ -216,16 +216,12 @@ def test_heads_may_be_on_several_devices(platform, name):
 @pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 @pytest.mark.parametrize("name", CASES | DELTA)
 def test_triton_lowers_for_cuda_and_aliases_the_pool(platform, name, monkeypatch):
-    # Not jax_triton itself, which would leave Triton without a cache for all tests that follow in the process.
-    launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
-    jax_triton = launch.jax_triton
     from keraunos.kernels import kernel_registry
     from keraunos.kernels.state_pool.contract import Args
     from keraunos.ops import Config
+    from tests.triton.lowering import build_each_once, on_hopper
 
-    # Without a device there is nothing to ask for its capability.
-    capable = functools.partial(jax_triton.triton_call, compute_capability=90)
-    monkeypatch.setattr(jax_triton, "triton_call", capable)
+    build_each_once(on_hopper(monkeypatch), monkeypatch)
     case = (CASES | DELTA)[name]
     op = case.op
     require(case, "triton")

@@ -1,7 +1,6 @@
 """The JAX front end lowers the Triton kernels for CUDA without a GPU: traced, built for sm_90, put into the graph."""
 
 import functools
-import re
 
 import jax
 import jax.export
@@ -12,43 +11,24 @@ from jax.sharding import PartitionSpec as P
 from keraunos.kernels import kernel_registry
 from keraunos.ops import Config
 from tests.linear_attention.cases import GPU
+from tests.triton.lowering import build_each_once, on_hopper
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 
 CFG = Config(block_q=32, block_d=16, num_warps=4, num_stages=2)
 SHAPE = (2, 200, 4, 16)
 ALLOWED = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")]
-# What was built: of each kernel the first build, and what launches put into graphs.
-BUILT, PUT = {}, {}
 
 
 @pytest.fixture
 def launch(monkeypatch):
-    """The module that launches, as on a Hopper GPU: without a device there is nothing to ask for its capability."""
-    # Not jax_triton itself, which would leave Triton without a cache for all tests that follow in the process.
-    launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
-    call = functools.partial(launch.jax_triton.triton_call, compute_capability=90)
-    monkeypatch.setattr(launch.jax_triton, "triton_call", call)
-    return launch
+    return on_hopper(monkeypatch)
 
 
 @pytest.fixture
 def triton(launch, monkeypatch):
-    """The low-level functions of the platform, by name.
-
-    Triton makes its program of every launch, and builds the first of each kernel to its end; tests/triton/compile.py
-    has all of them.
-    """
-    build = launch.triton_lib.compile_ttir_inplace
-
-    def built(module, *options):
-        kernel = re.search(r"tt\.func public @(\w+)", str(module))[1]
-        if kernel not in BUILT:
-            BUILT[kernel] = build(module, *options)
-        return BUILT[kernel]
-
-    monkeypatch.setattr(launch.triton_lib, "compile_ttir_inplace", built)
-    monkeypatch.setattr(launch.triton_lib, "_COMPILED_KERNEL_CACHE", PUT)
+    """The low-level functions of the platform, by name."""
+    build_each_once(launch, monkeypatch)
     return lambda name, cfg: functools.partial(kernel_registry.get(name, "triton"), cfg=cfg)
 
 
