@@ -110,7 +110,7 @@ def _repeated(x: np.ndarray) -> np.ndarray:
 
 
 def counts(argument: str, most: int) -> Rule:
-    """The rule of numbers of drafts that were accepted, of ``most``; those of padding slots may be any."""
+    """The rule of numbers of drafts that were accepted, of ``most``; padding slots may have any number."""
 
     def wrong(x: np.ndarray, slots: np.ndarray) -> np.ndarray:
         return ((x < 0) | (x > most)) & (slots >= 0)

@@ -35,10 +35,10 @@ SIGNATURES = {
 KERNEL = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 DELTANET = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 KIMI = ["chunk_kda", "fused_recurrent_kda"]
-# What a plain call gives a function beside q, k, v and the state.
+# The arrays that a plain call gives a function in addition to q, k, v and the state.
 PLAIN = {**dict.fromkeys(DELTANET, ("g", "beta")), **dict.fromkeys(KIMI, ("gk", "beta")),
          **dict.fromkeys(("chunk_delta_rule", "fused_recurrent_delta_rule"), ("beta",))}
-# Function, the arrays it is given beside q, k, v and the state, and its other arguments.
+# Function, the arrays it is given in addition to q, k, v and the state, and its other arguments.
 CASES = [
     *((name, ["g", "beta"], {}) for name in DELTANET),
     *((name, ["a", "b", "A_log", "dt_bias"], {**KERNEL, "allow_neg_eigval": True}) for name in DELTANET),

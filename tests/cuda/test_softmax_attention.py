@@ -96,7 +96,7 @@ BUILT = "causal", "64", "256", "everything", "tiles of 256", "mask", "dropout", 
 def test_it_fits(name):
     used = built(CASES[name], forward_kernel)
     assert used["registers"] <= 168  # of a thread when the kernel starts, before partitions give theirs to others
-    # Of what is read once for a tile; nothing in the loops of products, but for a cap beside a bias and a mask.
+    # Of what is read once for a tile; nothing in the loops of products, but for a cap with a bias and a mask.
     assert used["stack"] <= (192 if name == "everything else" else 64)
     assert used["shared"] <= frontends.SHARED_MEMORY
     assert used["waits"] == 0

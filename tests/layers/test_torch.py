@@ -1,4 +1,4 @@
-"""PyTorch's layers: their parameters' names, published modules beside them, compilation, dtypes, checkpoints."""
+"""PyTorch's layers: their parameters' names, published modules compared with them, compilation, dtypes, checkpoints."""
 
 import subprocess
 import sys

@@ -176,7 +176,7 @@ def test_bad_exports(platform):
 
 @pytest.mark.parametrize("split", [1, 16, 17, 63, 64, 65, 127, 128, 129])
 def test_a_prompt_may_come_in_parts(platform, split):
-    """Prefix and rest in two calls, the first with another request beside it, as good as the whole."""
+    """Prefix and rest in two calls, the first with another request in the batch, as good as the whole."""
     case = Case(op="prefill", slots=(2,), size=3, lengths=(130,), fresh=(0,), gate="scalar", H=2)
     truth, changed = case.truth()
     near, changed_near = case.truth(np.float32)

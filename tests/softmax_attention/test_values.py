@@ -61,7 +61,7 @@ CASES = [
     Case(B=1, T=1, S=33, H=1, sinks=1, sink_size=52.0),
     Case(sinks=4, sink_size=30.0),
     Case(causal=True, sinks=4, sink_size=100.0),
-    # Queries that see no key beside sinks whose sum, without a running maximum, has no finite reciprocal.
+    # Queries that see no key, and sinks whose sum, without a running maximum, has no finite reciprocal.
     Case(T=60, S=20, window=(4, 4), sinks=4, sink_size=2.0, sink_mean=-93.0, soft_cap=30.0, dtype="bfloat16"),
     Case(soft_cap=1.5, scale=0.7),
     Case(soft_cap=50.0, scale=3.0, causal=True),

@@ -105,7 +105,7 @@ DELTA = {
 # Name -> (ranks, this one): GPUs of one host that write into each other's memory.
 PEERS = {"exchange, the first of 4": (4, 0), "exchange, in the middle of 8": (8, 3)}
 
-# Further calls: the largest tiles, and what comes beside them.
+# Further calls: the largest tiles, and what comes with them.
 CALLS_ON_CHIPS = {
     "vector gates, float32": ("float32", 128, 128, 8, 8, "vector", True, 1, 4096, False),
     "scalar gates, float32, wide": ("float32", 256, 256, 4, 4, "scalar", False, 1, 4096, False),

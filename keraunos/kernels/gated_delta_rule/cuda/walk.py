@@ -178,7 +178,7 @@ def multiply(tiles, vectors, barriers, goal, states, size, last, WALKER: gl.cons
         o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(ready.index(slot), phase)
         y, o = warpgroup_mma_wait(0, deps=[y, o])
-        # Loaded no sooner: there are no registers for them beside the products.
+        # Loaded no sooner: the products leave no registers for them.
         enter = factors_s.index(slot * 4).load(OF_TOKENS)[None, :]
         fine = gl.max(alike_s.index(slot).load(FLAG), 0) != 0
         v = v_s.index(slot * WALKERS + WALKER).permute((1, 0)).load(W)

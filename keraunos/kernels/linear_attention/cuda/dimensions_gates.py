@@ -4,7 +4,7 @@
 of chunks and ``dg_u`` the product of the state before it with its gradient, summed over the values' dimensions. x and y
 are of the same rounded factors and pairs, so that of what both have, the pairs within a chunk, only the rounding of
 sums is left. A token's pair with itself, which no gate touches, is in both where a chunk is mild, and in none where it
-is moderate or strong: what else there is may be small beside it.
+is moderate or strong: all else may be small compared with it.
 
 The walk for k leaves y as its threads have it in registers, in 16 bits: see :func:`store_scaled`. In the walk for q
 threads have x of the same tokens and dimensions. It makes dg.

@@ -10,7 +10,7 @@ Two warpgroups work gates into q and k, in shared memory, and leave in the place
 multiplied by; with kinds of chunks as in ``dimensions``. In a strong chunk k with gates has a tile of its own,
 and another has, in turn, ``scale q_i exp2(G_i)``, for D, and for each level of the tree ``scale q_i exp2(G_i - G_mid)``
 of the later halves and ``exp2(G_mid - G_j)`` of the earlier ones, by which what comes of the former is multiplied. The
-pairs of the outputs are made beside it.
+pairs of the outputs are made at the same time.
 
 Two more multiply: one makes dv, one dk. For the gradients of gates they leave the products of k with dk, and some D:
 see ``dimensions_gates``.

@@ -85,7 +85,7 @@ def add_before(sums, x, sums_of_later, later):
 
 @gluon.jit
 def sums_before(x, axis: gl.constexpr, REVERSE: gl.constexpr):
-    """The sums of what is before each, made without it: beside it they may be small."""
+    """The sums of what is before each, made without it: they may be small compared with it."""
     return gl.associative_scan((gl.zeros_like(x), x), axis, add_before, reverse=REVERSE)[0]
 
 

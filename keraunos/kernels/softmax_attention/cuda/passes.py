@@ -279,7 +279,7 @@ def loses(inv: Invocation) -> str | None:
 
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
-    """Blocks of 128 keys; of 64 where shared memory, or registers beside a bias or a mask, have no room for more.
+    """Blocks of 128 keys; of 64 where shared memory, or registers with a bias or a mask, have no room for more.
 
     With few queries several programs share a multiprocessor's memory, of which copies in flight have most.
     """
