@@ -256,27 +256,11 @@ def _seed(dropout_rng: jax.Array | torch.Generator, query: Array) -> Array:
 
 
 @frontends.operation
-def _attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    softmax_aux: Array | None,
-    seed: Array | None,
-    *,
-    mask_info: MaskInfo | None,
-    softmax_scale: float | None,
-    logits_soft_cap: float | None,
-    dtype: DType | None,
-    softmax_dtype: DType | None,
-    dropout: float,
-    causal: bool,
-    sliding_window: int | tuple[int, int] | None,
-    query_offset: int | Array | None,
-    platform: str | None,
-    cfg: Config | None,
-    return_weights: bool,
-) -> Any:
+def _attention(query: Array, key: Array, value: Array, bias: Array | None, softmax_aux: Array | None,
+               seed: Array | None, *, mask_info: MaskInfo | None, softmax_scale: float | None,
+               logits_soft_cap: float | None, dtype: DType | None, softmax_dtype: DType | None, dropout: float,
+               causal: bool, sliding_window: int | tuple[int, int] | None, query_offset: int | Array | None,
+               platform: str | None, cfg: Config | None, return_weights: bool) -> Any:
     """:func:`attention` without what ``torch.compile`` cannot make a node of: a function, and a generator.
 
     Limits are taken apart here: their arrays are the operation's. The operation settles the work on arrays, once for

@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from keraunos.frontends.jax import partition
 from keraunos.kernels import kernel_registry
+from keraunos.kernels.device import pallas
 from keraunos.kernels.linear_attention.contract import Args, Options
-from keraunos.kernels.linear_attention.pallas import decays, kernels, passes
+from keraunos.kernels.linear_attention.pallas import decays, passes
 from keraunos.kernels.softmax_attention import contract as softmax_contract
 from keraunos.kernels.softmax_attention.pallas import passes as softmax_passes
 from keraunos.kernels.state_pool import contract as pool_contract
@@ -44,7 +45,7 @@ def arrays(kind, B=1, T=8192, H=16, G=None, K=128, V=128, dtype="bfloat16", N=No
     )
 
 
-def compiled(args: Args, gradients: bool, chip: str = "v5e", block_q: int = 128, vmem: int = kernels.VMEM >> 20):
+def compiled(args: Args, gradients: bool, chip: str = "v5e", block_q: int = 128, vmem: int = pallas.VMEM >> 20):
     """A call, with ``vmem`` MiB of fast memory at most; what does not fit is an error of the compiler's."""
     state = args.initial_state is not None
     constant = ("g_gamma",) if args.g is None else ()
@@ -56,7 +57,7 @@ def compiled(args: Args, gradients: bool, chip: str = "v5e", block_q: int = 128,
         return outputs, passes.backward(args, kept, (doutput, dfinal), opts) if gradients else None
 
     doutput = jax.ShapeDtypeStruct((*args.query.shape[:2], args.heads, args.value.shape[3]), args.query.dtype)
-    with mock.patch.object(kernels, "VMEM", vmem << 20):
+    with mock.patch.object(pallas, "VMEM", vmem << 20):
         return on_chip(chip, call, args, doutput)
 
 

@@ -16,15 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from keraunos.distributed import agreement
-from keraunos.distributed.ring import (
-    Merged,
-    Ring,
-    merged,
-    of_part,
-    sinks_gradient,
-    whole,
-    with_sinks,
-)
+from keraunos.distributed.ring import Merged, Ring, merged, of_part, sinks_gradient, whole, with_sinks
 from keraunos.frontends import jax as frontend
 from keraunos.kernels.softmax_attention.arguments import hidden_by_length
 from keraunos.kernels.softmax_attention.contract import Args

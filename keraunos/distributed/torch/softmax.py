@@ -14,15 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from keraunos.distributed import agreement
-from keraunos.distributed.ring import (
-    Merged,
-    Ring,
-    merged,
-    of_part,
-    sinks_gradient,
-    whole,
-    with_sinks,
-)
+from keraunos.distributed.ring import Merged, Ring, merged, of_part, sinks_gradient, whole, with_sinks
 from keraunos.kernels.softmax_attention.arguments import hidden_by_length
 from keraunos.kernels.softmax_attention.contract import Args
 

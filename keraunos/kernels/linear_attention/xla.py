@@ -21,16 +21,7 @@ import jax.numpy as jnp
 from keraunos.frontends import jax as frontend
 from keraunos.kernels.linear_attention.contract import Args, Options, kernels
 from keraunos.kernels.recurrent.contract import no_gradients, no_tokens, state_spec
-from keraunos.kernels.recurrent.xla import (
-    CHUNK,
-    Chunks,
-    Decay,
-    Walker,
-    kept,
-    live_along,
-    on_each_device,
-    sum_last,
-)
+from keraunos.kernels.recurrent.xla import CHUNK, Chunks, Decay, Walker, kept, live_along, on_each_device, sum_last
 from keraunos.kernels.state_pool import xla as pool
 from keraunos.kernels.state_pool.prompts import Walk
 from keraunos.ops.invocation import Config, Invocation

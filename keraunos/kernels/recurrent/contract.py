@@ -281,20 +281,10 @@ class Recurrence:
             function=self.function,
         )
 
-    def implementation(
-        self,
-        platform: str,
-        source: str,
-        forward: Callable,
-        backward: Callable,
-        *,
-        fields: tuple[str, ...],
-        heuristic: Callable,
-        candidates: Callable,
-        unsupported: Callable = lambda inv: None,
-        has_vmap: bool = False,
-        segment: Callable = lambda args, opts: None,
-    ) -> Implementation:
+    def implementation(self, platform: str, source: str, forward: Callable, backward: Callable, *,
+                       fields: tuple[str, ...], heuristic: Callable, candidates: Callable,
+                       unsupported: Callable = lambda inv: None, has_vmap: bool = False,
+                       segment: Callable = lambda args, opts: None) -> Implementation:
         """Make the implementation that a platform module registers.
 
         Args:

@@ -306,20 +306,10 @@ OPERATOR = frontends.Operator(
 )
 
 
-def kernel(
-    platform: str,
-    source: str,
-    forward: Callable | None = None,
-    backward: Callable | None = None,
-    *,
-    compute: Callable[[Args, Options], Any] = lambda args, opts: None,
-    fields: tuple[str, ...],
-    heuristic: Callable,
-    candidates: Callable,
-    unsupported: Callable = lambda inv: None,
-    forms_weights: bool = True,
-    letters: Callable = axes,
-) -> Implementation:
+def kernel(platform: str, source: str, forward: Callable | None = None, backward: Callable | None = None, *,
+           compute: Callable[[Args, Options], Any] = lambda args, opts: None, fields: tuple[str, ...],
+           heuristic: Callable, candidates: Callable, unsupported: Callable = lambda inv: None,
+           forms_weights: bool = True, letters: Callable = axes) -> Implementation:
     """The implementation that a platform module registers; see :class:`Implementation`.
 
     Args:

@@ -17,12 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from keraunos.frontends.jax.arrays import vary, varying, zeros
+from keraunos.kernels.device.pallas import launch
 from keraunos.kernels.linear_attention.pallas import decays
-
-# What a kernel may take of a core's fast memory: all of v5e, v6e and v5p have at least twice that, tpu7x has 64 MiB.
-VMEM = 56 << 20
-
 
 # Heads that are computed at once.
 AT_ONCE = 8
@@ -300,7 +296,7 @@ def _launch(body: Callable, walk: Walk, visits: jax.Array, given: dict[str, tupl
         The outputs by their names.
     """
     given, made = ({name: x for name, x in some.items() if x is not None} for some in (given, made))
-    names, (like, _) = (*given, *made, "state"), given["q"]
+    names = *given, *made, "state"
     # Where heads are put together.
     tokens = {name: (spec.block_shape, x.dtype) for name, (x, spec) in given.items() if name in _TOKENS}
     tokens |= {name: (spec.block_shape, dtype) for name, (_, dtype, spec) in made.items() if name in _TOKENS}
@@ -314,24 +310,9 @@ def _launch(body: Callable, walk: Walk, visits: jax.Array, given: dict[str, tupl
         *blocks, own = refs
         body(_Program(walk, plan, dict(zip(names, blocks, strict=True)), own))
 
-    grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=(walk.B, walk.H // walk.heads, walk.visits),
-        in_specs=[spec for _, spec in given.values()],
-        out_specs=[spec for _, _, spec in made.values()],
-        scratch_shapes=[pltpu.VMEM((walk.heads, walk.V, walk.K), jnp.float32), heads],
-    )
-    params = pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
-    )
-    found = pl.pallas_call(
-        kernel, grid_spec=grid_spec, compiler_params=params, name=f"linear_attention{body.__name__}",
-        # Inside ``shard_map`` they vary as the inputs do.
-        out_shape=jax.eval_shape(lambda: [zeros(shape, dtype, like) for shape, dtype, _ in made.values()]),
-        # Inputs are counted with the plan.
-        input_output_aliases={[*given].index("initial") + 1: [*made].index("final")} if walk.pooled else {},
-    )(vary(visits, varying(like)), *(vary(x, varying(like)) for x, _ in given.values()))
-    return dict(zip(made, found, strict=True))
+    grid, state = (walk.B, walk.H // walk.heads, walk.visits), pltpu.VMEM((walk.heads, walk.V, walk.K), jnp.float32)
+    return launch(kernel, f"linear_attention{body.__name__}", grid, visits, given, made, [state, heads],
+                  {"initial": "final"} if walk.pooled else {})
 
 
 def _inputs(walk: Walk, arrays: dict[str, Any]) -> Iterator[tuple[str, Any]]:

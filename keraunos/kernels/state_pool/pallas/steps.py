@@ -14,10 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from keraunos.frontends.jax.arrays import vary, varying, zeros
-
-# What a kernel may take of a core's fast memory; see ``linear_attention``.
-VMEM = 56 << 20
+from keraunos.kernels.device.pallas import launch
 
 
 class Steps(NamedTuple):
@@ -97,7 +94,8 @@ def run(steps: Steps, plan: jax.Array, states: jax.Array, tokens: dict[str, jax.
         return pl.BlockSpec((1, T, heads, dim), lambda h, i, plan: (i, 0, h, 0))
 
     of_pool = pl.BlockSpec((1, heads, K, V), lambda h, i, plan: (plan[0, i], h, 0, 0))
-    given: dict[str, Any] = {"states": states, **tokens}
+    given: dict[str, Any] = {"states": (states, of_pool)}
+    given |= {name: (x, of_tokens(x.shape[3])) for name, x in tokens.items()}
     made: dict[str, Any] = {}
     if steps.reads:
         made["output"] = (N, T, H, V), jnp.float32, of_tokens(V)
@@ -110,24 +108,6 @@ def run(steps: Steps, plan: jax.Array, states: jax.Array, tokens: dict[str, jax.
         named = dict(zip((*given, *made, "state"), refs, strict=False))
         _kernel(steps, plan, named | {"state": named["pool"].at[0]} if in_place else named)
 
-    varies = varying(states).union(*map(varying, (plan, *tokens.values())))
-    like = vary(states, varies)
-    found = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(H // heads, N),
-            in_specs=[of_pool, *(of_tokens(x.shape[3]) for x in tokens.values())],
-            out_specs=[spec for _, _, spec in made.values()],
-            scratch_shapes=[] if in_place else [pltpu.VMEM((heads, K, V), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
-        ),
-        # Counted with the plan.
-        input_output_aliases={1: len(made) - 1} if steps.writes else {},
-        name="state_pool_steps",
-        # Inside ``shard_map`` they vary as the inputs do.
-        out_shape=jax.eval_shape(lambda: [zeros(shape, dtype, like) for shape, dtype, _ in made.values()]),
-    )(*(vary(x, varies) for x in (plan, *given.values())))
-    return dict(zip(made, found, strict=True))
+    scratch = [] if in_place else [pltpu.VMEM((heads, K, V), jnp.float32)]
+    return launch(kernel, "state_pool_steps", (H // heads, N), plan, given, made, scratch,
+                  {"states": "pool"} if steps.writes else {})
