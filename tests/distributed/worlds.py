@@ -80,9 +80,10 @@ class World:
     def __exit__(self, kind: type | None, *raised: Any) -> None:
         for pipe in self.pipes:
             pipe.close()
+        end = time.monotonic() + self.timeout
         for process in self.processes:
             if kind is None:
-                process.join(self.timeout)
+                process.join(max(end - time.monotonic(), 0))
             process.kill()
             process.join()
         self.folder.cleanup()

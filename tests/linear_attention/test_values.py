@@ -1,6 +1,7 @@
 """Both linear operations on every platform that runs here: values and gradients against the float64 recurrence."""
 
 import dataclasses
+import functools
 import itertools
 import os
 
@@ -75,6 +76,13 @@ def run_gla_in_two(request):
 @pytest.fixture(params=platforms(), ids="-".join)
 def run_lightning(request):
     return runner(*request.param, lightning)
+
+
+@pytest.fixture(params=platforms(), ids="-".join)
+def run_lightning_in_chunks(request):
+    """On XLA with the chunks of a CPU."""
+    cfg = XLA if request.param[0] == "xla" else None
+    return runner(*request.param, functools.partial(lightning, cfg=cfg))
 
 
 def tiled(*cases):
@@ -302,8 +310,8 @@ def test_lightning(run_lightning, state, dstate):
     Case(gamma=1, dtype="bfloat16", K=64, V=128, H=4, G=2, T=65, reverse=True, decay="strong"),
     Case(gamma=1, decay="infinite", T=80),
 ], ids=str)
-def test_lightning_options(run_lightning, case):
-    case.check(run_lightning)
+def test_lightning_options(run_lightning_in_chunks, case):
+    case.check(run_lightning_in_chunks)
 
 
 sizes = st.fixed_dictionaries(
