@@ -59,7 +59,7 @@ CASES = {
 ], indirect=["platform"])
 def test_every_kind_of_call(platform, name):
     case = CASES[name]
-    if INTERPRETED and list(CASES).index(name) > 1:
+    if INTERPRETED and case.dtype == "float32" and list(CASES).index(name) > 1:
         # Programs take long there.
         case = dataclasses.replace(case, B=1)
     case.check(*platform)
