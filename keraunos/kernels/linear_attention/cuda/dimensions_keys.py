@@ -22,32 +22,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
+import keraunos.kernels.linear_attention.cuda.dimensions as shared
 from keraunos.kernels.device.hopper import FAINT, LOG2E, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, lengths, reinterpret, thread_barrier
-from keraunos.kernels.linear_attention.cuda.dimensions import (
-    BLOCKS,
-    COPIED_KEYS,
-    COPIED_VALUES,
-    IS_MILD,
-    IS_MODERATE,
-    LEVELS,
-    MAGNIFIED,
-    MILD,
-    MODERATE,
-    WORKED,
-    DimensionGates,
-    around,
-    dimension_gates,
-    ends,
-    flat,
-    from_middle,
-    halves_meet,
-    load_bfloat16,
-    own_pairs,
-    put_bfloat16,
-    within_blocks,
-)
+from keraunos.kernels.linear_attention.cuda.dimensions import BLOCKS, DimensionGates
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import (
     accumulate,
     accumulated,
@@ -132,12 +111,12 @@ class Keys:
         slot = i % ring.STAGES
         row = self.walk.place(i) * self.walk.C
         self.gates.copy(row, i, ring)
-        ring.expect(i, q.desc.block_type.nbytes + k.desc.block_type.nbytes, COPIED_KEYS)
-        full = ring.full(i, COPIED_KEYS)
+        ring.expect(i, q.desc.block_type.nbytes + k.desc.block_type.nbytes, shared.COPIED_KEYS)
+        full = ring.full(i, shared.COPIED_KEYS)
         q.copy(row, 0, slot, full)
         k.copy(row, 0, slot, full)
-        ring.expect(i, v.desc.block_type.nbytes + do.desc.block_type.nbytes, COPIED_VALUES)
-        full = ring.full(i, COPIED_VALUES)
+        ring.expect(i, v.desc.block_type.nbytes + do.desc.block_type.nbytes, shared.COPIED_VALUES)
+        full = ring.full(i, shared.COPIED_VALUES)
         v.copy(row, 0, slot, full)
         do.copy(row, 0, slot, full)
 
@@ -167,32 +146,32 @@ class Keys:
         b = warpgroup_mma(k_c, q_c.permute((1, 0)), none, use_acc=False, is_async=True)
         pairs = (warpgroup_mma_wait(0, deps=[b]) * self.scale).to(dtype)
         x = gl.maximum(gates.load(walk, walk.place(i), slot, LAYOUT), FAINT)
-        F = within_blocks(x, walk.REVERSE)
+        F = shared.within_blocks(x, walk.REVERSE)
         own = gl.sum(x, 1)
-        out, into = ends(own, walk.REVERSE)
-        total, before, behind, beside = around(gates.sums, F, LOG2E, walk.REVERSE)
+        out, into = shared.ends(own, walk.REVERSE)
+        total, before, behind, beside = shared.around(gates.sums, F, LOG2E, walk.REVERSE)
         odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
-        factor = gl.exp2(flat((out * LOG2E + behind)[:, None, :] - F * LOG2E, LAYOUT))
-        factors_c.store((factor * MAGNIFIED).to(factors_c.dtype))
+        factor = gl.exp2(shared.flat((out * LOG2E + behind)[:, None, :] - F * LOG2E, LAYOUT))
+        factors_c.store((factor * shared.MAGNIFIED).to(factors_c.dtype))
         thread_barrier()
-        ring.commit(i, WORKED)
+        ring.commit(i, shared.WORKED)
         tree.acquire(1)
         y_s.store((k_c.load(LAYOUT).to(gl.float32) * factor).to(dtype))
-        factor = gl.exp2(flat(F * LOG2E + (into * LOG2E + before)[:, None, :], LAYOUT)) * self.scale
+        factor = gl.exp2(shared.flat(F * LOG2E + (into * LOG2E + before)[:, None, :], LAYOUT)) * self.scale
         x_s.store((q_c.load(LAYOUT).to(gl.float32) * factor).to(dtype))
         self.before.store(gl.exp2(total))
         fence_async_shared()
         thread_barrier()
         tree.commit(0)
-        for level in gl.static_range(LEVELS):
+        for level in gl.static_range(shared.LEVELS):
             # Loaded anew, so that what follows from it does not wait in registers from the first level on.
             unit = gl.max(self.kinds.index(slot).load(FLAG), 0)
-            if level == LEVELS - 1:
+            if level == shared.LEVELS - 1:
                 # Blocks of two leaves.
                 into += gl.where(odd != walk.REVERSE, beside, 0.0) / LOG2E
                 out += gl.where(odd == walk.REVERSE, beside, 0.0) / LOG2E
             one = gl.full([C, BK], 1.0, gl.float32, LAYOUT)
-            f = halves_meet(one * self.scale, one, F, out, into, unit, 1 << level, walk.REVERSE, LAYOUT)
+            f = shared.halves_meet(one * self.scale, one, F, out, into, unit, 1 << level, walk.REVERSE, LAYOUT)
             f = f.to(dtype).to(gl.float32)
             later = ((t >> level) % 2 == (0 if walk.REVERSE else 1))[:, None]
             tree.acquire(level + 2)
@@ -210,11 +189,11 @@ class Keys:
             tree.commit(level + 1)
         # Rows are keys and columns queries.
         seen = (columns <= rows) if walk.REVERSE else (columns >= rows)
-        tree.acquire(LEVELS + 2)
+        tree.acquire(shared.LEVELS + 2)
         q_c.slice(0, C, 1).store(gl.where(seen, pairs, 0.0).to(dtype))
         fence_async_shared()  # The next copy comes here.
         thread_barrier()
-        tree.commit(LEVELS + 1)
+        tree.commit(shared.LEVELS + 1)
 
     @gluon.jit
     def work_in_gates(self):
@@ -237,18 +216,18 @@ class Keys:
             factors_c = self.factors.index(slot)
             gates.wait(i, ring)
             x = gates.load(walk, at, slot, LAYOUT)
-            F = within_blocks(x, walk.REVERSE)
-            into = ends(gl.sum(x, 1), walk.REVERSE)[1]
+            F = shared.within_blocks(x, walk.REVERSE)
+            into = shared.ends(gl.sum(x, 1), walk.REVERSE)[1]
             gates.put_sums(x)
-            ring.wait(i, COPIED_KEYS)
+            ring.wait(i, shared.COPIED_KEYS)
             q = q_c.load(LAYOUT)
             k = k_c.load(LAYOUT)
-            total, before = around(gates.sums, F, LOG2E, walk.REVERSE)[:2]
+            total, before = shared.around(gates.sums, F, LOG2E, walk.REVERSE)[:2]
             # What the chunk before reads has been read.
             halves.wait(i - 1)
             # Each thread puts factors where it has read gates.
             least = gates.least_sum()
-            if least < MODERATE:
+            if least < shared.MODERATE:
                 self.kinds.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
                 self.before.store(gl.exp2(mids))
                 mids = gl.zeros([BK], gl.float32, COLUMNS)
@@ -259,17 +238,17 @@ class Keys:
                 self.before.store(gl.exp2(mids + half))
                 mids = half
                 # The factor of q is as the walk for dq has it.
-                if least < MILD:
-                    self.kinds.index(slot).store(gl.full([1], IS_MODERATE, gl.float32, FLAG))
+                if least < shared.MILD:
+                    self.kinds.index(slot).store(gl.full([1], shared.IS_MODERATE, gl.float32, FLAG))
                     apart = gates.load_from_middle(walk, at, slot, LAYOUT)
                     factor = gl.exp2(apart).to(gl.bfloat16).to(gl.float32)
                     q_c.store((q_c.load(LAYOUT).to(gl.float32) * (factor * self.scale)).to(dtype))
                     factor = gl.exp2(-apart)
                     k_c.store((k_c.load(LAYOUT).to(gl.float32) * factor).to(dtype))
-                    put_bfloat16(factor, factors_c)
+                    shared.put_bfloat16(factor, factors_c)
                 else:
-                    self.kinds.index(slot).store(gl.full([1], IS_MILD, gl.float32, FLAG))
-                    apart = from_middle(F, into, before, half, LAYOUT)
+                    self.kinds.index(slot).store(gl.full([1], shared.IS_MILD, gl.float32, FLAG))
+                    apart = shared.from_middle(F, into, before, half, LAYOUT)
                     factor = gl.exp2(apart).to(gl.float16).to(gl.float32)
                     q_c.store((q.to(gl.float32) * (factor * self.scale)).to(dtype))
                     factor = gl.exp2(-apart)
@@ -277,11 +256,11 @@ class Keys:
                     factors_c.store(factor.to(factors_c.dtype))
                 fence_async_shared()
                 thread_barrier()
-                ring.commit(i, WORKED)
+                ring.commit(i, shared.WORKED)
         halves.wait(count - 1)
         self.before.store(gl.exp2(mids))
         thread_barrier()
-        ring.commit(count, WORKED)
+        ring.commit(count, shared.WORKED)
 
     @gluon.jit
     def multiply(self, WG: gl.constexpr):
@@ -325,8 +304,8 @@ class Keys:
             slot = i % ring.STAGES
             at = walk.place(i)
             left = gl.minimum(walk.size - at * C, C)
-            ring.wait(i, COPIED_VALUES)
-            ring.wait(i, WORKED)
+            ring.wait(i, shared.COPIED_VALUES)
+            ring.wait(i, shared.WORKED)
             # None while a product is under way: the assembler would wait for it.
             halves.acquire(i)
             q = self.q.stages.index(slot)
@@ -379,7 +358,7 @@ class Keys:
             halves.release(i)
             if WG == 0:
                 if strong:
-                    for level in range(LEVELS + 1):
+                    for level in range(shared.LEVELS + 1):
                         tree.release(level + 1)
                         tree.wait(level + 1)
                     pairs = q.slice(0, C, 1).load(W)
@@ -392,13 +371,13 @@ class Keys:
                     # Only this partition read v, and has.
                     pairs_s = v.slice(0, C, 1)
                     pairs_s.store(pairs)
-                    o = o * (factors_c.load(WD).to(gl.float32) / MAGNIFIED)
+                    o = o * (factors_c.load(WD).to(gl.float32) / shared.MAGNIFIED)
                     if LEARNED:
                         accumulate(o * k.load(WD).to(gl.float32), self.workspace, True)
                     pairs = pairs_s.load(W)
                     own = gl.sum(gl.where(rows[:, None] == columns[None, :], pairs.to(gl.float32), 0.0), 1) * self.scale
                     o += gl.convert_layout(own, gl.SliceLayout(1, WD))[:, None] * q.load(WD).to(gl.float32)
-                    for level in range(LEVELS):
+                    for level in range(shared.LEVELS):
                         tree.release(level + 1)
                         # Tokens whose numbers agree but for the last bits, the first of which is the level's.
                         meet = ((rows[:, None] ^ columns[None, :]) >> level) == 1
@@ -412,7 +391,7 @@ class Keys:
                             b = b * (k.load(WD).to(gl.float32) * f).to(dtype).to(gl.float32)
                             accumulate(b, self.workspace, False)
                         thread_barrier()
-                    tree.release(LEVELS + 1)
+                    tree.release(shared.LEVELS + 1)
                     if LEARNED:
                         store_scaled_halves(accumulated(self.workspace, BK, WD), dots_c)
                     put(o, out, at, left, H, D, BD)
@@ -423,8 +402,8 @@ class Keys:
                     # Once more in branches of their own.
                     if moderate:
                         if LEARNED:
-                            o += own_pairs(do, v, WD) * q.load(WD).to(gl.float32)
-                        put(o * load_bfloat16(factors_c, WD), out, at, left, H, D, BD)
+                            o += shared.own_pairs(do, v, WD) * q.load(WD).to(gl.float32)
+                        put(o * shared.load_bfloat16(factors_c, WD), out, at, left, H, D, BD)
                     else:
                         put(o * factors_c.load(WD).to(gl.float32), out, at, left, H, D, BD)
             if WG == 1:
@@ -438,7 +417,7 @@ class Keys:
                     gl.store(p_state + ((o_v * BK)[None, :] + o_k[:, None]), state.to(dtype))
         if not STORED:
             tma.store_wait(0)
-        ring.wait(count, WORKED)
+        ring.wait(count, shared.WORKED)
         if self.dh0 is not None:
             state = settled(state) * self.before.load(gl.SliceLayout(1, W))[:, None]
             store_state(self.dh0 + o_state, state, self.last, o_k, o_v, walk.K, walk.V, BK, walk.BV)
@@ -492,7 +471,7 @@ def keys_kernel(
     before_s = gl.allocate_shared_memory(gl.float32, [BK], VECTOR)
     kinds_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
     p_gamma = None if gamma is None else natural_decay(gamma, i_b, i_h, stride_gamma_b)
-    gates = dimension_gates(walk, g, stride_gb, stride_gt, stride_gh, i_h // RG, p_gamma, STAGES, GATES)
+    gates = shared.dimension_gates(walk, g, stride_gb, stride_gt, stride_gh, i_h // RG, p_gamma, STAGES, GATES)
     if COPIED:
         factors_s = reinterpret(gates.blocks.stages, gl.float16, [STAGES, C, BK], GATES)
     else:

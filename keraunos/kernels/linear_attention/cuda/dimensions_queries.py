@@ -15,32 +15,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
+import keraunos.kernels.linear_attention.cuda.dimensions as shared
 from keraunos.kernels.device.hopper import FAINT, LOG2E, load_state, locate, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, lengths, reinterpret, thread_barrier
-from keraunos.kernels.linear_attention.cuda.dimensions import (
-    BLOCKS,
-    COPIED_KEYS,
-    COPIED_VALUES,
-    IS_MILD,
-    IS_MODERATE,
-    LEVELS,
-    MAGNIFIED,
-    MILD,
-    MODERATE,
-    WORKED,
-    DimensionGates,
-    around,
-    dimension_gates,
-    ends,
-    flat,
-    from_middle,
-    halves_meet,
-    load_bfloat16,
-    own_pairs,
-    put_bfloat16,
-    within_blocks,
-)
+from keraunos.kernels.linear_attention.cuda.dimensions import BLOCKS, DimensionGates
 from keraunos.kernels.linear_attention.cuda.dimensions_gates import (
     accumulate,
     accumulated,
@@ -113,7 +92,7 @@ class GateGradients:
         if i % self.GROUP == 0:
             base = self.base.load(base.type.layout)
         x, base = dg_of(z, base, self.sums, walk.REVERSE)
-        x = flat(x, LAYOUT)
+        x = shared.flat(x, LAYOUT)
         rows = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
         o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
         inside = within((rows < walk.size - at * C)[:, None], o_k[None, :], walk.K, BK)
@@ -170,10 +149,10 @@ class Queries:
         slot = i % ring.STAGES
         row = self.walk.place(i) * self.walk.C
         self.gates.copy(row, i, ring)
-        ring.expect(i, k.desc.block_type.nbytes, COPIED_KEYS)
-        k.copy(row, 0, slot, ring.full(i, COPIED_KEYS))
-        ring.expect(i, do.desc.block_type.nbytes + v.desc.block_type.nbytes, COPIED_VALUES)
-        full = ring.full(i, COPIED_VALUES)
+        ring.expect(i, k.desc.block_type.nbytes, shared.COPIED_KEYS)
+        k.copy(row, 0, slot, ring.full(i, shared.COPIED_KEYS))
+        ring.expect(i, do.desc.block_type.nbytes + v.desc.block_type.nbytes, shared.COPIED_VALUES)
+        full = ring.full(i, shared.COPIED_VALUES)
         do.copy(row, 0, slot, full)
         v.copy(row, 0, slot, full)
 
@@ -190,32 +169,32 @@ class Queries:
         BK: gl.constexpr = walk.BK
         FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
         x = gl.maximum(gates.load(walk, walk.place(i), slot, LAYOUT), FAINT)
-        F = within_blocks(x, walk.REVERSE)
+        F = shared.within_blocks(x, walk.REVERSE)
         own = gl.sum(x, 1)
-        out, into = ends(own, walk.REVERSE)
-        before, behind, beside = around(gates.sums, F, LOG2E, walk.REVERSE)[1:]
+        out, into = shared.ends(own, walk.REVERSE)
+        before, behind, beside = shared.around(gates.sums, F, LOG2E, walk.REVERSE)[1:]
         odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
         t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
-        factor = gl.exp2(flat(F * LOG2E + (into * LOG2E + before)[:, None, :], LAYOUT))
-        factors_c.store((factor * MAGNIFIED).to(factors_c.dtype))
-        factor = gl.exp2(flat((out * LOG2E + behind)[:, None, :] - F * LOG2E, LAYOUT))
+        factor = gl.exp2(shared.flat(F * LOG2E + (into * LOG2E + before)[:, None, :], LAYOUT))
+        factors_c.store((factor * shared.MAGNIFIED).to(factors_c.dtype))
+        factor = gl.exp2(shared.flat((out * LOG2E + behind)[:, None, :] - F * LOG2E, LAYOUT))
         x_s.store((k_c.load(LAYOUT).to(gl.float32) * factor).to(dtype))
         fence_async_shared()  # As those do who read it, after they have written more.
         thread_barrier()
-        ring.commit(i, WORKED)
+        ring.commit(i, shared.WORKED)
         # At first blocks of two leaves.
         into += gl.where(odd != walk.REVERSE, beside, 0.0) / LOG2E
         out += gl.where(odd == walk.REVERSE, beside, 0.0) / LOG2E
-        for level in gl.static_range(LEVELS):
+        for level in gl.static_range(shared.LEVELS):
             if level == 1:
-                out, into = ends(own, walk.REVERSE)
+                out, into = shared.ends(own, walk.REVERSE)
             # Loaded anew, so that what follows from it does not wait in registers from the first level on.
             unit = gl.max(self.kinds.index(slot).load(FLAG), 0)
             one = gl.full([C, BK], 1.0, gl.float32, LAYOUT)
             # Rounded as in the walk for dk.
-            f = halves_meet(one * self.scale, one, F, out, into, unit, C >> (level + 1), walk.REVERSE, LAYOUT)
+            f = shared.halves_meet(one * self.scale, one, F, out, into, unit, C >> (level + 1), walk.REVERSE, LAYOUT)
             f = f.to(dtype).to(gl.float32)
-            later = ((t >> (LEVELS - 1 - level)) % 2 == (0 if walk.REVERSE else 1))[:, None]
+            later = ((t >> (shared.LEVELS - 1 - level)) % 2 == (0 if walk.REVERSE else 1))[:, None]
             tree.acquire(used + (level + 1))
             x_s.store(gl.where(later, f, k_c.load(LAYOUT).to(gl.float32) * f).to(dtype))
             fence_async_shared()
@@ -263,18 +242,18 @@ class Queries:
                 factors_c = self.factors.index(slot)
                 gates.wait(i, ring)
                 x = gates.load(walk, at, slot, LAYOUT)
-                F = within_blocks(x, walk.REVERSE)
-                into = ends(gl.sum(x, 1), walk.REVERSE)[1]
+                F = shared.within_blocks(x, walk.REVERSE)
+                into = shared.ends(gl.sum(x, 1), walk.REVERSE)[1]
                 gates.put_sums(x)
                 if LEARNED and not STRONG:  # noqa: SIM102
                     if i >= ring.STAGES:
                         gradients.free_tiles(i)
-                ring.wait(i, COPIED_KEYS)
+                ring.wait(i, shared.COPIED_KEYS)
                 k = k_c.load(LAYOUT)
-                total, before = around(gates.sums, F, LOG2E, walk.REVERSE)[:2]
+                total, before = shared.around(gates.sums, F, LOG2E, walk.REVERSE)[:2]
                 # Each thread puts factors where it has read gates.
                 least = gates.least_sum()
-                if STRONG and least < MODERATE:
+                if STRONG and least < shared.MODERATE:
                     self.kinds.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
                     self.before.index(slot).store(gl.exp2(mids))
                     self.after.index(slot).store(gl.exp2(total))
@@ -288,24 +267,24 @@ class Queries:
                             finished += 1
                     # It loads all again, which would stay in registers else.
                     self.do_strong(i, used, LAYOUT)
-                    used += LEVELS + 1
+                    used += shared.LEVELS + 1
                 else:
                     half = total * 0.5
                     self.before.index(slot).store(gl.exp2(mids + half))
                     mids = half
-                    if STRONG and least < MILD:
-                        self.kinds.index(slot).store(gl.full([1], IS_MODERATE, gl.float32, FLAG))
+                    if STRONG and least < shared.MILD:
+                        self.kinds.index(slot).store(gl.full([1], shared.IS_MODERATE, gl.float32, FLAG))
                         apart = gates.load_from_middle(walk, at, slot, LAYOUT)
-                        put_bfloat16(gl.exp2(apart), factors_c)
+                        shared.put_bfloat16(gl.exp2(apart), factors_c)
                         k_c.store((k_c.load(LAYOUT).to(gl.float32) * gl.exp2(-apart)).to(dtype))
                     else:
-                        self.kinds.index(slot).store(gl.full([1], IS_MILD, gl.float32, FLAG))
-                        apart = from_middle(F, into, before, half, LAYOUT)
+                        self.kinds.index(slot).store(gl.full([1], shared.IS_MILD, gl.float32, FLAG))
+                        apart = shared.from_middle(F, into, before, half, LAYOUT)
                         factors_c.store(gl.exp2(apart).to(factors_c.dtype))
                         k_c.store((k.to(gl.float32) * gl.exp2(-apart)).to(dtype))
                     fence_async_shared()  # As those do who read it, after they have written more.
                     thread_barrier()
-                    ring.commit(i, WORKED)
+                    ring.commit(i, shared.WORKED)
             elif LEARNED and not STRONG and i >= ring.STAGES:
                 gradients.free_tiles(i)
         if LEARNED:  # noqa: SIM102
@@ -351,9 +330,9 @@ class Queries:
             slot = i % ring.STAGES
             at = walk.place(i)
             left = gl.minimum(walk.size - at * C, C)
-            ring.wait(i, COPIED_VALUES)
-            ring.wait(i, WORKED)
-            kind = gl.max(self.kinds.index(slot).load(FLAG), 0) if STRONG else IS_MILD
+            ring.wait(i, shared.COPIED_VALUES)
+            ring.wait(i, shared.WORKED)
+            kind = gl.max(self.kinds.index(slot).load(FLAG), 0) if STRONG else shared.IS_MILD
             strong = kind > 0
             moderate = kind < 0
             single = kind <= 0
@@ -389,10 +368,10 @@ class Queries:
             b_dq = warpgroup_mma(gl.convert_layout(pairs, LEFT), k, nothing, use_acc=False, is_async=True)
             b_dq = warpgroup_mma(do, state_s, b_dq, use_acc=single if STRONG else True, is_async=True)
             b_dq, state = warpgroup_mma_wait(0, deps=[b_dq, state])
-            unit = gl.where(strong, self.scale / MAGNIFIED, self.scale) if STRONG else self.scale
+            unit = gl.where(strong, self.scale / shared.MAGNIFIED, self.scale) if STRONG else self.scale
             factors_c = self.factors.index(slot).slice(WG * HALF, HALF, 1)
             if STRONG and moderate:
-                factor = load_bfloat16(factors_c, W) * unit
+                factor = shared.load_bfloat16(factors_c, W) * unit
             else:
                 factor = factors_c.load(W).to(gl.float32) * unit
             if LEARNED:
@@ -401,7 +380,7 @@ class Queries:
                 if STRONG and strong:
                     accumulate(x, workspace, True)
                 if STRONG and moderate:
-                    b_dq += own_pairs(do, v, W) * k.load(W).to(gl.float32)
+                    b_dq += shared.own_pairs(do, v, W) * k.load(W).to(gl.float32)
             b_dq = b_dq * factor
             if STRONG and strong:
                 thread_barrier()
@@ -410,7 +389,7 @@ class Queries:
                 own = gl.sum(gl.where(rows[:, None] == columns[None, :], pairs.to(gl.float32), 0.0), 1) * self.scale
                 k_own = self.k.stages.index(slot).slice(WG * HALF, HALF, 1)
                 b_dq += own[:, None] * k_own.load(W).to(gl.float32)
-                for level in range(LEVELS):
+                for level in range(shared.LEVELS):
                     # Tokens whose numbers agree but for the last bits, the first of which is the level's.
                     meet = (rows[:, None] ^ columns[None, :]) // ((C >> 1) >> level) == 1
                     p = gl.convert_layout(gl.where(meet, pairs, 0.0).to(dtype), LEFT)
@@ -498,7 +477,7 @@ def queries_kernel(
     values = Blocks(walk.blocks(v, i_h // RV, stride_vb, stride_vt, stride_vh, V, BV, VALUES), v_s)
     d_out = Blocks(walk.blocks(do, i_h, stride_ob, stride_ot, stride_oh, V, BV, VALUES), do_s)
     p_gamma = None if gamma is None else natural_decay(gamma, i_b, i_h, stride_gamma_b)
-    gates = dimension_gates(walk, g, stride_gb, stride_gt, stride_gh, i_h // RG, p_gamma, STAGES, COPIES)
+    gates = shared.dimension_gates(walk, g, stride_gb, stride_gt, stride_gh, i_h // RG, p_gamma, STAGES, COPIES)
     if COPIED:
         factors_s = reinterpret(gates.blocks.stages, gl.float16, [STAGES, C, BK], COPIES)
     else:
