@@ -27,7 +27,7 @@ FIELDS = ("num_stages",)
 
 # Stages that the shared memory holds, where one of K and V is above 64, and where none is.
 _STAGES, _STAGES_NARROW = 2, 3
-# Registers of a thread that prepares chunks: five programs share a multiprocessor, and none spills.
+# Registers of a thread that prepares chunks: five programs share a multiprocessor, and spill 16 bytes at most.
 _REGISTERS = 96
 # Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few.
 _PROGRAMS = 32

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.device.hopper import FAINT, LOG2E, add, locate_chunk, wide, within
-from keraunos.kernels.gluon import reinterpret, thread_barrier
+from keraunos.kernels.gluon import lengths, reinterpret, thread_barrier
 
 EPSILON = gl.constexpr(1e-6)
 # Keys are alike from this sum of squares of a row of A on: then errors cancel, and products count with more digits.
@@ -79,8 +79,7 @@ def store_tile(p, x, REVERSE: gl.constexpr):
     gl.store(p + r[:, None] * C + c[None, :], x)
 
 
-@gluon.jit(do_not_specialize=["stride_kb", "stride_kt", "stride_kh", "stride_gb", "stride_gt", "stride_gh",
-                              "stride_bb", "stride_bt", "stride_bh", "T", "N"])
+@gluon.jit(do_not_specialize=lengths("kgb", "T", "N"))
 def prepare_kernel(
     k, g, beta, cu_seqlens,
     stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, T, N,
@@ -93,6 +92,7 @@ def prepare_kernel(
 
     ``alike`` ``[slots, H]``: whether the rest counts; else it is not stored. ``norms`` ``[slots, H, C]``: one over the
     length of each key, where keys are to be divided by it. stride_k: in UNIT values. g None: no gates; beta None: ones.
+    MAXNREG is read by the launcher: the registers that a thread may have.
     """
     i_h = gl.program_id(0) % H
     i_s = gl.program_id(0) // H
@@ -148,7 +148,7 @@ def prepare_kernel(
         pairs *= gl.convert_layout(strength, OF_ROWS)[:, None]
     else:
         pairs *= gl.convert_layout(strength, OF_COLUMNS)[None, :]
-    # The keys' tile is not free before; where no other tile lies there, nothing else says so.
+    # The compiler may use a tile's memory again after the last mention of the tile: here, when the product has read it.
     a, _ = warpgroup_mma_wait(0, deps=[a, k_s])
     slot = i_s.to(gl.int64) * H + i_h
     if norms is not None:

@@ -37,7 +37,7 @@ from keraunos.kernels.device.hopper import (
     wide,
 )
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
-from keraunos.kernels.gluon import copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
 
 @gluon.jit
@@ -216,11 +216,7 @@ def multiply(tiles, vectors, barriers, goal, states, size, last, WALKER: gl.cons
         store_state(ht + o_state, state, last, o_v, o_k, V, K, WALKERS * PART, BK)
 
 
-_LENGTHS = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt", "stride_kh", "stride_vb", "stride_vt",
-            "stride_vh", "stride_gb", "stride_gt", "stride_gh", "stride_bb", "stride_bt", "stride_bh", "T"]
-
-
-@gluon.jit(do_not_specialize=_LENGTHS)
+@gluon.jit(do_not_specialize=lengths("qkvgb", "T"))
 def walk_kernel(
     q, k, v, g, beta, near, alike, norms, h0, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
