@@ -22,8 +22,8 @@ def sum_kernel(x, R, D, E, y, BR: tl.constexpr, BE: tl.constexpr, UNIT: tl.const
                OVERLAP: tl.constexpr):
     """``y[m, d] = sum_r x[m, r, d]`` of contiguous arrays, always in the same order, in all frameworks.
 
-    E: how many values y has. UNIT divides D; all else that the compiler might know of the numbers it is not told, as
-    some frameworks do not tell it, and it would sum in another order. LAST: x is ``[M, D, R]``.
+    E: how many values y has. UNIT divides D. LAST: x is ``[M, D, R]``. The compiler learns no more of the numbers than
+    UNIT: PyTorch would tell it more than JAX does, and it would sum in another order.
     """
     in_turn(OVERLAP)
     first = tl.program_id(0).to(tl.int64) * BE
