@@ -6,7 +6,8 @@ Each platform is called through each framework that it takes. One that is wrong 
 status 1. Figures are written only with --out. The floor is the time in which the device copies as many bytes as the
 operation must move, or does as many products as softmax attention must, measured in the same run. Variants of
 attention: a window of 1,024; special, which is a soft cap with sinks and segment ids; shared, where 8 heads share their
-keys. All but plain are causal.
+keys. All but plain are causal. Variants of gla_attention: gates per token, and mild ones per dimension, which are
+`logsigmoid(normal) / 16`, or x times that; without one they are -0.1 times the square of a normal number.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import harness
 import measuring
 import output
 from contestants import find
-from workloads import BYTES, OPERATIONS, VARIANTS, Shape, Workload
+from workloads import BYTES, GATES, OPERATIONS, VARIANTS, Shape, Workload
 
 from keraunos.text import pairs
 
@@ -34,7 +35,8 @@ def read(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argp
     parser.add_argument("--backward", action="store_true", help="only forward plus backward (likewise)")
     parser.add_argument("--dtype", choices=BYTES, default="bfloat16", help="of all arrays; bfloat16 unless given")
     parser.add_argument("--variants", nargs="+", default=[""], metavar="NAME",
-                        help=f"of attention: {', '.join(VARIANTS)}; causal unless given")
+                        help=f"of attention: {', '.join(VARIANTS)}; causal unless given; of gla_attention: "
+                        f"{', '.join(filter(None, GATES))}")
     parser.add_argument("--platforms", nargs="+", default=[], metavar="NAME", help="of ours; all unless given")
     parser.add_argument("--against", nargs="+", default=[], metavar="NAME",
                         help="fla (the package fla-core), cudnn, sdpa, or platforms: a column compares with each")

@@ -121,6 +121,8 @@ class Fla:
         """See :class:`Contestant`."""
         if workload.products:
             return "is measured with linear attention only"
+        if workload.variant == "token":
+            return "is measured without gates per token, whose gradients it refuses"
         for module, package in (("torch", "torch"), ("fla", "fla-core")):
             if importlib.util.find_spec(module) is None:
                 return f"{package} is not installed"

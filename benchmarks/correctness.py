@@ -47,7 +47,7 @@ def _check(contestant: Contestant, small: Workload, cfg: Config | None) -> dict[
     inputs, cotangent, right = _two_heads(two, framework)
 
     def all_heads(x: np.ndarray) -> np.ndarray:
-        return x if two == small else x[..., np.arange(small.shape.H) % two.shape.H, :]
+        return x if two == small else x[:, :, np.arange(small.shape.H) % two.shape.H]
 
     decays = two.log_decay()
     if decays is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared": {"causal": True},
     "shared-window": _WINDOW,
     "shared-special": _SPECIAL,
+}
+# The gates of gated linear attention: their kind, and how many times ``logsigmoid(normal) / 16`` they are. 0: as the
+# operation draws them.
+GATES: dict[str, tuple[str, float]] = {
+    "": ("vector", 0), "token": ("scalar", 1),
+    "mild": ("vector", 1), "x4": ("vector", 4), "x16": ("vector", 16), "x64": ("vector", 64),
 }
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # The head dim of the models of these operations.
@@ -66,7 +73,7 @@ class Workload:
         shape: its sizes.
         dtype: of all arrays, the gates too; one of ``BYTES``.
         backward: forward plus backward, with gradients for every array.
-        variant: of softmax attention, one of ``VARIANTS``; of other operations "".
+        variant: of softmax attention, one of ``VARIANTS``; of gated linear attention, one of ``GATES``; else "".
     """
 
     operation: str
@@ -76,13 +83,14 @@ class Workload:
     variant: str = ""
 
     def __post_init__(self) -> None:
-        variants = VARIANTS if self.operation == "attention" else ("",)
+        known_variants: dict[str, Collection[str]] = {"attention": VARIANTS, "gla_attention": GATES}
+        variants = known_variants.get(self.operation, ("",))
         if not self.variant:
             object.__setattr__(self, "variant", next(iter(variants)))
         for name, got, known in (("operation", self.operation, OPERATIONS), ("dtype", self.dtype, BYTES),
                                  ("variant", self.variant, variants)):
             if got not in known:
-                raise ValueError(f"{name} is {got!r}; expected one of {', '.join(known)}")
+                raise ValueError(f"{name} is {got!r}; expected one of {', '.join(x for x in known if x)}")
         if self.shape.H % self._sharing:
             raise ValueError(
                 f"shape has {self.shape.H} heads; expected a multiple of {self._sharing}, which share keys"
@@ -110,13 +118,20 @@ class Workload:
         """The description of the call on a framework's default device."""
         s = self.shape
         more = {**VARIANTS.get(self.variant, {}), "G": s.H // self._sharing}
+        if self.operation == "gla_attention":
+            more["gate"] = GATES[self.variant][0]
         return self.kernel.invocation(framework, self.dtype, B=s.B, T=s.T, H=s.H, K=s.K, V=s.V, **more)
 
     def inputs(self, framework: str, seed: int) -> list[Any]:
         """Random query, key, value and, for gates per token, g, on that device."""
-        args, _ = self.kernel.sample(self.invocation(framework), seed)
+        inv = self.invocation(framework)
+        args, _ = self.kernel.sample(inv, seed)
         names = ("query", "key", "value", "g")
-        return [x for x, name in zip(args, self.kernel.arguments, strict=True) if x is not None and name in names]
+        found = [x for x, name in zip(args, self.kernel.arguments, strict=True) if x is not None and name in names]
+        if self.operation == "gla_attention" and (times := GATES[self.variant][1]):
+            normal = frontends.get(f"{framework}.measure").normal
+            found[-1] = _gates(normal(found[-1].shape, "float32", 100 * seed + 9, inv.backend), times, self.dtype)
+        return found
 
     def rest(self, framework: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arrays of softmax attention that are not inputs, and the options of its operation."""
@@ -141,7 +156,7 @@ class Workload:
     def input_bytes(self) -> int:
         """Bytes of query, key, value and gates per token."""
         s = self.shape
-        gates = s.K if self.operation == "gla_attention" else 0
+        gates = {"vector": s.K, "scalar": 1}[GATES[self.variant][0]] if self.operation == "gla_attention" else 0
         return s.B * s.T * (s.H * (s.K + gates) + s.H // self._sharing * (s.K + s.V)) * BYTES[self.dtype]
 
     @property
@@ -187,3 +202,14 @@ class Workload:
         """
         B, T = (1, 130) if self.products else (2, 300)
         return replace(self, shape=replace(self.shape, B=B, T=min(self.shape.T, T)))
+
+
+def _gates(normal: Any, times: float, dtype: str) -> Any:
+    """``times * logsigmoid(normal) / 16`` of a framework's array."""
+    if frontends.framework_of(normal) == "jax":
+        import jax
+
+        return (jax.nn.log_sigmoid(normal) * (times / 16)).astype(dtype)
+    import torch
+
+    return (torch.nn.functional.logsigmoid(normal) * (times / 16)).to(getattr(torch, dtype))

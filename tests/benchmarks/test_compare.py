@@ -191,6 +191,24 @@ def test_variants_of_attention(run, tmp_path):
             assert case["contestants"][label]["median_s"] > 0
 
 
+def test_gates_per_token(run, tmp_path):
+    run("gla_attention", "--shapes", "1,24,4,16", "--variants", "token", "--backward", *TINY,
+        "--against", "fla", "--platforms", "torch", "--out", str(tmp_path / "b.json"))
+    (found,) = json.loads((tmp_path / "b.json").read_text())["gla_attention"]["cases"]
+    arrays = 24 * 4 * 16 * 4
+    assert found["bytes_moved"] == 11 * arrays + 3 * arrays // 16
+    assert found["contestants"]["torch (torch)"]["errors"].keys() == {"output", "dquery", "dkey", "dvalue", "dg"}
+    assert found["contestants"]["fla (torch)"]["skipped"].startswith("is measured without gates per token")
+
+
+def test_gates_are_as_strong_as_asked_for():
+    mild, strong = (Workload("gla_attention", Shape(1, 999, 1, 16), "float32", variant=variant).inputs("torch", 0)[3]
+                    for variant in ("mild", "x4"))
+    assert strong.tolist() == (4 * mild).tolist()
+    # The mean of log sigmoid over normal numbers is -0.806.
+    assert abs(16 * mild.mean().item() + 0.806) < 0.02
+
+
 def test_products_of_attention():
     def products(variant, T, backward=False):
         return Workload("attention", Shape(1, T, 8, 4, 4), "float32", backward, variant).products
