@@ -10,6 +10,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import measuring
 import output
-from contestants import Contestant
+from contestants import Contestant, find
 from workloads import Workload
 
+from keraunos import frontends
 from keraunos.ops.cache import file_name
 
 RESULTS = Path(__file__).parent / "results"
@@ -120,6 +123,31 @@ def in_turns(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
         for name, timer in timers.items():
             found[name].append(timer())
     return found
+
+
+def side_by_side(function: Callable[[Any], object], questions: Iterable[Any]) -> None:
+    """Ask a function in a process for each question, at most one a processor: what they compile is in the caches then.
+
+    A question that fails is printed: its error comes again where it is measured.
+    """
+    questions = list(questions)
+    with ProcessPoolExecutor(min(len(questions), os.cpu_count() or 1), get_context("spawn")) as processes:
+        asked = [processes.submit(function, question) for question in questions]
+        for question, answer in zip(questions, asked, strict=True):
+            if error := answer.exception():
+                say(f"{question}: {failure(error)}")
+
+
+def build(workloads: Iterable[Workload]) -> None:
+    """Compile what `cuda` and `triton` run in PyTorch for these workloads."""
+    side_by_side(_build, workloads)
+
+
+def _build(workload: Workload) -> None:
+    program = frontends.get("torch.measure").program
+    for platform in find(workload.operation, ["cuda", "triton"], []):
+        for call in (workload, workload.small()) if platform.framework == "torch" else ():
+            program(platform.function(call, call.log_decay()), *call.arguments("torch", 0))
 
 
 def distance(got: Any, true: Any) -> float:
