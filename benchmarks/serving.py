@@ -19,9 +19,10 @@ from pathlib import Path
 
 import harness
 import torch
+from torch.nn.functional import logsigmoid
 
 from keraunos import decay, serving
-from keraunos.ops.invocation import Config
+from keraunos.ops.invocation import Config, UnsupportedError
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "continuous_batching.py"
 K = V = 128
@@ -52,6 +53,10 @@ class Pool:
         """q, k and v as slices of one projection."""
         fused = torch.randn(*rows, 3 * self.heads, K, device="cuda", dtype=torch.bfloat16)
         return list(fused.split(self.heads, -2))
+
+    def gates(self, tokens: int) -> torch.Tensor:
+        """A gate for each token and head, ``logsigmoid(normal) / 16``."""
+        return (logsigmoid(torch.randn(tokens, self.heads, device="cuda")) / 16).bfloat16()
 
     def bytes(self, n: int) -> int:
         """Bytes of n requests' states."""
@@ -189,7 +194,7 @@ def lengths() -> list[int]:
     return torch.randint(16, 4097, (32,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def check_prefill(pool: Pool) -> None:
+def check_prefill(pool: Pool, gated: bool, platform: str) -> None:
     """Two short prompts, one resumed, against the tokens decoded one by one.
 
     Raises:
@@ -197,17 +202,21 @@ def check_prefill(pool: Pool) -> None:
     """
     sizes = [130, 70]
     q, k, v = pool.tokens(sum(sizes))
+    g = pool.gates(sum(sizes)) if gated else None
     cu = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], device="cuda", dtype=torch.int32)
     slots, other = pool.slots(2, 1), pool.slots(2, 2)
     has = torch.tensor([False, True], device="cuda")
     pool.states[slots[0].item()] = float("nan")
     pool.states[other.long()] = pool.states[slots.long()]
     pool.states[other[0].item()] = 0
-    options = dict(log_decay=pool.log_decay)
-    output, _ = serving.prefill(q, k, v, pool.states, slots, cu, has_initial=has, **options)
+    log_decay = None if gated else pool.log_decay
+    output, _ = serving.prefill(q, k, v, pool.states, slots, cu, g=g, log_decay=log_decay, has_initial=has,
+                                platform=platform)
     for n, (begin, size) in enumerate(zip(cu.tolist(), sizes, strict=False)):
         for t in range(begin, begin + size):
-            want, _ = serving.decode(*(x[t : t + 1] for x in (q, k, v)), pool.states, other[n : n + 1], **options)
+            one = slice(t, t + 1)
+            want, _ = serving.decode(q[one], k[one], v[one], pool.states, other[n : n + 1],
+                                     g=None if g is None else g[one], log_decay=log_decay)
             if t >= begin + size - 3:
                 error = harness.distance(output[t], want[0])
                 assert error < 2.0**-6, f"prefill: token {t} of request {n} differs by {error:.2e}"
@@ -216,29 +225,37 @@ def check_prefill(pool: Pool) -> None:
 
 
 def prefills(report: Callable, bandwidth: float, late: Callable[[], bool]) -> None:
-    """Many prompts at once, and one of as many tokens."""
+    """Many prompts at once, with constant decays and with gates per token, and one of as many tokens."""
     pool = Pool(64)
-    check_prefill(pool)
     total = sum(lengths())
-    for name, sizes, bar in (("32 requests", lengths(), "1.6 x floor"), ("1 request", [total], "1.4 x floor")):
+    q, k, v = pool.tokens(total)
+    out = torch.empty(total, pool.heads, V, device="cuda", dtype=q.dtype)
+    for name, sizes, gated, platform in (
+        ("32 requests", lengths(), False, "cuda"), ("32 requests", lengths(), False, "triton"),
+        ("32 requests, gates per token", lengths(), True, "cuda"),
+        ("32 requests, gates per token", lengths(), True, "triton"), ("1 request", [total], False, "auto"),
+    ):
         if late():
             return
-        q, k, v = pool.tokens(total)
+        try:
+            check_prefill(pool, gated, platform)
+        except UnsupportedError as error:
+            report(f"prefill, {name}", platform=platform, reason=harness.failure(error))
+            continue
         cu = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], device="cuda", dtype=torch.int32)
         has = torch.ones(len(sizes), device="cuda", dtype=torch.bool)
-        out = torch.empty(total, pool.heads, V, device="cuda", dtype=q.dtype)
+        g = pool.gates(total) if gated else None
+        options = dict(g=g, log_decay=None if gated else pool.log_decay, has_initial=has, out=out, platform=platform)
 
-        def call(turn, q=q, k=k, v=v, cu=cu, has=has, out=out):
-            slots = pool.slots(len(has), turn)
-            options = dict(log_decay=pool.log_decay, has_initial=has, out=out)
-            serving.prefill(q, k, v, pool.states, slots, cu, **options)
+        def call(turn, cu=cu, has=has, options=options):
+            serving.prefill(q, k, v, pool.states, pool.slots(len(has), turn), cu, **options)
 
         seconds = device_seconds(call, 4)
-        moved = 4 * total * pool.heads * K * q.itemsize + 2 * pool.bytes(len(sizes))
+        moved = 4 * total * pool.heads * K * q.itemsize + 2 * pool.bytes(len(sizes)) + (0 if g is None else g.nbytes)
         floor = moved / bandwidth
-        report(f"prefill, {name}", heads=64, pool="float32", tokens=total, microseconds=seconds * 1e6,
-               floor_microseconds=floor * 1e6, times_floor=seconds / floor, bar=bar)
-        report(f"prefill, {name}, host", heads=64, microseconds=host_seconds(call) * 1e6, bar="60 µs")
+        report(f"prefill, {name}", heads=64, pool="float32", tokens=total, platform=platform,
+               microseconds=seconds * 1e6, floor_microseconds=floor * 1e6, times_floor=seconds / floor)
+        report(f"prefill, {name}, host", heads=64, platform=platform, microseconds=host_seconds(call) * 1e6)
 
 
 def batching(report: Callable, late: Callable[[], bool], heads: int = 32, dim: int = K, longest: int = 2048) -> None:
