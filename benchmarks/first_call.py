@@ -3,15 +3,14 @@
 A user waits for this at the first call of a fresh process: compiling, and tuning where a library tunes. The start of
 the framework and of the device, and making the inputs, are not in it.
 
-The table has the linear operations as `"auto"` runs them, each with empty caches, and under it what `triton.compile`
-took for each kernel, which PyTorch's kernels go through. `PYTHONPATH` says of which checkout:
+The table has the linear operations as `"auto"` runs them, each with empty caches, and what `triton.compile` took for
+each kernel, which PyTorch's kernels go through:
 
-    PYTHONPATH=. python benchmarks/first_call.py --shape 2,16384,64 --gates dimension token constant
+    PYTHONPATH=. python3 benchmarks/first_call.py      prints, and writes benchmarks/results/first_calls/<gpu>.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -74,32 +73,34 @@ def _main(question: str) -> None:
 
 
 def _table() -> None:
-    """Print a line for each call, and one for each kernel that was built for it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Write and print a row for each call, with the kernels that were built for it."""
+    import harness
+
+    parser = harness.parser(__doc__ or "", "first_calls", seconds=120.0)
     parser.add_argument("--shape", default="2,16384,64", help="B,T,H; head dims are 128")
     parser.add_argument("--gates", nargs="*", default=["dimension", "token", "constant"])
     parser.add_argument("--frameworks", nargs="*", default=["torch", "jax"])
-    parser.add_argument("--forward", nargs="*", default=["dimension"], help="gates for which it is timed alone, too")
     options = parser.parse_args()
-    print("| gates | framework | pass | seconds | of these until kernels run |\n|" + " --- |" * 5)
-    builds = []
-    for gates in options.gates:
-        for framework in options.frameworks:
-            for backward in (False, True) if gates in options.forward else (True,):
-                question = json.dumps(dict(gates=gates, framework=framework, shape=options.shape, backward=backward))
+    run = harness.Run(options)
+    run.results = {"about": run.about, "shape": options.shape, "rows": []}
+    for framework in options.frameworks:
+        for gates in options.gates:
+            for backward in (False, True):
+                row: dict = dict(gates=gates, framework=framework, backward=backward)
+                run.results["rows"].append(row)
+                if run.late:
+                    row["left_out"] = "the time was over"
+                    continue
                 with tempfile.TemporaryDirectory() as empty:
                     environment = {**os.environ, "TRITON_CACHE_DIR": empty, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+                    question = json.dumps({**row, "shape": options.shape})
                     done = subprocess.run([sys.executable, __file__, question], capture_output=True, text=True,
                                           env=environment, check=False)
-                what = f"{gates} | {framework} | {'forward+backward' if backward else 'forward'}"
-                if done.returncode:
-                    print(f"| {what} | failed: {done.stderr.splitlines()[-1]} | |", flush=True)
-                    continue
-                found = json.loads(done.stdout.splitlines()[-1])
-                print(f"| {what} | {found['seconds']:.2f} | {found['ready']:.2f} |", flush=True)
-                builds += [f"| {what} | {row} |" for row in found["builds"]]
-    print("\n| gates | framework | pass | kernel | from | to | seconds of its stages |\n|" + " --- |" * 7)
-    print("\n".join(builds))
+                lines = (done.stderr if done.returncode else done.stdout).splitlines() or ["no message"]
+                row |= {"failed": lines[-1]} if done.returncode else json.loads(lines[-1])
+                harness.say(", ".join(f"{name} {x:.2f}" if isinstance(x, float) else f"{name} {x}"
+                                      for name, x in row.items()))
+                run.save()
 
 
 def _linear(gates: str, framework: str, shape: str, backward: bool) -> None:
@@ -117,7 +118,7 @@ def _linear(gates: str, framework: str, shape: str, backward: bool) -> None:
         end = time.perf_counter() - start
         stages = dict(source=times.ir_initialization, **dict(times.lowering_stages))
         took = ", ".join(f"{name} {us / 1e6:.2f}" for name, us in stages.items())
-        builds.append(f"{src.name} | {end - times.total / 1e6:.2f} | {end:.2f} | {took}")
+        builds.append(f"{src.name}: {end - times.total / 1e6:.2f} to {end:.2f}, {took}")
 
     triton.knobs.compilation.listener = note
     if gates == "constant":
