@@ -191,14 +191,12 @@ def test_variants_of_attention(run, tmp_path):
             assert case["contestants"][label]["median_s"] > 0
 
 
-def test_gates_per_token(run, tmp_path):
-    run("gla_attention", "--shapes", "1,24,4,16", "--variants", "token", "--backward", *TINY,
-        "--against", "fla", "--platforms", "torch", "--out", str(tmp_path / "b.json"))
-    (found,) = json.loads((tmp_path / "b.json").read_text())["gla_attention"]["cases"]
-    arrays = 24 * 4 * 16 * 4
-    assert found["bytes_moved"] == 11 * arrays + 3 * arrays // 16
-    assert found["contestants"]["torch (torch)"]["errors"].keys() == {"output", "dquery", "dkey", "dvalue", "dg"}
-    assert found["contestants"]["fla (torch)"]["skipped"].startswith("is measured without gates per token")
+def test_gates_per_token():
+    work, arrays = Workload("gla_attention", Shape(1, 24, 4, 16), "float32", True, "token"), 24 * 4 * 16 * 4
+    assert work.bytes_moved == 11 * arrays + 3 * arrays // 16
+    ours, fla = contestants.find(work.operation, ["torch"], ["fla"])
+    assert correctness.check(ours, work).keys() == {"output", "dquery", "dkey", "dvalue", "dg"}
+    assert fla.unsupported(work).startswith("is measured without gates per token")
 
 
 def test_gates_are_as_strong_as_asked_for():
