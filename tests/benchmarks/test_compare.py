@@ -192,7 +192,7 @@ def test_variants_of_attention(run, tmp_path):
 
 
 def test_gates_per_token():
-    work, arrays = Workload("gla_attention", Shape(1, 24, 4, 16), "float32", True, "token"), 24 * 4 * 16 * 4
+    work, arrays = Workload("gla_attention", Shape(1, 24, 4, 16, 16), "float32", True, "token"), 24 * 4 * 16 * 4
     assert work.bytes_moved == 11 * arrays + 3 * arrays // 16
     ours, fla = contestants.find(work.operation, ["torch"], ["fla"])
     assert correctness.check(ours, work).keys() == {"output", "dquery", "dkey", "dvalue", "dg"}
