@@ -54,6 +54,8 @@ class Differentiable:
             pair = gradient.batched(*pair, *self.folding)
             once = functools.partial(gradient.once, function=self.operator.function, platform=self.platform)
             pair = once(pair[0]), once(pair[1])
+        else:
+            pair = gradient.traced_once(pair[0]), pair[1]
         return gradient.differentiable(*pair, self.axes)
 
 

@@ -57,6 +57,21 @@ def differentiable(forward: Callable, backward: Callable, axes: Callable | None 
     return lambda opts, like=None: lambda args: jitted(args, opts)
 
 
+def traced_once(forward: Callable) -> Callable:
+    """``forward`` in plain operations, which is the same whether or not a gradient follows: JAX traces it once.
+
+    Else it would for the call, and again for the call's gradient.
+    """
+    traced = jax.jit(forward, static_argnums=1, inline=True)
+
+    def run(args: Any, opts: Any) -> Any:
+        # JAX's cache tells no mesh from an empty one, as it has when it traces gradients.
+        with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+            return traced(args, for_inference(opts))
+
+    return run
+
+
 def rehearsed(forward: Callable, backward: Callable) -> tuple[Callable, Callable]:
     """``forward`` and ``backward``; where ``forward.rehearsed``, the first with a gradient builds the kernels of both.
 

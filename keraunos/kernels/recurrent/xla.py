@@ -292,6 +292,8 @@ def _by_strength(walker: Walker, f: Callable, strong: jax.Array, *arrays: jax.Ar
     depend on which others are strong.
     """
 
+    # Several places call it, and ask for its shapes: traced once for all of them.
+    @functools.partial(jax.jit, inline=True)
     def mild_rows(strong: jax.Array, a: jax.Array, between: jax.Array, *arrays: jax.Array) -> Any:
         first, between = (jnp.where(strong[..., None, None], 0, x) for x in (a[:, :, :1], between))
         return f(MildVectorDecay(walker, first, between), *arrays)
