@@ -42,12 +42,14 @@ ADDRESSES = "tests/triton/test_addresses.py"
 CHIPS = "tests/triton/test_chips.py"
 
 
-# A process takes seconds to begin: one for all that is cut alike and takes no longer than half a minute.
+# A process takes seconds to begin: few, each for what is cut alike.
 @pytest.mark.parametrize(("segment", "parts", "runs"), [
     # There is but one order of sums in the interpreter: it gives the same bits on every run. Chunks have groups on
     # another platform.
-    ("", "", {VALUES: "not any and not rerun and not group"}),
-    ("", "", {f"{SOFTMAX} {BLOCKS} {PARTS} {STRETCHES}": "test", PEERS: "comes"}),
+    ("", "", {
+        VALUES: "not any and not rerun and not group", f"{SOFTMAX} {BLOCKS} {PARTS} {STRETCHES}": "test",
+        PEERS: "comes",
+    }),
     # Compilers see operators only, which a layer alone shows as well as its whole model, and two steps as well as four;
     # how a model generates, one kind of model.
     ("", "", {
@@ -67,7 +69,7 @@ CHIPS = "tests/triton/test_chips.py"
     # The delta rule has parts of its own.
     ("", "1", {VALUES: "every_gate and not none or every_array and own", DELTA: "not same_bits"}),
     ("64", "1", {VALUES: "group and (scalar or strong)"}),
-], ids=["linear", "softmax, stretches, peers", "serving, addresses, chips", "segments", "parts, delta rule", "pairs"])
+], ids=["linear, softmax, stretches, peers", "serving, addresses, chips", "segments", "parts, delta rule", "pairs"])
 def test_in_the_interpreter(segment, parts, runs):
     env = dict(os.environ, TRITON_INTERPRET="1", KERAUNOS_TEST_PARTS=parts, KERAUNOS_TEST_SEGMENT=segment)
     tests = {file: f"({tests})" for files, tests in runs.items() for file in files.split()}
