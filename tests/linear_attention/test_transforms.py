@@ -458,7 +458,7 @@ DIGITS_OF = [("bfloat16", case) for case in DIGITS] + [("float16", DIGITS[-1]), 
 def with_digits_of_a_tpu(block_q):
     """Traced where products have these digits only: calls of the same shapes share a program."""
     fn = functools.partial(folded()[0], cfg=keraunos.Config(block_q=block_q, platform="xla"))
-    return on_one_device(lambda *floats: fn(*floats[:5], initial_state=floats[5]))
+    return jax.jit(on_one_device(lambda *floats: fn(*floats[:5], initial_state=floats[5])))
 
 
 @of_batching
