@@ -185,12 +185,14 @@ def test_autocast():
 
 
 def test_one_graph_for_all_lengths():
+    from torch._dynamo import lookup_backend
+
     torch._dynamo.reset()
     layer, graphs = patch(minimax()).model.layers[1].self_attn, []
 
-    def backend(graph, _):
+    def backend(graph, given):
         graphs.append(graph)
-        return graph
+        return lookup_backend("aot_eager")(graph, given)
 
     compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
     for T in (20, 33, 70):
@@ -208,7 +210,7 @@ def test_compiled_model():
     options = dict(attention_mask=mask, use_cache=False)
     with torch.no_grad():
         want = model(tokens, **options).logits
-        got = torch.compile(patch(model), backend="aot_eager", dynamic=True)(tokens, **options).logits
+        got = torch.compile(patch(model), backend="eager", dynamic=True)(tokens, **options).logits
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()])
 
 
