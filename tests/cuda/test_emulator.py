@@ -8,6 +8,7 @@ import pytest
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -17,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
-from keraunos.kernels.gluon import aggregate, copy_in, copy_out, thread_barrier
+from keraunos.kernels.gluon import aggregate, copy_in, copy_out, reinterpret, thread_barrier
 from tests.cuda import attention
 from tests.cuda.compile import descriptor as signature
 from tests.cuda.compile import resources
@@ -383,6 +384,73 @@ def test_products():
     np.testing.assert_allclose(o, 64 * float(BF16(0.1)) ** 2, rtol=1e-6)
 
 
+@gluon.jit
+def products_of_warps(x_ptr, o_ptr, FAULT: gl.constexpr):
+    """A block of 16 times itself transposed, a warp each."""
+    L: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    W: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    flat_s = gl.allocate_shared_memory(gl.float16, [1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    x_s = reinterpret(flat_s, gl.float16, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    at = gl.arange(0, 1024, layout=L)
+    flat_s.store(gl.load(x_ptr + at))
+    x = x_s.load(W)
+    left = gl.convert_layout(x, gl.DotOperandLayout(0, W, 1 if FAULT == "layout" else 2))
+    right = gl.convert_layout(x.permute((0, 2, 1)), gl.DotOperandLayout(1, W, 2))
+    out = mma_v2(left, right, gl.full([4, 16, 16], 1.0, gl.float32, W))
+    gl.store(o_ptr + at, gl.convert_layout(out.reshape([1024]), L))
+
+
+def test_products_of_warps():
+    x, o = np.random.default_rng(0).standard_normal((4, 16, 16)).astype(np.float16), np.zeros((4, 16, 16), np.float32)
+    launch(products_of_warps, (1,), x, o, None)
+    np.testing.assert_allclose(o, 1 + x.astype(np.float32) @ x.astype(np.float32).swapaxes(1, 2), rtol=1e-5, atol=1e-5)
+    with pytest.raises(CompileError, match="operand 0 must be in DotOperandLayout"):
+        launch(products_of_warps, (1,), x, o, "layout")
+
+
+@gluon.jit
+def copied_by_threads(x_ptr, o_ptr, rows, FAULT: gl.constexpr):
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
+    at = r * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
+    async_copy.async_copy_global_to_shared(x_s, x_ptr + at, mask=r < rows)
+    if FAULT != "commit":
+        async_copy.commit_group()
+    if FAULT == "read":
+        gl.store(o_ptr + at, x_s.load(L).to(gl.float32))
+    if FAULT != "wait" and FAULT != "all":
+        async_copy.wait_group(1 if FAULT == "one left" else 0)
+    if FAULT != "fence":
+        fence_async_shared()
+    if FAULT != "barrier":
+        thread_barrier()
+    if FAULT != "all":
+        o = warpgroup_mma(x_s, x_s.permute((1, 0)), gl.zeros([64, 64], gl.float32, W), is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        gl.store(o_ptr + at, gl.convert_layout(o, L))
+
+
+def test_copies_by_threads():
+    x, o = np.random.default_rng(0).standard_normal((50, 64)).astype(BF16), np.zeros((64, 64), np.float32)
+    wanted = np.zeros_like(o)
+    wanted[:50, :50] = x.astype(np.float32) @ x.astype(np.float32).T
+    missing = {"commit": "no async_copy.wait_group", "read": "no async_copy.wait_group",
+               "wait": "no async_copy.wait_group", "one left": "no async_copy.wait_group",
+               "fence": r"no fence_async_shared\(\)", "barrier": r"no gl.thread_barrier\(\)"}
+    for mode in MODES:
+        launch(copied_by_threads, (1,), x, o, 50, None, mode=mode)
+        np.testing.assert_allclose(o, wanted, rtol=1e-5, atol=1e-5)
+        for fault, words in missing.items():
+            with pytest.raises(RaceError, match=words):
+                launch(copied_by_threads, (1,), x, o, 50, fault, mode=mode)
+    with pytest.raises(UnfinishedError, match=r"no async_copy\.wait_group waited for x_s"):
+        launch(copied_by_threads, (1,), x, o, 50, "all")
+    with pytest.raises(OutOfBoundsError):
+        launch(copied_by_threads, (1,), x, o, 51, None)
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
     [
@@ -418,6 +486,8 @@ BUILDS = {
     two_writers: (dict(o_ptr="*i32", count="*i32"), dict(SECOND=32)),
     views: (dict(x_ptr="*bf16", o_ptr="*bf16"), {}),
     product: (dict(x_desc=BLOCK, o_ptr="*fp32"), dict(M=64, N=64, FAULT=None)),
+    products_of_warps: (dict(x_ptr="*fp16", o_ptr="*fp32"), dict(FAULT=None)),
+    copied_by_threads: (dict(x_ptr="*bf16", o_ptr="*fp32", rows="i32"), dict(FAULT=None)),
 }
 
 

@@ -15,7 +15,8 @@ barriers and copies. A partition is one actor: its 32 or 128 threads are told ap
 **Asynchronous operations** (products, copies of the TMA unit) happen
 
 - ``mode="late"``: as late as the waits allow. A copy arrives when no partition can go on without it, a product reads
-  its operands in the wait that ends it, and a copy out reads shared memory in its ``store_wait``;
+  its operands in the wait that ends it, a copy out reads shared memory in its ``store_wait``, and what threads copy
+  comes in their ``wait_group``;
 - ``mode="early"``: at once;
 - ``mode="random"``: somewhere between, as the seed says.
 
@@ -29,6 +30,8 @@ is missing between the two. The rules are the hardware's:
 - A product or a copy out sees what ordinary stores wrote if a ``fence_async_shared()`` and, in the same partition, a
   ``gl.thread_barrier()`` lie between (in either order). A copy into memory that was stored to needs both, too.
   An mbarrier that copies signal needs a fence after its init.
+- What threads copy (``async_copy``) is there after a ``wait_group`` for a group that was committed, as if the
+  partition had stored it in that wait: a product needs a fence and a thread barrier after it.
 - Operands may be overwritten after the ``warpgroup_mma_wait`` or ``store_wait`` that ends the reads, and a thread
   barrier: a partition's warps do not finish together. ``store_wait`` is one, as Gluon's compiler adds it there.
 - Ordinary loads and stores of one partition need no barriers: Gluon's compiler adds those.

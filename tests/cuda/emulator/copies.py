@@ -1,10 +1,12 @@
-"""Copies by the TMA unit: blocks of an array into shared memory, and out of it."""
+"""Copies by the TMA unit: blocks of an array into shared memory, and out of it; and copies by each thread."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from . import barriers, errors, machine, shared
+from . import barriers, errors, machine, memory, shared
 from .memory import Descriptor
 from .values import concrete, static
 
@@ -21,6 +23,19 @@ class Copy:
 
     def happen(self) -> None:
         self.target.data[...] = self.descriptor.fetch(self.coordinates)
+
+
+class ThreadsCopy:
+    """Elements that a partition's threads copy to shared memory, in a group that none of them has waited for."""
+
+    def __init__(self, group, data, target, access):
+        self.group, self.data, self.target, self.access = group, data, target, access
+
+    def __str__(self):
+        return f"{self.target}: {self.access}"
+
+    def happen(self) -> None:
+        self.target.data[...] = self.data
 
 
 class Store:
@@ -101,3 +116,40 @@ def store_wait(pendings):
         store.happen()
         shared.read_is_done(store.source, store.access, "copy")
     me.clock.barrier()  # Gluon's compiler puts one after this wait.
+
+
+# By threads
+
+
+def copy_of_threads(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False):
+    here = machine.here()
+    me = here.current
+    value = memory.load(pointer, mask, None if mask is None else 0)
+    if not isinstance(smem, shared.View) or (smem.shape, smem.dtype) != (value.shape, value.dtype):
+        raise errors.CompileError(f"a copy of {value.dtype} of {value.shape} to {smem!r}")
+    me.clock.tick()
+    access = shared.Access(me, math.inf, False, f"{me} copies in", here.place())
+    shared.writes(smem, access)
+    copy = ThreadsCopy(me.groups, value.data, smem, access)
+    me.copies.append(copy)
+    smem.data[...] = np.nan if smem.dtype.is_floating() else 0
+    if here.mode == "early":
+        copy.happen()
+    here.pause()
+
+
+def commit_group():
+    machine.here().current.groups += 1
+
+
+def wait_group(num_outstanding=0):
+    """Wait for all but so many groups: their copies are then like stores of the partition here."""
+    left = static(num_outstanding, "num_outstanding")
+    here = machine.here()
+    here.pause()
+    me = here.current
+    time = me.clock.tick()
+    while me.copies and me.copies[0].group < me.groups - left:
+        copy = me.copies.pop(0)
+        copy.happen()
+        copy.access.time = time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from keraunos.kernels import gluon as gluon_names
@@ -109,6 +109,8 @@ _SAME = {
     (tma, copies): ("store_wait",),
     (mbarrier, barriers): ("init", "invalidate", "expect", "arrive", "wait"),
     (hopper, barriers): ("fence_async_shared",),
+    (ampere, products): ("mma_v2",),
+    (ampere.async_copy, copies): ("commit_group", "wait_group"),
     (hopper, products): ("warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait"),
 }
 _OTHERS = {
@@ -124,6 +126,7 @@ _OTHERS = {
         "max_constancy": lambda input, values: input, "static_print": printed, "device_print": printed,
         "constexpr": lambda x: x, "inline_asm_elementwise": inline_asm,
     },
+    ampere.async_copy: {"async_copy_global_to_shared": copies.copy_of_threads},
     tma: {
         "async_copy_global_to_shared": copies.copy_in, "async_load": copies.copy_in,
         "async_copy_shared_to_global": copies.copy_out, "async_store": copies.copy_out,

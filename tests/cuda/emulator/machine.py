@@ -35,6 +35,8 @@ class Partition:
         self.clock = Threads(self)
         self.products: list = []  # of warpgroup_mma, oldest first
         self.stores: list = []  # of the TMA unit, oldest first
+        self.copies: list = []  # by its threads, oldest first
+        self.groups = 0  # Of these, which were committed.
         self.turn = threading.Semaphore(0)
         self.ended = False
         self.ready = None  # Whether what it waits for has come; None if it waits for nothing.
@@ -49,7 +51,8 @@ class Partition:
 
     def end(self) -> None:
         """Raises if asynchronous operations are left."""
-        for what, left in (("warpgroup_mma_wait", self.products), ("tma.store_wait", self.stores)):
+        for what, left in (("warpgroup_mma_wait", self.products), ("tma.store_wait", self.stores),
+                           ("async_copy.wait_group", self.copies)):
             if left:
                 raise UnfinishedError(f"{self} ends, but no {what} waited for {left[0]}")
 
@@ -191,7 +194,7 @@ class Machine:
     def _advance(self) -> None:
         """Any asynchronous operations under way happen now, or do not."""
         for partition in self.partitions:
-            for queue in (partition.products, partition.stores):
+            for queue in (partition.products, partition.stores, partition.copies):
                 for operation in queue:
                     if self.rng.random() < 0.5:
                         break

@@ -156,6 +156,24 @@ def _finish(me, outstanding: int) -> None:
             shared.read_is_done(view, access, "product")
 
 
+def mma_v2(a, b, acc, input_precision=None):
+    """A product of warps, of what is in their registers: done at once."""
+    def fail(why):
+        raise errors.CompileError(f"mma_v2 at {machine.here().place()}: {why}")
+
+    a, b, acc = tensor(a), tensor(b), tensor(acc)
+    if not isinstance(acc.layout, gl.NVMMADistributedLayout) or list(acc.layout.version) != [2, 0]:
+        fail(f"the accumulator's layout must be NVMMADistributedLayout of version [2, 0], not {acc.layout}")
+    for i, x in enumerate((a, b)):
+        if x.layout != (wanted := gl.DotOperandLayout(i, acc.layout, 32 // x.dtype.primitive_bitwidth)):
+            fail(f"operand {i} must be in {wanted}, not {x.layout}")
+    if a.dtype != b.dtype or a.dtype not in (gl.bfloat16, gl.float16) or acc.dtype != gl.float32:
+        fail(f"types {a.dtype} @ {b.dtype} + {acc.dtype}")
+    if a.shape[-1] != b.shape[-2] or acc.shape != (*a.shape[:-1], b.shape[-1]):
+        fail(f"shapes {a.shape} @ {b.shape} + {acc.shape}")
+    return Tensor(_factor(a) @ _factor(b) + acc.data, gl.float32, acc.layout)
+
+
 def warpgroup_mma_wait(num_outstanding=0, deps=None):
     if not deps:
         raise errors.CompileError("warpgroup_mma_wait: deps must be given")

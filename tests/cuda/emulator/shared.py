@@ -196,9 +196,10 @@ class View:
 
 
 def _form(data, shape, layout):
-    """The place of each element, as a key: rows of rows without swizzling lie alike by layouts of any rank."""
-    if isinstance(layout, gl.SwizzledSharedLayout) and layout.max_phase == 1:
-        layout = "rows" if list(layout.order) == sorted(layout.order, reverse=True) else layout
+    """The place of each element, as a key: rows of rows without swizzling lie alike in any shape."""
+    plain = isinstance(layout, gl.SwizzledSharedLayout) and layout.max_phase == 1
+    if plain and list(layout.order) == sorted(layout.order, reverse=True):
+        return data.itemsize, "rows"
     return data.itemsize, shape, layout
 
 
@@ -292,7 +293,7 @@ def _check_writes(view: View, access: Access) -> None:
             elif access.asynchronous:
                 if me.clock.fenced.get(write.agent, 0) < write.time:
                     _race(view, access, write, _unordered(me, write, fence=True))
-            elif write.agent is not me and me.clock.known.get(write.agent, 0) < write.time:
+            elif (write.agent is not me or write.time == math.inf) and me.clock.known.get(write.agent, 0) < write.time:
                 _race(view, access, write, _unordered(me, write))
 
 
@@ -308,6 +309,8 @@ def _check_contents(view: View, access: Access) -> None:
 
 def _unordered(me, other: Access, fence=False) -> str:
     """Why an operation of this partition does not know of another."""
+    if other.time == math.inf:
+        return f"and no async_copy.wait_group in {other.agent} has waited for that"
     known = me.clock.known.get(other.agent, 0) >= other.time
     if other.agent is me:
         missing = [] if known else ["gl.thread_barrier()"]
