@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import keraunos
+from keraunos.kernels.gated_delta_rule.contract import Args
 from keraunos.kernels.gated_delta_rule.reference import gated_delta_rule
+from keraunos.kernels.host.arrays import spec_of
 from tests.gated_delta_rule.cases import Case
-from tests.linear_attention.cases import GPU, INTERPRETED, platforms
+from tests.linear_attention.cases import GPU, INTERPRETED, platforms, torch_tensor
 
 
 @pytest.fixture(params=platforms(), ids="-".join)
@@ -108,6 +110,24 @@ def test_segments(platform, case, monkeypatch):
     monkeypatch.setattr(passes, "call_of", lambda *args: made.append(passes.Call(*args)) or made[-1])
     dataclasses.replace(case, block=32).check(*platform)
     assert made[0].L == made[0].BG
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="is of Triton's kernel; on a GPU the platform's values are seen")
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_the_first_segment_needs_no_matrix(adjoint, monkeypatch):
+    """On Hopper its own state is from the one that it starts from."""
+    torch = pytest.importorskip("torch")
+    from tests.cuda import delta_rule
+
+    monkeypatch.setattr(delta_rule.passes, "_SEGMENTS", 4)
+    specs = [x if x is None else spec_of(torch_tensor(x)) for x in Case(T=250, K=40, V=40).arrays[0]]
+    call = delta_rule.passes._call_of(Args(*specs), delta_rule.options(Case()))
+    local, matrices = (torch.randn(8, 2, 40, D) for D in (40 if adjoint else 80, 80))
+    matrices[:: 4] = matrices[3 :: 4] = torch.nan
+    for start in (None, torch.randn(2, 2, 40, 40)):
+        got, wanted = (join(call, local, matrices, start, adjoint)
+                       for join in (delta_rule.passes._joined, delta_rule.joined))
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_three_thousand_sequences():

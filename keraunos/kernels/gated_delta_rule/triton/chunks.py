@@ -9,7 +9,6 @@ import triton.language as tl
 
 from keraunos.kernels.device.recurrence import CLOSED, LOG2E, decay, level, load_gate, locate, ones_dot
 
-EPSILON = tl.constexpr(1e-6)
 # A gate that leaves nothing.
 SHUT = tl.constexpr(-64.0)
 # Keys are alike from this sum of squares on, of a key's decayed products with those before it, times their beta.
@@ -484,21 +483,3 @@ def keys_gradient_kernel(
         b_dk += b_d
     tl.store(dk + ((i_b * T + token) * (H // RK) + i_hk) * K + o_t[:, None] * (H // RK * K) + o_k[None, :],
              b_dk.to(dk.dtype.element_ty), mask=m_k)
-
-
-@triton.jit
-def norm_kernel(x, dy, stride_b, stride_t, stride_h, T, ROWS, y, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-                BR: tl.constexpr, BACKWARD: tl.constexpr, UNIT: tl.constexpr):
-    """``y = x / sqrt(sum x^2 + EPSILON)`` of each head's K dimensions; BACKWARD: x's gradient, from dy, that of y."""
-    i_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    o_k = tl.arange(0, BK)
-    m_r = (i_r < ROWS)[:, None] & (o_k < K)[None, :]
-    p_x = x + (i_r // H // T * stride_b + i_r // H % T * stride_t + i_r % H * stride_h)[:, None] * UNIT + o_k[None, :]
-    o_y = i_r[:, None] * K + o_k[None, :]
-    b_x = tl.load(p_x, mask=m_r, other=0.0).to(tl.float32)
-    b_r = tl.rsqrt(tl.sum(b_x * b_x, 1) + EPSILON)[:, None]
-    b_y = b_x * b_r
-    if BACKWARD:
-        b_dy = tl.load(dy + o_y, mask=m_r, other=0.0).to(tl.float32)
-        b_y = b_r * (b_dy - b_y * tl.sum(b_y * b_dy, 1)[:, None])
-    tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=m_r)

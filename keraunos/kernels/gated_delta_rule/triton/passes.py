@@ -21,7 +21,9 @@ from keraunos.frontends.array_types import Array
 from keraunos.kernels.device import limits
 from keraunos.kernels.device.limits import four_warps, precision
 from keraunos.kernels.device.sums import over_shared, summed
+from keraunos.kernels.gated_delta_rule import norms
 from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
+from keraunos.kernels.gated_delta_rule.joins import join_plan
 from keraunos.kernels.gated_delta_rule.stretches import joined
 from keraunos.kernels.gated_delta_rule.triton import chunks, walks
 from keraunos.kernels.host.arrays import Spec, pow2, spec_of, strides_by_name, tile, unit_of
@@ -37,8 +39,6 @@ FIELDS = ("block_q", "block_d", "num_warps", "num_stages")
 # Programs that fill the largest GPUs; a cut takes a second walk with twice the columns, so it pays where a quarter of
 # these is idle. Tokens that make a segment worth its while.
 _PROGRAMS, _MIN_SEGMENT = 264, 512
-# Rows that one program normalises.
-_ROWS = 16
 # Kernels of gradients, and the dimensions of K and of V that they take at once. These tiles are never cut to fewer
 # dimensions: with 16 of float32, Triton 3.6 builds code for Hopper that writes elsewhere.
 _GRADIENTS = {
@@ -185,16 +185,6 @@ def adjoint(call: Call, args: Args, ready: Prepared, do: Array, dht: Array | Non
                        alike=ready.alike, enter=ready.enter, leave=ready.leave, dht=dht, cu_seqlens=args.cu_seqlens)
 
 
-@remember
-def _join_plan(call: Call, init: bool, adjoint: bool, pool: Pool | None = None) -> Plan:
-    BV, BK = min(tile(call.V), 16), min(tile(call.K), 64)
-    numbers = dict(T=call.T, N=call.N, L=call.L)
-    constants = dict(H=call.H, K=call.K, V=call.V, BK=BK, BV=BV, PACKED=call.packed, INIT=init, ADJOINT=adjoint,
-                     PRECISION=precision(True), **(pool.flags() if pool else NO_POOL))
-    outputs = dict(starts=((call.segments, call.H, call.K, call.V), "float32"))
-    return Plan(walks.join_kernel, (call.N * call.H * -(-call.V // BV),), numbers, outputs, constants, 4, 2)
-
-
 def starts_of(call: Call, args: Args, ready: Prepared,
               pool: Pool | None = None) -> tuple[Array | None, Array | None]:
     """The states that forward walks start from, and the segments' states and matrices, where sequences are cut."""
@@ -202,7 +192,7 @@ def starts_of(call: Call, args: Args, ready: Prepared,
         return args.initial_state, None
     local = walk(call, args, ready, None, split=True, final=2, matrix=True)[-1]
     given = pool or NO_STATES
-    (starts,) = _join_plan(call, args.initial_state is not None, False, pool and pool.specs()).launch(
+    (starts,) = join_plan(call, args.initial_state is not None, False, pool and pool.specs()).launch(
         local=local, matrices=local, h0=pool.states if pool else args.initial_state, cu_seqlens=args.cu_seqlens,
         slots=given.slots, has_initial=given.has_initial)
     return starts, local
@@ -214,29 +204,17 @@ def ends_of(call: Call, args: Args, ready: Prepared, do: Array, dfinal: Array | 
     if not call.L:
         return dfinal
     local = adjoint(call, args, ready, do, None, split=True, final=2)[-1]
-    (ends,) = _join_plan(call, dfinal is not None, True).launch(local=local, matrices=matrices, h0=dfinal,
-                                                                cu_seqlens=args.cu_seqlens, slots=None,
-                                                                has_initial=None)
+    (ends,) = join_plan(call, dfinal is not None, True).launch(local=local, matrices=matrices, h0=dfinal,
+                                                               cu_seqlens=args.cu_seqlens, slots=None,
+                                                               has_initial=None)
     return ends
-
-
-@remember
-def _norm_plan(x: Spec, backward: bool) -> Plan:
-    T, H, K = x.shape[-3:]
-    rows = math.prod(x.shape[:-1])
-    unit = unit_of(x)
-    numbers = {f"stride_{axis}": n // unit for axis, n in zip("bth", (0, *x.strides)[-4:-1], strict=True)}
-    numbers |= dict(T=T, ROWS=rows)
-    constants = dict(H=H, K=K, BK=tile(K), BR=_ROWS, BACKWARD=backward, UNIT=unit)
-    return Plan(chunks.norm_kernel, (-(-rows // _ROWS),), numbers, dict(y=(x.shape, x.dtype)), constants)
 
 
 def _normalised(opts: Options, args: Args) -> Args:
     """The arrays with queries and keys of length 1, if that is wanted."""
     if not opts.use_qk_l2norm:
         return args
-    q, k = (_norm_plan(spec_of(x), False).launch(x=x, dy=x)[0] for x in args[:2])
-    return args._replace(query=q, key=k)
+    return args._replace(query=norms.normalised(args.query), key=norms.normalised(args.key))
 
 
 def forward(args: Args, opts: Options, pool: Pool | None = None) -> tuple[tuple[Array, Array | None], tuple]:
@@ -340,8 +318,7 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
         dg = summed(dg, 1, dg.shape[0], math.prod(whole), whole, call.dtype_of_each(call.specs.g))
     dv, dg, dbeta = (over_shared(call, *x) for x in zip((dv, dg, dbeta), call.specs[2:5], strict=True))
     if opts.use_qk_l2norm:
-        dq, dk = (_norm_plan(spec_of(x), True).launch(x=x, dy=dx)[0]
-                  for x, dx in zip(given[:2], (dq, dk), strict=True))
+        dq, dk = norms.gradient(given.query, dq), norms.gradient(given.key, dk)
     return Args(dq, dk, dv, dg, dbeta, dh0)
 
 
