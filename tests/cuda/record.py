@@ -26,6 +26,7 @@ CALLS = {
        for name in FORWARD.BUILT},
     **{f"few queries, {name}": lambda name=name: [build_of(FEW.CASES[name], FEW.decode_kernel)] for name in FEW.BUILT},
     **{name: partial(delta_rule.build, case) for name, case in delta_rule.BUILDS.items()},
+    "delta rule, outputs": lambda: delta_rule.build(delta_rule.BUILDS["delta rule"], gradients=False),
     "few queries, joined": lambda: [build_of(FEW.CASES["everything"], FEW.join_kernel)],
 }
 

@@ -1,7 +1,7 @@
 """Run the kernels of the platform ``cuda`` on small shapes, for compute-sanitizer to watch.
 
 ``python -m tests.cuda.sanitize linear`` runs those of linear attention forward and backward, and prefills; ``delta``
-those of the gated delta rule; ``softmax`` those of softmax attention, also with few queries.
+those of the gated delta rule, likewise; ``softmax`` those of softmax attention, also with few queries.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ LINEAR = {"outputs_kernel", "gradients_kernel", "starts_kernel", "sum_kernel", "
           "queries_kernel"}
 
 WIDE = dict(K=128, V=128)
+DELTAS = {"prepare_kernel", "walk_kernel", "adjoint_kernel", "gradients_kernel"}
 DELTA = [
     delta_rule.small(**WIDE, B=2, T=150, H=2, state=True),
     delta_rule.small(**WIDE, H=2, lengths=(70, 0, 1, 129), state=True, reverse=True, norm=True),
@@ -105,10 +106,13 @@ def linear() -> None:
 
 
 def delta() -> None:
-    """The gated delta rule."""
+    """The gated delta rule: outputs, gradients."""
     for case in DELTA:
-        args = (x if x is None else torch_tensor(x).cuda() for x in case.arrays[0])
-        delta_passes.forward(delta_contract.Args(*args), delta_rule.options(case))
+        args, *grads = case.arrays
+        args, grads = ([x if x is None else torch_tensor(x).cuda() for x in group] for group in (args, grads))
+        with mock.patch.object(delta_passes, "_SEGMENTS", 3 if case.T == 300 else None):
+            _, residuals = delta_passes.forward(delta_contract.Args(*args), delta_rule.options(case))
+            delta_passes.backward(delta_contract.Args(*args), residuals, grads, delta_rule.options(case))
 
 
 def softmax() -> None:
@@ -120,7 +124,7 @@ def softmax() -> None:
 if __name__ == "__main__":
     limit_time()
     run, kernels = {
-        "linear": (linear, LINEAR), "delta": (delta, {"prepare_kernel", "walk_kernel"}), "softmax": (softmax, SOFTMAX),
+        "linear": (linear, LINEAR), "delta": (delta, DELTAS), "softmax": (softmax, SOFTMAX),
     }[sys.argv[1]]
     with launching(kernels):
         run()

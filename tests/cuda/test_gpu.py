@@ -116,21 +116,22 @@ def tokens(*shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_delta_rule_of_many_long_sequences(K, dtype):
     """Without gates nothing is forgotten: a wrong product of a chunk stays seen."""
-    q, k, v = (torch.randn(4, 2048, 8, K, device="cuda", dtype=dtype) for _ in range(3))
+    q, k, v, do = (torch.randn(4, 2048, 8, K, device="cuda", dtype=dtype) for _ in range(4))
     k = torch.nn.functional.normalize(k, dim=-1)
     beta, state = torch.rand(4, 2048, 8, device="cuda", dtype=dtype), torch.randn(4, 8, K, K, device="cuda")
 
     def call(platform, *arrays):
-        q, k, v, beta = arrays
-        return keraunos.gated_delta_rule(q, k, v, None, beta, state.to(k.dtype if platform == "torch" else state.dtype),
-                                         return_state=True, platform=platform)
+        q, k, v, beta, state, *grads = (x.detach().requires_grad_() for x in arrays)
+        outputs = keraunos.gated_delta_rule(q, k, v, None, beta, state, return_state=True, platform=platform)
+        return *outputs, *torch.autograd.grad(outputs, (q, k, v, beta, state), grads)
 
-    truth = call("torch", *(x.double() for x in (q, k, v, beta)))
-    first = call("cuda", q, k, v, beta)
+    arrays = q, k, v, beta, state, do, torch.randn_like(state)
+    truth = call("torch", *(x.double() for x in arrays))
+    first = call("cuda", *arrays)
     for x, y in zip(first, truth, strict=True):
         assert torch.linalg.norm(x - y) < torch.finfo(dtype).eps * torch.linalg.norm(y)
     for _ in range(20):
-        assert all(map(torch.equal, call("cuda", q, k, v, beta), first))
+        assert all(map(torch.equal, call("cuda", *arrays), first))
 
 
 def test_the_same_bits_each_time():
@@ -238,7 +239,9 @@ def handed(attention):
     for all, which have met before. The emulator follows both, and finds each of our barriers that is left out.
     """
     from keraunos.kernels.device.pipeline import pipeline
-    from keraunos.kernels.gated_delta_rule.cuda.walk import pair, walk_kernel
+    from keraunos.kernels.gated_delta_rule.cuda import adjoint
+    from keraunos.kernels.gated_delta_rule.cuda import gradients as delta_gradients
+    from keraunos.kernels.gated_delta_rule.cuda import walk as delta
     from keraunos.kernels.linear_attention.cuda import (
         dimensions,
         dimensions_keys,
@@ -251,7 +254,9 @@ def handed(attention):
     from keraunos.kernels.softmax_attention.cuda import gradients as softmax
 
     if attention == "delta":
-        return (walk_kernel,), (pair,)
+        kernels = delta.walk_kernel, adjoint.adjoint_kernel, delta_gradients.gradients_kernel
+        return kernels, (delta.pair, adjoint.pair, adjoint.leave, delta_gradients.pair, delta_gradients.put_pairs,
+                         delta_gradients.leave, delta_gradients.lengths_of, delta_gradients.multiply)
     if attention == "linear":
         kernels = (pipeline, outputs.outputs_kernel, gradients.gradients_kernel, dimensions.dimensions_kernel,
                    dimensions_queries.queries_kernel, dimensions_keys.keys_kernel)

@@ -25,7 +25,8 @@ pytestmark = [
 
 # What is built whenever tests run: a call of each operation. Of all others it is only seen that the compiler would
 # begin with the same.
-@pytest.mark.parametrize("call", ["constant", "prefill", "attention, causal", "few queries, one query", "delta rule"])
+@pytest.mark.parametrize("call", ["constant", "prefill", "attention, causal", "few queries, one query",
+                                  "delta rule, outputs"])
 def test_what_is_built_is_as_recorded(call):
     found = record.found(call, anew=True)
     assert found

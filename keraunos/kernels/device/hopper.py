@@ -48,6 +48,21 @@ def locate(cu_seqlens, i_o, T, L, PACKED: gl.constexpr, SPLIT: gl.constexpr, REV
 
 
 @gluon.jit
+def locate_segment(i_o, T, L, C: gl.constexpr, REVERSE: gl.constexpr):
+    """Segment, counted in the order of the walk -> like ``locate``, and how many tokens the walk has before it.
+
+    A segment has L tokens, which are whole chunks, but for what is walked last.
+    """
+    count = gl.cdiv(T, L)
+    i_n = i_o // count
+    before = i_o % count * L
+    left = gl.cdiv(T, C) * C - before
+    token = gl.maximum(left - L, 0) if REVERSE else before
+    size = gl.minimum(left if REVERSE else before + L, T) - token
+    return i_n, i_n, token.to(gl.int64), size, before + L >= T, before
+
+
+@gluon.jit
 def locate_chunk(cu_seqlens, i_s, T, N, C: gl.constexpr, BN: gl.constexpr, PACKED: gl.constexpr):
     """Slot of a chunk -> (row of the batch, its first token in the row, how many there are from that on).
 
@@ -65,6 +80,13 @@ def locate_chunk(cu_seqlens, i_s, T, N, C: gl.constexpr, BN: gl.constexpr, PACKE
     count = gl.cdiv(T, C)
     first = i_s % count * C
     return i_s // count, first.to(gl.int64), T - first
+
+
+@gluon.jit
+def first_slot(i_n, token, size, T, L: gl.constexpr, PACKED: gl.constexpr):
+    """The slot of the part of L tokens that begins with a token, of those that a sequence has; see ``locate_chunk``."""
+    first = token // L + (i_n if PACKED else i_n.to(gl.int64) * gl.cdiv(T, L))
+    return first * (size > 0).to(gl.int64)
 
 
 @gluon.jit

@@ -1,49 +1,98 @@
 """The gated delta rule with a gate per token, or with none, on Hopper GPUs: which Gluon kernel runs when.
 
-A kernel that is parallel over chunks makes the inverse of each chunk's keys, then one walk over each sequence and head
-has the output. Both read each input once but for the keys, which the first one reads, too.
+Forward: a kernel that is parallel over chunks makes of each chunk's keys what needs no state, then one walk over each
+sequence and head has the output. Both read each input once but for the keys, which the first one reads, too. Where
+walks are too few to fill a GPU, sequences are cut into segments: a walk that makes no outputs leaves each one's own
+state and its matrix, all at once, and ``join_kernel`` makes from these the states that segments start from.
 
-Backward: platform ``triton`` has it, which needs the inputs only.
+Where gradients follow, the walk leaves the errors that tokens correct, and the state before every few chunks. Backward:
+a walk the other way, with the gradient of the state, leaves what depends on that, of each token, and the gradients of
+the same states. From there all groups of chunks are walked at once, which make their states again: they have the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args, Options, kernel
+from keraunos.kernels.device.sums import over_shared
+from keraunos.kernels.gated_delta_rule import norms
+from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
+from keraunos.kernels.gated_delta_rule.cuda.adjoint import adjoint_kernel
+from keraunos.kernels.gated_delta_rule.cuda.gradients import gradients_kernel
 from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
 from keraunos.kernels.gated_delta_rule.cuda.walk import walk_kernel
+from keraunos.kernels.gated_delta_rule.joins import join_plan
 from keraunos.kernels.gluon import was_not_measured
-from keraunos.kernels.host.arrays import Spec, pow2, spec_of
+from keraunos.kernels.host.arrays import Spec, dtype_of, pow2, spec_of
 from keraunos.kernels.host.hopper import CHUNK, LEAST_TILE, ROW, aligned, cannot_walk, tiles_of, token_strides
 from keraunos.kernels.host.plan import Plan, remember
-from keraunos.kernels.host.sequences import Sizes
-from keraunos.kernels.recurrent.contract import no_tokens
-from keraunos.ops.invocation import Config, Invocation, Platform
-from keraunos.ops.registry import kernel_registry
+from keraunos.kernels.host.sequences import Sizes, cut
+from keraunos.kernels.recurrent.contract import no_gradients, no_tokens
+from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("num_stages",)
 
 # Stages that the shared memory holds, where one of K and V is above 64, and where none is.
 _STAGES, _STAGES_NARROW = 2, 3
+# Chunks from one state that gradients begin from to the next: with more, errors of gradients grow without gates.
+_GROUP = 8
 # Registers of a thread that prepares chunks: five programs share a multiprocessor, and spill 16 bytes at most.
 _REGISTERS = 96
 # Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few.
 _PROGRAMS = 32
+# Programs that run at once; tokens that make a segment worth its while. In tokens of a walk, by time: what a program
+# begins with, and what it takes to join segments, and one more. What a walk without outputs takes of one with them.
+_AT_ONCE, _MIN_SEGMENT = 132, 512
+_BEGIN, _JOIN, _JOIN_MORE, _LOCAL = 128, 130, 80, 0.7
+# Segments of a sequence, for tests and timing; None: as many as take the least time.
+_SEGMENTS: int | None = None
+
+
+def _most_segments(heads: int) -> int:
+    """How many segments a sequence is cut into at most, whatever its length, for so many heads of all sequences."""
+    return max(_AT_ONCE // max(heads, 1), _SEGMENTS or 1)
+
+
+def _cost(T: int, heads: int, matrices: int, count: int) -> float:
+    """The time of walks over so many segments of each sequence, in tokens; matrices: programs for each."""
+    size = T / count
+    walks = -(-heads * count // _AT_ONCE) * (size + _BEGIN)
+    if count == 1:
+        return walks
+    programs = heads * (count - 1 + (count - 2) * matrices)
+    return walks + -(-programs // _AT_ONCE) * (size * _LOCAL + _BEGIN) + _JOIN + (count - 2) * _JOIN_MORE
 
 
 class _Call(Sizes):
     """One call as these kernels see it; one object for all that are alike."""
 
-    def __init__(self, specs: Args, opts: Options):
+    def __init__(self, specs: Args, opts: Options, segments: int | None):
         super().__init__(specs, opts)
         self.norm = opts.use_qk_l2norm
-        chunks = -(-self.T // CHUNK)
-        self.chunks = self.T // CHUNK + self.N if self.packed else self.B * chunks
+        self.chunks, self.groups = self.slots(CHUNK), self.slots(_GROUP * CHUNK)
+        self.tiles = tiles_of(self.K, self.V)
+        # Programs that make a segment's matrix; tokens of a segment, 0 where sequences stay whole; segments, or these.
+        self.matrices = max(self.tiles["BK"] // self.tiles["BV"], 1)
+        heads = self.N * self.H
+        most = max(min(_most_segments(heads), self.T // _MIN_SEGMENT), 1)
+        count = segments or min(range(1, most + 1), key=lambda n: _cost(self.T, heads, self.matrices, n))
+        L, _ = cut(self.T, count, 1, 1, CHUNK)
+        self.L = 0 if self.packed or L >= self.T else L
+        self.segments = self.slots(self.L) if self.L else self.N
+
+    def slots(self, tokens: int) -> int:
+        """Of all sequences' parts of so many tokens."""
+        return self.T // tokens + self.N if self.packed else self.N * -(-self.T // tokens)
 
 
-_call_of = remember(_Call)
+_call = remember(_Call)
+
+
+def _call_of(specs: Args, opts: Options) -> _Call:
+    """The call; the same object for all that are alike."""
+    return _call(specs, opts, _SEGMENTS)
 
 
 @remember
@@ -56,43 +105,173 @@ def _prepare_plan(call: _Call, k: Spec) -> Plan:
     )
     of_keys = {name: stride // ROW for name, stride in token_strides(k=k).items()}
     numbers = of_keys | token_strides(g=g, b=beta) | dict(T=call.T, N=call.N)
-    constants = dict(H=H, **call.ratios(k=k, g=g, b=beta), K=call.K, BK=tiles_of(call.K, call.V)["BK"], C=CHUNK,
+    constants = dict(H=H, **call.ratios(k=k, g=g, b=beta), K=call.K, BK=call.tiles["BK"], C=CHUNK,
                      BN=pow2(call.N), UNIT=ROW, REVERSE=call.reverse, PACKED=call.packed, MAXNREG=_REGISTERS)
     return Plan(prepare_kernel, (slots * H,), numbers, outputs, constants)
 
 
 @remember
-def _walk_plan(call: _Call, q: Spec, k: Spec, v: Spec, final: bool) -> Plan:
+def _walk_plan(call: _Call, q: Spec | None, k: Spec, v: Spec, final: bool, save: bool) -> Plan:
+    """The walk; without q the one that only makes what segments leave."""
     g, beta, H, K, V = call.specs.g, call.specs.beta, call.H, call.K, call.V
-    outputs = dict(o=((call.B, call.T, H, V), call.dtype), ht=((call.N, H, K, V), "float32") if final else None)
-    stages = min(_STAGES if max(K, V) > LEAST_TILE else _STAGES_NARROW, call.cfg.num_stages)
-    numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T)
-    constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **tiles_of(K, V), C=CHUNK, STAGES=stages,
-                     REVERSE=call.reverse, PACKED=call.packed)
-    return Plan(walk_kernel, (call.N * H,), numbers, outputs, constants)
+    of_values = (call.B, call.T, H, V), call.dtype
+    outputs = dict(o=of_values if q else None, ht=((call.N, H, K, V), "float32") if final else None)
+    outputs |= dict(errors=of_values, rest=of_values, states=((call.groups, H, V, K), call.dtype)) if save \
+        else dict(errors=None, rest=None, states=None)
+    programs, parts, most = call.segments, 1, _STAGES if max(K, V) > LEAST_TILE else _STAGES_NARROW
+    if not q:
+        outputs["ht"] = (call.segments, H, K, V + K), "float32"
+        parts, most = 1 + call.matrices, _STAGES_NARROW
+        programs = (programs - call.N) * parts
+    numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T, L=call.L)
+    constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK,
+                     STAGES=min(most, call.cfg.num_stages), GROUP=_GROUP, REVERSE=call.reverse, PACKED=call.packed,
+                     SPLIT=call.L > 0, PARTS=parts)
+    return Plan(walk_kernel, (programs * H,), numbers, outputs, constants)
+
+
+@remember
+def _adjoint_plan(call: _Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
+    """The adjoint walk; local: the one that only makes what segments leave."""
+    (g, beta, h0), H, K, V = call.specs[3:6], call.H, call.K, call.V
+    tokens, programs, most = (call.B, call.T, H), call.segments, _STAGES
+    outputs: dict[str, Any] = dict(du=((*tokens, V), call.dtype), dlate=((*tokens, K), call.dtype),
+                                   dh0=((call.N, H, K, V), h0.dtype) if h0 else None,
+                                   dstates=((call.groups, H, V, K), call.dtype))
+    if local:
+        outputs = dict.fromkeys(outputs) | dict(dh0=((call.segments, H, K, V), "float32"))
+        programs, most = call.segments - call.N, _STAGES_NARROW
+    numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, L=call.L)
+    constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK,
+                     STAGES=min(most, call.cfg.num_stages), GROUP=_GROUP, REVERSE=call.reverse, PACKED=call.packed,
+                     SPLIT=call.L > 0)
+    return Plan(adjoint_kernel, (programs * H,), numbers, outputs, constants)
+
+
+@remember
+def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
+    (_, _, value, g, beta), H, K, V = call.specs[:5], call.H, call.K, call.V
+    tokens = call.B, call.T, H
+    outputs = dict(
+        # Two of them take the place of what they are made of.
+        dq=((*tokens, K), call.dtype), dk="dk_given",
+        dv="du" if call.ratio(value) == 1 else ((*tokens, V), "float32"),
+        dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
+        dg=(tokens, call.dtype_of_each(g)) if g is not None and call.opts.needs(call.specs, "g") else None)
+    numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N)
+    constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=_GROUP,
+                     STAGES=min(_STAGES, call.cfg.num_stages), BN=pow2(call.N), REVERSE=call.reverse,
+                     PACKED=call.packed)
+    return Plan(gradients_kernel, (call.groups * H,), numbers, outputs, constants)
+
+
+def _prepared(call: _Call, args: Args) -> tuple[Any, Any, Any]:
+    """The results of ``prepare_kernel``."""
+    return _prepare_plan(call, call.specs.key).launch(k=args.key, g=args.g, beta=args.beta, cu_seqlens=args.cu_seqlens)
+
+
+def _joined(call: _Call, local: Any, matrices: Any, start: Any, adjoint: bool) -> Any:
+    """The states that segments start from, or the gradients, from what they leave; see ``join_kernel``."""
+    return join_plan(call, start is not None, adjoint, own=True).launch(
+        local=local, matrices=matrices, h0=start, cu_seqlens=None, slots=None, has_initial=None)[0]
+
+
+def _walked(call: _Call, args: Args, ready: tuple[Any, Any, Any], final: bool, save: bool) -> tuple[Any, ...]:
+    """The results of ``walk_kernel``, and what segments leave."""
+    near, alike, of_keys = ready
+
+    def walk(q: Any, starts: Any, final: bool, save: bool) -> tuple[Any, ...]:
+        return _walk_plan(call, None if q is None else call.specs.query, *call.specs[1:3], final, save).launch(
+            q=q, k=args.key, v=args.value, g=args.g, beta=args.beta, near=near, alike=alike, norms=of_keys,
+            h0=starts, cu_seqlens=args.cu_seqlens)
+
+    starts, local = args.initial_state, None
+    if call.L:
+        local = walk(None, starts, False, False)[1]
+        starts = _joined(call, local, local, starts, False)
+    return *walk(args.query, starts, final, save), local
+
+
+def _walked_back(call: _Call, args: Args, do: Any, dfinal: Any, residuals: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of ``adjoint_kernel``."""
+    near, alike, of_keys, errors, _, _, matrices = residuals
+
+    def walk(ends: Any, local: bool) -> tuple[Any, ...]:
+        return _adjoint_plan(call, *call.specs[:2], spec_of(do), local).launch(
+            q=args.query, k=args.key, do=do, g=args.g, beta=args.beta, errors=None if local else errors, near=near,
+            alike=alike, norms=of_keys, dht=ends, cu_seqlens=args.cu_seqlens)
+
+    ends = dfinal
+    if call.L:
+        ends = _joined(call, walk(ends, True)[2], matrices, ends, True)
+    return walk(ends, False)
+
+
+def _all_aligned(args: Args) -> Args:
+    """The arguments, with arrays that copies can take."""
+    return args._replace(**{name: aligned(getattr(args, name)) for name in ("query", "key", "value")})
 
 
 def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple]:
-    """``((output, final_state), ())``: the backward needs the inputs only."""
+    """``((output, final_state), residuals)``: what ``prepare_kernel`` has made, the errors, and some states."""
     if not args.query.shape[1]:
-        return no_tokens(args), ()
-    args = args._replace(**{name: aligned(getattr(args, name)) for name in ("query", "key", "value")})
-    q, k, v = args.query, args.key, args.value
+        return no_tokens(args), (None,) * len(forward.residuals)  # type: ignore[attr-defined]
+    args = _all_aligned(args)
     call = _call_of(Args(*map(spec_of, args)), opts)
-    near, alike, norms = _prepare_plan(call, call.specs[1]).launch(
-        k=k, g=args.g, beta=args.beta, cu_seqlens=args.cu_seqlens)
-    output, final = _walk_plan(call, *call.specs[:3], opts.state).launch(
-        q=q, k=k, v=v, g=args.g, beta=args.beta, near=near, alike=alike, norms=norms, h0=args.initial_state,
-        cu_seqlens=args.cu_seqlens)
-    return (output, final), ()
+    ready = _prepared(call, args)
+    output, final, *kept = _walked(call, args, ready, opts.state, opts.kept)
+    return (output, final), (*ready, *kept)
 
 
-def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
+def _parts(args: Args, tokens: int) -> int:
+    """How many parts of so many tokens sequences have at most."""
+    B, T = args.query.shape[:2]
+    return T // tokens + args.cu_seqlens.shape[0] - 1 if args.cu_seqlens is not None else B * -(-T // tokens)
+
+
+def _of_values(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
+    return (*args.query.shape[:2], args.heads, args.value.shape[3]), dtype_of(args.query)
+
+
+def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
+    """Room for what segments leave, enough for all lengths; None: no length is cut."""
+    N, K, V = args.query.shape[0], args.query.shape[3], args.value.shape[3]
+    most = 1 if args.cu_seqlens is not None else _most_segments(N * args.heads)
+    return ((N * most, args.heads, K, V + K), "float32") if most > 1 else None
+
+
+# Their shapes and dtypes.
+forward.residuals = dict(  # type: ignore[attr-defined]
+    near=lambda args, opts: ((_parts(args, CHUNK), args.heads, 2, CHUNK, CHUNK), dtype_of(args.query)),
+    alike=lambda args, opts: ((_parts(args, CHUNK), args.heads), "int32"),
+    norms=lambda args, opts: ((_parts(args, CHUNK), args.heads, CHUNK), "float32") if opts.use_qk_l2norm else None,
+    errors=_of_values, rest=_of_values,
+    states=lambda args, opts: ((_parts(args, _GROUP * CHUNK), args.heads, args.value.shape[3], args.query.shape[3]),
+                               dtype_of(args.query)),
+    matrices=_room,
+)
+forward.rehearsed = True  # type: ignore[attr-defined]
+
+
+def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
-    triton = kernel_registry.get("gated_delta_rule", Platform.TRITON)
-    assert triton.passes is not None
-    inv = GATED_DELTA_RULE.describe(args, opts.softmax_scale, use_qk_l2norm=opts.use_qk_l2norm, reverse=opts.reverse)
-    return triton.passes("torch")[1](args, (), grads, opts._replace(cfg=triton.heuristic(inv, Config())))
+    if not args.query.shape[1]:
+        return no_gradients(args, grads[1])
+    given, args = args, _all_aligned(args)
+    do, dfinal = aligned(grads[0]), grads[1]
+    call = _call_of(Args(*map(spec_of, args)), opts)
+    _, alike, of_keys, errors, rest, states, _ = residuals
+    q, k, _, g, beta, h0, cu_seqlens = args
+    specs = *call.specs[:2], spec_of(do)
+    du, dlate, dh0, dstates = _walked_back(call, args, do, dfinal, residuals)
+    dq, dk, dv, dbeta, dg = _gradients_plan(call, *specs).launch(
+        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rest=rest, du=du, dk_given=dlate, alike=alike, norms=of_keys,
+        states=states, dstates=dstates, h0=h0, dh0=dh0, cu_seqlens=cu_seqlens)
+    dq, dk, dv, dg, dbeta = (over_shared(call, *x)
+                             for x in zip((dq, dk, dv, dg, dbeta), call.specs[:5], strict=True))
+    if opts.use_qk_l2norm:
+        dq, dk = norms.gradient(given.query, dq), norms.gradient(given.key, dk)
+    return Args(dq, dk, dv, dg, dbeta, dh0)
 
 
 def unsupported(inv: Invocation) -> str | None:

@@ -2,14 +2,14 @@
 
 The state of a chunk is kept transposed ``[V, K]``, so that it, and all that follows from it, is the left operand of
 each product and stays in registers. With S the state before a chunk, ``G_i`` the sum of its gates up to and with token
-i, base 2, and T the inverse of ``prepare.py``:
+i, base 2, and N of ``prepare.py``:
 
     Y = V - exp2(G) K S                     the errors before the chunk
-    E = T Y                                 the errors that tokens correct
+    E = Y + N beta Y                        the errors that tokens correct
     O = scale exp2(G) Q S + P E             P_ij = scale exp2(G_i - G_j) beta_j q_i . k_j
     S' = exp2(G_C) S + (beta exp2(G_C - G) K)^T E
 
-Where keys are alike, Y, T, E and P have two parts: corrections cancel, but not what 16 bits do not hold of them.
+Where keys are alike, Y, N, E and P have two parts: corrections cancel, but not what 16 bits do not hold of them.
 
 A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P, a warp copies.
 """
@@ -31,8 +31,10 @@ from keraunos.kernels.device.hopper import (
     LOG2E,
     add,
     describe,
+    first_slot,
     load_state,
     locate,
+    locate_segment,
     store_state,
     wide,
 )
@@ -41,13 +43,17 @@ from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
 
 @gluon.jit
-def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, PART: gl.constexpr,
-         WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr):
-    """A partition of one warp: copies chunks into the ring of stages, and the rest of T where it counts."""
+def copy(tiles, barriers, descriptors, alike, size, blank, H: gl.constexpr, C: gl.constexpr, PART: gl.constexpr,
+         WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of one warp: copies chunks into the ring of stages, and the rest of N where it counts.
+
+    blank: copies of values begin so many tokens later; beyond the end they are zeros.
+    """
     q_s, k_s, v_s, t_s, r_s, _ = tiles
     full, _, empty = barriers
     q_desc, k_desc, v_desc, t_desc = descriptors
-    BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + WALKERS * v_desc.block_type.nbytes + t_desc.block_type.nbytes
+    KEYS: gl.constexpr = (2 if OUTPUT else 1) * k_desc.block_type.nbytes
+    BYTES: gl.constexpr = KEYS + WALKERS * v_desc.block_type.nbytes + t_desc.block_type.nbytes
     REST: gl.constexpr = t_desc.block_type.nbytes
     count = gl.cdiv(size, C)
     for i in range(count):
@@ -61,9 +67,10 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
         else:
             mbarrier.expect(arrived, BYTES)
         copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
-        copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
+        if OUTPUT:
+            copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
         for j in gl.static_range(WALKERS):
-            copy_in(v_desc, [at * C, j * PART], arrived, v_s.index(slot * WALKERS + j))
+            copy_in(v_desc, [at * C if OUTPUT else at * C + blank, j * PART], arrived, v_s.index(slot * WALKERS + j))
         copy_in(t_desc, [at * H * 2 * C, 0], arrived, t_s.index(slot))
         if fine:
             copy_in(t_desc, [at * H * 2 * C + C, 0], arrived, r_s.index(slot))
@@ -71,11 +78,11 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
 
 @gluon.jit
 def pair(tiles, vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
-         REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
+         REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, OUTPUT: gl.constexpr):
     """A partition of one warpgroup: P of each chunk, and the factors of gates that the walk needs.
 
     For each stage: ``exp2(G)``, ``scale exp2(G)``, ``beta exp2(G_C - G)``, of keys and queries as long as they are;
-    ``exp2(G_C)``, as often as there are rows of a state; and whether keys are alike.
+    ``exp2(G_C)``, as often as there are rows of a state; beta; and whether keys are alike.
     """
     q_s, k_s, _, _, _, p_s = tiles
     factors_s, alike_s = vectors
@@ -110,31 +117,36 @@ def pair(tiles, vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.c
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         q = q_s.index(slot)
         of_queries = gl.full([C], 1.0, gl.float32, EACH) * scale
-        if NORM:
+        if NORM and OUTPUT:
             squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
             squares = warpgroup_mma_wait(0, deps=[squares])
             squares = gl.sum(gl.where(rows[:, None] == columns[None, :], squares, 0.0), 1)
             of_queries *= gl.rsqrt(gl.convert_layout(squares, EACH) + EPSILON)
-        a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        if OUTPUT:
+            a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         G = gl.associative_scan(x, 0, add, reverse=REVERSE)
         total = gl.sum(x, 0)
+        factors_s.index(slot * 6 + 4).store(strength)
+        factors_s.index(slot * 6 + 5).store(strength)
         strength *= of_keys
-        factors_s.index(slot * 4).store(gl.exp2(G) * of_keys)
-        factors_s.index(slot * 4 + 1).store(gl.exp2(G) * of_queries)
-        factors_s.index(slot * 4 + 2).store(gl.exp2(gl.minimum(total - G, 0.0)) * strength)
-        factors_s.index(slot * 4 + 3).store(gl.full([C], 1.0, gl.float32, EACH) * gl.exp2(total))
+        factors_s.index(slot * 6).store(gl.exp2(G) * of_keys)
+        if OUTPUT:
+            factors_s.index(slot * 6 + 1).store(gl.exp2(G) * of_queries)
+        factors_s.index(slot * 6 + 2).store(gl.exp2(gl.minimum(total - G, 0.0)) * strength)
+        factors_s.index(slot * 6 + 3).store(gl.full([C], 1.0, gl.float32, EACH) * gl.exp2(total))
         alike_s.index(slot).store(gl.full([1], 1, gl.int32, FLAG) * fine)
-        G_rows = gl.convert_layout(G, OF_ROWS)
-        G_columns = gl.convert_layout(G, OF_COLUMNS)
-        seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
-        reach = gl.exp2(gl.where(seen, G_rows[:, None] - G_columns[None, :], -float("inf")))
-        reach *= gl.convert_layout(strength, OF_COLUMNS)[None, :]
-        of_rows = gl.convert_layout(of_queries, OF_ROWS)[:, None]
-        a = warpgroup_mma_wait(0, deps=[a])
-        a *= of_rows * reach
-        p_s.index(2 * slot).store(a.to(dtype))
-        if fine != 0:
-            p_s.index(2 * slot + 1).store((a - wide(a.to(dtype))).to(dtype))
+        if OUTPUT:
+            G_rows = gl.convert_layout(G, OF_ROWS)
+            G_columns = gl.convert_layout(G, OF_COLUMNS)
+            seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
+            reach = gl.exp2(gl.where(seen, G_rows[:, None] - G_columns[None, :], -float("inf")))
+            reach *= gl.convert_layout(strength, OF_COLUMNS)[None, :]
+            of_rows = gl.convert_layout(of_queries, OF_ROWS)[:, None]
+            a = warpgroup_mma_wait(0, deps=[a])
+            a *= of_rows * reach
+            p_s.index(2 * slot).store(a.to(dtype))
+            if fine != 0:
+                p_s.index(2 * slot + 1).store((a - wide(a.to(dtype))).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ready.index(slot), count=1)
@@ -142,15 +154,21 @@ def pair(tiles, vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.c
 
 
 @gluon.jit
-def multiply(tiles, vectors, barriers, goal, states, size, last, WALKER: gl.constexpr, C: gl.constexpr,
-             K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr, WALKERS: gl.constexpr,
-             STAGES: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr):
-    """A partition of one warpgroup: PART of the values' dimensions, for which it has the state."""
+def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, WALKER: gl.constexpr, H: gl.constexpr,
+             C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
+             WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
+             BETA: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SAVE: gl.constexpr, SPLIT: gl.constexpr,
+             OUTPUT: gl.constexpr):
+    """A partition of one warpgroup: PART of the values' dimensions, for which it has the state.
+
+    before: the chunks that the walk has before its own; part: see ``walk_kernel``.
+    """
     q_s, k_s, v_s, t_s, r_s, p_s = tiles
     factors_s, alike_s = vectors
     full, ready, empty = barriers
-    o_s, o_desc = goal
-    h0, ht = states
+    outs_s, o_desc, e_desc, r_desc = goals
+    o_s = outs_s.index(WALKER)
+    h0, ht, kept = states
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
@@ -164,7 +182,14 @@ def multiply(tiles, vectors, barriers, goal, states, size, last, WALKER: gl.cons
     o_state = o_v[:, None] + (o_k * V)[None, :]
     none = gl.zeros([PART, C], gl.float32, W)
     state = gl.zeros([PART, BK], gl.float32, WS)
-    if INIT:
+    if not OUTPUT:
+        # A column of the matrix starts as one of the identity, and is no part of the state.
+        column = o_v + (part - 1) * (WALKERS * PART)
+        state = gl.where(column[:, None] == o_k[None, :], 1.0, state)
+        if INIT:
+            begins = (o_v < gl.where((part == 0) & (before == 0), V, 0))[:, None] & (o_k < K)[None, :]
+            state += gl.load(h0 + o_state, mask=begins, other=0.0).to(gl.float32)
+    elif INIT:
         state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
     count = gl.cdiv(size, C)
     for i in range(count):
@@ -174,69 +199,130 @@ def multiply(tiles, vectors, barriers, goal, states, size, last, WALKER: gl.cons
         mbarrier.wait(full.index(slot), phase)
         k = k_s.index(slot)
         left = gl.convert_layout(state.to(dtype), LEFT)
+        if SAVE:
+            step = (before + i) if SPLIT else i
+            if (step > 0) & (step % GROUP == 0):
+                p_kept = kept + (step // GROUP).to(gl.int64) * (H * V * K)
+                store_state(p_kept + (o_v * K)[:, None] + o_k[None, :], state.to(dtype), i >= 0, o_v, o_k, V, K,
+                            WALKERS * PART, BK)
         y = warpgroup_mma(left, k.permute((1, 0)), none, use_acc=False, is_async=True)
-        o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        if OUTPUT:
+            o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(ready.index(slot), phase)
-        y, o = warpgroup_mma_wait(0, deps=[y, o])
+        if OUTPUT:
+            y, o = warpgroup_mma_wait(0, deps=[y, o])
+        else:
+            y = warpgroup_mma_wait(0, deps=[y])
         # Loaded no sooner: the products leave no registers for them.
-        enter = factors_s.index(slot * 4).load(OF_TOKENS)[None, :]
-        fine = gl.max(alike_s.index(slot).load(FLAG), 0) != 0
+        enter = factors_s.index(slot * 6).load(OF_TOKENS)[None, :]
+        alike = gl.max(alike_s.index(slot).load(FLAG), 0)
+        fine = alike != 0
         v = v_s.index(slot * WALKERS + WALKER).permute((1, 0)).load(W)
         y = wide(v) - y * enter
-        left = gl.convert_layout(y.to(dtype), LEFT)
+        u = y * factors_s.index(slot * 6 + 4).load(OF_TOKENS)[None, :] if BETA else y
+        left = gl.convert_layout(u.to(dtype), LEFT)
         if fine:
-            rest = gl.convert_layout((y - wide(y.to(dtype))).to(dtype), LEFT)
+            u = y * factors_s.index(slot * 6 + 5).load(OF_TOKENS)[None, :] if BETA else y
+            rest = gl.convert_layout((u - wide(u.to(dtype))).to(dtype), LEFT)
             y = warpgroup_mma(left, r_s.index(slot).permute((1, 0)), y)
             y = warpgroup_mma(rest, t_s.index(slot).permute((1, 0)), y)
         e = warpgroup_mma(left, t_s.index(slot).permute((1, 0)), y, is_async=True)
-        state = state * factors_s.index(slot * 4 + 3).load(gl.SliceLayout(1, WS))[:, None]
-        o = o * factors_s.index(slot * 4 + 1).load(OF_TOKENS)[None, :]
+        state = state * factors_s.index(slot * 6 + 3).load(gl.SliceLayout(1, WS))[:, None]
+        if OUTPUT:
+            o = o * factors_s.index(slot * 6 + 1).load(OF_TOKENS)[None, :]
         e = warpgroup_mma_wait(0, deps=[e])
-        late = e * factors_s.index(slot * 4 + 2).load(OF_TOKENS)[None, :]
+        late = e * factors_s.index(slot * 6 + 2).load(OF_TOKENS)[None, :]
         state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), k, state, is_async=True)
-        o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), p_s.index(2 * slot).permute((1, 0)), o, is_async=True)
-        tma.store_wait(0)
-        state, o = warpgroup_mma_wait(0, deps=[state, o])
+        if OUTPUT:
+            o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), p_s.index(2 * slot).permute((1, 0)), o,
+                              is_async=True)
+            tma.store_wait(0)
+            state, o = warpgroup_mma_wait(0, deps=[state, o])
+        else:
+            state = warpgroup_mma_wait(0, deps=[state])
         if fine:
-            late = e * factors_s.index(slot * 4 + 2).load(OF_TOKENS)[None, :]
+            late = e * factors_s.index(slot * 6 + 2).load(OF_TOKENS)[None, :]
             rest = (late - wide(late.to(dtype))).to(dtype)
             state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), k, state, is_async=True)
-            o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), p_s.index(2 * slot + 1).permute((1, 0)), o,
-                              is_async=True)
-            rest = (e - wide(e.to(dtype))).to(dtype)
-            o = warpgroup_mma(gl.convert_layout(rest, LEFT), p_s.index(2 * slot).permute((1, 0)), o, is_async=True)
-            state, o = warpgroup_mma_wait(0, deps=[state, o])
-        o_s.permute((1, 0)).store(o.to(dtype))
+            if OUTPUT:
+                o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), p_s.index(2 * slot + 1).permute((1, 0)), o,
+                                  is_async=True)
+                rest = (e - wide(e.to(dtype))).to(dtype)
+                o = warpgroup_mma(gl.convert_layout(rest, LEFT), p_s.index(2 * slot).permute((1, 0)), o, is_async=True)
+                state, o = warpgroup_mma_wait(0, deps=[state, o])
+            else:
+                state = warpgroup_mma_wait(0, deps=[state])
+        if OUTPUT:
+            o_s.permute((1, 0)).store(o.to(dtype))
+        if SAVE:
+            outs_s.index(WALKERS + WALKER).permute((1, 0)).store(e.to(dtype))
+            if alike > 1:
+                outs_s.index(2 * WALKERS + WALKER).permute((1, 0)).store((e - wide(e.to(dtype))).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(empty.index(slot), count=1)
-        copy_out(o_desc, [at * C, WALKER * PART], o_s)
+        if OUTPUT:
+            copy_out(o_desc, [at * C, WALKER * PART], o_s)
+        if SAVE:
+            copy_out(e_desc, [at * C, WALKER * PART], outs_s.index(WALKERS + WALKER))
+            if alike > 1:
+                copy_out(r_desc, [at * C, WALKER * PART], outs_s.index(2 * WALKERS + WALKER))
     tma.store_wait(0)
-    if FINAL:
+    if not OUTPUT:
+        column += V
+        goal = gl.where(part == 0, o_v, column)
+        inside = (goal < gl.where(part == 0, V, V + K))[:, None] & (o_k < K)[None, :]
+        gl.store(ht + goal[:, None] + (o_k * (V + K))[None, :], state, mask=inside)
+    elif FINAL:
         store_state(ht + o_state, state, last, o_v, o_k, V, K, WALKERS * PART, BK)
 
 
-@gluon.jit(do_not_specialize=lengths("qkvgb", "T"))
+@gluon.jit(do_not_specialize=lengths("qkvgb", "T", "L"))
 def walk_kernel(
     q, k, v, g, beta, near, alike, norms, h0, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T,
-    o, ht,
+    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, L,
+    o, ht, errors, rest, states,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
-    REVERSE: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):
     """``o`` ``[B, T, H, V]`` and the final states ``ht``, of one head of one sequence for each program.
+
+    For gradients: ``errors`` ``[B, T, H, V]``, E; ``rest``, what its dtype leaves of that where ``alike`` is 2; and
+    ``states`` ``[groups, H, V, K]``, those before every GROUP chunks, but for the first.
 
     near, alike, norms: see ``prepare_kernel``; with norms, queries and keys are divided by their lengths. h0: initial
     states. g None: no gates; beta None: ones.
 
     K, V: the dimensions of q and k, and of v and o, in tiles of BK and BV. RQ, RK, RV, RG, RB: how many heads
     share each of an array's.
+
+    SPLIT: a program walks over one segment of L tokens, from its own state in h0 ``[segments, H, K, V]``. o None: what
+    segments, but for the last, leave, which goes to ht ``[segments, H, K, V + K]``: the state, of the first one from
+    h0, and of others from zeros; beside it the matrix, which takes the state before a segment to the one after, of all
+    but the first. Each takes PARTS programs, of which the first one has the state.
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
-    i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
+    OUTPUT: gl.constexpr = o is not None
+    before = 0
+    part = 0
+    blank = 0
+    if SPLIT:
+        if not OUTPUT:
+            count = gl.cdiv(T, L)
+            part = i_o % PARTS
+            i_o = i_o // PARTS
+            i_o += i_o // (count - 1)
+        i_n, i_b, token, size, last, before = locate_segment(i_o, T, L, C, REVERSE)
+        if not OUTPUT:
+            size = gl.where((part > 0) & (before == 0), 0, size)
+            # Nothing is where the matrix would have values.
+            blank = gl.where(part > 0, gl.cdiv(size, C) * C, 0)
+        before = before // C
+    else:
+        i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
     PART: gl.constexpr = 64
     WALKERS: gl.constexpr = BV // PART
     dtype: gl.constexpr = k.dtype.element_ty
@@ -250,24 +336,34 @@ def walk_kernel(
     GATED: gl.constexpr = g is not None
     BETA: gl.constexpr = beta is not None
     NORM: gl.constexpr = norms is not None
+    SAVE: gl.constexpr = errors is not None
 
-    first = (token // C + i_n) if PACKED else (i_n.to(gl.int64) * gl.cdiv(T, C) + token // C)
-    first = (first * (size > 0).to(gl.int64)) * H + i_h
+    first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
     chunks = gl.maximum(gl.cdiv(size, C), 1)
-    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
     k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, BLOCK)
     v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, V, PART, VALUES)
-    o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
+    # Something else stands for what is absent, and nobody reads it.
+    q_desc = k_desc
+    o_desc = v_desc
+    if OUTPUT:
+        q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
+        o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
+    e_desc = o_desc
+    r_desc = o_desc
     t_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [((chunks - 1) * H + 1) * (2 * C), C], [C, 1],
                                         [C, C], SQUARE)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
     v_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, PART], VALUES)
     t_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
     r_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-    p_s = gl.allocate_shared_memory(dtype, [2 * STAGES, C, C], SQUARE)
-    o_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
-    factors_s = gl.allocate_shared_memory(gl.float32, [4 * STAGES, C], VECTOR)
+    q_s = k_s
+    p_s = t_s
+    outs_s = v_s
+    if OUTPUT:
+        q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+        p_s = gl.allocate_shared_memory(dtype, [2 * STAGES, C, C], SQUARE)
+        outs_s = gl.allocate_shared_memory(dtype, [(3 if SAVE else 1) * WALKERS, C, PART], VALUES)
+    factors_s = gl.allocate_shared_memory(gl.float32, [6 * STAGES, C], VECTOR)
     alike_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -278,16 +374,23 @@ def walk_kernel(
         mbarrier.init(empty.index(i), count=WALKERS + 1)
     fence_async_shared()
 
-    # Something else stands for an absent array, and nobody reads it.
     p_h0 = k
     p_ht = k
     p_g = k
     p_beta = k
     p_norms = near
+    p_kept = k
+    if SAVE:
+        e_desc = describe(errors, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
+        r_desc = describe(rest, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
+        first_group = first_slot(i_n, token * 0 if SPLIT else token, size, T, GROUP * C, PACKED)
+        p_kept = states + (first_group * H + i_h) * (V * K)
     if INIT:
-        p_h0 = h0 + (i_n.to(gl.int64) * H + i_h) * K * V
+        i_init = i_o if OUTPUT else i_n
+        p_h0 = h0 + (i_init.to(gl.int64) * H + i_h) * K * V
     if FINAL:
-        p_ht = ht + (i_n.to(gl.int64) * H + i_h) * K * V
+        i_final = i_n if OUTPUT else i_o
+        p_ht = ht + (i_final.to(gl.int64) * H + i_h) * K * (V if OUTPUT else V + K)
     if GATED:
         p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
     if BETA:
@@ -300,16 +403,19 @@ def walk_kernel(
     barriers = (full, ready, empty)
     descriptors = (q_desc, k_desc, v_desc, t_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
-    states = (p_h0, p_ht)
+    ends = (p_h0, p_ht, p_kept)
+    goals = (outs_s, o_desc, e_desc, r_desc)
     if WALKERS == 2:
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, (o_s.index(0), o_desc), states, size, last, 0, C, K, V, BK,
-                            PART, WALKERS, STAGES, REVERSE, INIT, FINAL)),
-                (multiply, (tiles, vectors, barriers, (o_s.index(1), o_desc), states, size, last, 1, C, K, V, BK,
-                            PART, WALKERS, STAGES, REVERSE, INIT, FINAL)),
-                (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 1, H, C, K, V, BK, PART,
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT)),
+                (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
+                        OUTPUT)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,
+                        OUTPUT)),
             ],
             [4, 4, 1],
             [200, 88, 24],
@@ -317,10 +423,12 @@ def walk_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, (o_s.index(0), o_desc), states, size, last, 0, C, K, V, BK,
-                            PART, WALKERS, STAGES, REVERSE, INIT, FINAL)),
-                (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT)),
+                (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
+                        OUTPUT)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,
+                        OUTPUT)),
             ],
             [4, 1],
             [88, 24],

@@ -1,0 +1,449 @@
+"""The walk of gradients, from the last chunk to the first, with the gradient of the state in registers.
+
+It is kept transposed ``[V, K]``, as the state of ``walk.py``, whose names these are. With D the gradient of the state
+after a chunk and P without beta:
+
+    dU = P^T dO + (exp2(G_C - G) K) D       what is read of the chunk's U = beta E
+    Z = dU + N^T beta dU                    the gradient of U, as E's other tokens read it, too
+    D' = exp2(G_C) D + (scale exp2(G) Q)^T dO - (exp2(G) K)^T beta Z
+    L = beta exp2(G_C - G) E D^T            the part of dK that is due to the state after the chunk
+
+Z and L go to ``gradients.py``, which makes the gradients. Where keys are alike, P, N, dU and Z have two parts.
+
+A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P and L, a warp copies.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keraunos.kernels.device.hopper import (
+    FAINT,
+    LOG2E,
+    add,
+    describe,
+    first_slot,
+    load_state,
+    locate,
+    locate_segment,
+    store_state,
+    wide,
+)
+from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
+from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
+
+
+@gluon.jit
+def place(i, count, REVERSE: gl.constexpr):
+    """Where the i-th chunk of the walk lies among those of its sequence."""
+    return i if REVERSE else gl.maximum(count - 1 - i, 0)
+
+
+@gluon.jit
+def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, PART: gl.constexpr,
+         WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of one warp: copies chunks into the ring of stages, and each one's errors when their tile is free."""
+    q_s, k_s, do_s, e_s, t_s, r_s, _, _ = tiles
+    full, _, empty, _, _, _, e_full, e_empty = barriers
+    q_desc, k_desc, o_desc, e_desc, t_desc = descriptors
+    BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + WALKERS * o_desc.block_type.nbytes + t_desc.block_type.nbytes
+    REST: gl.constexpr = t_desc.block_type.nbytes
+    count = gl.cdiv(size, C)
+    for i in range((count + 1) if OUTPUT else count):
+        at = place(i, count, REVERSE)
+        if i < count:
+            slot = i % STAGES
+            fine = gl.load(alike + at * H) != 0
+            mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+            arrived = full.index(slot)
+            if fine:
+                mbarrier.expect(arrived, BYTES + REST)
+            else:
+                mbarrier.expect(arrived, BYTES)
+            copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
+            copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
+            for j in gl.static_range(WALKERS):
+                copy_in(o_desc, [at * C, j * PART], arrived, do_s.index(slot * WALKERS + j))
+            copy_in(t_desc, [at * H * 2 * C, 0], arrived, t_s.index(slot))
+            if fine:
+                copy_in(t_desc, [at * H * 2 * C + C, 0], arrived, r_s.index(slot))
+        if OUTPUT:  # noqa: SIM102
+            if i > 0:
+                mbarrier.wait(e_empty, i & 1)
+                mbarrier.expect(e_full, e_desc.block_type.nbytes)
+                copy_in(e_desc, [place(i - 1, count, REVERSE) * C, 0], e_full, e_s)
+
+
+@gluon.jit
+def leave(tiles, barriers, late, l_s, l_desc, i, at, C: gl.constexpr, BK: gl.constexpr):
+    """L of the i-th chunk of the walk; ``late``: the factors of its rows."""
+    k_s, _, _, e_s, _, _, _, d_s = tiles
+    _, _, _, _, d_full, d_empty, e_full, e_empty = barriers
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    none = gl.zeros([C, BK], gl.float32, W)
+    mbarrier.wait(e_full, i & 1)
+    mbarrier.wait(d_full, i & 1)
+    x = warpgroup_mma(e_s, d_s, none, use_acc=False, is_async=True)
+    tma.store_wait(0)
+    x = warpgroup_mma_wait(0, deps=[x])
+    l_s.store((x * gl.convert_layout(late, gl.SliceLayout(1, W))[:, None]).to(k_s.dtype))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(d_empty, count=1)
+    mbarrier.arrive(e_empty, count=1)
+    copy_out(l_desc, [at * C, 0], l_s)
+
+
+@gluon.jit
+def read(inputs, at, size, H: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
+         NORM: gl.constexpr):
+    """A chunk's gates, base 2, and beta; one over the lengths of its keys; and whether they are alike."""
+    g, stride_g, beta, stride_beta, alike, norms = inputs
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    t = gl.arange(0, C, layout=EACH)
+    inside = t < size - at * C
+    x = gl.zeros([C], gl.float32, EACH)
+    if GATED:
+        x = gl.load(g + (at * C + t).to(gl.int64) * stride_g, mask=inside, other=0.0).to(gl.float32)
+        x = gl.where(inside, gl.maximum(x, FAINT) * LOG2E, 0.0)
+    strength = gl.full([C], 1.0, gl.float32, EACH)
+    if BETA:
+        strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=inside, other=0.0).to(gl.float32)
+    of_keys = gl.full([C], 1.0, gl.float32, EACH)
+    if NORM:
+        of_keys = gl.load(norms + at * (H * C) + t)
+    return x, strength, of_keys, gl.load(alike + at * H)
+
+
+@gluon.jit
+def pair(tiles, vectors, barriers, inputs, l_s, l_desc, size, scale, H: gl.constexpr, C: gl.constexpr,
+         BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
+         NORM: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of one warpgroup: P of each chunk, the factors of gates that the walk needs, and L.
+
+    For each stage: ``exp2(G_C - G)`` and ``-beta exp2(G)`` of keys, ``scale exp2(G)`` of queries, as long as they are;
+    beta; ``exp2(G_C)``; and whether keys are alike.
+    """
+    q_s, k_s, _, _, _, _, p_s, _ = tiles
+    factors_s, scalars_s = vectors
+    full, ready, empty, p_empty, _, _, _, _ = barriers
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    dtype: gl.constexpr = k_s.dtype
+    rows = gl.arange(0, C, layout=OF_ROWS)
+    columns = gl.arange(0, C, layout=OF_COLUMNS)
+    none = gl.zeros([C, C], gl.float32, W)
+    before = gl.zeros([C], gl.float32, OF_ROWS)
+    count = gl.cdiv(size, C)
+    x, strength, of_keys, fine = read(inputs, place(0, count, REVERSE), size, H, C, GATED, BETA, NORM)
+    for i in range(count):
+        slot = i % STAGES
+        # The next chunk's are read one chunk ahead.
+        ahead = gl.minimum(i + 1, count - 1)
+        then = read(inputs, place(ahead, count, REVERSE), size, H, C, GATED, BETA, NORM)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        q = q_s.index(slot)
+        of_queries = gl.full([C], 1.0, gl.float32, EACH) * scale
+        if NORM:
+            squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
+            squares = warpgroup_mma_wait(0, deps=[squares])
+            squares = gl.sum(gl.where(rows[:, None] == columns[None, :], squares, 0.0), 1)
+            of_queries *= gl.rsqrt(gl.convert_layout(squares, EACH) + EPSILON)
+        a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        G = gl.associative_scan(x, 0, add, reverse=REVERSE)
+        total = gl.sum(x, 0)
+        late = gl.exp2(gl.minimum(total - G, 0.0))
+        enter = gl.exp2(G)
+        factors_s.index(slot * 4).store(late * of_keys)
+        factors_s.index(slot * 4 + 1).store(enter * of_queries)
+        factors_s.index(slot * 4 + 2).store(-enter * strength * of_keys)
+        factors_s.index(slot * 4 + 3).store(strength)
+        scalars_s.index(slot * 2).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.exp2(total))
+        scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * fine)
+        G_rows = gl.convert_layout(G, OF_ROWS)
+        G_columns = gl.convert_layout(G, OF_COLUMNS)
+        seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
+        reach = gl.exp2(gl.where(seen, G_rows[:, None] - G_columns[None, :], -float("inf")))
+        reach *= gl.convert_layout(of_keys, OF_COLUMNS)[None, :]
+        of_rows = gl.convert_layout(of_queries, OF_ROWS)[:, None]
+        a = warpgroup_mma_wait(0, deps=[a])
+        a *= of_rows * reach
+        mbarrier.wait(p_empty, (i & 1) ^ 1)
+        p_s.index(0).store(a.to(dtype))
+        if fine != 0:
+            p_s.index(1).store((a - wide(a.to(dtype))).to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(ready.index(slot), count=1)
+        mbarrier.arrive(empty.index(slot), count=1)
+        if OUTPUT:
+            if i > 0:
+                leave(tiles, barriers, before, l_s, l_desc, i - 1, place(i - 1, count, REVERSE), C, BK)
+            before = gl.convert_layout(late * strength, OF_ROWS)
+        x, strength, of_keys, fine = then
+    if OUTPUT:
+        if count > 0:
+            leave(tiles, barriers, before, l_s, l_desc, count - 1, place(count - 1, count, REVERSE), C, BK)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: gl.constexpr, H: gl.constexpr,
+             C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
+             WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
+             BETA: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of one warpgroup: PART of the values' dimensions, for which it has the state's gradient.
+
+    before: the chunks of the sequence before these; last: whether these are the last ones.
+    """
+    q_s, k_s, do_s, _, t_s, r_s, p_s, d_s = tiles
+    factors_s, scalars_s = vectors
+    full, ready, empty, p_empty, d_full, d_empty, _, _ = barriers
+    outs_s, z_desc = goal
+    z_s = outs_s.index(WALKER)
+    dht, dh0, kept = ends
+    # A chunk's tokens are columns; so are the dimensions of keys of a state.
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
+    LEFT_S: gl.constexpr = gl.DotOperandLayout(0, WS, 2)
+    OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    dtype: gl.constexpr = k_s.dtype
+    o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
+    o_state = o_v[:, None] + (o_k * V)[None, :]
+    none = gl.zeros([PART, C], gl.float32, W)
+    state = gl.zeros([PART, BK], gl.float32, WS)
+    if INIT:
+        if OUTPUT:
+            state = load_state(dht + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
+        else:
+            ends = (o_v < gl.where(last, V, 0))[:, None] & (o_k < K)[None, :]
+            state = gl.load(dht + o_state, mask=ends, other=0.0).to(gl.float32)
+    count = gl.cdiv(size, C)
+    for i in range(count):
+        slot = i % STAGES
+        at = place(i, count, REVERSE)
+        phase = (i // STAGES) & 1
+        mbarrier.wait(full.index(slot), phase)
+        k = k_s.index(slot)
+        do = do_s.index(slot * WALKERS + WALKER).permute((1, 0))
+        b_state = state.to(dtype)
+        u = warpgroup_mma(gl.convert_layout(b_state, LEFT), k.permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(ready.index(slot), phase)
+        z = warpgroup_mma(do, p_s.index(0), none, use_acc=False, is_async=True)
+        if OUTPUT:
+            mbarrier.wait(d_empty, (i & 1) ^ 1)
+            d_s.slice(WALKER * PART, PART, 0).store(b_state)
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(d_full, count=1)
+        fine = gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0
+        u, z = warpgroup_mma_wait(0, deps=[u, z])
+        if fine:
+            z = warpgroup_mma(do, p_s.index(1), z)
+        thread_barrier()
+        mbarrier.arrive(p_empty, count=1)
+        u = u * factors_s.index(slot * 4).load(OF_TOKENS)[None, :] + z
+        w = u * factors_s.index(slot * 4 + 3).load(OF_TOKENS)[None, :] if BETA else u
+        left = gl.convert_layout(w.to(dtype), LEFT)
+        if fine:
+            rest = gl.convert_layout((w - wide(w.to(dtype))).to(dtype), LEFT)
+            u = warpgroup_mma(left, r_s.index(slot), u)
+            u = warpgroup_mma(rest, t_s.index(slot), u)
+        z = warpgroup_mma(left, t_s.index(slot), u, is_async=True)
+        state = state * gl.max(scalars_s.index(slot * 2).load(FLAG), 0)
+        x = wide(do.load(W)) * factors_s.index(slot * 4 + 1).load(OF_TOKENS)[None, :]
+        z = warpgroup_mma_wait(0, deps=[z])
+        y = z * factors_s.index(slot * 4 + 2).load(OF_TOKENS)[None, :]
+        state = warpgroup_mma(gl.convert_layout(x.to(dtype), LEFT_S), q_s.index(slot), state, is_async=True)
+        state = warpgroup_mma(gl.convert_layout(y.to(dtype), LEFT_S), k, state, is_async=True)
+        if OUTPUT:
+            tma.store_wait(0)
+            z_s.permute((1, 0)).store(z.to(dtype))
+        state = warpgroup_mma_wait(0, deps=[state])
+        if fine:
+            rest = (y - wide(y.to(dtype))).to(dtype)
+            state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), k, state)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(empty.index(slot), count=1)
+        if OUTPUT:
+            copy_out(z_desc, [at * C, WALKER * PART], z_s)
+            step = count - 1 - i
+            if SPLIT:
+                step += before
+            if (step > 0) & (step % GROUP == 0):
+                p_kept = kept + (step // GROUP).to(gl.int64) * (H * V * K)
+                store_state(p_kept + (o_v * K)[:, None] + o_k[None, :], state.to(dtype), i >= 0, o_v, o_k, V, K,
+                            WALKERS * PART, BK)
+    tma.store_wait(0)
+    if FINAL:
+        begins = (before == 0) if SPLIT and OUTPUT else (size >= 0)
+        store_state(dh0 + o_state, state.to(dh0.dtype.element_ty), begins, o_v, o_k, V, K, WALKERS * PART, BK)
+
+
+@gluon.jit(do_not_specialize=lengths("qkogb", "T", "L"))
+def adjoint_kernel(
+    q, k, do, g, beta, errors, near, alike, norms, dht, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
+    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, L,
+    du, dlate, dh0, dstates,
+    H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
+):
+    """``du`` ``[B, T, H, V]``, Z, and ``dlate`` ``[B, T, H, K]``, L, of one head of one sequence for each program.
+
+    near, alike, norms: see ``prepare_kernel``. dht: gradients of final states, None: zeros; dh0: those of initial ones.
+    ``dstates`` ``[groups, H, V, K]``: those of the states before every GROUP chunks, but for the first.
+
+    SPLIT: a program walks over one segment of L tokens, from its own dht ``[segments, H, K, V]``. du None: dh0, of the
+    same shape, is what segments, but for the first, leave: the last one from dht ``[N, H, K, V]``, others from zeros.
+    """
+    i_h = gl.program_id(0) % H
+    i_o = gl.program_id(0) // H
+    OUTPUT: gl.constexpr = du is not None
+    before = 0
+    if SPLIT:
+        if not OUTPUT:
+            i_o += i_o // (gl.cdiv(T, L) - 1) + 1
+        i_n, i_b, token, size, last, before = locate_segment(i_o, T, L, C, REVERSE)
+        before = before // C
+    else:
+        i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
+    PART: gl.constexpr = 64
+    WALKERS: gl.constexpr = BV // PART
+    dtype: gl.constexpr = k.dtype.element_ty
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
+    ERRORS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
+    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, BK], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PART], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    INIT: gl.constexpr = dht is not None
+    FINAL: gl.constexpr = dh0 is not None
+    GATED: gl.constexpr = g is not None
+    BETA: gl.constexpr = beta is not None
+    NORM: gl.constexpr = norms is not None
+
+    first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
+    chunks = gl.maximum(gl.cdiv(size, C), 1)
+    stride_b = T.to(gl.int64) * H
+    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
+    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, BLOCK)
+    o_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, PART, VALUES)
+    # Something else stands for what is absent, and nobody reads it.
+    e_desc = o_desc
+    z_desc = o_desc
+    l_desc = k_desc
+    if OUTPUT:
+        e_desc = describe(errors, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, ERRORS)
+        z_desc = describe(du, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, PART, VALUES)
+        l_desc = describe(dlate, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, BLOCK)
+    t_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [((chunks - 1) * H + 1) * (2 * C), C], [C, 1],
+                                        [C, C], SQUARE)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, PART], VALUES)
+    t_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+    r_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+    p_s = gl.allocate_shared_memory(dtype, [2, C, C], SQUARE)
+    e_s = k_s
+    d_s = k_s
+    outs_s = do_s
+    l_s = k_s
+    if OUTPUT:
+        e_s = gl.allocate_shared_memory(dtype, [C, BV], ERRORS)
+        d_s = gl.allocate_shared_memory(dtype, [BV, BK], STATE)
+        outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
+        l_s = gl.allocate_shared_memory(dtype, [C, BK], BLOCK)
+    factors_s = gl.allocate_shared_memory(gl.float32, [4 * STAGES, C], VECTOR)
+    scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    d_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    d_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    e_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    e_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WALKERS + 1)
+    mbarrier.init(p_empty, count=WALKERS)
+    mbarrier.init(d_full, count=WALKERS)
+    mbarrier.init(d_empty, count=1)
+    mbarrier.init(e_full, count=1)
+    mbarrier.init(e_empty, count=1)
+    fence_async_shared()
+
+    p_dht = k
+    p_dh0 = k
+    p_g = k
+    p_beta = k
+    p_norms = near
+    if INIT:
+        i_end = i_o if OUTPUT else i_n
+        p_dht = dht + (i_end.to(gl.int64) * H + i_h) * K * V
+    if FINAL:
+        i_first = i_n if OUTPUT else i_o
+        p_dh0 = dh0 + (i_first.to(gl.int64) * H + i_h) * K * V
+    if GATED:
+        p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
+    if BETA:
+        p_beta = beta + i_b.to(gl.int64) * stride_bb + token * stride_bt + (i_h // RB).to(gl.int64) * stride_bh
+    if NORM:
+        p_norms = norms + first * C
+    p_alike = alike + first
+    p_kept = k
+    if OUTPUT:
+        first_group = first_slot(i_n, token * 0 if SPLIT else token, size, T, GROUP * C, PACKED)
+        p_kept = dstates + (first_group * H + i_h) * (V * K)
+    tiles = (q_s, k_s, do_s, e_s, t_s, r_s, p_s, d_s)
+    vectors = (factors_s, scalars_s)
+    barriers = (full, ready, empty, p_empty, d_full, d_empty, e_full, e_empty)
+    descriptors = (q_desc, k_desc, o_desc, e_desc, t_desc)
+    inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
+    goal = (outs_s, z_desc)
+    ends = (p_dht, p_dh0, p_kept)
+    if WALKERS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (tiles, vectors, barriers, goal, ends, size, last, before, 0, H, C, K, V, BK, PART,
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SPLIT, OUTPUT)),
+                (multiply, (tiles, vectors, barriers, goal, ends, size, last, before, 1, H, C, K, V, BK, PART,
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SPLIT, OUTPUT)),
+                (pair, (tiles, vectors, barriers, inputs, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, GATED,
+                        BETA, NORM, OUTPUT)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE, OUTPUT)),
+            ],
+            [4, 4, 1],
+            [192, 104, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (tiles, vectors, barriers, goal, ends, size, last, before, 0, H, C, K, V, BK, PART,
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SPLIT, OUTPUT)),
+                (pair, (tiles, vectors, barriers, inputs, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, GATED,
+                        BETA, NORM, OUTPUT)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE, OUTPUT)),
+            ],
+            [4, 1],
+            [88, 24],
+        )

@@ -1,0 +1,557 @@
+"""The gradients, group of chunks by group of chunks, from what the walks have left.
+
+A group begins from the state before it, which the forward walk has left, and makes the states before its chunks again:
+S, in registers, of which it has the errors E. With Z and L of ``adjoint.py``, and the other names of ``walk.py``:
+
+    dP_ij = scale exp2(G_i - G_j) beta_j dO_i . E_j                     j up to i
+    dA_ij = - exp2(G_i - G_j) beta_i beta_j Z_i . E_j                   j before i
+    dQ = scale exp2(G) dO S^T + dP K
+    dK = L - beta exp2(G) Z S^T + dP^T Q + (dA + dA^T) K
+    dV = beta Z;  dbeta_i = E_i . Z_i
+
+A gate's gradient is the sum over all pairs of tokens that it is between. From a token to the next it changes by those
+that end there, ``q . dq`` and k with what the key reads, and by those that begin there, k with what is read of it: of a
+token with itself both are the same. Sums begin anew with each group, from the product of the state with its gradient
+there: so errors do not grow with the length.
+
+Where queries and keys are to be divided by their lengths, these are factors: tiles of pairs have both tokens', rows of
+dQ and dK have their own, which is divided out at last.
+
+Where keys are alike, E, dP and the keys that change S have two parts.
+
+A warpgroup has 64 of the keys' dimensions: of S, dQ and dK. One more makes dP, dA, dV, dbeta and dg; a warp copies.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keraunos.kernels.device.hopper import (
+    FAINT,
+    LOG2E,
+    add,
+    describe,
+    first_slot,
+    load_state,
+    wide,
+    within,
+)
+from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
+from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
+
+
+@gluon.jit
+def locate_group(cu_seqlens, i_s, T, N, L: gl.constexpr, BN: gl.constexpr, PACKED: gl.constexpr):
+    """Slot of a group of L tokens -> (sequence, row of the batch, its first token in the row, its tokens, which group).
+
+    Packed sequence n owns the slots from ``begin // L + n`` on, of which the last may stay empty.
+    """
+    if PACKED:
+        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        n = gl.arange(0, BN, layout=EACH)
+        begins = gl.load(cu_seqlens + 1 + n, mask=n < N - 1, other=0).to(gl.int64)
+        i_n = gl.sum(((n < N - 1) & (begins // L + n + 1 <= i_s)).to(gl.int32), 0)
+        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
+        end = gl.load(cu_seqlens + i_n + 1).to(gl.int64)
+        return i_n, i_n * 0, begin, (end - begin).to(gl.int32), (i_s - (begin // L + i_n)).to(gl.int32)
+    groups = gl.cdiv(T, L)
+    i_n = i_s // groups
+    return i_n, i_n, (i_n * 0).to(gl.int64), T, i_s % groups
+
+
+@gluon.jit
+def place(i, size, C: gl.constexpr, REVERSE: gl.constexpr):
+    """Where the i-th chunk of a walk lies among those of its sequence."""
+    return (gl.cdiv(size, C) - 1 - i) if REVERSE else i
+
+
+@gluon.jit
+def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr,
+         REVERSE: gl.constexpr):
+    """A partition of one warp: copies chunks into the ring of stages; queries and L when their tiles are free."""
+    k_s, e_s, o_s, z_s, q_s, l_s, _, _ = tiles
+    full, _, empty, _, q_full, q_empty, _, _ = barriers
+    q_desc, k_desc, o_desc, e_desc, z_desc, l_desc = descriptors
+    BYTES: gl.constexpr = WALKERS * k_desc.block_type.nbytes + 3 * e_desc.block_type.nbytes
+    for i in range(end - begin):
+        at = place(begin + i, size, C, REVERSE) * C
+        slot = i % STAGES
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        arrived = full.index(slot)
+        mbarrier.expect(arrived, BYTES)
+        copy_in(o_desc, [at, 0], arrived, o_s.index(slot))
+        copy_in(z_desc, [at, 0], arrived, z_s.index(slot))
+        copy_in(e_desc, [at, 0], arrived, e_s.index(slot))
+        for j in gl.static_range(WALKERS):
+            copy_in(k_desc, [at, j * 64], arrived, k_s.index(slot * WALKERS + j))
+        mbarrier.wait(q_empty, (i & 1) ^ 1)
+        mbarrier.expect(q_full, 2 * WALKERS * q_desc.block_type.nbytes)
+        for j in gl.static_range(WALKERS):
+            copy_in(q_desc, [at, j * 64], q_full, q_s.index(j))
+        for j in gl.static_range(WALKERS):
+            copy_in(l_desc, [at, j * 64], q_full, l_s.index(j))
+
+
+@gluon.jit
+def power(x):
+    """The largest power of two that is no larger than x."""
+    return (x.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def lengths_of(tiles, slot, of_keys, WALKERS: gl.constexpr):
+    """One over the lengths of queries and of keys, which are ``of_keys``; of float16, of tiles that it scales.
+
+    Products of two of these would not fit into float16: tiles take the powers of two, without error.
+    """
+    k_s, _, _, _, q_s, _, _, _ = tiles
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = q_s.dtype
+    squares = gl.convert_layout(of_keys, gl.SliceLayout(1, ROWS)) * 0.0
+    for j in gl.static_range(WALKERS):
+        q = wide(q_s.index(j).load(ROWS))
+        squares += gl.sum(q * q, 1)
+    of_queries = gl.rsqrt(squares + EPSILON)
+    if dtype == gl.float16:
+        q_power = power(of_queries)
+        k_power = power(gl.convert_layout(of_keys, gl.SliceLayout(1, ROWS)))
+        for j in gl.static_range(WALKERS):
+            q_j = q_s.index(j)
+            k_j = k_s.index(slot * WALKERS + j)
+            q_j.store((wide(q_j.load(ROWS)) * q_power[:, None]).to(dtype))
+            k_j.store((wide(k_j.load(ROWS)) * k_power[:, None]).to(dtype))
+        of_queries = of_queries / q_power
+        of_keys = of_keys / power(of_keys)
+    return gl.convert_layout(of_queries, of_keys.type.layout), of_keys
+
+
+@gluon.jit
+def leave(x_s, begin_s, x_full, dg, so_far, i, at, size, H: gl.constexpr, C: gl.constexpr,
+          WALKERS: gl.constexpr, REVERSE: gl.constexpr):
+    """dg of the group's i-th chunk; the sum of the differences up to its end."""
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    t = gl.arange(0, C, layout=EACH)
+    mbarrier.wait(x_full.index(i & 1), (i >> 1) & 1)
+    x = gl.zeros([C], gl.float32, EACH)
+    start = gl.zeros([1], gl.float32, FLAG)
+    for j in gl.static_range(WALKERS):
+        x += x_s.index((i & 1) * WALKERS + j).load(EACH)
+        start += begin_s.index(j).load(FLAG)
+    inside = t < size - at * C
+    sums = gl.associative_scan(x, 0, add, reverse=REVERSE)
+    made = gl.max(start, 0) - so_far - (sums - x)
+    gl.store(dg + (at * C + t).to(gl.int64) * H, made.to(dg.dtype.element_ty), mask=inside)
+    return so_far + gl.sum(x, 0)
+
+
+@gluon.jit
+def put_pairs(tiles, slot, i, p_empty, G, of_rows, of_queries, of_columns, rest, FINE: gl.constexpr,
+              REVERSE: gl.constexpr):
+    """Stores dA and dP of a chunk; returns the products of each token's Z with its own E.
+
+    of_rows, of_columns: the factors of dA's rows and columns; of_queries: that of dP's rows. FINE: E has a ``rest``,
+    of which this is the descriptor, with the chunk's place, a barrier and its phase.
+    """
+    _, e_s, o_s, z_s, _, _, p_s, a_s = tiles
+    C: gl.constexpr = G.shape[0]
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
+    dtype: gl.constexpr = e_s.dtype
+    e = e_s.index(slot).permute((1, 0))
+    z = z_s.index(slot)
+    do = o_s.index(slot)
+    none = gl.zeros([C, C], gl.float32, W)
+    a = warpgroup_mma(z, e, none, use_acc=False, is_async=True)
+    rows = gl.arange(0, C, layout=OF_ROWS)[:, None]
+    columns = gl.arange(0, C, layout=OF_COLUMNS)[None, :]
+    seen = (columns >= rows) if REVERSE else (columns <= rows)
+    apart = gl.convert_layout(G, OF_ROWS)[:, None] - gl.convert_layout(G, OF_COLUMNS)[None, :]
+    reach = gl.exp2(gl.where(seen, apart, -float("inf"))) * gl.convert_layout(of_columns, OF_COLUMNS)[None, :]
+    a = warpgroup_mma_wait(0, deps=[a])
+    mbarrier.wait(p_empty, (i & 1) ^ 1)
+    if FINE:
+        r_desc, at, full, phase = rest
+        r_s = reinterpret(a_s, dtype, [C, e_s.shape[2]], r_desc.layout)
+        mbarrier.expect(full, r_desc.block_type.nbytes)
+        copy_in(r_desc, [at * C, 0], full, r_s)
+        mbarrier.wait(full, phase)
+        a = warpgroup_mma(z, r_s.permute((1, 0)), a, is_async=True)
+        a = warpgroup_mma_wait(0, deps=[a])
+    own = gl.convert_layout(gl.sum(gl.where(rows == columns, a, 0.0), 1), G.type.layout)
+    a *= gl.where(rows == columns, 0.0, reach * gl.convert_layout(of_rows, OF_ROWS)[:, None])
+    b_a = a.to(dtype)
+    if not FINE:
+        a_s.index(0).store(b_a)
+    p = warpgroup_mma(do, e, none, use_acc=False, is_async=True)
+    if FINE:
+        p = warpgroup_mma(do, r_s.permute((1, 0)), p, is_async=True)
+    p = warpgroup_mma_wait(0, deps=[p])
+    p *= reach * gl.convert_layout(of_queries, OF_ROWS)[:, None]
+    p_s.store(p.to(dtype))
+    if FINE:
+        # The rest of E has been read, and what its place is for follows.
+        thread_barrier()
+        a_s.index(0).store(b_a)
+        a_s.index(1).store((p - wide(p_s.load(W))).to(dtype))
+    return own
+
+
+@gluon.jit
+def pair(tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
+         V: gl.constexpr, BV: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
+         GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, FINE: gl.constexpr, NEED_G: gl.constexpr):
+    """A partition of one warpgroup: dP and dA of each chunk, the factors of gates, and the gradients but for dQ and dK.
+
+    For each stage: ``scale exp2(G)``, ``-beta exp2(G)`` and ``beta exp2(G_C - G)``, with norms times one over lengths,
+    then also the lengths of queries and keys, and one over those of keys; ``exp2(G_C)``, and whether keys are alike.
+    """
+    _, _, _, z_s, _, _, _, _ = tiles
+    factors_s, scalars_s, x_s, begin_s = vectors
+    full, ready, empty, p_empty, q_full, _, x_full, rest_full = barriers
+    g, stride_g, beta, stride_beta, alike, norms = inputs
+    dv, dbeta, dg = goals
+    FACTORS: gl.constexpr = 6 if NORM else 3
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    t = gl.arange(0, C, layout=EACH)
+    o_t = gl.arange(0, C, layout=gl.SliceLayout(1, FLAT))
+    so_far = scale * 0.0
+    rests = begin * 0
+    for i in range(end - begin):
+        at = place(begin + i, size, C, REVERSE)
+        slot = i % STAGES
+        inside = t < size - at * C
+        x = gl.zeros([C], gl.float32, EACH)
+        if GATED:
+            x = gl.load(g + (at * C + t).to(gl.int64) * stride_g, mask=inside, other=0.0).to(gl.float32)
+            x = gl.where(inside, gl.maximum(x, FAINT) * LOG2E, 0.0)
+        strength = gl.full([C], 1.0, gl.float32, EACH)
+        if BETA:
+            strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=inside, other=0.0).to(gl.float32)
+        of_keys = gl.full([C], 1.0, gl.float32, EACH)
+        of_queries = of_keys
+        if NORM:
+            of_keys = gl.load(norms + at * (H * C) + t)
+        fine = at * 0
+        if FINE:
+            fine = (gl.load(alike + at * H) > 1).to(gl.int32)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        if NORM:
+            mbarrier.wait(q_full, i & 1)
+            of_queries, of_keys = lengths_of(tiles, slot, of_keys, WALKERS)
+        G = gl.associative_scan(x, 0, add, reverse=REVERSE)
+        total = gl.sum(x, 0)
+        enter = gl.exp2(G)
+        of_columns = strength * of_keys
+        factors_s.index(slot * FACTORS).store(enter * of_queries * scale)
+        factors_s.index(slot * FACTORS + 1).store(-enter * of_columns)
+        factors_s.index(slot * FACTORS + 2).store(gl.exp2(gl.minimum(total - G, 0.0)) * of_columns)
+        if NORM:
+            factors_s.index(slot * FACTORS + 3).store(1 / of_queries)
+            factors_s.index(slot * FACTORS + 4).store(1 / of_keys)
+            factors_s.index(slot * FACTORS + 5).store(of_keys)
+        of_queries *= scale
+        scalars_s.index(slot * 2).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.exp2(total))
+        scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * fine.to(gl.float32))
+        if FINE:
+            if fine != 0:
+                rest = (r_desc, at, rest_full.index(WALKERS), rests & 1)
+                own = put_pairs(tiles, slot, i, p_empty, G, -of_columns, of_queries, of_columns, rest, True, REVERSE)
+                rests += 1
+            else:
+                own = put_pairs(tiles, slot, i, p_empty, G, -of_columns, of_queries, of_columns, (), False, REVERSE)
+        else:
+            own = put_pairs(tiles, slot, i, p_empty, G, -of_columns, of_queries, of_columns, (), False, REVERSE)
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(ready.index(slot), count=1)
+
+        p_dv = dv + (at * C).to(gl.int64) * (H * V)
+        strength_t = gl.convert_layout(strength, gl.SliceLayout(1, FLAT))[:, None]
+        for j in gl.static_range(BV // 64):
+            o_v = j * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, FLAT))
+            b_dv = wide(z_s.index(slot).slice(j * 64, 64, 1).load(FLAT)) * strength_t
+            gl.store(p_dv + (o_t[:, None] * (H * V) + o_v[None, :]), b_dv.to(dv.dtype.element_ty),
+                     mask=within((o_t < size - at * C)[:, None], o_v[None, :], V, BV))
+        if BETA:
+            gl.store(dbeta + (at * C + t).to(gl.int64) * H, own.to(dbeta.dtype.element_ty), mask=inside)
+        thread_barrier()
+        mbarrier.arrive(empty.index(slot), count=1)
+        if NEED_G:  # noqa: SIM102
+            if i > 0:
+                so_far = leave(x_s, begin_s, x_full, dg, so_far, i - 1, place(begin + i - 1, size, C, REVERSE), size,
+                               H, C, WALKERS, REVERSE)
+    if NEED_G:
+        leave(x_s, begin_s, x_full, dg, so_far, end - begin - 1, place(end - 1, size, C, REVERSE), size, H, C, WALKERS,
+              REVERSE)
+
+
+@gluon.jit
+def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, WALKER: gl.constexpr, H: gl.constexpr,
+             C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+             WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr,
+             NORM: gl.constexpr, FINE: gl.constexpr, NEED_G: gl.constexpr):
+    """A partition of one warpgroup: 64 of the keys' dimensions, for which it has the state."""
+    k_s, e_s, o_s, z_s, q_s, l_s, p_s, a_s = tiles
+    factors_s, scalars_s, x_s, begin_s = vectors
+    full, ready, empty, p_empty, q_full, q_empty, x_full, rest_full = barriers
+    dq, dk, outs_s = goals
+    states, dstates, h0, dh0 = starts
+    FACTORS: gl.constexpr = 6 if NORM else 3
+    # A chunk's tokens are columns; so are the dimensions of values of a state.
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
+    LEFT_S: gl.constexpr = gl.DotOperandLayout(0, WS, 2)
+    OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    dtype: gl.constexpr = k_s.dtype
+    o_k = WALKER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WS))
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, WS))
+    given = o_k[:, None] * V + o_v[None, :]
+    left_there = o_k[:, None] + (o_v * K)[None, :]
+    dq_s = outs_s.index(0)
+    dk_s = outs_s.index(1)
+    q = q_s.index(WALKER).permute((1, 0))
+    given_k = l_s.index(WALKER).permute((1, 0))
+    none = gl.zeros([64, C], gl.float32, W)
+    state = gl.zeros([64, BV], gl.float32, WS)
+    product = gl.zeros([64, BV], gl.float32, WS)
+    if begin > 0:
+        state = load_state(states + left_there, o_k, o_v, K, V, BK, BV)
+        if NEED_G:
+            product = state * load_state(dstates + left_there, o_k, o_v, K, V, BK, BV)
+    else:
+        if INIT:
+            state = load_state(h0 + given, o_k, o_v, K, V, BK, BV)
+            if NEED_G:
+                product = state * load_state(dh0 + given, o_k, o_v, K, V, BK, BV)
+    if NEED_G:
+        begin_s.index(WALKER).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.sum(gl.sum(product, 1), 0))
+    rests = begin * 0
+    for i in range(end - begin):
+        at = place(begin + i, size, C, REVERSE)
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        mbarrier.wait(full.index(slot), phase)
+        k = k_s.index(slot * WALKERS + WALKER).permute((1, 0))
+        left = gl.convert_layout(state.to(dtype), LEFT)
+        dq_t = warpgroup_mma(left, o_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        ends = warpgroup_mma(left, z_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(ready.index(slot), phase)
+        dq_t, ends = warpgroup_mma_wait(0, deps=[dq_t, ends])
+        dq_t = dq_t * factors_s.index(slot * FACTORS).load(OF_TOKENS)[None, :]
+        ends = ends * factors_s.index(slot * FACTORS + 1).load(OF_TOKENS)[None, :]
+        dq_t = warpgroup_mma(k, p_s.permute((1, 0)), dq_t, is_async=True)
+        ends = warpgroup_mma(k, a_s.index(0).permute((1, 0)), ends, is_async=True)
+        state = state * gl.max(scalars_s.index(slot * 2).load(FLAG), 0)
+        late = wide(k.load(W)) * factors_s.index(slot * FACTORS + 2).load(OF_TOKENS)[None, :]
+        high = gl.convert_layout(late.to(dtype), LEFT_S)
+        state = warpgroup_mma(high, e_s.index(slot), state, is_async=True)
+        state, dq_t, ends = warpgroup_mma_wait(0, deps=[state, dq_t, ends])
+        tma.store_wait(0)
+        if FINE:  # noqa: SIM102
+            if gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0:
+                # The tiles of both results hold the rest of the errors, first.
+                r_s = reinterpret(outs_s, dtype, [C, BV], r_desc.layout)
+                mbarrier.expect(rest_full.index(WALKER), r_desc.block_type.nbytes)
+                copy_in(r_desc, [at * C, 0], rest_full.index(WALKER), r_s)
+                dq_t = warpgroup_mma(k, a_s.index(1).permute((1, 0)), dq_t, is_async=True)
+                late = wide(k.load(W)) * factors_s.index(slot * FACTORS + 2).load(OF_TOKENS)[None, :]
+                low = gl.convert_layout((late - wide(late.to(dtype))).to(dtype), LEFT_S)
+                state = warpgroup_mma(low, e_s.index(slot), state, is_async=True)
+                mbarrier.wait(rest_full.index(WALKER), rests & 1)
+                rests += 1
+                high = gl.convert_layout(late.to(dtype), LEFT_S)
+                state = warpgroup_mma(high, r_s, state, is_async=True)
+                dq_t, state = warpgroup_mma_wait(0, deps=[dq_t, state])
+                thread_barrier()
+        mbarrier.wait(q_full, i & 1)
+        begins = warpgroup_mma(q, p_s, none, use_acc=False, is_async=True)
+        begins = warpgroup_mma(k, a_s.index(0), begins, is_async=True)
+        x = dq_t * wide(q.load(W)) + ends * wide(k.load(W))
+        if NORM:
+            dq_t *= factors_s.index(slot * FACTORS + 3).load(OF_TOKENS)[None, :]
+        dq_s.permute((1, 0)).store(dq_t.to(dtype))
+        begins = warpgroup_mma_wait(0, deps=[begins])
+        thread_barrier()
+        mbarrier.arrive(p_empty, count=1)
+        if NORM:
+            begins += wide(given_k.load(W)) * factors_s.index(slot * FACTORS + 5).load(OF_TOKENS)[None, :]
+        else:
+            begins += wide(given_k.load(W))
+        if NEED_G:
+            x_s.index((i & 1) * WALKERS + WALKER).store(gl.sum(x - begins * wide(k.load(W)), 0))
+        ends += begins
+        if NORM:
+            ends *= factors_s.index(slot * FACTORS + 4).load(OF_TOKENS)[None, :]
+        dk_s.permute((1, 0)).store(ends.to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(q_empty, count=1)
+        mbarrier.arrive(empty.index(slot), count=1)
+        if NEED_G:
+            mbarrier.arrive(x_full.index(i & 1), count=1)
+        copy_out(dq, [at * C, WALKER * 64], dq_s)
+        copy_out(dk, [at * C, WALKER * 64], dk_s)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=lengths("qkogb", "T", "N"))
+def gradients_kernel(
+    q, k, g, beta, do, errors, rest, du, dk_given, alike, norms, states, dstates, h0, dh0, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
+    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, N,
+    dq, dk, dv, dbeta, dg,
+    H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, BN: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
+):
+    """``dq`` and ``dk`` ``[B, T, H, K]``, ``dv`` ``[B, T, H, V]``, ``dbeta`` and ``dg`` ``[B, T, H]`` of each head.
+
+    A program has GROUP chunks of one head of one sequence. du, dk_given: Z and L of ``adjoint_kernel``; errors, rest,
+    states: see ``walk_kernel``; dstates: the gradients of ``states``. alike, norms: see ``prepare_kernel``; with norms,
+    dq and dk are those of queries and keys of length 1. h0, dh0: initial states and their gradients.
+
+    K, V: the dimensions of q and k, and of values, in tiles of BK and BV. RQ, RK, RG, RB: how many heads share each of
+    an array's.
+    """
+    i_h = gl.program_id(0) % H
+    i_s = gl.program_id(0) // H
+    i_n, i_b, token, size, i_g = locate_group(cu_seqlens, i_s, T, N, GROUP * C, BN, PACKED)
+    begin = i_g * GROUP
+    end = gl.minimum(begin + GROUP, gl.cdiv(size, C))
+    if end <= begin:
+        return
+    WALKERS: gl.constexpr = BK // 64
+    dtype: gl.constexpr = k.dtype.element_ty
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    INIT: gl.constexpr = h0 is not None
+    GATED: gl.constexpr = g is not None
+    BETA: gl.constexpr = beta is not None
+    NORM: gl.constexpr = norms is not None
+    NEED_G: gl.constexpr = dg is not None
+    FINE: gl.constexpr = rest is not None
+
+    first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
+    row = (i_b.to(gl.int64) * T + token) * H + i_h
+    stride_b = T.to(gl.int64) * H
+    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, 64, KEYS)
+    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, 64, KEYS)
+    o_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, BV, VALUES)
+    e_desc = describe(errors, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
+    z_desc = describe(du, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
+    l_desc = describe(dk_given, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, 64], KEYS)
+    e_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+    o_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+    z_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+    q_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
+    l_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
+    p_s = gl.allocate_shared_memory(dtype, [C, C], SQUARE)
+    a_s = gl.allocate_shared_memory(dtype, [2 if FINE else 1, C, C], SQUARE)
+    factors_s = gl.allocate_shared_memory(gl.float32, [(6 if NORM else 3) * STAGES, C], VECTOR)
+    scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
+    x_s = gl.allocate_shared_memory(gl.float32, [2 * WALKERS, C], VECTOR)
+    begin_s = gl.allocate_shared_memory(gl.float32, [WALKERS, 1], VECTOR)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    x_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    rest_full = gl.allocate_shared_memory(gl.int64, [WALKERS + 1, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WALKERS + 1)
+    for i in gl.static_range(WALKERS + 1):
+        mbarrier.init(rest_full.index(i), count=1)
+    mbarrier.init(p_empty, count=WALKERS)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=WALKERS)
+    for i in gl.static_range(2):
+        mbarrier.init(x_full.index(i), count=WALKERS)
+    fence_async_shared()
+
+    # Something else stands for an absent array, and nobody reads it.
+    p_h0 = errors
+    p_dh0 = errors
+    p_g = errors
+    p_beta = errors
+    p_norms = errors
+    p_dbeta = errors
+    p_dg = errors
+    r_desc = e_desc
+    i_state = (i_n.to(gl.int64) * H + i_h) * K * V
+    if INIT:
+        p_h0 = h0 + i_state
+        if NEED_G:
+            p_dh0 = dh0 + i_state
+    if GATED:
+        p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
+    if BETA:
+        p_beta = beta + i_b.to(gl.int64) * stride_bb + token * stride_bt + (i_h // RB).to(gl.int64) * stride_bh
+        p_dbeta = dbeta + row
+    if NORM:
+        p_norms = norms + first * C
+    if NEED_G:
+        p_dg = dg + row
+    if FINE:
+        r_desc = describe(rest, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
+    goal_q = describe(dq, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
+    goal_k = describe(dk, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
+    i_left = (i_s.to(gl.int64) * H + i_h) * (V * K)
+    tiles = (k_s, e_s, o_s, z_s, q_s, l_s, p_s, a_s)
+    vectors = (factors_s, scalars_s, x_s, begin_s)
+    barriers = (full, ready, empty, p_empty, q_full, q_empty, x_full, rest_full)
+    descriptors = (q_desc, k_desc, o_desc, e_desc, z_desc, l_desc)
+    inputs = (p_g, stride_gt, p_beta, stride_bt, alike + first, p_norms)
+    goals = (dv + row * V, p_dbeta, p_dg)
+    starts = (states + i_left, dstates + i_left, p_h0, p_dh0)
+    outs_s = gl.allocate_shared_memory(dtype, [2, C, 64], KEYS)
+    results = (goal_q, goal_k, outs_s)
+    if WALKERS == 2:
+        others_s = gl.allocate_shared_memory(dtype, [2, C, 64], KEYS)
+        others = (goal_q, goal_k, others_s)
+        gl.warp_specialize(
+            [
+                (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK,
+                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, FINE, NEED_G)),
+                (multiply, (tiles, vectors, barriers, others, starts, r_desc, size, begin, end, 1, H, C, K, V, BK,
+                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, FINE, NEED_G)),
+                (pair, (tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scale, H, C, V, BV, WALKERS,
+                        STAGES, REVERSE, GATED, BETA, NORM, FINE, NEED_G)),
+                (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
+            ],
+            [4, 4, 1],
+            [192, 104, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK,
+                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, FINE, NEED_G)),
+                (pair, (tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scale, H, C, V, BV, WALKERS,
+                        STAGES, REVERSE, GATED, BETA, NORM, FINE, NEED_G)),
+                (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
+            ],
+            [4, 1],
+            [120, 24],
+        )
