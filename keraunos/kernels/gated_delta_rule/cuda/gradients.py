@@ -209,7 +209,7 @@ def put_pairs(tiles, slot, i, p_empty, G, of_rows, of_queries, of_columns, rest,
 @gluon.jit
 def pair(tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
          V: gl.constexpr, BV: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
-         GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, FINE: gl.constexpr, NEED_G: gl.constexpr):
+         GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, NEED_G: gl.constexpr):
     """A partition of one warpgroup: dP and dA of each chunk, the factors of gates, and the gradients but for dQ and dK.
 
     For each stage: ``scale exp2(G)``, ``-beta exp2(G)`` and ``beta exp2(G_C - G)``, with norms times one over lengths,
@@ -243,9 +243,7 @@ def pair(tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scal
         of_queries = of_keys
         if NORM:
             of_keys = gl.load(norms + at * (H * C) + t)
-        fine = at * 0
-        if FINE:
-            fine = (gl.load(alike + at * H) > 1).to(gl.int32)
+        fine = (gl.load(alike + at * H) > 1).to(gl.int32)
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if NORM:
             mbarrier.wait(q_full, i & 1)
@@ -264,13 +262,10 @@ def pair(tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scal
         of_queries *= scale
         scalars_s.index(slot * 2).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.exp2(total))
         scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * fine.to(gl.float32))
-        if FINE:
-            if fine != 0:
-                rest = (r_desc, at, rest_full.index(WALKERS), rests & 1)
-                own = put_pairs(tiles, slot, i, p_empty, G, -of_columns, of_queries, of_columns, rest, True, REVERSE)
-                rests += 1
-            else:
-                own = put_pairs(tiles, slot, i, p_empty, G, -of_columns, of_queries, of_columns, (), False, REVERSE)
+        if fine != 0:
+            rest = (r_desc, at, rest_full.index(WALKERS), rests & 1)
+            own = put_pairs(tiles, slot, i, p_empty, G, -of_columns, of_queries, of_columns, rest, True, REVERSE)
+            rests += 1
         else:
             own = put_pairs(tiles, slot, i, p_empty, G, -of_columns, of_queries, of_columns, (), False, REVERSE)
         fence_async_shared()
@@ -301,7 +296,7 @@ def pair(tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scal
 def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, WALKER: gl.constexpr, H: gl.constexpr,
              C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
              WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr,
-             NORM: gl.constexpr, FINE: gl.constexpr, NEED_G: gl.constexpr):
+             NORM: gl.constexpr, NEED_G: gl.constexpr):
     """A partition of one warpgroup: 64 of the keys' dimensions, for which it has the state."""
     k_s, e_s, o_s, z_s, q_s, l_s, p_s, a_s = tiles
     factors_s, scalars_s, x_s, begin_s = vectors
@@ -361,22 +356,21 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         state = warpgroup_mma(high, e_s.index(slot), state, is_async=True)
         state, dq_t, ends = warpgroup_mma_wait(0, deps=[state, dq_t, ends])
         tma.store_wait(0)
-        if FINE:  # noqa: SIM102
-            if gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0:
-                # The tiles of both results hold the rest of the errors, first.
-                r_s = reinterpret(outs_s, dtype, [C, BV], r_desc.layout)
-                mbarrier.expect(rest_full.index(WALKER), r_desc.block_type.nbytes)
-                copy_in(r_desc, [at * C, 0], rest_full.index(WALKER), r_s)
-                dq_t = warpgroup_mma(k, a_s.index(1).permute((1, 0)), dq_t, is_async=True)
-                late = wide(k.load(W)) * factors_s.index(slot * FACTORS + 2).load(OF_TOKENS)[None, :]
-                low = gl.convert_layout((late - wide(late.to(dtype))).to(dtype), LEFT_S)
-                state = warpgroup_mma(low, e_s.index(slot), state, is_async=True)
-                mbarrier.wait(rest_full.index(WALKER), rests & 1)
-                rests += 1
-                high = gl.convert_layout(late.to(dtype), LEFT_S)
-                state = warpgroup_mma(high, r_s, state, is_async=True)
-                dq_t, state = warpgroup_mma_wait(0, deps=[dq_t, state])
-                thread_barrier()
+        if gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0:
+            # The tiles of both results hold the rest of the errors, first.
+            r_s = reinterpret(outs_s, dtype, [C, BV], r_desc.layout)
+            mbarrier.expect(rest_full.index(WALKER), r_desc.block_type.nbytes)
+            copy_in(r_desc, [at * C, 0], rest_full.index(WALKER), r_s)
+            dq_t = warpgroup_mma(k, a_s.index(1).permute((1, 0)), dq_t, is_async=True)
+            late = wide(k.load(W)) * factors_s.index(slot * FACTORS + 2).load(OF_TOKENS)[None, :]
+            low = gl.convert_layout((late - wide(late.to(dtype))).to(dtype), LEFT_S)
+            state = warpgroup_mma(low, e_s.index(slot), state, is_async=True)
+            mbarrier.wait(rest_full.index(WALKER), rests & 1)
+            rests += 1
+            high = gl.convert_layout(late.to(dtype), LEFT_S)
+            state = warpgroup_mma(high, r_s, state, is_async=True)
+            dq_t, state = warpgroup_mma_wait(0, deps=[dq_t, state])
+            thread_barrier()
         mbarrier.wait(q_full, i & 1)
         begins = warpgroup_mma(q, p_s, none, use_acc=False, is_async=True)
         begins = warpgroup_mma(k, a_s.index(0), begins, is_async=True)
@@ -446,7 +440,6 @@ def gradients_kernel(
     BETA: gl.constexpr = beta is not None
     NORM: gl.constexpr = norms is not None
     NEED_G: gl.constexpr = dg is not None
-    FINE: gl.constexpr = rest is not None
 
     first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
     row = (i_b.to(gl.int64) * T + token) * H + i_h
@@ -464,7 +457,7 @@ def gradients_kernel(
     q_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
     l_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
     p_s = gl.allocate_shared_memory(dtype, [C, C], SQUARE)
-    a_s = gl.allocate_shared_memory(dtype, [2 if FINE else 1, C, C], SQUARE)
+    a_s = gl.allocate_shared_memory(dtype, [2, C, C], SQUARE)
     factors_s = gl.allocate_shared_memory(gl.float32, [(6 if NORM else 3) * STAGES, C], VECTOR)
     scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
     x_s = gl.allocate_shared_memory(gl.float32, [2 * WALKERS, C], VECTOR)
@@ -498,7 +491,6 @@ def gradients_kernel(
     p_norms = errors
     p_dbeta = errors
     p_dg = errors
-    r_desc = e_desc
     i_state = (i_n.to(gl.int64) * H + i_h) * K * V
     if INIT:
         p_h0 = h0 + i_state
@@ -513,8 +505,7 @@ def gradients_kernel(
         p_norms = norms + first * C
     if NEED_G:
         p_dg = dg + row
-    if FINE:
-        r_desc = describe(rest, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
+    r_desc = describe(rest, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
     goal_q = describe(dq, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
     goal_k = describe(dk, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
     i_left = (i_s.to(gl.int64) * H + i_h) * (V * K)
@@ -533,11 +524,11 @@ def gradients_kernel(
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK,
-                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, FINE, NEED_G)),
+                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, NEED_G)),
                 (multiply, (tiles, vectors, barriers, others, starts, r_desc, size, begin, end, 1, H, C, K, V, BK,
-                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, FINE, NEED_G)),
+                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, NEED_G)),
                 (pair, (tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scale, H, C, V, BV, WALKERS,
-                        STAGES, REVERSE, GATED, BETA, NORM, FINE, NEED_G)),
+                        STAGES, REVERSE, GATED, BETA, NORM, NEED_G)),
                 (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
             ],
             [4, 4, 1],
@@ -547,9 +538,9 @@ def gradients_kernel(
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK,
-                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, FINE, NEED_G)),
+                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, NEED_G)),
                 (pair, (tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scale, H, C, V, BV, WALKERS,
-                        STAGES, REVERSE, GATED, BETA, NORM, FINE, NEED_G)),
+                        STAGES, REVERSE, GATED, BETA, NORM, NEED_G)),
                 (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
             ],
             [4, 1],
