@@ -141,8 +141,13 @@ def test_each_missing_step_is_found(step, tmp_path):
 
 
 STACK = {"prepare_kernel": 24, "walk_kernel": 240, "adjoint_kernel": 240, "gradients_kernel": 480}
-# Walks that keep errors do their products in turn for want of registers, and so does one adjoint walk.
-WAITS = {"walk_kernel": 1, "adjoint_kernel": 1}
+
+
+def in_turn(name, kernel, types):
+    """Whether a build does products in turn, for want of registers: a walk that keeps errors, and one adjoint walk."""
+    if kernel.fn.__name__ == "walk_kernel":
+        return "errors" in types and name != "delta rule, 64" and name != "delta rule, 96 and 40"
+    return kernel.fn.__name__ == "adjoint_kernel" and name == "delta rule, 96 and 40"
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -150,7 +155,7 @@ def test_kernels_stay_within_their_budgets(name):
     """Bytes of stack are what waits outside of the loop over chunks, or is read where keys are alike."""
     for kernel, *built in build(BUILDS[name]):
         most = dict(registers=168, stack=STACK[kernel.fn.__name__], shared=frontends.SHARED_MEMORY,
-                    waits=WAITS.get(kernel.fn.__name__, 0))
+                    waits=int(in_turn(name, kernel, built[0])))
         used = known(kernel, *built)
         assert {key: used[key] for key in most if used[key] > most[key]} == {}, (kernel.fn.__name__, used)
 

@@ -38,7 +38,7 @@ FIELDS = ("num_stages",)
 _STAGES, _STAGES_NARROW = 2, 3
 # Chunks from one state that gradients begin from to the next: with more, errors of gradients grow without gates.
 _GROUP = 8
-# Registers of a thread that prepares chunks: five programs share a multiprocessor, and spill 16 bytes at most.
+# Registers of a thread that prepares chunks: five programs share a multiprocessor, with 24 bytes of stack at most.
 _REGISTERS = 96
 # Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few.
 _PROGRAMS = 32
