@@ -1,14 +1,15 @@
 """The gated delta rule on a GPU: forward, gradients and decoding, against the time in which it copies as many bytes.
 
-    PYTHONPATH=. python3 benchmarks/delta_rule.py [--jax triton]   into benchmarks/results/delta_rule
+    PYTHONPATH=. python3 benchmarks/delta_rule.py [--jax cuda]   into benchmarks/results/delta_rule/<gpu>.json
 
-A shape is batch, tokens, heads of queries and keys, heads of values; ``v`` after it: gates per dimension. All is
-bfloat16, K = V = 128, gates are ``logsigmoid / 16``, beta a sigmoid, keys of length 1. Each is checked first, on 300
-tokens in float64: what is wrong is not timed. Times are medians of calls that follow each other, all contestants in
-turn; the floor counts what must be read and written once: query, key, value, g, beta and output, and for gradients
-these, the output's gradient and the five that come of it. Decoding is one launch from raw gates on a pool of float32
-states; its floor is that of reading and writing the states. It is compared with the kernel of an engine, SGLang, where
-its package is there.
+A shape is batch, tokens, heads of queries and keys, heads of values; ``v`` after it: gates per dimension. ``packed`` in
+place of batch and tokens: 32 sequences of 16 to 4,096 tokens. All is bfloat16, K = V = 128, gates are
+``logsigmoid / 16``, beta a sigmoid, keys of length 1. Each is checked first, on 300 tokens in float64: what is wrong is
+not timed. Times are medians of calls that follow each other, all contestants in turn, and again between calls that load
+the GPU ("hot"). The floor counts what must be read and written once: query, key, value, g, beta and output, and for
+gradients these, the output's gradient and the five that come of it. Decoding is one launch from raw gates on a pool of
+float32 states; its floor is that of reading and writing the states. It is compared with the kernel of an engine,
+SGLang, where its package is there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 import importlib
 import math
 import statistics
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import harness
@@ -27,8 +30,21 @@ import keraunos
 from keraunos import serving
 
 K = V = 128
-SHAPES = ("4,8192,16,32", "2,16384,64,64", "1,8192,16,32", "8,4096,32,32", "4,4096,32,32,v")
+SHAPES = ("2,16384,64,64", "8,4096,32,32", "4,8192,16,32", "1,32768,16,64", "1,8192,16,32", "packed,16,32",
+          "2,16384,64,64,v", "4,4096,32,32,v", "1,8192,64,64,v")
 NAMES = ("query", "key", "value", "g", "beta")
+
+
+def sizes(shape: str) -> tuple[int, int, int, int, bool, torch.Tensor | None]:
+    """Batch, tokens, heads of queries and keys, of values, whether gates are per dimension, and ``cu_seqlens``."""
+    *numbers, H, HV = shape.removesuffix(",v").split(",")
+    ends = None
+    if numbers == ["packed"]:
+        lengths = torch.linspace(16, 4096, 32, device="cuda").int()
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        numbers = [1, int(lengths.sum())]
+    B, T = map(int, numbers)
+    return B, T, int(H), int(HV), shape.endswith("v"), ends
 
 
 def inputs(B: int, T: int, H: int, HV: int, vector: bool) -> list[torch.Tensor]:
@@ -43,17 +59,17 @@ def fla() -> Callable:
     """The functions of flash-linear-attention, by the kind of gates."""
     scalar = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     vector = importlib.import_module("fla.ops.kda").chunk_kda
-    return lambda q, k, v, g, beta: (vector if g.ndim == 4 else scalar)(q, k, v, g, beta)[0]
+    return lambda *arrays, **more: (vector if arrays[3].ndim == 4 else scalar)(*arrays, **more)[0]
 
 
-def contestants(platforms: list[str]) -> dict[str, Callable]:
-    """``(query, key, value, g, beta) -> output`` of each."""
-    found: dict[str, Callable] = {
-        name: lambda *arrays, name=name: keraunos.gated_delta_rule(*arrays, platform=name) for name in platforms
-    }
-    if importlib.util.find_spec("fla"):
-        found["fla"] = fla()
-    return found
+def contestant(name: str) -> Callable:
+    """``(query, key, value, g, beta, cu_seqlens=) -> output`` of a platform of ours, or of fla."""
+    return fla() if name == "fla" else partial(keraunos.gated_delta_rule, platform=name)
+
+
+def contestants(platforms: list[str]) -> list[str]:
+    """The platforms, and fla where it is there."""
+    return [*platforms, *(["fla"] if importlib.util.find_spec("fla") else [])]
 
 
 def both(call: Callable, arrays: list[torch.Tensor], do: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -84,38 +100,57 @@ def bytes_of(arrays: list[torch.Tensor], output: int, gradients: bool) -> int:
     return tokens + output + (2 * tokens + output if gradients else 0)
 
 
-def one(report: Callable, shape: str, platforms: list[str], bandwidth: float, rounds: int) -> None:
-    """Check and time a shape."""
-    sizes = shape.removesuffix(",v").split(",")
-    vector, (B, T, H, HV) = shape.endswith("v"), map(int, sizes)
+def ready(name: str, shape: str, gradients: bool) -> Callable[[], Any]:
+    """A call that was right on few tokens and has run once; raises if it was wrong."""
+    B, T, H, HV, vector, ends = sizes(shape)
+    call = contestant(name)
+    off = errors(call, H, HV, vector, gradients)
+    if not max(off.values()) < 2e-2:
+        raise ValueError(f"errors {off}")
     arrays = inputs(B, T, H, HV, vector)
     do = torch.randn(B, T, HV, V, device="cuda", dtype=torch.bfloat16)
-    for gradients in (False, True):
-        calls, wrong = {}, {}
-        for name, call in contestants(platforms).items():
+    whole = partial(call, cu_seqlens=ends)
+    run = partial(both, whole, arrays, do) if gradients else partial(whole, *arrays)
+    run()
+    return run
+
+
+def _ready(question: tuple[str, str, bool]) -> None:
+    ready(*question)
+
+
+def floor_of(shape: str, gradients: bool, bandwidth: float) -> float:
+    """Seconds in which the GPU copies the bytes that must be read and written."""
+    B, T, H, HV, vector, _ = sizes(shape)
+    return bytes_of(inputs(B, T, H, HV, vector), B * T * HV * V * 2, gradients) / bandwidth
+
+
+def one(report: Callable, shape: str, platforms: list[str], bandwidth: float, rounds: int, load: float) -> None:
+    """Check and time a shape."""
+    for stage, gradients in (("forward", False), ("forward + backward", True)):
+        calls = {}
+        for name in contestants(platforms):
             try:
-                off = errors(call, H, HV, vector, gradients)
-                if not max(off.values()) < 2e-2:
-                    wrong[name] = f"errors {off}"
-                    continue
-                run = (lambda call=call: both(call, arrays, do)) if gradients else (lambda call=call: call(*arrays))
-                run()
-                calls[name] = run
+                calls[name] = ready(name, shape, gradients)
             except Exception as error:  # what a peer or a platform says
-                wrong[name] = harness.failure(error)
+                report(f"{shape}, {stage}, {name}", reason=harness.failure(error))
         torch.cuda.empty_cache()
         timers = {name: lambda run=run: seconds(run, 5) for name, run in calls.items()}
-        floor = bytes_of(arrays, do.nbytes, gradients) / bandwidth
+        floor = floor_of(shape, gradients, bandwidth)
         for name, found in harness.in_turns(timers, rounds).items():
             median = statistics.median(found)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             calls[name]()
             peak = torch.cuda.max_memory_allocated() - before
-            report(f"{shape}, {'forward + backward' if gradients else 'forward'}, {name}", milliseconds=median * 1e3,
-                   floor_milliseconds=floor * 1e3, times_floor=median / floor, peak_bytes_beside_inputs=peak)
-        for name, reason in wrong.items():
-            report(f"{shape}, {'forward + backward' if gradients else 'forward'}, {name}", reason=reason)
+            report(f"{shape}, {stage}, {name}", milliseconds=median * 1e3, floor_milliseconds=floor * 1e3,
+                   times_floor=median / floor, peak_bytes_beside_inputs=peak)
+        if load and platforms[0] in calls:
+            run, begin, found = calls[platforms[0]], time.monotonic(), []
+            while time.monotonic() - begin < load or len(found) < rounds:
+                found.append(seconds(run, 100))
+            median = statistics.median(found[-rounds:])
+            report(f"{shape}, {stage}, {platforms[0]}, hot", milliseconds=median * 1e3, times_floor=median / floor)
 
 
 def with_jax(report: Callable, shape: str, platforms: list[str], bandwidth: float) -> None:
@@ -124,16 +159,16 @@ def with_jax(report: Callable, shape: str, platforms: list[str], bandwidth: floa
     import jax.numpy as jnp
     from jax.experimental.mosaic.gpu import profiler
 
-    sizes = shape.removesuffix(",v").split(",")
-    vector, (B, T, H, HV) = shape.endswith("v"), map(int, sizes)
+    B, T, H, HV, vector, ends = sizes(shape)
     given = inputs(B, T, H, HV, vector)
-    floors = [bytes_of(given, B * T * HV * V * 2, gradients) / bandwidth for gradients in (False, True)]
+    floors = [floor_of(shape, gradients, bandwidth) for gradients in (False, True)]
+    ends = None if ends is None else jnp.asarray(ends.cpu().numpy())
     arrays = [jnp.asarray(x.float().cpu().numpy()).astype(str(x.dtype).removeprefix("torch.")) for x in given]
     del given
     torch.cuda.empty_cache()
     for name in platforms:
         def forward(*arrays, name=name):
-            return keraunos.gated_delta_rule(*arrays, platform=name)
+            return keraunos.gated_delta_rule(*arrays, cu_seqlens=ends, platform=name)
 
         def gradients(*arrays, forward=forward):
             output, pull = jax.vjp(forward, *arrays)
@@ -205,12 +240,16 @@ def decoding(report: Callable, batch: int, bandwidth: float, H: int = 16, HV: in
 def main() -> None:
     parser = harness.parser(__doc__, "delta_rule", seconds=math.inf)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), metavar="B,T,H,HV[,v]")
-    parser.add_argument("--platforms", nargs="+", default=["triton"], metavar="NAME", help="of ours; triton if none")
+    parser.add_argument("--platforms", nargs="+", default=["cuda", "triton"], metavar="NAME", help="of ours")
     parser.add_argument("--jax", nargs="*", default=[], metavar="NAME", help="platforms to time in JAX, too")
     parser.add_argument("--decode", nargs="*", type=int, default=[64, 256], metavar="BATCH")
     parser.add_argument("--rounds", type=int, default=9, help="times that each is timed")
+    parser.add_argument("--load", type=float, default=0.0, help="seconds of load before the first platform's hot times")
     options = parser.parse_args()
+    harness.require_gpu(parser)
     run = harness.Run(options, "torch")
+    harness.side_by_side(_ready, [(name, shape, gradients) for shape in options.shapes for gradients in (False, True)
+                                  for name in contestants(options.platforms)])
     about = run.measured()
     run.results = {"about": about, "rows": []}
 
@@ -226,7 +265,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     for shape in options.shapes:
         if not run.late:
-            one(report, shape, options.platforms, bandwidth, options.rounds)
+            one(report, shape, options.platforms, bandwidth, options.rounds, options.load)
     for shape in options.shapes:
         if options.jax and not run.late:
             with_jax(report, shape, options.jax, bandwidth)

@@ -98,7 +98,7 @@ def test_a_first_call_is_timed_in_a_process_of_its_own():
 
 @pytest.mark.parametrize(
     "script",
-    ["accuracy", "attention", "compare", "concurrency", "cpu", "dispatch", "distributed", "faults",
+    ["accuracy", "attention", "compare", "concurrency", "cpu", "delta_rule", "dispatch", "distributed", "faults",
      "first_call", "gpu", "models", "pools", "serving", "training", "variants"],
 )
 def test_scripts_take_their_options(script, monkeypatch, capsys):
@@ -125,7 +125,7 @@ def test_models_are_compared_with_what_would_run_without_keraunos(tmp_path, monk
     assert rows[-1]["errors"]["without fla"].startswith("ModuleNotFoundError")
 
 
-@pytest.mark.parametrize("script", ["accuracy", "attention", "gpu", "variants"])
+@pytest.mark.parametrize("script", ["accuracy", "attention", "delta_rule", "gpu", "variants"])
 def test_no_gpu_is_said(script, monkeypatch, capsys):
     pytest.importorskip("torch")
     monkeypatch.setattr(measuring, "on_gpu", lambda: False)
