@@ -84,6 +84,8 @@ class Case:
             bias = rng.standard_normal((B, self.H, T, self.S)).astype(np.float32)
             bias[~self.visible] = -np.inf
         sinks = rng.standard_normal((self.H, 2)).astype(np.float32) if self.sinks else None
+        if self.sinks:
+            sinks[0] = -np.inf  # The first head has none, in effect.
         # Padding: the last queries, and some in between.
         dead = np.arange(T) >= T - 3
         dead[11] = True
@@ -133,7 +135,7 @@ def truth(case, arrays, seed, dtype):
             x = x + bias[b, h, t, own]
         sink = np.zeros(0, dtype) if sinks is None else sinks[h]
         every = np.concatenate([x, sink])
-        if not every.size:
+        if not (every != -np.inf).any():
             continue
         every = np.exp(every - every.max())
         p = every / every.sum()
