@@ -450,8 +450,9 @@ DIGITS = [
     Case(gate="vector", T=70, H=1, decay="infinite"),
     Case(gate="vector", T=70, H=1, seed=4),
 ]
-# Products of float32 keep all digits there, too, which one case shows.
-DIGITS_OF = [("bfloat16", case) for case in DIGITS] + [("float16", DIGITS[-1]), ("float32", DIGITS[0])]
+# Products of float32 keep all digits there, too, which a case of each kind of gates shows.
+DIGITS_OF = [("bfloat16", case) for case in DIGITS]
+DIGITS_OF += [("float16", DIGITS[-1]), ("float32", DIGITS[0]), ("float32", DIGITS[1])]
 
 
 @functools.cache
