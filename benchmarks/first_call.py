@@ -78,7 +78,8 @@ def _table() -> None:
 
     parser = harness.parser(__doc__ or "", "first_calls", seconds=120.0)
     parser.add_argument("--shape", default="2,16384,64", help="B,T,H; head dims are 128")
-    parser.add_argument("--gates", nargs="*", default=["dimension", "token", "constant"])
+    parser.add_argument("--gates", nargs="*", default=["dimension", "token", "constant", "delta rule"],
+                        help='of linear attention; "delta rule": the gated delta rule, with gates per token')
     parser.add_argument("--frameworks", nargs="*", default=["torch", "jax"])
     options = parser.parse_args()
     run = harness.Run(options)
@@ -123,6 +124,8 @@ def _linear(gates: str, framework: str, shape: str, backward: bool) -> None:
     triton.knobs.compilation.listener = note
     if gates == "constant":
         call = lambda q, k, v, g: keraunos.lightning_attention(q, k, v, layer_idx=0, num_layers=2)  # noqa: E731
+    elif gates == "delta rule":
+        call = lambda q, k, v, g: keraunos.gated_delta_rule(q, k, v, g, -g, use_qk_l2norm=True)  # noqa: E731
     else:
         call = lambda q, k, v, g: keraunos.gla_attention(q, k, v, g)  # noqa: E731
     of_gates = sizes if gates == "dimension" else sizes[:3]
