@@ -161,10 +161,12 @@ def test_kernels_stay_within_their_budgets(name):
 
 
 def test_no_kernel_is_compiled_for_a_length():
-    for whole_or_cut in ((1, 16, 64, 1000), (2048, 3333, 8192)):
+    alike = [[dict(T=T) for T in lengths] for lengths in ((1, 16, 64, 1000), (2048, 3333, 8192))]
+    alike.append([dict(lengths=lengths) for lengths in ((3,), (5, 0, 7), (1,) * 9)])
+    for calls in alike:
         found = {frozenset((kernel.fn.__name__, *types.items(), *constants.items())
-                           for kernel, types, constants in build(small(T=T, H=2, state=True)))
-                 for T in whole_or_cut}
+                           for kernel, types, constants in build(small(**call, H=2, state=True)))
+                 for call in calls}
         assert len(found) == 1
 
 

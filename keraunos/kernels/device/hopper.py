@@ -63,16 +63,26 @@ def locate_segment(i_o, T, L, C: gl.constexpr, REVERSE: gl.constexpr):
 
 
 @gluon.jit
-def locate_chunk(cu_seqlens, i_s, T, N, C: gl.constexpr, BN: gl.constexpr, PACKED: gl.constexpr):
-    """Slot of a chunk -> (row of the batch, its first token in the row, how many there are from that on).
+def owner(cu_seqlens, i_s, N, L: gl.constexpr):
+    """The packed sequence that owns a slot for L tokens.
 
-    Packed sequence n owns the slots from ``begin // C + n`` on, of which the last may stay empty.
+    Sequence n owns the slots from ``begin // L + n`` on, of which the last may stay empty.
     """
+    AT_ONCE: gl.constexpr = 32 * gl.num_warps()
+    each = gl.arange(0, AT_ONCE, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    i_n = i_s * 0
+    for first in range(1, N, AT_ONCE):
+        n = first + each
+        begins = gl.load(cu_seqlens + n, mask=n < N, other=0).to(gl.int64)
+        i_n += gl.sum(((n < N) & (begins // L + n <= i_s)).to(gl.int32), 0)
+    return i_n
+
+
+@gluon.jit
+def locate_chunk(cu_seqlens, i_s, T, N, C: gl.constexpr, PACKED: gl.constexpr):
+    """Slot of a chunk -> (row of the batch, its first token in the row, how many there are from that on)."""
     if PACKED:
-        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        n = gl.arange(0, BN, layout=EACH)
-        begins = gl.load(cu_seqlens + 1 + n, mask=n < N - 1, other=0).to(gl.int64)
-        i_n = gl.sum(((n < N - 1) & (begins // C + n + 1 <= i_s)).to(gl.int32), 0)
+        i_n = owner(cu_seqlens, i_s, N, C)
         begin = gl.load(cu_seqlens + i_n).to(gl.int64)
         end = gl.load(cu_seqlens + i_n + 1).to(gl.int64)
         token = begin + (i_s - (begin // C + i_n)) * C

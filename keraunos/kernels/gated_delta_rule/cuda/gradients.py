@@ -41,6 +41,7 @@ from keraunos.kernels.device.hopper import (
     describe,
     first_slot,
     load_state,
+    owner,
     wide,
     within,
 )
@@ -49,16 +50,10 @@ from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thre
 
 
 @gluon.jit
-def locate_group(cu_seqlens, i_s, T, N, L: gl.constexpr, BN: gl.constexpr, PACKED: gl.constexpr):
-    """Slot of a group of L tokens -> (sequence, row of the batch, its first token in the row, its tokens, which group).
-
-    Packed sequence n owns the slots from ``begin // L + n`` on, of which the last may stay empty.
-    """
+def locate_group(cu_seqlens, i_s, T, N, L: gl.constexpr, PACKED: gl.constexpr):
+    """Slot of a group of L tokens -> (sequence, its row of the batch, first token in the row, tokens; which group)."""
     if PACKED:
-        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        n = gl.arange(0, BN, layout=EACH)
-        begins = gl.load(cu_seqlens + 1 + n, mask=n < N - 1, other=0).to(gl.int64)
-        i_n = gl.sum(((n < N - 1) & (begins // L + n + 1 <= i_s)).to(gl.int32), 0)
+        i_n = owner(cu_seqlens, i_s, N, L)
         begin = gl.load(cu_seqlens + i_n).to(gl.int64)
         end = gl.load(cu_seqlens + i_n + 1).to(gl.int64)
         return i_n, i_n * 0, begin, (end - begin).to(gl.int32), (i_s - (begin // L + i_n)).to(gl.int32)
@@ -410,7 +405,7 @@ def gradients_kernel(
     dq, dk, dv, dbeta, dg,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, BN: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
+    STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):
     """``dq`` and ``dk`` ``[B, T, H, K]``, ``dv`` ``[B, T, H, V]``, ``dbeta`` and ``dg`` ``[B, T, H]`` of each head.
 
@@ -423,7 +418,7 @@ def gradients_kernel(
     """
     i_h = gl.program_id(0) % H
     i_s = gl.program_id(0) // H
-    i_n, i_b, token, size, i_g = locate_group(cu_seqlens, i_s, T, N, GROUP * C, BN, PACKED)
+    i_n, i_b, token, size, i_g = locate_group(cu_seqlens, i_s, T, N, GROUP * C, PACKED)
     begin = i_g * GROUP
     end = gl.minimum(begin + GROUP, gl.cdiv(size, C))
     if end <= begin:

@@ -25,7 +25,7 @@ from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
 from keraunos.kernels.gated_delta_rule.cuda.walk import walk_kernel
 from keraunos.kernels.gated_delta_rule.joins import join_plan
 from keraunos.kernels.gluon import was_not_measured
-from keraunos.kernels.host.arrays import Spec, dtype_of, pow2, spec_of
+from keraunos.kernels.host.arrays import Spec, dtype_of, spec_of
 from keraunos.kernels.host.hopper import CHUNK, LEAST_TILE, ROW, aligned, cannot_walk, tiles_of, token_strides
 from keraunos.kernels.host.plan import Plan, remember
 from keraunos.kernels.host.sequences import Sizes, cut
@@ -106,7 +106,7 @@ def _prepare_plan(call: _Call, k: Spec) -> Plan:
     of_keys = {name: stride // ROW for name, stride in token_strides(k=k).items()}
     numbers = of_keys | token_strides(g=g, b=beta) | dict(T=call.T, N=call.N)
     constants = dict(H=H, **call.ratios(k=k, g=g, b=beta), K=call.K, BK=call.tiles["BK"], C=CHUNK,
-                     BN=pow2(call.N), UNIT=ROW, REVERSE=call.reverse, PACKED=call.packed, MAXNREG=_REGISTERS)
+                     UNIT=ROW, REVERSE=call.reverse, PACKED=call.packed, MAXNREG=_REGISTERS)
     return Plan(prepare_kernel, (slots * H,), numbers, outputs, constants)
 
 
@@ -160,7 +160,7 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
         dg=(tokens, call.dtype_of_each(g)) if g is not None and call.opts.needs(call.specs, "g") else None)
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=_GROUP,
-                     STAGES=min(_STAGES, call.cfg.num_stages), BN=pow2(call.N), REVERSE=call.reverse,
+                     STAGES=min(_STAGES, call.cfg.num_stages), REVERSE=call.reverse,
                      PACKED=call.packed)
     return Plan(gradients_kernel, (call.groups * H,), numbers, outputs, constants)
 

@@ -191,7 +191,7 @@ def prepare_kernel(
     stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, T, N,
     near, alike, norms,
     H: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr, K: gl.constexpr, BK: gl.constexpr,
-    C: gl.constexpr, BN: gl.constexpr, UNIT: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
+    C: gl.constexpr, UNIT: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
     MAXNREG: gl.constexpr,
 ):
     """``near`` ``[slots, H, 2, C, C]``: N of a chunk and head, and what its dtype leaves of that.
@@ -202,7 +202,7 @@ def prepare_kernel(
     """
     i_h = gl.program_id(0) % H
     i_s = gl.program_id(0) // H
-    i_b, token, left = locate_chunk(cu_seqlens, i_s, T, N, C, BN, PACKED)
+    i_b, token, left = locate_chunk(cu_seqlens, i_s, T, N, C, PACKED)
     if left <= 0:
         return
     dtype: gl.constexpr = k.dtype.element_ty
