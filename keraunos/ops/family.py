@@ -74,7 +74,6 @@ class Operation:
         distributed: the module of ``keraunos.distributed`` that has it over several devices; None: there is none.
         cases: calls of real models, name -> sizes.
         like: an operation whose calls stand for its own where it has no sizes; "": it has.
-        platforms: those that have it; none: all of its family's.
     """
 
     name: str
@@ -84,7 +83,6 @@ class Operation:
     distributed: str | None = None
     cases: Mapping[str, dict[str, Any]] = field(default_factory=dict, hash=False)
     like: str = ""
-    platforms: tuple[str, ...] = ()
 
     @functools.cached_property
     def kernel(self) -> Any:
@@ -110,6 +108,6 @@ class Family:
     def targets(self) -> Iterator[tuple[Operation, PlatformRow, str]]:
         """Each implementation: of which operation, in which row, and where it is."""
         for operation in self.operations:
-            for row in (x for x in self.rows if x.platform in (operation.platforms or (x.platform,))):
+            for row in self.rows:
                 home = f"keraunos.kernels.{self.name}.{row.module}"
                 yield operation, row, f"{home}:{row.prefix}{operation.name}"

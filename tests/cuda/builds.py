@@ -14,7 +14,7 @@ from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops.invocation import Config
 from tests.cuda.compile import resources
-from tests.cuda.platform import PREFILL, small, small_prefill
+from tests.cuda.platform import PREFILL, delta_prefill, prefill_options, small, small_prefill
 from tests.serving.cases import tensor
 
 CALLS = {
@@ -52,6 +52,11 @@ PREFILLS = {
     "prefill, 96 and 40": (small_prefill(K=96, V=40, fresh=(0,)), False, False),
 }
 NAMES = (*CALLS, *PREFILLS)
+DELTA_PREFILLS = {
+    "delta prefill": (delta_prefill(K=128, V=128), False, False),
+    "delta prefill, some fresh, transposed": (delta_prefill(K=128, V=128, fresh=(0,), norm=True), True, False),
+    "delta prefill, stored": (delta_prefill(K=128, V=128, fresh=(0,), pool="bfloat16", gate="none"), False, True),
+}
 # Gradients of softmax attention: cases of tests/cuda/test_softmax_gradients.py.
 ATTENTION = ("other lengths", "causal", "64, float16", "large cap", "everything", "mask, shared keys", "dropout",
              "bias, dropout, cap, 64")
@@ -138,8 +143,7 @@ def prefills(case, transposed=False, stored=False):
     if stored:
         like = given["query"].new_empty(*case.rows, case.H, case.V)
         given["out"] = like.new_empty(like.numel() + 1)[1:].view_as(like)
-    opts = pool_contract.Options("prefill", case.K**-0.5, Config(num_stages=3))
-    return launched(lambda: PREFILL(pool_contract.Args(**given), opts))
+    return launched(lambda: PREFILL[case.delta](pool_contract.Args(**given), prefill_options(case)))
 
 
 def of(call):
@@ -150,7 +154,7 @@ def of(call):
         from tests.cuda.test_softmax_gradients import CASES, gradients_kernel
 
         return [build_of(CASES[call], gradients_kernel)]
-    found = launches(*CALLS[call]) if call in CALLS else prefills(*PREFILLS[call])
+    found = launches(*CALLS[call]) if call in CALLS else prefills(*(PREFILLS | DELTA_PREFILLS)[call])
     return [(kernel, dict(types), dict(constants)) for kernel, types, constants in dict.fromkeys(found)]
 
 

@@ -42,14 +42,23 @@ def kernels(modules: tuple[str, ...], step: tuple[str, int], folder: Path) -> di
     left = found[1] + "pass"
     if found[2]:
         left = found[0].replace(f"wait({found[2]},", f"wait({int(found[2]) + 1},")
-    package = f"mutant_{name.replace('.', '_')}_{number}"
+    return _made(modules, name, _text(name)[: found.start()] + left + _text(name)[found.end() :], folder)
+
+
+def replaced(modules: tuple[str, ...], name: str, before: str, after: str, folder: Path) -> dict:
+    """The kernels with another text in one place of a module; see :func:`kernels`."""
+    assert _text(name).count(before) == 1
+    return _made(modules, name, _text(name).replace(before, after), folder)
+
+
+def _made(modules: tuple[str, ...], name: str, mutant: str, folder: Path) -> dict:
+    """The kernels of a module with this text, and of those that import it; ``folder``: an own one for each."""
+    package = f"mutant_{folder.name}"
     (folder / package).mkdir()
     (folder / package / "__init__.py").write_text("")
     changed = _users(modules, name)
     for module in changed:
-        text = _text(module)
-        if module == name:
-            text = text[: found.start()] + left + text[found.end() :]
+        text = mutant if module == name else _text(module)
         for other in changed:
             text = re.sub(rf"{re.escape(other)}\b", f"{package}.{other.rpartition('.')[2]}", text)
         (folder / package / f"{module.rpartition('.')[2]}.py").write_text(text)

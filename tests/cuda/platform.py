@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from keraunos import frontends
+from keraunos.kernels.gated_delta_rule.cuda import passes as delta_passes
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.kernels.state_pool import contract as pool_contract
@@ -16,7 +17,9 @@ from tests.cuda import emulator
 from tests.linear_attention.cases import LEFT_OUT, Case, tensor_array, torch_tensor
 from tests.serving import cases as serving_cases
 
-(PREFILL,) = passes.prefill.passes("torch")
+# By whether it is of the delta rule.
+PREFILL = {delta: prefill.passes("torch")[0]
+           for delta, prefill in ((False, passes.prefill), (True, delta_passes.delta_prefill))}
 
 
 def poisoned(shape, dtype):
@@ -71,12 +74,17 @@ def small(**fields):
     return Case(**{"K": 128, "V": 128, "dtype": "bfloat16", **fields})
 
 
-def prefill(case, view=lambda given: given, *, mode="late", seed=0, **options):
+def prefill_options(case):
+    """The options of a call of prefill."""
+    op_id = "delta_prefill" if case.delta else "prefill"
+    return pool_contract.Options(op_id, case.scale or case.K**-0.5, Config(num_stages=3), use_qk_l2norm=case.norm)
+
+
+def prefill(case, view=lambda given: given, *, mode="late", seed=0, replaced=None, **options):
     """``(output, pool)`` of a prefill, which is a case of ``tests/serving``; ``view``: of its tensors by name."""
     given = view({name: serving_cases.tensor(x) for name, x in case.arrays.items()})
-    opts = pool_contract.Options("prefill", case.scale or case.K**-0.5, Config(num_stages=3))
-    with emulated(mode, seed):
-        output, pool = PREFILL(pool_contract.Args(**given, **options), opts)
+    with emulated(mode, seed, replaced):
+        output, pool = PREFILL[case.delta](pool_contract.Args(**given, **options), prefill_options(case))
     assert pool is given["states"]
     return serving_cases.array(output), serving_cases.array(pool)
 
@@ -85,3 +93,8 @@ def small_prefill(**fields):
     """A case of prefill with bfloat16 tokens and head dims of 128, unless others are given."""
     default = dict(op="prefill", lengths=(70, 5, 130, 0), H=2, K=128, V=128, dtype="bfloat16")
     return serving_cases.Case(**{**default, **fields})
+
+
+def delta_prefill(**fields):
+    """A case of prefill with the delta rule, with gates and head dims of 64 unless others are given."""
+    return small_prefill(**{**dict(delta=True, gate="scalar", gamma=False, K=64, V=64), **fields})

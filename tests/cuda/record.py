@@ -20,7 +20,7 @@ from tests.cuda.softmax_attention import build_of
 
 FORWARD, FEW = test_softmax_attention, test_decode
 CALLS = {
-    **{name: partial(builds.of, name) for name in builds.NAMES},
+    **{name: partial(builds.of, name) for name in (*builds.NAMES, *builds.DELTA_PREFILLS)},
     **{f"attention, {name}": partial(builds.of, name) for name in builds.ATTENTION},
     **{f"attention forward, {name}": lambda name=name: [build_of(FORWARD.CASES[name], FORWARD.forward_kernel)]
        for name in FORWARD.BUILT},

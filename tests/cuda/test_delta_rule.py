@@ -17,6 +17,7 @@ from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args
 from keraunos.kernels.gated_delta_rule.cuda import passes
 from keraunos.kernels.gluon import RUN
 from tests.cuda import mutants
+from tests.cuda.builds import DELTA_PREFILLS, of
 from tests.cuda.compile import known
 from tests.cuda.delta_rule import BUILDS, build, check, options, run, small
 from tests.cuda.emulator import EmulatorError
@@ -150,10 +151,10 @@ def in_turn(name, kernel, types):
     return kernel.fn.__name__ == "adjoint_kernel" and name == "delta rule, 96 and 40"
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", [*BUILDS, *DELTA_PREFILLS])
 def test_kernels_stay_within_their_budgets(name):
     """Bytes of stack are what waits outside of the loop over chunks, or is read where keys are alike."""
-    for kernel, *built in build(BUILDS[name]):
+    for kernel, *built in build(BUILDS[name]) if name in BUILDS else of(name):
         most = dict(registers=168, stack=STACK[kernel.fn.__name__], shared=frontends.SHARED_MEMORY,
                     waits=int(in_turn(name, kernel, built[0])))
         used = known(kernel, *built)

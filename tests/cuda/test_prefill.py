@@ -10,11 +10,13 @@ import torch
 import triton
 
 from keraunos.kernels import kernel_registry
+from keraunos.kernels.gated_delta_rule.cuda import passes as delta_passes
 from keraunos.kernels.gluon import RUN
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.kernels.state_pool.contract import Args, describe
-from tests.cuda import builds
-from tests.cuda.platform import prefill, small_prefill
+from tests.cuda import builds, mutants
+from tests.cuda.emulator import EmulatorError
+from tests.cuda.platform import delta_prefill, prefill, small_prefill
 from tests.linear_attention.cases import GPU
 from tests.serving.cases import array
 
@@ -36,6 +38,12 @@ CASES = {
     "64 and 128": small_prefill(K=64, gate="scalar", fresh=(0,)),
     "96 and 40": small_prefill(K=96, V=40, H=1, fresh=(2,), tail=3, pool="bfloat16"),
     "40 and 120": small_prefill(K=40, V=120, H=1, lengths=(3, 5, 70, 0), slots=(3, -1, -1, 0), gate="scalar"),
+    "delta": delta_prefill(K=128, V=128, H=1, scale=0.7),
+    "delta, fresh and empty": delta_prefill(lengths=(64, 5, 0, 65), fresh=(0, 2), tail=7, norm=True, pool="bfloat16"),
+    "delta, no gates": delta_prefill(lengths=(0, 0, 66, 1), fresh=(0, 3), tail=64, H=1, gate="none"),
+    "delta, mostly padding": delta_prefill(lengths=(0, 65, 0, 3), slots=(-1, -1, -1, 2), fresh=(3,), tail=300),
+    "delta, shared heads": delta_prefill(H=4, HQ=2, G=1, HV=4, HG=2, HB=1, lengths=(3, 5, 2, 0), dtype="float16"),
+    "delta, 96 and 40": delta_prefill(K=96, V=40, H=1, lengths=(3, 9, 2, 0), slots=(3, -1, 1, 0), pool="bfloat16"),
 }
 
 
@@ -45,27 +53,47 @@ def test_values(number):
     list(CASES.values())[number].check(lambda case: prefill(case, mode=mode, seed=seed))
 
 
+DELTA = ("keraunos.kernels.device.hopper", "keraunos.kernels.gated_delta_rule.cuda.walk")
+
+
+@pytest.mark.parametrize(("module", "before", "after"), [
+    (DELTA[1], "elif begins:", "elif begins | True:"),
+    (DELTA[1], "(slot < 0) | done", "done"),
+    (DELTA[1], "p_ht = ht + (slot *", "p_ht = ht + (i_n *"),
+    (DELTA[0], "(T - end).to(gl.int32)", "0"),
+], ids=["fresh", "padding", "slot", "tail"])
+def test_faults_of_a_pool_are_found(module, before, after, tmp_path):
+    replaced = mutants.replaced(DELTA, module, before, after, tmp_path)
+    case = delta_prefill(lengths=(3, 5, 2, 0), H=1, fresh=(0,), tail=2)
+    with pytest.raises((EmulatorError, AssertionError)):
+        case.check(lambda case: prefill(case, replaced=replaced))
+
+
 def transposed(given):
     """A pool stored as ``[slots, H, V, K]``, of which the layer before this one shares the memory."""
     layers = torch.stack([given["states"], given["states"]], 1).mT.contiguous()
     return given | {"states": layers[:, 1].mT}
 
 
-@pytest.mark.parametrize("pool", ["float32", "bfloat16"])
-@pytest.mark.parametrize("gate", ["none", "scalar"])
-def test_pools_with_strides(pool, gate):
-    case = small_prefill(K=96, pool=pool, gate=gate, fresh=(1,), tail=3)
+@pytest.mark.parametrize("case", [
+    *(small_prefill(K=96, pool=pool, gate=gate, fresh=(1,), tail=3)
+      for gate in ("none", "scalar") for pool in ("float32", "bfloat16")),
+    delta_prefill(K=96, H=1, lengths=(3, 5, 2, 0), fresh=(1,), tail=3),
+], ids=lambda case: f"{case.gate}, {case.pool}{', delta' * case.delta}")
+def test_pools_with_strides(case):
     case.check(lambda case: prefill(case, transposed))
 
 
 @pytest.mark.parametrize("skip", [0, 1], ids=["copied", "stored"])
-@pytest.mark.parametrize("V", [128, 40])
-def test_outputs_go_where_they_are_wanted(V, skip):
+@pytest.mark.parametrize("case", [
+    *(small_prefill(V=V, slots=(3, -1, 6, 0), gate="scalar", tail=70) for V in (128, 40)),
+    delta_prefill(V=40, slots=(3, -1, 6, 0), H=1, lengths=(3, 5, 70, 0), tail=3),
+], ids=lambda case: f"{case.V}{', delta' * case.delta}")
+def test_outputs_go_where_they_are_wanted(case, skip):
     """An output may begin where copies of blocks cannot: at no multiple of 16 bytes."""
-    case = small_prefill(V=V, slots=(3, -1, 6, 0), gate="scalar", tail=70)
-    size = case.rows[0] * case.H * V
+    size = case.rows[0] * case.H * case.V
     room = torch.full((size + 8,), torch.nan, dtype=torch.bfloat16)
-    out = room[skip : skip + size].view(*case.rows, case.H, V)
+    out = room[skip : skip + size].view(*case.rows, case.H, case.V)
     case.check(lambda case: prefill(case, out=out))
     case.check(lambda case: (array(out), prefill(case)[1]))
     assert room[:skip].isnan().all()
@@ -92,22 +120,22 @@ def test_no_tokens():
 
 def test_no_kernel_is_compiled_for_lengths_or_requests():
     calls = dict(lengths=(70, 5, 130, 0)), dict(lengths=(1,), slots=(3,)), dict(lengths=(16, 16), slots=(0, 1), size=9)
-    for options in ({}, dict(gate="scalar", fresh=(0,))):
+    for options in ({}, dict(gate="scalar", fresh=(0,)), dict(gamma=False, delta=True)):
         assert len({tuple(builds.prefills(small_prefill(**call, **options))) for call in calls}) == 1
 
 
 # What is refused
 
 
-def described(T=70, N=2, H=64, device="NVIDIA H200", **changes):
+def described(T=70, N=2, H=64, device="NVIDIA H200", op_id="prefill", **changes):
     """A prefill on a GPU; the arrays are never read."""
-    sizes = dict(dtype=torch.bfloat16, K=128, V=128, gate=None, gamma=None, boundaries=None) | changes
+    sizes = dict(dtype=torch.bfloat16, K=128, V=128, gate=None, gamma=None, beta=None, boundaries=None) | changes
     q, v = (torch.empty(T, H, sizes[n], dtype=sizes["dtype"]) for n in "KV")
     slots = torch.zeros(N, dtype=torch.int32)
     args = Args(q, v, q, sizes["gate"], sizes["gamma"], torch.empty(1, H, sizes["K"], sizes["V"]), slots,
                 cu_seqlens=torch.zeros(N + 1, dtype=torch.int32), tokens=sizes["boundaries"],
-                targets=sizes["boundaries"])
-    return dataclasses.replace(describe("prefill", args), backend="gpu", device=device)
+                targets=sizes["boundaries"], beta=sizes["beta"])
+    return dataclasses.replace(describe(op_id, args), backend="gpu", device=device)
 
 
 def test_what_it_cannot_do_it_refuses_with_the_reason():
@@ -120,6 +148,18 @@ def test_what_it_cannot_do_it_refuses_with_the_reason():
     assert refused(K=96, V=40) is None
     assert "Hopper" in refused(device="NVIDIA A100")
     assert "float32" in refused(dtype=torch.float32)
+    assert "V = 256" in refused(V=256)
+    assert "per token and dimension" in refused(gate=torch.zeros(70, 64, 128))
+    assert "boundaries" in refused(boundaries=torch.zeros(3, dtype=torch.int32))
+
+
+def test_what_it_cannot_do_of_the_delta_rule_it_refuses_with_the_reason():
+    def refused(**changes):
+        inv = described(op_id="delta_prefill", beta=torch.zeros(70, 64), **changes)
+        return delta_passes.delta_prefill.unsupported(inv)
+
+    assert refused() is None
+    assert refused(dtype=torch.float16, gate=torch.zeros(70, 64)) is None
     assert "V = 256" in refused(V=256)
     assert "per token and dimension" in refused(gate=torch.zeros(70, 64, 128))
     assert "boundaries" in refused(boundaries=torch.zeros(3, dtype=torch.int32))
@@ -138,6 +178,9 @@ def test_auto_takes_it_where_walks_fill_the_gpu(monkeypatch):
     assert chosen(65536, 1) == chosen(4096, 256) == "triton"
     assert chosen(65536, 32, boundaries=torch.zeros(3, dtype=torch.int32)) == chosen(65536, 32, K=64) == "triton"
     assert chosen(65536, 32, device="NVIDIA A100") == "triton"
+    delta = dict(op_id="delta_prefill", beta=torch.empty(65536, 64))
+    assert chosen(65536, 32, **delta) == chosen(65536, 1, **delta, **gates) == "cuda"
+    assert chosen(65536, 32, **delta, boundaries=torch.zeros(3, dtype=torch.int32)) == "triton"
 
 
 class Unknown(int):

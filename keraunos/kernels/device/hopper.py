@@ -134,3 +134,29 @@ def store_state(p_state, state, last, o_r, o_c, R: gl.constexpr, D: gl.constexpr
     """Stores a state at pointers, if its walk is the last of a sequence."""
     mask = within((o_r * 0 < last.to(gl.int32))[:, None], o_r[:, None], R, BR)
     gl.store(p_state, state, mask=within(mask, o_c[None, :], D, BD))
+
+
+@gluon.jit
+def clear(o, first, end, step, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+    """Zeros for C of a head's outputs from each ``step``-th token on, up to the ``end``."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, BV // 32], [1, 32], [4, 1], [1, 0])
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
+    nothing = gl.zeros([C, BV], o.dtype.element_ty, LAYOUT)
+    for i in range(first, end, step):
+        o_o = ((i + t).to(gl.int64) * (H * V))[:, None] + o_v[None, :]
+        gl.store(o + o_o, nothing, mask=within((i + t < end)[:, None], o_v[None, :], V, BV))
+
+
+@gluon.jit
+def clear_padding(o, cu_seqlens, slot, i_n, i_h, token, size, T, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr,
+                  BV: gl.constexpr):
+    """Zeros for what nobody else writes of a head's outputs ``[T, H, V]``: of a sequence in slot -1, and after the end.
+
+    The programs of all sequences share what is after the last of them.
+    """
+    count = gl.num_programs(0) // H
+    end = gl.load(cu_seqlens + count).to(gl.int64)
+    clear(o + (end * H + i_h) * V, i_n * C, (T - end).to(gl.int32), count * C, H, C, V, BV)
+    if slot < 0:
+        clear(o + (token * H + i_h) * V, 0, size, C, H, C, V, BV)

@@ -13,8 +13,7 @@ GATED_DELTA_RULE = Family(
                   cases=CASES["gated_delta_rule"]),
         # The walk over sequences whose states are in a pool.
         Operation("delta_prefill", "prefill", OPERATORS["delta_prefill"],
-                  "keraunos.serving.pool_operation:DELTA_PREFILL", like="gated_delta_rule",
-                  platforms=tuple(row.platform for row in PORTABLE)),
+                  "keraunos.serving.pool_operation:DELTA_PREFILL", like="gated_delta_rule"),
     ),
     (*PORTABLE, *CUDA),
     transition="keraunos.kernels.gated_delta_rule.stretches:Transition",

@@ -25,11 +25,13 @@ from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
 from keraunos.kernels.gated_delta_rule.cuda.walk import walk_kernel
 from keraunos.kernels.gated_delta_rule.joins import join_plan
 from keraunos.kernels.gluon import was_not_measured
-from keraunos.kernels.host.arrays import Spec, dtype_of, spec_of
+from keraunos.kernels.host.arrays import Spec, contiguous, dtype_of, spec_of, state_strides
 from keraunos.kernels.host.hopper import CHUNK, LEAST_TILE, ROW, aligned, cannot_walk, tiles_of, token_strides
 from keraunos.kernels.host.plan import Plan, remember
+from keraunos.kernels.host.pool import NO_STATES, Pool
 from keraunos.kernels.host.sequences import Sizes, cut
 from keraunos.kernels.recurrent.contract import no_gradients, no_tokens
+from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("num_stages",)
@@ -111,13 +113,19 @@ def _prepare_plan(call: _Call, k: Spec) -> Plan:
 
 
 @remember
-def _walk_plan(call: _Call, q: Spec | None, k: Spec, v: Spec, final: bool, save: bool) -> Plan:
-    """The walk; without q the one that only makes what segments leave."""
+def _walk_plan(call: _Call, q: Spec | None, k: Spec, v: Spec, final: bool, save: bool, pool: Pool | None,
+               stored: bool) -> Plan:
+    """The walk; without q the one that only makes what segments leave. stored: copies cannot take the output."""
     g, beta, H, K, V = call.specs.g, call.specs.beta, call.H, call.K, call.V
     of_values = (call.B, call.T, H, V), call.dtype
-    outputs = dict(o=of_values if q else None, ht=((call.N, H, K, V), "float32") if final else None)
+    outputs: dict[str, Any] = dict(o=of_values if q else None, ht=((call.N, H, K, V), "float32") if final else None)
     outputs |= dict(errors=of_values, rest=of_values, states=((call.groups, H, V, K), call.dtype)) if save \
         else dict(errors=None, rest=None, states=None)
+    states = Spec(shape := (call.N, H, K, V), contiguous(shape), "float32")
+    if pool:
+        # The states are not made, but put where they came from.
+        outputs |= dict(o="into" if pool.into else ((call.T, H, V), call.dtype), ht="h0")
+        states = pool.states
     programs, parts, most = call.segments, 1, _STAGES if max(K, V) > LEAST_TILE else _STAGES_NARROW
     if not q:
         outputs["ht"] = (call.segments, H, K, V + K), "float32"
@@ -126,7 +134,7 @@ def _walk_plan(call: _Call, q: Spec | None, k: Spec, v: Spec, final: bool, save:
     numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T, L=call.L)
     constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK,
                      STAGES=min(most, call.cfg.num_stages), GROUP=_GROUP, REVERSE=call.reverse, PACKED=call.packed,
-                     SPLIT=call.L > 0, PARTS=parts)
+                     SPLIT=call.L > 0, PARTS=parts, **state_strides(states), STORED=stored)
     return Plan(walk_kernel, (programs * H,), numbers, outputs, constants)
 
 
@@ -176,16 +184,19 @@ def _joined(call: _Call, local: Any, matrices: Any, start: Any, adjoint: bool) -
         local=local, matrices=matrices, h0=start, cu_seqlens=None, slots=None, has_initial=None)[0]
 
 
-def _walked(call: _Call, args: Args, ready: tuple[Any, Any, Any], final: bool, save: bool) -> tuple[Any, ...]:
+def _walked(call: _Call, args: Args, ready: tuple[Any, Any, Any], final: bool, save: bool,
+            pool: Pool | None = None) -> tuple[Any, ...]:
     """The results of ``walk_kernel``, and what segments leave."""
-    near, alike, of_keys = ready
+    (near, alike, of_keys), given = ready, pool or NO_STATES
 
     def walk(q: Any, starts: Any, final: bool, save: bool) -> tuple[Any, ...]:
-        return _walk_plan(call, None if q is None else call.specs.query, *call.specs[1:3], final, save).launch(
+        plan = _walk_plan(call, None if q is None else call.specs.query, *call.specs[1:3], final, save,
+                          pool and pool.specs(), given.into is not aligned(given.into))
+        return plan.launch(
             q=q, k=args.key, v=args.value, g=args.g, beta=args.beta, near=near, alike=alike, norms=of_keys,
-            h0=starts, cu_seqlens=args.cu_seqlens)
+            h0=starts, cu_seqlens=args.cu_seqlens, slots=given.slots, has_initial=given.has_initial, into=given.into)
 
-    starts, local = args.initial_state, None
+    starts, local = pool.states if pool else args.initial_state, None
     if call.L:
         local = walk(None, starts, False, False)[1]
         starts = _joined(call, local, local, starts, False)
@@ -221,6 +232,18 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple]:
     ready = _prepared(call, args)
     output, final, *kept = _walked(call, args, ready, opts.state, opts.kept)
     return (output, final), (*ready, *kept)
+
+
+def _prefill(given: pool_contract.Args, options: pool_contract.Options) -> tuple[Any, Any]:
+    """``(output, pool)`` of packed sequences whose states are in a pool; tokens' arrays have no axis for the batch."""
+    args = Args(given.query, given.key, given.value, given.g, given.beta, None, given.cu_seqlens)
+    args = _all_aligned(args)
+    specs = Args(*map(spec_of, args))
+    rows = {name: x and x.row(x.shape[0]) for name, x in zip(Args._fields, specs.tokens, strict=False)}
+    opts = Options(options.softmax_scale, False, options.cfg, kept=False, use_qk_l2norm=options.use_qk_l2norm)
+    call = _call_of(specs._replace(**rows), opts)
+    pool = Pool(given.states, given.slots, given.has_initial, into=given.out)
+    return _walked(call, args, _prepared(call, args), True, False, pool)[:2]
 
 
 def _parts(args: Args, tokens: int) -> int:
@@ -292,6 +315,15 @@ def loses(inv: Invocation) -> str | None:
     return None
 
 
+def _cannot_prefill(inv: Invocation) -> str | None:
+    """Why these kernels cannot run a call of prefill, or None."""
+    if reason := cannot_walk(inv):
+        return reason
+    if inv.arrays.get("g", ("", 0))[1] == 3:
+        return "takes gates per token [T, H]; the call has gates per token and dimension"
+    return "takes no boundaries: it exports no states" if "tokens" in inv.arrays else None
+
+
 def heuristic(inv: Invocation, cfg: Config) -> Config:
     """As many stages as fit."""
     return replace(cfg, num_stages=_STAGES_NARROW)
@@ -305,3 +337,9 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
 gated_delta_rule = kernel("cuda", __file__, forward, backward, fields=FIELDS, heuristic=heuristic,
                           candidates=candidates, unsupported=unsupported)
 preferred_gated_delta_rule = replace(gated_delta_rule, loses=loses)
+# Each request has one walk for each head, however long it is.
+delta_prefill = pool_contract.implementation(
+    "delta_prefill", _prefill, FIELDS, platform="cuda", source=__file__, unsupported=_cannot_prefill,
+    heuristic=heuristic,
+)
+preferred_delta_prefill = replace(delta_prefill, loses=loses)

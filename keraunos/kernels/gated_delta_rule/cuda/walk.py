@@ -30,6 +30,7 @@ from keraunos.kernels.device.hopper import (
     FAINT,
     LOG2E,
     add,
+    clear_padding,
     describe,
     first_slot,
     load_state,
@@ -37,6 +38,7 @@ from keraunos.kernels.device.hopper import (
     locate_segment,
     store_state,
     wide,
+    within,
 )
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
@@ -158,7 +160,8 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
              C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
              WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
              BETA: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SAVE: gl.constexpr, SPLIT: gl.constexpr,
-             OUTPUT: gl.constexpr):
+             OUTPUT: gl.constexpr, MAY_START: gl.constexpr, STORED: gl.constexpr, stride_sk: gl.constexpr,
+             stride_sv: gl.constexpr):
     """A partition of one warpgroup: PART of the values' dimensions, for which it has the state.
 
     before: the chunks that the walk has before its own; part: see ``walk_kernel``.
@@ -168,7 +171,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
     full, ready, empty = barriers
     outs_s, o_desc, e_desc, r_desc = goals
     o_s = outs_s.index(WALKER)
-    h0, ht, kept = states
+    h0, ht, kept, begins = states
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
@@ -179,7 +182,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
     dtype: gl.constexpr = k_s.dtype
     o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
-    o_state = o_v[:, None] + (o_k * V)[None, :]
+    o_state = (o_v * stride_sv)[:, None] + (o_k * stride_sk)[None, :]
     none = gl.zeros([PART, C], gl.float32, W)
     state = gl.zeros([PART, BK], gl.float32, WS)
     if not OUTPUT:
@@ -190,7 +193,10 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
             begins = (o_v < gl.where((part == 0) & (before == 0), V, 0))[:, None] & (o_k < K)[None, :]
             state += gl.load(h0 + o_state, mask=begins, other=0.0).to(gl.float32)
     elif INIT:
-        state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
+        if not MAY_START:  # noqa: SIM114
+            state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
+        elif begins:
+            state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
@@ -252,7 +258,12 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
                 state, o = warpgroup_mma_wait(0, deps=[state, o])
             else:
                 state = warpgroup_mma_wait(0, deps=[state])
-        if OUTPUT:
+        if STORED:
+            t = at * C + gl.arange(0, C, layout=OF_TOKENS)[None, :]
+            d = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, W))[:, None]
+            gl.store(o_desc + (t.to(gl.int64) * (H * V) + d), o.to(dtype),
+                     mask=within(t < size, d, V, WALKERS * PART))
+        elif OUTPUT:
             o_s.permute((1, 0)).store(o.to(dtype))
         if SAVE:
             outs_s.index(WALKERS + WALKER).permute((1, 0)).store(e.to(dtype))
@@ -261,7 +272,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(empty.index(slot), count=1)
-        if OUTPUT:
+        if OUTPUT and not STORED:
             copy_out(o_desc, [at * C, WALKER * PART], o_s)
         if SAVE:
             copy_out(e_desc, [at * C, WALKER * PART], outs_s.index(WALKERS + WALKER))
@@ -279,13 +290,15 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
 
 @gluon.jit(do_not_specialize=lengths("qkvgb", "T", "L"))
 def walk_kernel(
-    q, k, v, g, beta, near, alike, norms, h0, cu_seqlens,
+    q, k, v, g, beta, near, alike, norms, h0, cu_seqlens, slots, has_initial, into,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, L,
     o, ht, errors, rest, states,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr,
+    stride_ss: gl.constexpr, stride_sh: gl.constexpr, stride_sk: gl.constexpr, stride_sv: gl.constexpr,
+    STORED: gl.constexpr,
 ):
     """``o`` ``[B, T, H, V]`` and the final states ``ht``, of one head of one sequence for each program.
 
@@ -302,6 +315,9 @@ def walk_kernel(
     segments, but for the last, leave, which goes to ht ``[segments, H, K, V + K]``: the state, of the first one from
     h0, and of others from zeros; beside it the matrix, which takes the state before a segment to the one after, of all
     but the first. Each takes PARTS programs, of which the first one has the state.
+
+    slots: h0 and ht are a pool, as in ``outputs_kernel`` of linear attention, and so is has_initial. stride_s: strides
+    of states. STORED: o, which may overwrite ``into``, is stored, not copied.
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
@@ -323,6 +339,18 @@ def walk_kernel(
         before = before // C
     else:
         i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
+    POOL: gl.constexpr = slots is not None
+    MAY_START: gl.constexpr = has_initial is not None
+    begins = last
+    if POOL:
+        slot = gl.load(slots + i_n).to(gl.int64)
+        done = size <= 0
+        if MAY_START:
+            begins = gl.load(has_initial + i_n) != 0
+            done = done & begins
+        clear_padding(o, cu_seqlens, slot, i_n, i_h, token, size, T, H, C, V, BV)
+        if (slot < 0) | done:
+            return
     PART: gl.constexpr = 64
     WALKERS: gl.constexpr = BV // PART
     dtype: gl.constexpr = k.dtype.element_ty
@@ -347,7 +375,10 @@ def walk_kernel(
     o_desc = v_desc
     if OUTPUT:
         q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
-        o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
+        if STORED:
+            o_desc = o + ((i_b.to(gl.int64) * T + token) * H + i_h) * V
+        else:
+            o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
     e_desc = o_desc
     r_desc = o_desc
     t_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [((chunks - 1) * H + 1) * (2 * C), C], [C, 1],
@@ -385,10 +416,13 @@ def walk_kernel(
         r_desc = describe(rest, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
         first_group = first_slot(i_n, token * 0 if SPLIT else token, size, T, GROUP * C, PACKED)
         p_kept = states + (first_group * H + i_h) * (V * K)
-    if INIT:
+    if POOL:
+        p_h0 = h0 + (slot * stride_ss + i_h.to(gl.int64) * stride_sh)
+        p_ht = ht + (slot * stride_ss + i_h.to(gl.int64) * stride_sh)
+    elif INIT:
         i_init = i_o if OUTPUT else i_n
         p_h0 = h0 + (i_init.to(gl.int64) * H + i_h) * K * V
-    if FINAL:
+    if FINAL and not POOL:
         i_final = i_n if OUTPUT else i_o
         p_ht = ht + (i_final.to(gl.int64) * H + i_h) * K * (V if OUTPUT else V + K)
     if GATED:
@@ -403,15 +437,17 @@ def walk_kernel(
     barriers = (full, ready, empty)
     descriptors = (q_desc, k_desc, v_desc, t_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
-    ends = (p_h0, p_ht, p_kept)
+    ends = (p_h0, p_ht, p_kept, begins)
     goals = (outs_s, o_desc, e_desc, r_desc)
     if WALKERS == 2:
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT)),
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
+                            STORED, stride_sk, stride_sv)),
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 1, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT)),
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
+                            STORED, stride_sk, stride_sv)),
                 (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
                         OUTPUT)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,
@@ -424,7 +460,8 @@ def walk_kernel(
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT)),
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
+                            STORED, stride_sk, stride_sv)),
                 (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
                         OUTPUT)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,

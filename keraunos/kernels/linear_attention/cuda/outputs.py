@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from keraunos.kernels.device.hopper import LOG2E, load_state, locate, store_state, within
+from keraunos.kernels.device.hopper import LOG2E, clear_padding, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, lengths, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
@@ -269,18 +269,6 @@ class Outputs:
             store_state(self.ht + o_state, state, self.last, o_k, o_v, walk.K, walk.V, BK, walk.BV)
 
 
-@gluon.jit
-def clear(o, first, end, step, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
-    """Zeros for C of a head's outputs from each ``step``-th token on, up to the ``end``."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, BV // 32], [1, 32], [4, 1], [1, 0])
-    t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
-    o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, LAYOUT))
-    nothing = gl.zeros([C, BV], o.dtype.element_ty, LAYOUT)
-    for i in range(first, end, step):
-        o_o = ((i + t).to(gl.int64) * (H * V))[:, None] + o_v[None, :]
-        gl.store(o + o_o, nothing, mask=within((i + t < end)[:, None], o_v[None, :], V, BV))
-
-
 @gluon.jit(do_not_specialize=lengths("qkvfg", "stride_gamma_b", "T", "L", "P"))
 def outputs_kernel(
     q, k, v, f, g, gamma, h0, products, dh, cu_seqlens, slots, has_initial, into,
@@ -332,13 +320,8 @@ def outputs_kernel(
         if has_initial is not None:
             begins = gl.load(has_initial + i_n) != 0
             done = done & begins
-        count = gl.num_programs(0) // H
-        end = gl.load(cu_seqlens + count).to(gl.int64)
-        clear(o + (end * H + i_h) * V, i_n * C, (T - end).to(gl.int32), count * C, H, C, V, BV)
-        if slot < 0:
-            clear(o + (token * H + i_h) * V, 0, size, C, H, C, V, BV)
-            return
-        if done:
+        clear_padding(o, cu_seqlens, slot, i_n, i_h, token, size, T, H, C, V, BV)
+        if (slot < 0) | done:
             return
     natural = natural_decay(gamma, i_b, i_h, stride_gamma_b)
     decay = gl.maximum(natural, CLOSED) * LOG2E
