@@ -20,7 +20,7 @@ from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.ops import Config
 from tests.cuda import delta_rule, softmax_attention
-from tests.cuda.platform import small, small_prefill
+from tests.cuda.platform import delta_prefill, small, small_prefill
 from tests.linear_attention.cases import torch_tensor
 from tests.sanitizer import limit_time
 from tests.serving.cases import arguments
@@ -53,6 +53,10 @@ DELTA = [
     delta_rule.small(**WIDE, T=150, keys="equal", beta=1.0, gate="none"),
     delta_rule.small(B=2, T=300, H=2, gate="none", state=True),
     delta_rule.small(K=96, V=40, lengths=(65, 0, 9), H=4, HQ=2, G=1, HV=4, HG=2, HB=1, state=True),
+]
+DELTA_PREFILLS = [
+    delta_prefill(**WIDE, lengths=(70, 0, 129, 1), fresh=(1,), tail=70, norm=True),
+    delta_prefill(K=96, V=40, slots=(-1, 3), lengths=(65, 3), pool="bfloat16", gate="none"),
 ]
 
 EVERYTHING = dict(H=4, causal=True, window=(90, 10), offset=(7,), soft_cap=30.0, sinks=1)
@@ -101,18 +105,24 @@ def linear() -> None:
             _, residuals = passes.forward(Args(*args), opts)
             passes.backward(Args(*args), residuals, grads, opts)
     for case in PREFILLS:
-        given, options = arguments("prefill", {name: torch_tensor(x, "cuda") for name, x in case.arrays.items()})
-        serving.prefill(*given, **options, platform="cuda")
+        _prefill(case)
+
+
+def _prefill(case) -> None:
+    given, options = arguments("prefill", {name: torch_tensor(x, "cuda") for name, x in case.arrays.items()})
+    serving.prefill(*given, **options, **case.options, platform="cuda")
 
 
 def delta() -> None:
-    """The gated delta rule: outputs, gradients."""
+    """The gated delta rule: outputs, gradients, prefill."""
     for case in DELTA:
         args, *grads = case.arrays
         args, grads = ([x if x is None else torch_tensor(x).cuda() for x in group] for group in (args, grads))
         with mock.patch.object(delta_passes, "_SEGMENTS", 3 if case.T == 300 else None):
             _, residuals = delta_passes.forward(delta_contract.Args(*args), delta_rule.options(case))
             delta_passes.backward(delta_contract.Args(*args), residuals, grads, delta_rule.options(case))
+    for case in DELTA_PREFILLS:
+        _prefill(case)
 
 
 def softmax() -> None:

@@ -104,19 +104,22 @@ def test_softmax_attention_of_few_queries(length, count):
     assert launches(call, query, cache, cache, offsets) == count
 
 
-@pytest.mark.parametrize("has_initial", [False, True])
-def test_prefill_is_one_launch_that_overwrites_its_pool(has_initial):
+@pytest.mark.parametrize(("op_id", "has_initial", "calls", "place"), [
+    ("prefill", False, 1, 3), ("prefill", True, 1, 3), ("delta_prefill", True, 2, 6),
+])
+def test_prefill_overwrites_its_pool(op_id, has_initial, calls, place):
+    """The second result of the last launch is where an array of the kernel is, of those that are given."""
     pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
-    prefill = functools.partial(kernel_registry.get("prefill", "cuda"), cfg=Config(num_stages=3))
+    prefill = functools.partial(kernel_registry.get(op_id, "cuda"), cfg=Config(num_stages=3))
     tokens, slots = jax.ShapeDtypeStruct((200, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((3,), jnp.int32)
     states, offsets = jax.ShapeDtypeStruct((8, 4, 128, 128), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
     given = Args(tokens, tokens, tokens, slots=slots, cu_seqlens=offsets,
+                 beta=jax.ShapeDtypeStruct((200, 4), jnp.bfloat16) if calls > 1 else None,
                  has_initial=jax.ShapeDtypeStruct((3,), jnp.bool_) if has_initial else None)
     step = jax.jit(lambda states, rest: prefill(*rest._replace(states=states)), donate_argnums=0)
     text = step.trace(states, given).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("triton_kernel_call") == 1
-    # The second result is where the fourth array of the kernel is.
-    assert "output_operand_alias<output_tuple_indices = [1], operand_index = 3," in text
+    assert text.count("triton_kernel_call") == calls
+    assert f"output_operand_alias<output_tuple_indices = [1], operand_index = {place}," in text
 
 
 def test_a_build_is_as_triton_makes_it_and_is_kept(gla, tmp_path, monkeypatch):

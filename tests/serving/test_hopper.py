@@ -13,7 +13,7 @@ import torch
 import keraunos
 from keraunos import serving
 from keraunos.ops.family import HOPPER
-from tests.cuda.platform import small_prefill
+from tests.cuda.platform import delta_prefill, small_prefill
 from tests.cuda.test_prefill import CASES, transposed
 from tests.linear_attention.cases import GPU
 from tests.serving.cases import arguments, array, results, run_torch, runner, tensor
@@ -25,6 +25,8 @@ LONG = {
     "long, gates": small_prefill(lengths=(1500, 1, 64, 700), fresh=(3,), gate="scalar", decay=3.0),
     "of each request": small_prefill(each=True),
     "no tokens": small_prefill(lengths=(0, 0, 0, 0), fresh=(0, 2)),
+    "delta, long": delta_prefill(K=128, V=128, lengths=(1500, 1, 64, 700), fresh=(3,), tail=300, norm=True),
+    "delta, no tokens": delta_prefill(lengths=(0, 0, 0, 0), fresh=(0, 2)),
 }
 
 
@@ -55,7 +57,7 @@ def whole(case):
 def call(case, given, **options):
     """``(output, pool)``, bit for bit."""
     args, gates = arguments("prefill", given)
-    made = serving.prefill(*args, **gates, **options, platform="cuda")
+    made = serving.prefill(*args, **gates, **case.options, **options, platform="cuda")
     return tuple(map(array, results("prefill", given, made)))
 
 
@@ -79,10 +81,12 @@ def test_outputs_go_where_they_are_wanted(skip):
         assert room[skip + size :].isnan().all()
 
 
-@pytest.mark.parametrize("gate", ["none", "scalar"])
-def test_a_captured_call_serves_other_requests(gate):
+@pytest.mark.parametrize("case", [
+    *(small_prefill(lengths=(3, 70, 2, 1), fresh=(2,), tail=3, size=9, gate=gate) for gate in ("none", "scalar")),
+    delta_prefill(lengths=(3, 70, 2, 1), fresh=(2,), tail=3, size=9),
+], ids=["none", "scalar", "delta"])
+def test_a_captured_call_serves_other_requests(case):
     """Replayed with other slots, lengths and padding, a graph gives what a new call gives."""
-    case = small_prefill(lengths=(3, 70, 2, 1), fresh=(2,), tail=3, size=9, gate=gate)
     other = dataclasses.replace(case, slots=(8, -1, 7, 4), lengths=(64, 0, 5, 3), tail=7, fresh=(0, 3), seed=1)
     given, second = whole(case), whole(other)
     args, gates = arguments("prefill", given)
@@ -98,13 +102,16 @@ def test_a_captured_call_serves_other_requests(gate):
     assert same(map(array, made), call(other, second))
 
 
-def test_requests_do_not_depend_on_their_batch():
-    case = small_prefill(lengths=(70, 5, 130, 200), slots=(3, 1, 6, 0), gate="scalar", fresh=(1,))
+@pytest.mark.parametrize("case", [
+    small_prefill(lengths=(70, 5, 130, 200), slots=(3, 1, 6, 0), gate="scalar", fresh=(1,)),
+    delta_prefill(lengths=(70, 5, 130, 200), slots=(3, 1, 6, 0), fresh=(1,)),
+], ids=["scalar", "delta"])
+def test_requests_do_not_depend_on_their_batch(case):
     output, pool = call(case, whole(case))
     ends = np.cumsum([0, *case.lengths])
     for n, slot in enumerate(case.slots):
         given, where = whole(case), slice(*ends[n : n + 2])
-        given |= {name: given[name][where] for name in ("query", "key", "value", "g")}
+        given |= {name: x[where] for name in ("query", "key", "value", "g", "beta") if (x := given[name]) is not None}
         given |= {name: given[name][n : n + 1] for name in ("slots", "has_initial")}
         given["cu_seqlens"] = torch.tensor([0, case.lengths[n]], device="cuda")
         alone, states = call(case, given)
@@ -112,9 +119,12 @@ def test_requests_do_not_depend_on_their_batch():
         assert states[slot].tobytes() == pool[slot].tobytes()
 
 
-def test_the_same_bits_each_time():
+@pytest.mark.parametrize("case", [
+    small_prefill(lengths=(300, 0, 65, 130), slots=(3, 1, -1, 0), gate="scalar", fresh=(1,), tail=200),
+    delta_prefill(lengths=(300, 0, 65, 130), slots=(3, 1, -1, 0), fresh=(1,), tail=200),
+], ids=["scalar", "delta"])
+def test_the_same_bits_each_time(case):
     """A call's results do not depend on what its memory held."""
-    case = small_prefill(lengths=(300, 0, 65, 130), slots=(3, 1, -1, 0), gate="scalar", fresh=(1,), tail=200)
     want = call(case, whole(case))
     for _ in range(50):
         poison = [torch.full((2**22,), torch.nan, device="cuda") for _ in range(8)]
@@ -169,6 +179,7 @@ def test_auto_takes_it():
         return keraunos.explain(serving.prefill, *args, **gates).platform
 
     assert chosen(16, (300,) * 32) == chosen(16, (300,) * 32, gate="scalar") == "cuda"
+    assert chosen(16, (300,) * 32, gate="scalar", gamma=False, delta=True) == "cuda"
     assert chosen(16, (300,)) == chosen(16, (300,) * 32, gate="vector") == "triton"
 
 
