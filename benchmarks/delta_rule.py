@@ -1,6 +1,6 @@
 """The gated delta rule on a GPU: forward, gradients and decoding, against the time in which it copies as many bytes.
 
-    PYTHONPATH=. python3 benchmarks/delta_rule.py [--jax cuda]   into benchmarks/results/delta_rule/<gpu>.json
+    PYTHONPATH=. python3 benchmarks/delta_rule.py      into benchmarks/results/delta_rule/<gpu>.json
 
 A shape is batch, tokens, heads of queries and keys, heads of values; ``v`` after it: gates per dimension. ``packed`` in
 place of batch and tokens: 32 sequences of 16 to 4,096 tokens. All is bfloat16, K = V = 128, gates are
@@ -32,6 +32,8 @@ from keraunos import serving
 K = V = 128
 SHAPES = ("2,16384,64,64", "8,4096,32,32", "4,8192,16,32", "1,32768,16,64", "1,8192,16,32", "packed,16,32",
           "2,16384,64,64,v", "4,4096,32,32,v", "1,8192,64,64,v")
+# Of these: with fla, which compiles for minutes; hot; and in JAX.
+FLA, HOT, JAX = ("2,16384,64,64", "4,8192,16,32", "4,4096,32,32,v"), SHAPES[:1], ("2,16384,64,64", "4,8192,16,32")
 NAMES = ("query", "key", "value", "g", "beta")
 
 
@@ -67,9 +69,9 @@ def contestant(name: str) -> Callable:
     return fla() if name == "fla" else partial(keraunos.gated_delta_rule, platform=name)
 
 
-def contestants(platforms: list[str]) -> list[str]:
-    """The platforms, and fla where it is there."""
-    return [*platforms, *(["fla"] if importlib.util.find_spec("fla") else [])]
+def contestants(platforms: list[str], with_fla: bool) -> list[str]:
+    """The platforms, and fla where it is wanted and there."""
+    return [*platforms, *(["fla"] if with_fla and importlib.util.find_spec("fla") else [])]
 
 
 def both(call: Callable, arrays: list[torch.Tensor], do: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -125,11 +127,11 @@ def floor_of(shape: str, gradients: bool, bandwidth: float) -> float:
     return bytes_of(inputs(B, T, H, HV, vector), B * T * HV * V * 2, gradients) / bandwidth
 
 
-def one(report: Callable, shape: str, platforms: list[str], bandwidth: float, rounds: int, load: float) -> None:
-    """Check and time a shape."""
+def one(report: Callable, shape: str, names: list[str], bandwidth: float, rounds: int, load: float) -> None:
+    """Check and time a shape. load: seconds of it before the first contestant is timed again, if any."""
     for stage, gradients in (("forward", False), ("forward + backward", True)):
         calls = {}
-        for name in contestants(platforms):
+        for name in names:
             try:
                 calls[name] = ready(name, shape, gradients)
             except Exception as error:  # what a peer or a platform says
@@ -145,12 +147,12 @@ def one(report: Callable, shape: str, platforms: list[str], bandwidth: float, ro
             peak = torch.cuda.max_memory_allocated() - before
             report(f"{shape}, {stage}, {name}", milliseconds=median * 1e3, floor_milliseconds=floor * 1e3,
                    times_floor=median / floor, peak_bytes_beside_inputs=peak)
-        if load and platforms[0] in calls:
-            run, begin, found = calls[platforms[0]], time.monotonic(), []
+        if load and names[0] in calls:
+            run, begin, found = calls[names[0]], time.monotonic(), []
             while time.monotonic() - begin < load or len(found) < rounds:
                 found.append(seconds(run, 100))
             median = statistics.median(found[-rounds:])
-            report(f"{shape}, {stage}, {platforms[0]}, hot", milliseconds=median * 1e3, times_floor=median / floor)
+            report(f"{shape}, {stage}, {names[0]}, hot", milliseconds=median * 1e3, times_floor=median / floor)
 
 
 def with_jax(report: Callable, shape: str, platforms: list[str], bandwidth: float) -> None:
@@ -241,15 +243,18 @@ def main() -> None:
     parser = harness.parser(__doc__, "delta_rule", seconds=math.inf)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), metavar="B,T,H,HV[,v]")
     parser.add_argument("--platforms", nargs="+", default=["cuda", "triton"], metavar="NAME", help="of ours")
-    parser.add_argument("--jax", nargs="*", default=[], metavar="NAME", help="platforms to time in JAX, too")
+    parser.add_argument("--fla", nargs="*", default=list(FLA), metavar="SHAPE", help="fla")
+    parser.add_argument("--hot", nargs="*", default=list(HOT), metavar="SHAPE", help="the first platform after load")
+    parser.add_argument("--jax", nargs="*", default=list(JAX), metavar="SHAPE", help="the first platform in JAX")
     parser.add_argument("--decode", nargs="*", type=int, default=[64, 256], metavar="BATCH")
     parser.add_argument("--rounds", type=int, default=9, help="times that each is timed")
-    parser.add_argument("--load", type=float, default=0.0, help="seconds of load before the first platform's hot times")
+    parser.add_argument("--load", type=float, default=60.0, help="seconds of load for what is hot")
     options = parser.parse_args()
     harness.require_gpu(parser)
     run = harness.Run(options, "torch")
+    names = {shape: contestants(options.platforms, shape in options.fla) for shape in options.shapes}
     harness.side_by_side(_ready, [(name, shape, gradients) for shape in options.shapes for gradients in (False, True)
-                                  for name in contestants(options.platforms)])
+                                  for name in names[shape]])
     about = run.measured()
     run.results = {"about": about, "rows": []}
 
@@ -265,10 +270,11 @@ def main() -> None:
         torch.cuda.empty_cache()
     for shape in options.shapes:
         if not run.late:
-            one(report, shape, options.platforms, bandwidth, options.rounds, options.load)
-    for shape in options.shapes:
-        if options.jax and not run.late:
-            with_jax(report, shape, options.jax, bandwidth)
+            load = options.load if shape in options.hot else 0.0
+            one(report, shape, names[shape], bandwidth, options.rounds, load)
+    for shape in options.jax:
+        if not run.late:
+            with_jax(report, shape, options.platforms[:1], bandwidth)
 
 
 if __name__ == "__main__":
