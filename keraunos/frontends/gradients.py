@@ -65,6 +65,8 @@ class InPlace:
 
     Attributes:
         compute: ``(args, opts) -> (output or None, pool or None)``; in PyTorch it changes the pool that it is given.
+            Where ``compute.rehearsed``, it does nothing but launch kernels, and in PyTorch a first call builds them
+            side by side.
         operator: what the operation is to PyTorch's graphs. platform: whose function this is.
         pool: the name of the argument that is changed; in JAX an array to give up for a new one, or a ``jax.Ref``.
         writes: ``opts ->`` whether it is.

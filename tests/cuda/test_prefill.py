@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 import torch
 import triton
 
+from keraunos.frontends.torch import launch as torch_launch
 from keraunos.kernels import kernel_registry
 from keraunos.kernels.gated_delta_rule.cuda import passes as delta_passes
 from keraunos.kernels.gluon import RUN
@@ -16,7 +17,7 @@ from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.kernels.state_pool.contract import Args, describe
 from tests.cuda import builds, mutants
 from tests.cuda.emulator import EmulatorError
-from tests.cuda.platform import delta_prefill, prefill, small_prefill
+from tests.cuda.platform import PREFILL, delta_prefill, prefill, prefill_options, small_prefill
 from tests.linear_attention.cases import GPU
 from tests.serving.cases import array
 
@@ -122,6 +123,12 @@ def test_no_kernel_is_compiled_for_lengths_or_requests():
     calls = dict(lengths=(70, 5, 130, 0)), dict(lengths=(1,), slots=(3,)), dict(lengths=(16, 16), slots=(0, 1), size=9)
     for options in ({}, dict(gate="scalar", fresh=(0,)), dict(gamma=False, delta=True)):
         assert len({tuple(builds.prefills(small_prefill(**call, **options))) for call in calls}) == 1
+
+
+def test_a_first_call_in_pytorch_builds_side_by_side():
+    """Only the delta rule has several kernels."""
+    assert torch_launch.launcher(Args, PREFILL[True], prefill_options(delta_prefill())).rehearsal
+    assert not torch_launch.launcher(Args, PREFILL[False], prefill_options(small_prefill())).rehearsal
 
 
 # What is refused

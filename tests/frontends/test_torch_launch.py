@@ -381,6 +381,21 @@ def test_a_first_call_builds_what_its_gradient_launches_too(monkeypatch, kept):
     assert (len(ahead.seen), len(back.seen)) == (1, 0)
 
 
+@pytest.mark.parametrize("rehearsed", [True, False])
+def test_a_first_call_in_place_builds_side_by_side(monkeypatch, rehearsed):
+    kernel, Args = BuiltKernel(threading.Barrier(1)), namedtuple("Args", "x z")
+
+    def compute(args, opts):
+        return add(kernel, *args), args.x
+
+    compute.rehearsed = rehearsed
+    monkeypatch.setattr(torch_launch, "_build", lambda kernel, grid, args, options, device: (
+        kernel[grid](*args, **options), None))
+    x, z = torch.randn(4), torch.randn(4)
+    torch.testing.assert_close(torch_launch.launcher(Args, compute, None)._record([x, z])[0], x + 2 * z)
+    assert (len(kernel.built), len(kernel.seen)) == (rehearsed, 1)
+
+
 def test_what_cannot_be_rehearsed_is_built_when_it_is_launched(monkeypatch):
     kernel = AddKernel()  # which has no warmup
 
