@@ -194,7 +194,15 @@ def lengths() -> list[int]:
     return torch.randint(16, 4097, (32,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def check_prefill(pool: Pool, gated: bool, platform: str) -> None:
+def gates_of(pool: Pool, kind: str, tokens: int) -> dict[str, torch.Tensor | bool]:
+    """The arguments of a call beside queries, keys and values: by a constant decay, gates per token, the delta rule."""
+    if kind == "constant":
+        return dict(log_decay=pool.log_decay)
+    delta = dict(beta=torch.rand(tokens, pool.heads, device="cuda").bfloat16(), use_qk_l2norm=True)
+    return dict(g=pool.gates(tokens)) | (delta if kind == "delta rule" else {})
+
+
+def check_prefill(pool: Pool, kind: str, platform: str) -> None:
     """Two short prompts, one resumed, against the tokens decoded one by one.
 
     Raises:
@@ -202,21 +210,19 @@ def check_prefill(pool: Pool, gated: bool, platform: str) -> None:
     """
     sizes = [130, 70]
     q, k, v = pool.tokens(sum(sizes))
-    g = pool.gates(sum(sizes)) if gated else None
+    gates = gates_of(pool, kind, sum(sizes))
     cu = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], device="cuda", dtype=torch.int32)
     slots, other = pool.slots(2, 1), pool.slots(2, 2)
     has = torch.tensor([False, True], device="cuda")
     pool.states[slots[0].item()] = float("nan")
     pool.states[other.long()] = pool.states[slots.long()]
     pool.states[other[0].item()] = 0
-    log_decay = None if gated else pool.log_decay
-    output, _ = serving.prefill(q, k, v, pool.states, slots, cu, g=g, log_decay=log_decay, has_initial=has,
-                                platform=platform)
+    output, _ = serving.prefill(q, k, v, pool.states, slots, cu, **gates, has_initial=has, platform=platform)
     for n, (begin, size) in enumerate(zip(cu.tolist(), sizes, strict=False)):
         for t in range(begin, begin + size):
             one = slice(t, t + 1)
-            want, _ = serving.decode(q[one], k[one], v[one], pool.states, other[n : n + 1],
-                                     g=None if g is None else g[one], log_decay=log_decay)
+            own = gates | {name: gates[name][one] for name in ("g", "beta") if name in gates}
+            want, _ = serving.decode(q[one], k[one], v[one], pool.states, other[n : n + 1], **own)
             if t >= begin + size - 3:
                 error = harness.distance(output[t], want[0])
                 assert error < 2.0**-6, f"prefill: token {t} of request {n} differs by {error:.2e}"
@@ -225,33 +231,35 @@ def check_prefill(pool: Pool, gated: bool, platform: str) -> None:
 
 
 def prefills(report: Callable, bandwidth: float, late: Callable[[], bool]) -> None:
-    """Many prompts at once, with constant decays and with gates per token, and one of as many tokens."""
+    """Many prompts at once, with constant decays, gates per token, the delta rule, and one of as many tokens."""
     pool = Pool(64)
     total = sum(lengths())
     q, k, v = pool.tokens(total)
     out = torch.empty(total, pool.heads, V, device="cuda", dtype=q.dtype)
-    for name, sizes, gated, platform in (
-        ("32 requests", lengths(), False, "cuda"), ("32 requests", lengths(), False, "triton"),
-        ("32 requests, gates per token", lengths(), True, "cuda"),
-        ("32 requests, gates per token", lengths(), True, "triton"), ("1 request", [total], False, "auto"),
+    kinds = {"32 requests": "constant", "32 requests, gates per token": "gates",
+             "32 requests, delta rule": "delta rule"}
+    for name, kind, sizes, platform in (
+        *((name, kind, lengths(), platform) for name, kind in kinds.items() for platform in ("cuda", "triton")),
+        ("1 request", "constant", [total], "auto"), ("1 request, delta rule", "delta rule", [total], "auto"),
     ):
         if late():
             return
         try:
-            check_prefill(pool, gated, platform)
+            check_prefill(pool, kind, platform)
         except UnsupportedError as error:
             report(f"prefill, {name}", platform=platform, reason=harness.failure(error))
             continue
         cu = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], device="cuda", dtype=torch.int32)
         has = torch.ones(len(sizes), device="cuda", dtype=torch.bool)
-        g = pool.gates(total) if gated else None
-        options = dict(g=g, log_decay=None if gated else pool.log_decay, has_initial=has, out=out, platform=platform)
+        gates = gates_of(pool, kind, total)
+        options = gates | dict(has_initial=has, out=out, platform=platform)
 
         def call(turn, cu=cu, has=has, options=options):
             serving.prefill(q, k, v, pool.states, pool.slots(len(has), turn), cu, **options)
 
         seconds = device_seconds(call, 4)
-        moved = 4 * total * pool.heads * K * q.itemsize + 2 * pool.bytes(len(sizes)) + (0 if g is None else g.nbytes)
+        moved = 4 * total * pool.heads * K * q.itemsize + 2 * pool.bytes(len(sizes))
+        moved += sum(x.nbytes for name, x in gates.items() if name in ("g", "beta"))
         floor = moved / bandwidth
         report(f"prefill, {name}", heads=64, pool="float32", tokens=total, platform=platform,
                microseconds=seconds * 1e6, floor_microseconds=floor * 1e6, times_floor=seconds / floor)
