@@ -63,7 +63,7 @@ def locate_segment(i_o, T, L, C: gl.constexpr, REVERSE: gl.constexpr):
 
 
 @gluon.jit
-def owner(cu_seqlens, i_s, N, L: gl.constexpr):
+def owner(cu_seqlens, i_s, N, L):
     """The packed sequence that owns a slot for L tokens.
 
     Sequence n owns the slots from ``begin // L + n`` on, of which the last may stay empty.

@@ -19,7 +19,8 @@ dQ and dK have their own, which is divided out at last.
 
 Where keys are alike, E, dP and the keys that change S have two parts.
 
-A warpgroup has 64 of the keys' dimensions: of S, dQ and dK. One more makes dP, dA, dV, dbeta and dg; a warp copies.
+A warpgroup has 64 of the keys' dimensions: of S, dQ and dK. One more makes dP, dA and dbeta, two warps make dV, one
+what depends on gates alone and dg, one copies.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.device.hopper import (
-    FAINT,
-    LOG2E,
     add,
     describe,
     first_slot,
@@ -45,13 +44,14 @@ from keraunos.kernels.device.hopper import (
     wide,
     within,
 )
+from keraunos.kernels.gated_delta_rule.cuda.parts import read
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
 
 @gluon.jit
-def locate_group(cu_seqlens, i_s, T, N, L: gl.constexpr, PACKED: gl.constexpr):
-    """Slot of a group of L tokens -> (sequence, its row of the batch, first token in the row, tokens; which group)."""
+def locate_group(cu_seqlens, i_s, T, N, L, PACKED: gl.constexpr):
+    """Slot of L tokens -> (sequence, its row of the batch, first token in the row, tokens; which of its slots)."""
     if PACKED:
         i_n = owner(cu_seqlens, i_s, N, L)
         begin = gl.load(cu_seqlens + i_n).to(gl.int64)
@@ -73,7 +73,7 @@ def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, WALKER
          REVERSE: gl.constexpr):
     """A partition of one warp: copies chunks into the ring of stages; queries and L when their tiles are free."""
     k_s, e_s, o_s, z_s, q_s, l_s, _, _ = tiles
-    full, _, empty, _, q_full, q_empty, _, _ = barriers
+    full, _, empty, _, q_full, q_empty, _ = barriers
     q_desc, k_desc, o_desc, e_desc, z_desc, l_desc = descriptors
     BYTES: gl.constexpr = WALKERS * k_desc.block_type.nbytes + 3 * e_desc.block_type.nbytes
     for i in range(end - begin):
@@ -102,65 +102,146 @@ def power(x):
 
 
 @gluon.jit
-def lengths_of(tiles, slot, of_keys, WALKERS: gl.constexpr):
-    """One over the lengths of queries and of keys, which are ``of_keys``; of float16, of tiles that it scales.
+def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
+          WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
+          GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, NEED_G: gl.constexpr):
+    """A partition of one warp: what depends on gates alone, as soon as a stage is free, and dg of its former chunk.
 
-    Products of two of these would not fit into float16: tiles take the powers of two, without error.
+    For each stage: ``scale exp2(G)``, ``-beta exp2(G)``, ``beta exp2(G_C - G)``, G and beta, with norms those of keys,
+    too; ``exp2(G_C)``, and whether keys are alike.
+    """
+    factors_s, scalars_s, x_s, begin_s = vectors
+    full, _, empty, _, _, _, _ = barriers
+    FACTORS: gl.constexpr = 10 if NORM else 5
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    PARTS: gl.constexpr = gl.BlockedLayout([4, 2], [1, 32], [1, 1], [1, 0])
+    t = gl.arange(0, C, layout=EACH)
+    left = scale * 0.0
+    count = end - begin
+    for i in range(count + STAGES):
+        slot = i % STAGES
+        at = place(begin + gl.minimum(i, count - 1), size, C, REVERSE)
+        x, strength, of_keys, alike = read(inputs, at, size, H, C, GATED, BETA, NORM)
+        G = gl.associative_scan(x, 0, add, reverse=REVERSE)
+        total = gl.sum(x, 0)
+        enter = gl.exp2(G)
+        late = gl.exp2(gl.minimum(total - G, 0.0))
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        if NEED_G:  # noqa: SIM102
+            if i >= STAGES:
+                ended = begin + i - STAGES
+                if ended % GROUP == 0:
+                    start = gl.zeros([1], gl.float32, FLAG)
+                    for j in gl.static_range(WALKERS):
+                        start += begin_s.index((ended // GROUP & 1) * WALKERS + j).load(FLAG)
+                    left = gl.max(start, 0)
+                each = gl.zeros([C], gl.float32, EACH)
+                for j in gl.static_range(WALKERS):
+                    each += gl.convert_layout(gl.sum(x_s.index(slot * WALKERS + j).load(PARTS), 0), EACH)
+                sums = gl.associative_scan(each, 0, add, reverse=REVERSE)
+                of_ended = place(ended, size, C, REVERSE) * C
+                gl.store(dg + (of_ended + t).to(gl.int64) * H, (left - (sums - each)).to(dg.dtype.element_ty),
+                         mask=t < size - of_ended)
+                left -= gl.sum(each, 0)
+        if i < count:
+            of = slot * FACTORS
+            factors_s.index(of + 0).store(enter * scale)
+            factors_s.index(of + 1).store(-enter * strength)
+            factors_s.index(of + 2).store(late * strength)
+            factors_s.index(of + 3).store(G)
+            factors_s.index(of + 4).store(strength)
+            if NORM:
+                factors_s.index(of + 5).store(of_keys)
+            scalars_s.index(slot * 2).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.exp2(total))
+            scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * (alike > 1).to(gl.float32))
+            thread_barrier()
+            mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def values(tiles, vectors, barriers, dv, size, begin, end, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr,
+           BV: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, NORM: gl.constexpr):
+    """A partition of two warps: dV."""
+    _, _, _, z_s, _, _, _, _ = tiles
+    factors_s, _, _, _ = vectors
+    full, _, empty, _, _, _, _ = barriers
+    FACTORS: gl.constexpr = 10 if NORM else 5
+    ROWS: gl.constexpr = 8
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    o_t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, FLAT))
+    o_v = gl.arange(0, 64, layout=gl.SliceLayout(0, FLAT))
+    for i in range(end - begin):
+        at = place(begin + i, size, C, REVERSE)
+        slot = i % STAGES
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        p_dv = dv + (at * C).to(gl.int64) * (H * V)
+        for r in gl.static_range(C // ROWS):
+            strength = factors_s.index(slot * FACTORS + 4).slice(r * ROWS, ROWS).load(gl.SliceLayout(1, FLAT))[:, None]
+            inside = (r * ROWS + o_t < size - at * C)[:, None]
+            for j in gl.static_range(BV // 64):
+                b_dv = wide(z_s.index(slot).slice(r * ROWS, ROWS, 0).slice(j * 64, 64, 1).load(FLAT)) * strength
+                gl.store(p_dv + ((r * ROWS + o_t)[:, None] * (H * V) + (j * 64 + o_v)[None, :]),
+                         b_dv.to(dv.dtype.element_ty), mask=within(inside, (j * 64 + o_v)[None, :], V, BV))
+        thread_barrier()
+        mbarrier.arrive(empty.index(slot), count=1)
+
+
+@gluon.jit
+def take_lengths(tiles, factors_s, of, slot, scale, WALKERS: gl.constexpr):
+    """Adds the lengths of queries and keys to a chunk's factors; of float16, scales its tiles.
+
+    Then there are also one over lengths of queries and of keys, and these in turn of queries, ``scale`` times, and of
+    keys, as they are and beta times. Products of two of these would not fit into float16: tiles take the powers of two,
+    without error.
     """
     k_s, _, _, _, q_s, _, _, _ = tiles
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    EACH: gl.constexpr = gl.SliceLayout(1, ROWS)
     dtype: gl.constexpr = q_s.dtype
-    squares = gl.convert_layout(of_keys, gl.SliceLayout(1, ROWS)) * 0.0
+    of_keys = factors_s.index(of + 5).load(EACH)
+    squares = of_keys * 0.0
     for j in gl.static_range(WALKERS):
         q = wide(q_s.index(j).load(ROWS))
         squares += gl.sum(q * q, 1)
     of_queries = gl.rsqrt(squares + EPSILON)
     if dtype == gl.float16:
         q_power = power(of_queries)
-        k_power = power(gl.convert_layout(of_keys, gl.SliceLayout(1, ROWS)))
+        k_power = power(of_keys)
         for j in gl.static_range(WALKERS):
             q_j = q_s.index(j)
             k_j = k_s.index(slot * WALKERS + j)
             q_j.store((wide(q_j.load(ROWS)) * q_power[:, None]).to(dtype))
             k_j.store((wide(k_j.load(ROWS)) * k_power[:, None]).to(dtype))
         of_queries = of_queries / q_power
-        of_keys = of_keys / power(of_keys)
-    return gl.convert_layout(of_queries, of_keys.type.layout), of_keys
+        of_keys = of_keys / k_power
+    enter = factors_s.index(of + 0).load(EACH)
+    leaves = factors_s.index(of + 1).load(EACH)
+    late = factors_s.index(of + 2).load(EACH)
+    strength = factors_s.index(of + 4).load(EACH)
+    factors_s.index(of + 0).store(enter * of_queries)
+    factors_s.index(of + 1).store(leaves * of_keys)
+    factors_s.index(of + 2).store(late * of_keys)
+    factors_s.index(of + 5).store(of_keys)
+    factors_s.index(of + 6).store(1 / of_queries)
+    factors_s.index(of + 7).store(1 / of_keys)
+    factors_s.index(of + 8).store(of_queries * scale)
+    factors_s.index(of + 9).store(of_keys * strength)
 
 
 @gluon.jit
-def leave(x_s, begin_s, x_full, dg, so_far, i, at, size, H: gl.constexpr, C: gl.constexpr,
-          WALKERS: gl.constexpr, REVERSE: gl.constexpr):
-    """dg of the group's i-th chunk; the sum of the differences up to its end."""
-    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    t = gl.arange(0, C, layout=EACH)
-    mbarrier.wait(x_full.index(i & 1), (i >> 1) & 1)
-    x = gl.zeros([C], gl.float32, EACH)
-    start = gl.zeros([1], gl.float32, FLAG)
-    for j in gl.static_range(WALKERS):
-        x += x_s.index((i & 1) * WALKERS + j).load(EACH)
-        start += begin_s.index(j).load(FLAG)
-    inside = t < size - at * C
-    sums = gl.associative_scan(x, 0, add, reverse=REVERSE)
-    made = gl.max(start, 0) - so_far - (sums - x)
-    gl.store(dg + (at * C + t).to(gl.int64) * H, made.to(dg.dtype.element_ty), mask=inside)
-    return so_far + gl.sum(x, 0)
-
-
-@gluon.jit
-def put_pairs(tiles, slot, i, p_empty, G, of_rows, of_queries, of_columns, rest, FINE: gl.constexpr,
+def put_pairs(tiles, factors_s, of, slot, i, p_empty, scale, rest, FINE: gl.constexpr, NORM: gl.constexpr,
               REVERSE: gl.constexpr):
     """Stores dA and dP of a chunk; returns the products of each token's Z with its own E.
 
-    of_rows, of_columns: the factors of dA's rows and columns; of_queries: that of dP's rows. FINE: E has a ``rest``,
-    of which this is the descriptor, with the chunk's place, a barrier and its phase.
+    FINE: E has a ``rest``, of which this is the descriptor, with the chunk's place, a barrier and its phase.
     """
     _, e_s, o_s, z_s, _, _, p_s, a_s = tiles
-    C: gl.constexpr = G.shape[0]
+    C: gl.constexpr = p_s.shape[0]
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
     OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
+    OF_KEYS: gl.constexpr = 9 if NORM else 4
     dtype: gl.constexpr = e_s.dtype
     e = e_s.index(slot).permute((1, 0))
     z = z_s.index(slot)
@@ -170,135 +251,114 @@ def put_pairs(tiles, slot, i, p_empty, G, of_rows, of_queries, of_columns, rest,
     rows = gl.arange(0, C, layout=OF_ROWS)[:, None]
     columns = gl.arange(0, C, layout=OF_COLUMNS)[None, :]
     seen = (columns >= rows) if REVERSE else (columns <= rows)
-    apart = gl.convert_layout(G, OF_ROWS)[:, None] - gl.convert_layout(G, OF_COLUMNS)[None, :]
-    reach = gl.exp2(gl.where(seen, apart, -float("inf"))) * gl.convert_layout(of_columns, OF_COLUMNS)[None, :]
+    apart = factors_s.index(of + 3).load(OF_ROWS)[:, None] - factors_s.index(of + 3).load(OF_COLUMNS)[None, :]
+    reach = gl.exp2(gl.where(seen, apart, -float("inf"))) * factors_s.index(of + OF_KEYS).load(OF_COLUMNS)[None, :]
     a = warpgroup_mma_wait(0, deps=[a])
-    mbarrier.wait(p_empty, (i & 1) ^ 1)
     if FINE:
         r_desc, at, full, phase = rest
         r_s = reinterpret(a_s, dtype, [C, e_s.shape[2]], r_desc.layout)
+        mbarrier.wait(p_empty, (i & 1) ^ 1)
         mbarrier.expect(full, r_desc.block_type.nbytes)
         copy_in(r_desc, [at * C, 0], full, r_s)
         mbarrier.wait(full, phase)
         a = warpgroup_mma(z, r_s.permute((1, 0)), a, is_async=True)
         a = warpgroup_mma_wait(0, deps=[a])
-    own = gl.convert_layout(gl.sum(gl.where(rows == columns, a, 0.0), 1), G.type.layout)
-    a *= gl.where(rows == columns, 0.0, reach * gl.convert_layout(of_rows, OF_ROWS)[:, None])
+    own = gl.sum(gl.where(rows == columns, a, 0.0), 1)
+    a *= gl.where(rows == columns, 0.0, reach * -factors_s.index(of + OF_KEYS).load(OF_ROWS)[:, None])
     b_a = a.to(dtype)
-    if not FINE:
-        a_s.index(0).store(b_a)
     p = warpgroup_mma(do, e, none, use_acc=False, is_async=True)
     if FINE:
         p = warpgroup_mma(do, r_s.permute((1, 0)), p, is_async=True)
     p = warpgroup_mma_wait(0, deps=[p])
-    p *= reach * gl.convert_layout(of_queries, OF_ROWS)[:, None]
-    p_s.store(p.to(dtype))
-    if FINE:
+    p *= reach * (factors_s.index(of + 8).load(OF_ROWS)[:, None] if NORM else scale)
+    b_p = p.to(dtype)
+    if not FINE:
+        # Walkers wait for no more than the stores, once the tiles are free.
+        mbarrier.wait(p_empty, (i & 1) ^ 1)
+    else:
         # The rest of E has been read, and what its place is for follows.
         thread_barrier()
-        a_s.index(0).store(b_a)
-        a_s.index(1).store((p - wide(p_s.load(W))).to(dtype))
+        a_s.index(1).store((p - wide(b_p)).to(dtype))
+    a_s.index(0).store(b_a)
+    p_s.store(b_p)
     return own
 
 
 @gluon.jit
-def pair(tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
-         V: gl.constexpr, BV: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
-         GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, NEED_G: gl.constexpr):
-    """A partition of one warpgroup: dP and dA of each chunk, the factors of gates, and the gradients but for dQ and dK.
-
-    For each stage: ``scale exp2(G)``, ``-beta exp2(G)`` and ``beta exp2(G_C - G)``, with norms times one over lengths,
-    then also the lengths of queries and keys, and one over those of keys; ``exp2(G_C)``, and whether keys are alike.
-    """
-    _, _, _, z_s, _, _, _, _ = tiles
-    factors_s, scalars_s, x_s, begin_s = vectors
-    full, ready, empty, p_empty, q_full, _, x_full, rest_full = barriers
-    g, stride_g, beta, stride_beta, alike, norms = inputs
-    dv, dbeta, dg = goals
-    FACTORS: gl.constexpr = 6 if NORM else 3
-    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+def pair(tiles, vectors, barriers, dbeta, r_desc, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
+         WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
+    """A partition of one warpgroup: dP and dA of each chunk, and dbeta."""
+    factors_s, scalars_s, _, _ = vectors
+    full, ready, empty, p_empty, q_full, _, rest_full = barriers
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    t = gl.arange(0, C, layout=EACH)
-    o_t = gl.arange(0, C, layout=gl.SliceLayout(1, FLAT))
-    so_far = scale * 0.0
+    FACTORS: gl.constexpr = 10 if NORM else 5
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, W))
     rests = begin * 0
     for i in range(end - begin):
         at = place(begin + i, size, C, REVERSE)
         slot = i % STAGES
-        inside = t < size - at * C
-        x = gl.zeros([C], gl.float32, EACH)
-        if GATED:
-            x = gl.load(g + (at * C + t).to(gl.int64) * stride_g, mask=inside, other=0.0).to(gl.float32)
-            x = gl.where(inside, gl.maximum(x, FAINT) * LOG2E, 0.0)
-        strength = gl.full([C], 1.0, gl.float32, EACH)
-        if BETA:
-            strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=inside, other=0.0).to(gl.float32)
-        of_keys = gl.full([C], 1.0, gl.float32, EACH)
-        of_queries = of_keys
-        if NORM:
-            of_keys = gl.load(norms + at * (H * C) + t)
-        fine = (gl.load(alike + at * H) > 1).to(gl.int32)
+        of = slot * FACTORS
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if NORM:
             mbarrier.wait(q_full, i & 1)
-            of_queries, of_keys = lengths_of(tiles, slot, of_keys, WALKERS)
-        G = gl.associative_scan(x, 0, add, reverse=REVERSE)
-        total = gl.sum(x, 0)
-        enter = gl.exp2(G)
-        of_columns = strength * of_keys
-        factors_s.index(slot * FACTORS).store(enter * of_queries * scale)
-        factors_s.index(slot * FACTORS + 1).store(-enter * of_columns)
-        factors_s.index(slot * FACTORS + 2).store(gl.exp2(gl.minimum(total - G, 0.0)) * of_columns)
-        if NORM:
-            factors_s.index(slot * FACTORS + 3).store(1 / of_queries)
-            factors_s.index(slot * FACTORS + 4).store(1 / of_keys)
-            factors_s.index(slot * FACTORS + 5).store(of_keys)
-        of_queries *= scale
-        scalars_s.index(slot * 2).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.exp2(total))
-        scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * fine.to(gl.float32))
-        if fine != 0:
+            take_lengths(tiles, factors_s, of, slot, scale, WALKERS)
+        if gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0:
             rest = (r_desc, at, rest_full.index(WALKERS), rests & 1)
-            own = put_pairs(tiles, slot, i, p_empty, G, -of_columns, of_queries, of_columns, rest, True, REVERSE)
+            own = put_pairs(tiles, factors_s, of, slot, i, p_empty, scale, rest, True, NORM, REVERSE)
             rests += 1
         else:
-            own = put_pairs(tiles, slot, i, p_empty, G, -of_columns, of_queries, of_columns, (), False, REVERSE)
+            own = put_pairs(tiles, factors_s, of, slot, i, p_empty, scale, (), False, NORM, REVERSE)
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ready.index(slot), count=1)
-
-        p_dv = dv + (at * C).to(gl.int64) * (H * V)
-        strength_t = gl.convert_layout(strength, gl.SliceLayout(1, FLAT))[:, None]
-        for j in gl.static_range(BV // 64):
-            o_v = j * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, FLAT))
-            b_dv = wide(z_s.index(slot).slice(j * 64, 64, 1).load(FLAT)) * strength_t
-            gl.store(p_dv + (o_t[:, None] * (H * V) + o_v[None, :]), b_dv.to(dv.dtype.element_ty),
-                     mask=within((o_t < size - at * C)[:, None], o_v[None, :], V, BV))
-        if BETA:
-            gl.store(dbeta + (at * C + t).to(gl.int64) * H, own.to(dbeta.dtype.element_ty), mask=inside)
-        thread_barrier()
         mbarrier.arrive(empty.index(slot), count=1)
-        if NEED_G:  # noqa: SIM102
-            if i > 0:
-                so_far = leave(x_s, begin_s, x_full, dg, so_far, i - 1, place(begin + i - 1, size, C, REVERSE), size,
-                               H, C, WALKERS, REVERSE)
+        if BETA:
+            gl.store(dbeta + (at * C + t).to(gl.int64) * H, own.to(dbeta.dtype.element_ty), mask=t < size - at * C)
+
+
+@gluon.jit
+def of_lanes(x):
+    """Sums ``[4, 8, C]`` over the rows of a tile that a thread has."""
+    return gl.sum(x.reshape([4, 2, 8, x.shape[1]]), 1)
+
+
+@gluon.jit
+def start(starts, step, begin_s, o_k, o_v, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr,
+          BV: gl.constexpr, GROUP: gl.constexpr, INIT: gl.constexpr, NEED_G: gl.constexpr):
+    """The state before a group, which begins with chunk ``step``; stores the sum of its products with its gradient."""
+    states, dstates, h0, dh0 = starts
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    given = o_k[:, None] * V + o_v[None, :]
+    left_there = o_k[:, None] + (o_v * K)[None, :]
+    state = (o_k[:, None] * 0.0) + (o_v[None, :] * 0.0)
+    product = state
+    if step > 0:
+        of_group = (step // GROUP).to(gl.int64) * (H * V * K)
+        state = load_state(states + of_group + left_there, o_k, o_v, K, V, BK, BV)
+        if NEED_G:
+            product = state * load_state(dstates + of_group + left_there, o_k, o_v, K, V, BK, BV)
+    else:
+        if INIT:
+            state = load_state(h0 + given, o_k, o_v, K, V, BK, BV)
+            if NEED_G:
+                product = state * load_state(dh0 + given, o_k, o_v, K, V, BK, BV)
     if NEED_G:
-        leave(x_s, begin_s, x_full, dg, so_far, end - begin - 1, place(end - 1, size, C, REVERSE), size, H, C, WALKERS,
-              REVERSE)
+        begin_s.store(gl.full([1], 1.0, gl.float32, FLAG) * gl.sum(gl.sum(product, 1), 0))
+    return state
 
 
 @gluon.jit
 def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, WALKER: gl.constexpr, H: gl.constexpr,
              C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
-             WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr,
-             NORM: gl.constexpr, NEED_G: gl.constexpr):
+             WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
+             INIT: gl.constexpr, NORM: gl.constexpr, NEED_G: gl.constexpr):
     """A partition of one warpgroup: 64 of the keys' dimensions, for which it has the state."""
     k_s, e_s, o_s, z_s, q_s, l_s, p_s, a_s = tiles
     factors_s, scalars_s, x_s, begin_s = vectors
-    full, ready, empty, p_empty, q_full, q_empty, x_full, rest_full = barriers
+    full, ready, empty, p_empty, q_full, q_empty, rest_full = barriers
     dq, dk, outs_s = goals
-    states, dstates, h0, dh0 = starts
-    FACTORS: gl.constexpr = 6 if NORM else 3
+    FACTORS: gl.constexpr = 10 if NORM else 5
     # A chunk's tokens are columns; so are the dimensions of values of a state.
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -309,99 +369,88 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
     dtype: gl.constexpr = k_s.dtype
     o_k = WALKER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WS))
     o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, WS))
-    given = o_k[:, None] * V + o_v[None, :]
-    left_there = o_k[:, None] + (o_v * K)[None, :]
     dq_s = outs_s.index(0)
     dk_s = outs_s.index(1)
     q = q_s.index(WALKER).permute((1, 0))
     given_k = l_s.index(WALKER).permute((1, 0))
     none = gl.zeros([64, C], gl.float32, W)
     state = gl.zeros([64, BV], gl.float32, WS)
-    product = gl.zeros([64, BV], gl.float32, WS)
-    if begin > 0:
-        state = load_state(states + left_there, o_k, o_v, K, V, BK, BV)
-        if NEED_G:
-            product = state * load_state(dstates + left_there, o_k, o_v, K, V, BK, BV)
-    else:
-        if INIT:
-            state = load_state(h0 + given, o_k, o_v, K, V, BK, BV)
-            if NEED_G:
-                product = state * load_state(dh0 + given, o_k, o_v, K, V, BK, BV)
-    if NEED_G:
-        begin_s.index(WALKER).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.sum(gl.sum(product, 1), 0))
     rests = begin * 0
     for i in range(end - begin):
         at = place(begin + i, size, C, REVERSE)
         slot = i % STAGES
         phase = (i // STAGES) & 1
+        of = slot * FACTORS
+        if (begin + i) % GROUP == 0:
+            state = start(starts, begin + i, begin_s.index(((begin + i) // GROUP & 1) * WALKERS + WALKER), o_k, o_v, H, K,
+                          V, BK, BV, GROUP, INIT, NEED_G)
         mbarrier.wait(full.index(slot), phase)
         k = k_s.index(slot * WALKERS + WALKER).permute((1, 0))
         left = gl.convert_layout(state.to(dtype), LEFT)
         dq_t = warpgroup_mma(left, o_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
-        ends = warpgroup_mma(left, z_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        dk_t = warpgroup_mma(left, z_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(ready.index(slot), phase)
-        dq_t, ends = warpgroup_mma_wait(0, deps=[dq_t, ends])
-        dq_t = dq_t * factors_s.index(slot * FACTORS).load(OF_TOKENS)[None, :]
-        ends = ends * factors_s.index(slot * FACTORS + 1).load(OF_TOKENS)[None, :]
-        dq_t = warpgroup_mma(k, p_s.permute((1, 0)), dq_t, is_async=True)
-        ends = warpgroup_mma(k, a_s.index(0).permute((1, 0)), ends, is_async=True)
+        dq_t, dk_t = warpgroup_mma_wait(0, deps=[dq_t, dk_t])
+        dq_t = dq_t * factors_s.index(of + 0).load(OF_TOKENS)[None, :]
+        dk_t = dk_t * factors_s.index(of + 1).load(OF_TOKENS)[None, :]
         state = state * gl.max(scalars_s.index(slot * 2).load(FLAG), 0)
-        late = wide(k.load(W)) * factors_s.index(slot * FACTORS + 2).load(OF_TOKENS)[None, :]
-        high = gl.convert_layout(late.to(dtype), LEFT_S)
-        state = warpgroup_mma(high, e_s.index(slot), state, is_async=True)
-        state, dq_t, ends = warpgroup_mma_wait(0, deps=[state, dq_t, ends])
-        tma.store_wait(0)
         if gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0:
             # The tiles of both results hold the rest of the errors, first.
             r_s = reinterpret(outs_s, dtype, [C, BV], r_desc.layout)
+            tma.store_wait(0)
             mbarrier.expect(rest_full.index(WALKER), r_desc.block_type.nbytes)
             copy_in(r_desc, [at * C, 0], rest_full.index(WALKER), r_s)
-            dq_t = warpgroup_mma(k, a_s.index(1).permute((1, 0)), dq_t, is_async=True)
-            late = wide(k.load(W)) * factors_s.index(slot * FACTORS + 2).load(OF_TOKENS)[None, :]
+            dq_t = warpgroup_mma(k, a_s.index(1).permute((1, 0)), dq_t)
+            late = wide(k.load(W)) * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
             low = gl.convert_layout((late - wide(late.to(dtype))).to(dtype), LEFT_S)
-            state = warpgroup_mma(low, e_s.index(slot), state, is_async=True)
+            state = warpgroup_mma(low, e_s.index(slot), state)
             mbarrier.wait(rest_full.index(WALKER), rests & 1)
             rests += 1
-            high = gl.convert_layout(late.to(dtype), LEFT_S)
-            state = warpgroup_mma(high, r_s, state, is_async=True)
-            dq_t, state = warpgroup_mma_wait(0, deps=[dq_t, state])
-            thread_barrier()
+            state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), r_s, state)
+        dq_t = warpgroup_mma(k, p_s.permute((1, 0)), dq_t, is_async=True)
+        dk_t = warpgroup_mma(k, a_s.index(0).permute((1, 0)), dk_t, is_async=True)
+        late = wide(k.load(W)) * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
+        high = gl.convert_layout(late.to(dtype), LEFT_S)
+        state = warpgroup_mma(high, e_s.index(slot), state, is_async=True)
+        dq_t, dk_t, state = warpgroup_mma_wait(0, deps=[dq_t, dk_t, state])
+        # What ends at a token counts, and not what begins there: all of it, less twice that.
+        x = of_lanes(dk_t * wide(k.load(W))) * 2.0
         mbarrier.wait(q_full, i & 1)
-        begins = warpgroup_mma(q, p_s, none, use_acc=False, is_async=True)
-        begins = warpgroup_mma(k, a_s.index(0), begins, is_async=True)
-        x = dq_t * wide(q.load(W)) + ends * wide(k.load(W))
         if NORM:
-            dq_t *= factors_s.index(slot * FACTORS + 3).load(OF_TOKENS)[None, :]
+            dk_t += wide(given_k.load(W)) * factors_s.index(of + 5).load(OF_TOKENS)[None, :]
+        else:
+            dk_t += wide(given_k.load(W))
+        dk_t = warpgroup_mma(q, p_s, dk_t, is_async=True)
+        dk_t = warpgroup_mma(k, a_s.index(0), dk_t, is_async=True)
+        x += of_lanes(dq_t * wide(q.load(W)))
+        if NORM:
+            dq_t *= factors_s.index(of + 6).load(OF_TOKENS)[None, :]
+        tma.store_wait(0)
         dq_s.permute((1, 0)).store(dq_t.to(dtype))
-        begins = warpgroup_mma_wait(0, deps=[begins])
+        dk_t = warpgroup_mma_wait(0, deps=[dk_t])
         thread_barrier()
         mbarrier.arrive(p_empty, count=1)
-        if NORM:
-            begins += wide(given_k.load(W)) * factors_s.index(slot * FACTORS + 5).load(OF_TOKENS)[None, :]
-        else:
-            begins += wide(given_k.load(W))
         if NEED_G:
-            x_s.index((i & 1) * WALKERS + WALKER).store(gl.sum(x - begins * wide(k.load(W)), 0))
-        ends += begins
+            x -= of_lanes(dk_t * wide(k.load(W)))
+            # Each warp has the sums over its own rows.
+            x_s.index(slot * WALKERS + WALKER).store(gl.sum(x, 1))
         if NORM:
-            ends *= factors_s.index(slot * FACTORS + 4).load(OF_TOKENS)[None, :]
-        dk_s.permute((1, 0)).store(ends.to(dtype))
+            dk_t *= factors_s.index(of + 7).load(OF_TOKENS)[None, :]
+        dk_s.permute((1, 0)).store(dk_t.to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(q_empty, count=1)
         mbarrier.arrive(empty.index(slot), count=1)
-        if NEED_G:
-            mbarrier.arrive(x_full.index(i & 1), count=1)
         copy_out(dq, [at * C, WALKER * 64], dq_s)
         copy_out(dk, [at * C, WALKER * 64], dk_s)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=lengths("qkogb", "T", "N"))
+@gluon.jit(do_not_specialize=lengths("qkogb", "T", "N", "L"))
 def gradients_kernel(
     q, k, g, beta, do, errors, rest, du, dk_given, alike, norms, states, dstates, h0, dh0, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
-    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, N,
+    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, N, L,
     dq, dk, dv, dbeta, dg,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
@@ -409,8 +458,8 @@ def gradients_kernel(
 ):
     """``dq`` and ``dk`` ``[B, T, H, K]``, ``dv`` ``[B, T, H, V]``, ``dbeta`` and ``dg`` ``[B, T, H]`` of each head.
 
-    A program has GROUP chunks of one head of one sequence. du, dk_given: Z and L of ``adjoint_kernel``; errors, rest,
-    states: see ``walk_kernel``; dstates: the gradients of ``states``. alike, norms: see ``prepare_kernel``; with norms,
+    A program has L tokens of one head of one sequence, which are whole groups of GROUP chunks, but for the end. du,
+    dk_given: Z and L of ``adjoint_kernel``; errors, rest, states: see ``walk_kernel``; dstates: the gradients of ``states``. alike, norms: see ``prepare_kernel``; with norms,
     dq and dk are those of queries and keys of length 1. h0, dh0: initial states and their gradients.
 
     K, V: the dimensions of q and k, and of values, in tiles of BK and BV. RQ, RK, RG, RB: how many heads share each of
@@ -418,9 +467,9 @@ def gradients_kernel(
     """
     i_h = gl.program_id(0) % H
     i_s = gl.program_id(0) // H
-    i_n, i_b, token, size, i_g = locate_group(cu_seqlens, i_s, T, N, GROUP * C, PACKED)
-    begin = i_g * GROUP
-    end = gl.minimum(begin + GROUP, gl.cdiv(size, C))
+    i_n, i_b, token, size, i_g = locate_group(cu_seqlens, i_s, T, N, L, PACKED)
+    begin = i_g * (L // C)
+    end = gl.minimum(begin + L // C, gl.cdiv(size, C))
     if end <= begin:
         return
     WALKERS: gl.constexpr = BK // 64
@@ -453,29 +502,26 @@ def gradients_kernel(
     l_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
     p_s = gl.allocate_shared_memory(dtype, [C, C], SQUARE)
     a_s = gl.allocate_shared_memory(dtype, [2, C, C], SQUARE)
-    factors_s = gl.allocate_shared_memory(gl.float32, [(6 if NORM else 3) * STAGES, C], VECTOR)
+    factors_s = gl.allocate_shared_memory(gl.float32, [(10 if NORM else 5) * STAGES, C], VECTOR)
     scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
-    x_s = gl.allocate_shared_memory(gl.float32, [2 * WALKERS, C], VECTOR)
-    begin_s = gl.allocate_shared_memory(gl.float32, [WALKERS, 1], VECTOR)
+    x_s = gl.allocate_shared_memory(gl.float32, [STAGES * WALKERS, 4, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    begin_s = gl.allocate_shared_memory(gl.float32, [2 * WALKERS, 1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    x_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     rest_full = gl.allocate_shared_memory(gl.int64, [WALKERS + 1, 1], BARRIER)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=2)
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WALKERS + 1)
+        mbarrier.init(empty.index(i), count=WALKERS + 2)
     for i in gl.static_range(WALKERS + 1):
         mbarrier.init(rest_full.index(i), count=1)
     mbarrier.init(p_empty, count=WALKERS)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=WALKERS)
-    for i in gl.static_range(2):
-        mbarrier.init(x_full.index(i), count=WALKERS)
     fence_async_shared()
 
     # Something else stands for an absent array, and nobody reads it.
@@ -503,13 +549,12 @@ def gradients_kernel(
     r_desc = describe(rest, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
     goal_q = describe(dq, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
     goal_k = describe(dk, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
-    i_left = (i_s.to(gl.int64) * H + i_h) * (V * K)
+    i_left = (first_slot(i_n, token, size, T, GROUP * C, PACKED) * H + i_h) * (V * K)
     tiles = (k_s, e_s, o_s, z_s, q_s, l_s, p_s, a_s)
     vectors = (factors_s, scalars_s, x_s, begin_s)
-    barriers = (full, ready, empty, p_empty, q_full, q_empty, x_full, rest_full)
+    barriers = (full, ready, empty, p_empty, q_full, q_empty, rest_full)
     descriptors = (q_desc, k_desc, o_desc, e_desc, z_desc, l_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, alike + first, p_norms)
-    goals = (dv + row * V, p_dbeta, p_dg)
     starts = (states + i_left, dstates + i_left, p_h0, p_dh0)
     outs_s = gl.allocate_shared_memory(dtype, [2, C, 64], KEYS)
     results = (goal_q, goal_k, outs_s)
@@ -518,26 +563,34 @@ def gradients_kernel(
         others = (goal_q, goal_k, others_s)
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK,
-                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, NEED_G)),
-                (multiply, (tiles, vectors, barriers, others, starts, r_desc, size, begin, end, 1, H, C, K, V, BK,
-                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, NEED_G)),
-                (pair, (tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scale, H, C, V, BV, WALKERS,
-                        STAGES, REVERSE, GATED, BETA, NORM, NEED_G)),
+                (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK, BV,
+                            WALKERS, STAGES, GROUP, REVERSE, INIT, NORM, NEED_G)),
+                (multiply, (tiles, vectors, barriers, others, starts, r_desc, size, begin, end, 1, H, C, K, V, BK, BV,
+                            WALKERS, STAGES, GROUP, REVERSE, INIT, NORM, NEED_G)),
+                (pair, (tiles, vectors, barriers, p_dbeta, r_desc, size, begin, end, scale, H, C, WALKERS, STAGES,
+                        REVERSE, BETA, NORM)),
+                (values, (tiles, vectors, barriers, dv + row * V, size, begin, end, H, C, V, BV, STAGES, REVERSE,
+                          NORM)),
+                (gates, (vectors, barriers, inputs, p_dg, size, begin, end, scale, H, C, WALKERS, STAGES, GROUP,
+                         REVERSE, GATED, BETA, NORM, NEED_G)),
                 (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
             ],
-            [4, 4, 1],
-            [192, 104, 24],
+            [4, 4, 2, 1, 1],
+            [192, 104, 24, 24, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK,
-                            BV, WALKERS, STAGES, REVERSE, INIT, NORM, NEED_G)),
-                (pair, (tiles, vectors, barriers, inputs, goals, r_desc, size, begin, end, scale, H, C, V, BV, WALKERS,
-                        STAGES, REVERSE, GATED, BETA, NORM, NEED_G)),
+                (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK, BV,
+                            WALKERS, STAGES, GROUP, REVERSE, INIT, NORM, NEED_G)),
+                (pair, (tiles, vectors, barriers, p_dbeta, r_desc, size, begin, end, scale, H, C, WALKERS, STAGES,
+                        REVERSE, BETA, NORM)),
+                (values, (tiles, vectors, barriers, dv + row * V, size, begin, end, H, C, V, BV, STAGES, REVERSE,
+                          NORM)),
+                (gates, (vectors, barriers, inputs, p_dg, size, begin, end, scale, H, C, WALKERS, STAGES, GROUP,
+                         REVERSE, GATED, BETA, NORM, NEED_G)),
                 (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
             ],
-            [4, 1],
-            [120, 24],
+            [4, 2, 1, 1],
+            [216, 24, 24, 24],
         )

@@ -83,6 +83,13 @@ class _Call(Sizes):
         L, _ = cut(self.T, count, 1, 1, CHUNK)
         self.L = 0 if self.packed or L >= self.T else L
         self.segments = self.slots(self.L) if self.L else self.N
+        # Tokens of a program that makes gradients.
+        groups = range(1, max(-(-self.T // (_GROUP * CHUNK)), 1) + 1)
+        self.part = _GROUP * CHUNK * min(groups, key=self._cost_of_groups)
+
+    def _cost_of_groups(self, count: int) -> int:
+        """The time of programs that make gradients of so many groups each, in chunks."""
+        return -(-self.slots(count * _GROUP * CHUNK) * self.H // _AT_ONCE) * (count * _GROUP + _BEGIN // CHUNK)
 
     def slots(self, tokens: int) -> int:
         """Of all sequences' parts of so many tokens."""
@@ -166,11 +173,11 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
         dv="du" if call.ratio(value) == 1 else ((*tokens, V), "float32"),
         dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
         dg=(tokens, call.dtype_of_each(g)) if g is not None and call.opts.needs(call.specs, "g") else None)
-    numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N)
+    numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.part)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=_GROUP,
                      STAGES=min(_STAGES, call.cfg.num_stages), REVERSE=call.reverse,
                      PACKED=call.packed)
-    return Plan(gradients_kernel, (call.groups * H,), numbers, outputs, constants)
+    return Plan(gradients_kernel, (call.slots(call.part) * H,), numbers, outputs, constants)
 
 
 def _prepared(call: _Call, args: Args) -> tuple[Any, Any, Any]:

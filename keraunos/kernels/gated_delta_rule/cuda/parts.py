@@ -1,0 +1,29 @@
+"""Parts of all walks of the gated delta rule over a chunk."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from keraunos.kernels.device.hopper import FAINT, LOG2E
+
+
+@gluon.jit
+def read(inputs, at, size, H: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
+         NORM: gl.constexpr):
+    """A chunk's gates, base 2, and beta; one over the lengths of its keys, by one warp; and whether they are alike."""
+    g, stride_g, beta, stride_beta, alike, norms = inputs
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    t = gl.arange(0, C, layout=EACH)
+    inside = t < size - at * C
+    x = gl.zeros([C], gl.float32, EACH)
+    if GATED:
+        x = gl.load(g + (at * C + t).to(gl.int64) * stride_g, mask=inside, other=0.0).to(gl.float32)
+        x = gl.where(inside, gl.maximum(x, FAINT) * LOG2E, 0.0)
+    strength = gl.full([C], 1.0, gl.float32, EACH)
+    if BETA:
+        strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=inside, other=0.0).to(gl.float32)
+    of_keys = gl.full([C], 1.0, gl.float32, EACH)
+    if NORM:
+        of_keys = gl.load(norms + at * (H * C) + t)
+    return x, strength, of_keys, gl.load(alike + at * H)
