@@ -10,7 +10,8 @@ after a chunk and P without beta:
 
 Z and L go to ``gradients.py``, which makes the gradients. Where keys are alike, P, N, dU and Z have two parts.
 
-A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P and L, a warp copies.
+A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P and L, a warp makes what depends
+on gates alone, one copies.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.device.hopper import (
-    FAINT,
-    LOG2E,
     add,
     describe,
     first_slot,
@@ -37,8 +36,9 @@ from keraunos.kernels.device.hopper import (
     store_state,
     wide,
 )
+from keraunos.kernels.gated_delta_rule.cuda.parts import read
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
-from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
 
 @gluon.jit
@@ -50,169 +50,160 @@ def place(i, count, REVERSE: gl.constexpr):
 @gluon.jit
 def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, PART: gl.constexpr,
          WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, OUTPUT: gl.constexpr):
-    """A partition of one warp: copies chunks into the ring of stages, and each one's errors when their tile is free."""
+    """A partition of one warp: copies chunks into the ring of stages, and errors when their tile is free."""
     q_s, k_s, do_s, e_s, t_s, r_s, _, _ = tiles
-    full, _, empty, _, _, _, e_full, e_empty = barriers
+    full, _, empty, _, _, e_full, e_empty = barriers
     q_desc, k_desc, o_desc, e_desc, t_desc = descriptors
     BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + WALKERS * o_desc.block_type.nbytes + t_desc.block_type.nbytes
     REST: gl.constexpr = t_desc.block_type.nbytes
     count = gl.cdiv(size, C)
-    for i in range((count + 1) if OUTPUT else count):
+    for i in range(count):
+        slot = i % STAGES
         at = place(i, count, REVERSE)
-        if i < count:
-            slot = i % STAGES
-            fine = gl.load(alike + at * H) != 0
-            mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-            arrived = full.index(slot)
-            if fine:
-                mbarrier.expect(arrived, BYTES + REST)
-            else:
-                mbarrier.expect(arrived, BYTES)
-            copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
-            copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
-            for j in gl.static_range(WALKERS):
-                copy_in(o_desc, [at * C, j * PART], arrived, do_s.index(slot * WALKERS + j))
-            copy_in(t_desc, [at * H * 2 * C, 0], arrived, t_s.index(slot))
-            if fine:
-                copy_in(t_desc, [at * H * 2 * C + C, 0], arrived, r_s.index(slot))
-        if OUTPUT:  # noqa: SIM102
-            if i > 0:
-                mbarrier.wait(e_empty, i & 1)
-                mbarrier.expect(e_full, e_desc.block_type.nbytes)
-                copy_in(e_desc, [place(i - 1, count, REVERSE) * C, 0], e_full, e_s)
+        fine = gl.load(alike + at * H) != 0
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        arrived = full.index(slot)
+        if fine:
+            mbarrier.expect(arrived, BYTES + REST)
+        else:
+            mbarrier.expect(arrived, BYTES)
+        copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
+        copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
+        for j in gl.static_range(WALKERS):
+            copy_in(o_desc, [at * C, j * PART], arrived, do_s.index(slot * WALKERS + j))
+        copy_in(t_desc, [at * H * 2 * C, 0], arrived, t_s.index(slot))
+        if fine:
+            copy_in(t_desc, [at * H * 2 * C + C, 0], arrived, r_s.index(slot))
+        if OUTPUT:
+            mbarrier.wait(e_empty, (i & 1) ^ 1)
+            mbarrier.expect(e_full, e_desc.block_type.nbytes)
+            copy_in(e_desc, [at * C, 0], e_full, e_s)
 
 
 @gluon.jit
 def leave(tiles, barriers, late, l_s, l_desc, i, at, C: gl.constexpr, BK: gl.constexpr):
-    """L of the i-th chunk of the walk; ``late``: the factors of its rows."""
+    """L of the i-th chunk of the walk, in the place of its errors; ``late``: the factors of its rows."""
     k_s, _, _, e_s, _, _, _, d_s = tiles
-    _, _, _, _, d_full, d_empty, e_full, e_empty = barriers
+    _, _, _, _, d_full, e_full, e_empty = barriers
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     none = gl.zeros([C, BK], gl.float32, W)
     mbarrier.wait(e_full, i & 1)
     mbarrier.wait(d_full, i & 1)
     x = warpgroup_mma(e_s, d_s, none, use_acc=False, is_async=True)
-    tma.store_wait(0)
     x = warpgroup_mma_wait(0, deps=[x])
+    thread_barrier()
     l_s.store((x * gl.convert_layout(late, gl.SliceLayout(1, W))[:, None]).to(k_s.dtype))
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(d_empty, count=1)
-    mbarrier.arrive(e_empty, count=1)
     copy_out(l_desc, [at * C, 0], l_s)
+    tma.store_wait(0)
+    mbarrier.arrive(e_empty, count=1)
 
 
 @gluon.jit
-def read(inputs, at, size, H: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
-         NORM: gl.constexpr):
-    """A chunk's gates, base 2, and beta; one over the lengths of its keys; and whether they are alike."""
-    g, stride_g, beta, stride_beta, alike, norms = inputs
-    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    t = gl.arange(0, C, layout=EACH)
-    inside = t < size - at * C
-    x = gl.zeros([C], gl.float32, EACH)
-    if GATED:
-        x = gl.load(g + (at * C + t).to(gl.int64) * stride_g, mask=inside, other=0.0).to(gl.float32)
-        x = gl.where(inside, gl.maximum(x, FAINT) * LOG2E, 0.0)
-    strength = gl.full([C], 1.0, gl.float32, EACH)
-    if BETA:
-        strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=inside, other=0.0).to(gl.float32)
-    of_keys = gl.full([C], 1.0, gl.float32, EACH)
-    if NORM:
-        of_keys = gl.load(norms + at * (H * C) + t)
-    return x, strength, of_keys, gl.load(alike + at * H)
+def gates(vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+          REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
+    """A partition of one warp: what depends on gates alone, as soon as a stage is free.
 
-
-@gluon.jit
-def pair(tiles, vectors, barriers, inputs, l_s, l_desc, size, scale, H: gl.constexpr, C: gl.constexpr,
-         BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
-         NORM: gl.constexpr, OUTPUT: gl.constexpr):
-    """A partition of one warpgroup: P of each chunk, the factors of gates that the walk needs, and L.
-
-    For each stage: ``exp2(G_C - G)`` and ``-beta exp2(G)`` of keys, ``scale exp2(G)`` of queries, as long as they are;
-    beta; ``exp2(G_C)``; and whether keys are alike.
+    For each stage: ``exp2(G_C - G)`` and ``-beta exp2(G)`` of keys as long as they are, ``scale exp2(G)``, beta, G, and
+    ``beta exp2(G_C - G)``, with norms those of keys, too; ``exp2(G_C)``; and whether keys are alike.
     """
-    q_s, k_s, _, _, _, _, p_s, _ = tiles
     factors_s, scalars_s = vectors
-    full, ready, empty, p_empty, _, _, _, _ = barriers
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
-    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
-    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    dtype: gl.constexpr = k_s.dtype
-    rows = gl.arange(0, C, layout=OF_ROWS)
-    columns = gl.arange(0, C, layout=OF_COLUMNS)
-    none = gl.zeros([C, C], gl.float32, W)
-    before = gl.zeros([C], gl.float32, OF_ROWS)
+    full, _, empty, _, _, _, _ = barriers
+    FACTORS: gl.constexpr = 7 if NORM else 6
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     count = gl.cdiv(size, C)
-    x, strength, of_keys, fine = read(inputs, place(0, count, REVERSE), size, H, C, GATED, BETA, NORM)
     for i in range(count):
         slot = i % STAGES
-        # The next chunk's are read one chunk ahead.
-        ahead = gl.minimum(i + 1, count - 1)
-        then = read(inputs, place(ahead, count, REVERSE), size, H, C, GATED, BETA, NORM)
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        q = q_s.index(slot)
-        of_queries = gl.full([C], 1.0, gl.float32, EACH) * scale
-        if NORM:
-            squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
-            squares = warpgroup_mma_wait(0, deps=[squares])
-            squares = gl.sum(gl.where(rows[:, None] == columns[None, :], squares, 0.0), 1)
-            of_queries *= gl.rsqrt(gl.convert_layout(squares, EACH) + EPSILON)
-        a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        of = slot * FACTORS
+        x, strength, of_keys, fine = read(inputs, place(i, count, REVERSE), size, H, C, GATED, BETA, NORM)
         G = gl.associative_scan(x, 0, add, reverse=REVERSE)
         total = gl.sum(x, 0)
         late = gl.exp2(gl.minimum(total - G, 0.0))
         enter = gl.exp2(G)
-        factors_s.index(slot * 4).store(late * of_keys)
-        factors_s.index(slot * 4 + 1).store(enter * of_queries)
-        factors_s.index(slot * 4 + 2).store(-enter * strength * of_keys)
-        factors_s.index(slot * 4 + 3).store(strength)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        factors_s.index(of).store(late * of_keys)
+        factors_s.index(of + 1).store(enter * scale)
+        factors_s.index(of + 2).store(-enter * strength * of_keys)
+        factors_s.index(of + 3).store(strength)
+        factors_s.index(of + 4).store(G)
+        factors_s.index(of + 5).store(late * strength)
+        if NORM:
+            factors_s.index(of + 6).store(of_keys)
         scalars_s.index(slot * 2).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.exp2(total))
-        scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * fine)
-        G_rows = gl.convert_layout(G, OF_ROWS)
-        G_columns = gl.convert_layout(G, OF_COLUMNS)
-        seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
-        reach = gl.exp2(gl.where(seen, G_rows[:, None] - G_columns[None, :], -float("inf")))
-        reach *= gl.convert_layout(of_keys, OF_COLUMNS)[None, :]
-        of_rows = gl.convert_layout(of_queries, OF_ROWS)[:, None]
+        scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * fine.to(gl.float32))
+        thread_barrier()
+        mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def pair(tiles, vectors, barriers, l_s, l_desc, size, scale, H: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
+         STAGES: gl.constexpr, REVERSE: gl.constexpr, NORM: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of one warpgroup: P of each chunk, with norms the factors of queries, and L."""
+    q_s, k_s, _, _, _, _, p_s, _ = tiles
+    factors_s, scalars_s = vectors
+    full, ready, empty, p_empty, _, _, _ = barriers
+    FACTORS: gl.constexpr = 7 if NORM else 6
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    dtype: gl.constexpr = k_s.dtype
+    rows = gl.arange(0, C, layout=OF_ROWS)[:, None]
+    columns = gl.arange(0, C, layout=OF_COLUMNS)[None, :]
+    seen = (columns >= rows) if REVERSE else (columns <= rows)
+    none = gl.zeros([C, C], gl.float32, W)
+    count = gl.cdiv(size, C)
+    for i in range(count):
+        slot = i % STAGES
+        of = slot * FACTORS
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        q = q_s.index(slot)
+        if NORM:
+            squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
+            squares = warpgroup_mma_wait(0, deps=[squares])
+            of_queries = gl.rsqrt(gl.sum(gl.where(rows == columns, squares, 0.0), 1) + EPSILON)
+            factors_s.index(of + 1).store(factors_s.index(of + 1).load(OF_ROWS) * of_queries)
+        a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        apart = factors_s.index(of + 4).load(OF_ROWS)[:, None] - factors_s.index(of + 4).load(OF_COLUMNS)[None, :]
+        reach = gl.exp2(gl.where(seen, apart, -float("inf")))
         a = warpgroup_mma_wait(0, deps=[a])
-        a *= of_rows * reach
+        if NORM:
+            reach *= factors_s.index(of + 6).load(OF_COLUMNS)[None, :]
+            a *= (of_queries * scale)[:, None] * reach
+        else:
+            a *= reach * scale
+        fine = gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0
+        late = factors_s.index(of + 5).load(OF_ROWS)
         mbarrier.wait(p_empty, (i & 1) ^ 1)
         p_s.index(0).store(a.to(dtype))
-        if fine != 0:
+        if fine:
             p_s.index(1).store((a - wide(a.to(dtype))).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ready.index(slot), count=1)
         mbarrier.arrive(empty.index(slot), count=1)
         if OUTPUT:
-            if i > 0:
-                leave(tiles, barriers, before, l_s, l_desc, i - 1, place(i - 1, count, REVERSE), C, BK)
-            before = gl.convert_layout(late * strength, OF_ROWS)
-        x, strength, of_keys, fine = then
-    if OUTPUT:
-        if count > 0:
-            leave(tiles, barriers, before, l_s, l_desc, count - 1, place(count - 1, count, REVERSE), C, BK)
-        tma.store_wait(0)
+            leave(tiles, barriers, late, l_s, l_desc, i, place(i, count, REVERSE), C, BK)
 
 
 @gluon.jit
 def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: gl.constexpr, H: gl.constexpr,
              C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
              WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
-             BETA: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr):
+             BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SPLIT: gl.constexpr,
+             OUTPUT: gl.constexpr):
     """A partition of one warpgroup: PART of the values' dimensions, for which it has the state's gradient.
 
     before: the chunks of the sequence before these; last: whether these are the last ones.
     """
     q_s, k_s, do_s, _, t_s, r_s, p_s, d_s = tiles
     factors_s, scalars_s = vectors
-    full, ready, empty, p_empty, d_full, d_empty, _, _ = barriers
+    full, ready, empty, p_empty, d_full, _, _ = barriers
     outs_s, z_desc = goal
     z_s = outs_s.index(WALKER)
     dht, dh0, kept = ends
+    FACTORS: gl.constexpr = 7 if NORM else 6
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
@@ -235,6 +226,7 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
+        of = slot * FACTORS
         at = place(i, count, REVERSE)
         phase = (i // STAGES) & 1
         mbarrier.wait(full.index(slot), phase)
@@ -245,7 +237,7 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
         mbarrier.wait(ready.index(slot), phase)
         z = warpgroup_mma(do, p_s.index(0), none, use_acc=False, is_async=True)
         if OUTPUT:
-            mbarrier.wait(d_empty, (i & 1) ^ 1)
+            # It has been read: the chunk before has L, of which P of this one follows.
             d_s.slice(WALKER * PART, PART, 0).store(b_state)
             fence_async_shared()
             thread_barrier()
@@ -256,8 +248,8 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
             z = warpgroup_mma(do, p_s.index(1), z)
         thread_barrier()
         mbarrier.arrive(p_empty, count=1)
-        u = u * factors_s.index(slot * 4).load(OF_TOKENS)[None, :] + z
-        w = u * factors_s.index(slot * 4 + 3).load(OF_TOKENS)[None, :] if BETA else u
+        u = u * factors_s.index(of).load(OF_TOKENS)[None, :] + z
+        w = u * factors_s.index(of + 3).load(OF_TOKENS)[None, :] if BETA else u
         left = gl.convert_layout(w.to(dtype), LEFT)
         if fine:
             rest = gl.convert_layout((w - wide(w.to(dtype))).to(dtype), LEFT)
@@ -265,10 +257,10 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
             u = warpgroup_mma(rest, t_s.index(slot), u)
         z = warpgroup_mma(left, t_s.index(slot), u, is_async=True)
         state = state * gl.max(scalars_s.index(slot * 2).load(FLAG), 0)
-        x = wide(do.load(W)) * factors_s.index(slot * 4 + 1).load(OF_TOKENS)[None, :]
-        z = warpgroup_mma_wait(0, deps=[z])
-        y = z * factors_s.index(slot * 4 + 2).load(OF_TOKENS)[None, :]
+        x = wide(do.load(W)) * factors_s.index(of + 1).load(OF_TOKENS)[None, :]
         state = warpgroup_mma(gl.convert_layout(x.to(dtype), LEFT_S), q_s.index(slot), state, is_async=True)
+        z = warpgroup_mma_wait(1, deps=[z])
+        y = z * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
         state = warpgroup_mma(gl.convert_layout(y.to(dtype), LEFT_S), k, state, is_async=True)
         if OUTPUT:
             tma.store_wait(0)
@@ -367,27 +359,27 @@ def adjoint_kernel(
     outs_s = do_s
     l_s = k_s
     if OUTPUT:
-        e_s = gl.allocate_shared_memory(dtype, [C, BV], ERRORS)
+        # Errors, and what is made of them.
+        wider_s = gl.allocate_shared_memory(dtype, [C, max(BK, BV)], BLOCK if BK > BV else ERRORS)
+        e_s = reinterpret(wider_s, dtype, [C, BV], ERRORS)
+        l_s = reinterpret(wider_s, dtype, [C, BK], BLOCK)
         d_s = gl.allocate_shared_memory(dtype, [BV, BK], STATE)
         outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
-        l_s = gl.allocate_shared_memory(dtype, [C, BK], BLOCK)
-    factors_s = gl.allocate_shared_memory(gl.float32, [4 * STAGES, C], VECTOR)
+    factors_s = gl.allocate_shared_memory(gl.float32, [(7 if NORM else 6) * STAGES, C], VECTOR)
     scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     d_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    d_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     e_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     e_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=2)
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=WALKERS + 1)
     mbarrier.init(p_empty, count=WALKERS)
     mbarrier.init(d_full, count=WALKERS)
-    mbarrier.init(d_empty, count=1)
     mbarrier.init(e_full, count=1)
     mbarrier.init(e_empty, count=1)
     fence_async_shared()
@@ -416,7 +408,7 @@ def adjoint_kernel(
         p_kept = dstates + (first_group * H + i_h) * (V * K)
     tiles = (q_s, k_s, do_s, e_s, t_s, r_s, p_s, d_s)
     vectors = (factors_s, scalars_s)
-    barriers = (full, ready, empty, p_empty, d_full, d_empty, e_full, e_empty)
+    barriers = (full, ready, empty, p_empty, d_full, e_full, e_empty)
     descriptors = (q_desc, k_desc, o_desc, e_desc, t_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
     goal = (outs_s, z_desc)
@@ -425,25 +417,28 @@ def adjoint_kernel(
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, goal, ends, size, last, before, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SPLIT, OUTPUT)),
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SPLIT,
+                            OUTPUT)),
                 (multiply, (tiles, vectors, barriers, goal, ends, size, last, before, 1, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SPLIT, OUTPUT)),
-                (pair, (tiles, vectors, barriers, inputs, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, GATED,
-                        BETA, NORM, OUTPUT)),
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SPLIT,
+                            OUTPUT)),
+                (pair, (tiles, vectors, barriers, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, NORM, OUTPUT)),
+                (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE, OUTPUT)),
             ],
-            [4, 4, 1],
-            [192, 104, 24],
+            [4, 4, 1, 1],
+            [192, 104, 24, 24],
         )
     else:
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, goal, ends, size, last, before, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SPLIT, OUTPUT)),
-                (pair, (tiles, vectors, barriers, inputs, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, GATED,
-                        BETA, NORM, OUTPUT)),
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SPLIT,
+                            OUTPUT)),
+                (pair, (tiles, vectors, barriers, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, NORM, OUTPUT)),
+                (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE, OUTPUT)),
             ],
-            [4, 1],
-            [88, 24],
+            [4, 1, 1],
+            [216, 24, 24],
         )
