@@ -11,7 +11,8 @@ i, base 2, and N of ``prepare.py``:
 
 Where keys are alike, Y, N, E and P have two parts: corrections cancel, but not what 16 bits do not hold of them.
 
-A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P, a warp copies.
+A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P, a warp makes what depends on
+gates alone, one copies.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.device.hopper import (
-    FAINT,
-    LOG2E,
     add,
     clear_padding,
     describe,
@@ -40,6 +39,7 @@ from keraunos.kernels.device.hopper import (
     wide,
     within,
 )
+from keraunos.kernels.gated_delta_rule.cuda.parts import read
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
@@ -79,76 +79,85 @@ def copy(tiles, barriers, descriptors, alike, size, blank, H: gl.constexpr, C: g
 
 
 @gluon.jit
-def pair(tiles, vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
-         REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, OUTPUT: gl.constexpr):
-    """A partition of one warpgroup: P of each chunk, and the factors of gates that the walk needs.
+def gates(vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+          REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
+    """A partition of one warp: what depends on gates alone, as soon as a stage is free.
 
-    For each stage: ``exp2(G)``, ``scale exp2(G)``, ``beta exp2(G_C - G)``, of keys and queries as long as they are;
-    ``exp2(G_C)``, as often as there are rows of a state; beta; and whether keys are alike.
+    For each stage: ``exp2(G)`` and ``beta exp2(G_C - G)`` of keys as long as they are, ``scale exp2(G)``;
+    ``exp2(G_C)``, as often as there are rows of a state; beta; G, and with norms beta of keys as long as they are; and
+    whether keys are alike.
     """
-    q_s, k_s, _, _, _, p_s = tiles
     factors_s, alike_s = vectors
-    full, ready, empty = barriers
-    g, stride_g, beta, stride_beta, alike, norms = inputs
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
-    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
-    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    dtype: gl.constexpr = k_s.dtype
-    rows = gl.arange(0, C, layout=OF_ROWS)
-    columns = gl.arange(0, C, layout=OF_COLUMNS)
-    none = gl.zeros([C, C], gl.float32, W)
-    t = gl.arange(0, C, layout=EACH)
+    full, _, empty = barriers
+    FACTORS: gl.constexpr = 8 if NORM else 7
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
+        of = slot * FACTORS
         at = (count - 1 - i) if REVERSE else i
-        inside = t < size - at * C
-        x = gl.zeros([C], gl.float32, EACH)
-        if GATED:
-            x = gl.load(g + (at * C + t).to(gl.int64) * stride_g, mask=inside, other=0.0).to(gl.float32)
-            x = gl.where(inside, gl.maximum(x, FAINT) * LOG2E, 0.0)
-        strength = gl.full([C], 1.0, gl.float32, EACH)
-        if BETA:
-            strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=inside, other=0.0).to(gl.float32)
-        of_keys = gl.full([C], 1.0, gl.float32, EACH)
-        if NORM:
-            of_keys = gl.load(norms + at * (H * C) + t)
-        fine = gl.load(alike + at * H)
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        q = q_s.index(slot)
-        of_queries = gl.full([C], 1.0, gl.float32, EACH) * scale
-        if NORM and OUTPUT:
-            squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
-            squares = warpgroup_mma_wait(0, deps=[squares])
-            squares = gl.sum(gl.where(rows[:, None] == columns[None, :], squares, 0.0), 1)
-            of_queries *= gl.rsqrt(gl.convert_layout(squares, EACH) + EPSILON)
-        if OUTPUT:
-            a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        x, strength, of_keys, fine = read(inputs, at, size, H, C, GATED, BETA, NORM)
         G = gl.associative_scan(x, 0, add, reverse=REVERSE)
         total = gl.sum(x, 0)
-        factors_s.index(slot * 6 + 4).store(strength)
-        factors_s.index(slot * 6 + 5).store(strength)
-        strength *= of_keys
-        factors_s.index(slot * 6).store(gl.exp2(G) * of_keys)
-        if OUTPUT:
-            factors_s.index(slot * 6 + 1).store(gl.exp2(G) * of_queries)
-        factors_s.index(slot * 6 + 2).store(gl.exp2(gl.minimum(total - G, 0.0)) * strength)
-        factors_s.index(slot * 6 + 3).store(gl.full([C], 1.0, gl.float32, EACH) * gl.exp2(total))
+        enter = gl.exp2(G)
+        late = gl.exp2(gl.minimum(total - G, 0.0)) * strength
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        factors_s.index(of).store(enter * of_keys)
+        factors_s.index(of + 1).store(enter * scale)
+        factors_s.index(of + 2).store(late * of_keys)
+        factors_s.index(of + 3).store(gl.full([C], 1.0, gl.float32, EACH) * gl.exp2(total))
+        factors_s.index(of + 4).store(strength)
+        factors_s.index(of + 5).store(strength)
+        factors_s.index(of + 6).store(G)
+        if NORM:
+            factors_s.index(of + 7).store(strength * of_keys)
         alike_s.index(slot).store(gl.full([1], 1, gl.int32, FLAG) * fine)
-        if OUTPUT:
-            G_rows = gl.convert_layout(G, OF_ROWS)
-            G_columns = gl.convert_layout(G, OF_COLUMNS)
-            seen = (columns[None, :] >= rows[:, None]) if REVERSE else (columns[None, :] <= rows[:, None])
-            reach = gl.exp2(gl.where(seen, G_rows[:, None] - G_columns[None, :], -float("inf")))
-            reach *= gl.convert_layout(strength, OF_COLUMNS)[None, :]
-            of_rows = gl.convert_layout(of_queries, OF_ROWS)[:, None]
-            a = warpgroup_mma_wait(0, deps=[a])
-            a *= of_rows * reach
-            p_s.index(2 * slot).store(a.to(dtype))
-            if fine != 0:
-                p_s.index(2 * slot + 1).store((a - wide(a.to(dtype))).to(dtype))
+        thread_barrier()
+        mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def pair(tiles, vectors, barriers, size, scale, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
+         NORM: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of one warpgroup: P of each chunk, and with norms the factors of queries."""
+    q_s, k_s, _, _, _, p_s = tiles
+    factors_s, alike_s = vectors
+    full, ready, empty = barriers
+    FACTORS: gl.constexpr = 8 if NORM else 7
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    dtype: gl.constexpr = k_s.dtype
+    rows = gl.arange(0, C, layout=OF_ROWS)[:, None]
+    columns = gl.arange(0, C, layout=OF_COLUMNS)[None, :]
+    seen = (columns >= rows) if REVERSE else (columns <= rows)
+    none = gl.zeros([C, C], gl.float32, W)
+    # Without outputs there is none.
+    count = gl.cdiv(size, C) if OUTPUT else 0
+    for i in range(count):
+        slot = i % STAGES
+        of = slot * FACTORS
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        q = q_s.index(slot)
+        if NORM:
+            squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
+            squares = warpgroup_mma_wait(0, deps=[squares])
+            of_queries = gl.rsqrt(gl.sum(gl.where(rows == columns, squares, 0.0), 1) + EPSILON)
+            factors_s.index(of + 1).store(factors_s.index(of + 1).load(OF_ROWS) * of_queries)
+        a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        apart = factors_s.index(of + 6).load(OF_ROWS)[:, None] - factors_s.index(of + 6).load(OF_COLUMNS)[None, :]
+        reach = gl.exp2(gl.where(seen, apart, -float("inf")))
+        reach *= factors_s.index(of + (7 if NORM else 4)).load(OF_COLUMNS)[None, :]
+        a = warpgroup_mma_wait(0, deps=[a])
+        if NORM:
+            a *= (of_queries * scale)[:, None] * reach
+        else:
+            a *= reach * scale
+        p_s.index(2 * slot).store(a.to(dtype))
+        if gl.max(alike_s.index(slot).load(FLAG), 0) != 0:
+            p_s.index(2 * slot + 1).store((a - wide(a.to(dtype))).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ready.index(slot), count=1)
@@ -159,9 +168,9 @@ def pair(tiles, vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.c
 def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, WALKER: gl.constexpr, H: gl.constexpr,
              C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
              WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
-             BETA: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SAVE: gl.constexpr, SPLIT: gl.constexpr,
-             OUTPUT: gl.constexpr, MAY_START: gl.constexpr, STORED: gl.constexpr, stride_sk: gl.constexpr,
-             stride_sv: gl.constexpr):
+             BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SAVE: gl.constexpr,
+             SPLIT: gl.constexpr, OUTPUT: gl.constexpr, MAY_START: gl.constexpr, STORED: gl.constexpr,
+             stride_sk: gl.constexpr, stride_sv: gl.constexpr):
     """A partition of one warpgroup: PART of the values' dimensions, for which it has the state.
 
     before: the chunks that the walk has before its own; part: see ``walk_kernel``.
@@ -172,6 +181,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
     outs_s, o_desc, e_desc, r_desc = goals
     o_s = outs_s.index(WALKER)
     h0, ht, kept, begins = states
+    FACTORS: gl.constexpr = 8 if NORM else 7
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
@@ -200,6 +210,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
+        of = slot * FACTORS
         at = (count - 1 - i) if REVERSE else i
         phase = (i // STAGES) & 1
         mbarrier.wait(full.index(slot), phase)
@@ -214,30 +225,30 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
         y = warpgroup_mma(left, k.permute((1, 0)), none, use_acc=False, is_async=True)
         if OUTPUT:
             o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
-        mbarrier.wait(ready.index(slot), phase)
         if OUTPUT:
             y, o = warpgroup_mma_wait(0, deps=[y, o])
         else:
             y = warpgroup_mma_wait(0, deps=[y])
         # Loaded no sooner: the products leave no registers for them.
-        enter = factors_s.index(slot * 6).load(OF_TOKENS)[None, :]
+        enter = factors_s.index(of).load(OF_TOKENS)[None, :]
         alike = gl.max(alike_s.index(slot).load(FLAG), 0)
         fine = alike != 0
         v = v_s.index(slot * WALKERS + WALKER).permute((1, 0)).load(W)
         y = wide(v) - y * enter
-        u = y * factors_s.index(slot * 6 + 4).load(OF_TOKENS)[None, :] if BETA else y
+        u = y * factors_s.index(of + 4).load(OF_TOKENS)[None, :] if BETA else y
         left = gl.convert_layout(u.to(dtype), LEFT)
         if fine:
-            u = y * factors_s.index(slot * 6 + 5).load(OF_TOKENS)[None, :] if BETA else y
+            u = y * factors_s.index(of + 5).load(OF_TOKENS)[None, :] if BETA else y
             rest = gl.convert_layout((u - wide(u.to(dtype))).to(dtype), LEFT)
             y = warpgroup_mma(left, r_s.index(slot).permute((1, 0)), y)
             y = warpgroup_mma(rest, t_s.index(slot).permute((1, 0)), y)
         e = warpgroup_mma(left, t_s.index(slot).permute((1, 0)), y, is_async=True)
-        state = state * factors_s.index(slot * 6 + 3).load(gl.SliceLayout(1, WS))[:, None]
+        state = state * factors_s.index(of + 3).load(gl.SliceLayout(1, WS))[:, None]
         if OUTPUT:
-            o = o * factors_s.index(slot * 6 + 1).load(OF_TOKENS)[None, :]
+            mbarrier.wait(ready.index(slot), phase)
+            o = o * factors_s.index(of + 1).load(OF_TOKENS)[None, :]
         e = warpgroup_mma_wait(0, deps=[e])
-        late = e * factors_s.index(slot * 6 + 2).load(OF_TOKENS)[None, :]
+        late = e * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
         state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), k, state, is_async=True)
         if OUTPUT:
             o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), p_s.index(2 * slot).permute((1, 0)), o,
@@ -247,7 +258,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
         else:
             state = warpgroup_mma_wait(0, deps=[state])
         if fine:
-            late = e * factors_s.index(slot * 6 + 2).load(OF_TOKENS)[None, :]
+            late = e * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
             rest = (late - wide(late.to(dtype))).to(dtype)
             state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), k, state, is_async=True)
             if OUTPUT:
@@ -394,15 +405,15 @@ def walk_kernel(
         q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
         p_s = gl.allocate_shared_memory(dtype, [2 * STAGES, C, C], SQUARE)
         outs_s = gl.allocate_shared_memory(dtype, [(3 if SAVE else 1) * WALKERS, C, PART], VALUES)
-    factors_s = gl.allocate_shared_memory(gl.float32, [6 * STAGES, C], VECTOR)
+    factors_s = gl.allocate_shared_memory(gl.float32, [(8 if NORM else 7) * STAGES, C], VECTOR)
     alike_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=2)
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WALKERS + 1)
+        mbarrier.init(empty.index(i), count=WALKERS + (1 if OUTPUT else 0))
     fence_async_shared()
 
     p_h0 = k
@@ -443,30 +454,30 @@ def walk_kernel(
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
                             STORED, stride_sk, stride_sv)),
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 1, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
                             STORED, stride_sk, stride_sv)),
-                (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
-                        OUTPUT)),
+                (pair, (tiles, vectors, barriers, size, scale, C, STAGES, REVERSE, NORM, OUTPUT)),
+                (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,
                         OUTPUT)),
             ],
-            [4, 4, 1],
-            [200, 88, 24],
+            [4, 4, 1, 1],
+            [208, 72, 24, 24],
         )
     else:
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
+                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
                             STORED, stride_sk, stride_sv)),
-                (pair, (tiles, vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
-                        OUTPUT)),
+                (pair, (tiles, vectors, barriers, size, scale, C, STAGES, REVERSE, NORM, OUTPUT)),
+                (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,
                         OUTPUT)),
             ],
-            [4, 1],
-            [88, 24],
+            [4, 1, 1],
+            [216, 24, 24],
         )
