@@ -382,8 +382,8 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         phase = (i // STAGES) & 1
         of = slot * FACTORS
         if (begin + i) % GROUP == 0:
-            state = start(starts, begin + i, begin_s.index(((begin + i) // GROUP & 1) * WALKERS + WALKER), o_k, o_v, H, K,
-                          V, BK, BV, GROUP, INIT, NEED_G)
+            of_begin = ((begin + i) // GROUP & 1) * WALKERS + WALKER
+            state = start(starts, begin + i, begin_s.index(of_begin), o_k, o_v, H, K, V, BK, BV, GROUP, INIT, NEED_G)
         mbarrier.wait(full.index(slot), phase)
         k = k_s.index(slot * WALKERS + WALKER).permute((1, 0))
         left = gl.convert_layout(state.to(dtype), LEFT)
@@ -459,8 +459,9 @@ def gradients_kernel(
     """``dq`` and ``dk`` ``[B, T, H, K]``, ``dv`` ``[B, T, H, V]``, ``dbeta`` and ``dg`` ``[B, T, H]`` of each head.
 
     A program has L tokens of one head of one sequence, which are whole groups of GROUP chunks, but for the end. du,
-    dk_given: Z and L of ``adjoint_kernel``; errors, rest, states: see ``walk_kernel``; dstates: the gradients of ``states``. alike, norms: see ``prepare_kernel``; with norms,
-    dq and dk are those of queries and keys of length 1. h0, dh0: initial states and their gradients.
+    dk_given: Z and L of ``adjoint_kernel``; errors, rest, states: see ``walk_kernel``; dstates: the gradients of
+    ``states``. alike, norms: see ``prepare_kernel``; with norms, dq and dk are those of queries and keys of length 1.
+    h0, dh0: initial states and their gradients.
 
     K, V: the dimensions of q and k, and of values, in tiles of BK and BV. RQ, RK, RG, RB: how many heads share each of
     an array's.
