@@ -413,7 +413,7 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         high = gl.convert_layout(late.to(dtype), LEFT_S)
         state = warpgroup_mma(high, e_s.index(slot), state, is_async=True)
         dq_t, dk_t, state = warpgroup_mma_wait(0, deps=[dq_t, dk_t, state])
-        # What ends at a token counts, and not what begins there: all of it, less twice that.
+        # What ends at a token counts, and what begins there is subtracted: twice what ends, minus all of it.
         x = of_lanes(dk_t * wide(k.load(W))) * 2.0
         mbarrier.wait(q_full, i & 1)
         if NORM:
