@@ -30,6 +30,10 @@ BUILDS = {
     "delta rule, float16": small(K=128, V=128, H=4, dtype="float16"),
     "delta rule, 64": small(H=4, state=True),
     "delta rule, 96 and 40": small(K=96, V=40, H=4, state=True),
+    "delta rule, dimensions": small(K=128, V=128, H=4, gate="vector"),
+    "delta rule, dimensions, everything": small(K=128, V=128, H=4, gate="vector", lengths=(60, 40), state=True,
+                                                norm=True, reverse=True),
+    "delta rule, dimensions, 64": small(H=4, gate="vector", state=True),
 }
 
 
@@ -70,11 +74,16 @@ def in_torch():
 
 
 def run(case, *, mode="late", seed=0, replaced=None, segments=None):
-    """The output, the final state and the gradients of a case, whose sequences are cut into so many segments."""
+    """The output, the final state and the gradients of a case, whose sequences are cut into so many segments.
+
+    With gates per dimension there are no gradients: those are another platform's.
+    """
     args, *grads = case.arrays
     args, opts = Args(*map(torch_tensor, args)), options(case)
     with emulated(mode, seed, replaced), in_torch(), mock.patch.object(passes, "_SEGMENTS", segments):
         results, residuals = passes.forward(args, opts)
+        if case.gate == "vector":
+            return [None if x is None else tensor_array(x) for x in results]
         made = passes.backward(args, residuals, tuple(map(torch_tensor, grads)), opts)
     return [None if x is None else tensor_array(x) for x in (*results, *made[:6])]
 
@@ -91,7 +100,7 @@ def build(case, gradients=True):
 
     def call():
         passes.forward(args, options(case)._replace(kept=False))
-        if gradients:
+        if gradients and case.gate != "vector":
             outputs, residuals = passes.forward(args, options(case))
             passes.backward(args, residuals, outputs, options(case))
 

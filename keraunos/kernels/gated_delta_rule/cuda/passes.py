@@ -1,4 +1,4 @@
-"""The gated delta rule with a gate per token, or with none, on Hopper GPUs: which Gluon kernel runs when.
+"""The gated delta rule on Hopper GPUs: which Gluon kernel runs when.
 
 Forward: a kernel that is parallel over chunks makes of each chunk's keys what needs no state, then one walk over each
 sequence and head has the output. Both read each input once but for the keys, which the first one reads, too. Where
@@ -8,6 +8,9 @@ state and its matrix, all at once, and ``join_kernel`` makes from these the stat
 Where gradients follow, the walk leaves the errors that tokens correct, and the state before every few chunks. Backward:
 a walk the other way, with the gradient of the state, leaves what depends on that, of each token, and the gradients of
 the same states. From there all groups of chunks are walked at once, which make their states again: they have the rest.
+
+With gates per token and dimension one kernel prepares most chunks, and a second one those that need more digits or
+products; sequences stay whole. Platform ``triton`` makes the gradients, from the inputs only.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from typing import Any
 
 from keraunos.kernels.device.sums import over_shared
 from keraunos.kernels.gated_delta_rule import norms
-from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
+from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.cuda.adjoint import adjoint_kernel
+from keraunos.kernels.gated_delta_rule.cuda.dimensions import fine_dimensions_kernel, prepare_dimensions_kernel
+from keraunos.kernels.gated_delta_rule.cuda.dimensions_walk import walk_dimensions_kernel
 from keraunos.kernels.gated_delta_rule.cuda.gradients import gradients_kernel
 from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
 from keraunos.kernels.gated_delta_rule.cuda.walk import walk_kernel
@@ -32,7 +37,8 @@ from keraunos.kernels.host.pool import NO_STATES, Pool
 from keraunos.kernels.host.sequences import Sizes, cut
 from keraunos.kernels.recurrent.contract import no_gradients, no_tokens
 from keraunos.kernels.state_pool import contract as pool_contract
-from keraunos.ops.invocation import Config, Invocation
+from keraunos.ops.invocation import Config, Invocation, Platform
+from keraunos.ops.registry import kernel_registry
 
 FIELDS = ("num_stages",)
 
@@ -42,6 +48,12 @@ _STAGES, _STAGES_NARROW = 2, 3
 _GROUP = 8
 # Registers of a thread that prepares chunks: five programs share a multiprocessor, with 24 bytes of stack at most.
 _REGISTERS = 96
+# The same with gates per dimension: four programs.
+_REGISTERS_DIMENSIONS = 128
+# The least that the gates of half of a chunk come to, base 2, of which the dtype has the factors.
+_LEAST = {"bfloat16": -100.0, "float16": -8.0}
+# Programs that look for chunks that were left, if no more than so many chunks come to one.
+_PROGRAMS_FINE, _MOST_FINE = 1024, 32
 # Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few.
 _PROGRAMS = 32
 # Programs that run at once; tokens that make a segment worth its while. In tokens of a walk, by time: what a program
@@ -81,7 +93,7 @@ class _Call(Sizes):
         most = max(min(_most_segments(heads), self.T // _MIN_SEGMENT), 1)
         count = segments or min(range(1, most + 1), key=lambda n: _cost(self.T, heads, self.matrices, n))
         L, _ = cut(self.T, count, 1, 1, CHUNK)
-        self.L = 0 if self.packed or L >= self.T else L
+        self.L = 0 if self.packed or self.gate == 2 or L >= self.T else L
         self.segments = self.slots(self.L) if self.L else self.N
         # Tokens of a program that makes gradients.
         groups = range(1, max(-(-self.T // (_GROUP * CHUNK)), 1) + 1)
@@ -180,6 +192,49 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
     return Plan(gradients_kernel, (call.slots(call.part) * H,), numbers, outputs, constants)
 
 
+@remember
+def _prepare_dimensions_plan(call: _Call, q: Spec, k: Spec, g: Spec, fine: bool) -> Plan:
+    """The launch that makes what needs no state; fine: of the chunks that another one has left."""
+    beta, H, slots = call.specs.beta, call.H, call.chunks
+    of_tokens = {name: stride // ROW for name, stride in token_strides(q=q, k=k, g=g).items()}
+    numbers = of_tokens | token_strides(b=beta) | dict(scale=call.scale, T=call.T, N=call.N)
+    constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), K=call.K, BK=call.tiles["BK"], C=CHUNK,
+                     UNIT=ROW, LEAST=_LEAST[call.dtype], REVERSE=call.reverse, PACKED=call.packed)
+    if fine:
+        each = min(max(slots * H // _PROGRAMS_FINE, 1), _MOST_FINE)
+        return Plan(fine_dimensions_kernel, (-(-slots * H // each),), numbers | dict(SLOTS=slots * H, EACH=each),
+                    {name: f"{name}_given" for name in ("near", "pairs", "alike")},
+                    constants | dict(NORM=call.norm, MOST=_MOST_FINE))
+    square = (slots, H, 2, CHUNK, CHUNK), call.dtype
+    outputs = dict(near=square, pairs=square, alike=((slots, H), "int32"),
+                   norms=((slots, H, 2, CHUNK), "float32") if call.norm else None)
+    return Plan(prepare_dimensions_kernel, (slots * H,), numbers, outputs,
+                constants | dict(MAXNREG=_REGISTERS_DIMENSIONS))
+
+
+@remember
+def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final: bool) -> Plan:
+    beta, H, K, V = call.specs.beta, call.H, call.K, call.V
+    outputs = dict(o=((call.B, call.T, H, V), call.dtype), ht=((call.N, H, K, V), "float32") if final else None)
+    numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T)
+    most = _STAGES if max(K, V) > LEAST_TILE else _STAGES_NARROW
+    constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK,
+                     STAGES=min(most, call.cfg.num_stages), REVERSE=call.reverse, PACKED=call.packed)
+    return Plan(walk_dimensions_kernel, (call.N * H,), numbers, outputs, constants)
+
+
+def _forward_of_dimensions(call: _Call, args: Args, final: bool) -> tuple[Any, Any]:
+    """The output and the final state with gates per token and dimension."""
+    q, k, v, g, beta, h0, cu_seqlens = args
+    near, pairs, alike, of_rows = _prepare_dimensions_plan(call, *call.specs[:2], call.specs.g, False).launch(
+        q=q, k=k, g=g, beta=beta, cu_seqlens=cu_seqlens)
+    near, pairs, alike = _prepare_dimensions_plan(call, *call.specs[:2], call.specs.g, True).launch(
+        q=q, k=k, g=g, beta=beta, near_given=near, pairs_given=pairs, alike_given=alike, cu_seqlens=cu_seqlens)
+    return _walk_dimensions_plan(call, *call.specs[:4], final).launch(
+        q=q, k=k, v=v, g=g, beta=beta, near=near, pairs=pairs, alike=alike, norms=of_rows, h0=h0,
+        cu_seqlens=cu_seqlens)
+
+
 def _prepared(call: _Call, args: Args) -> tuple[Any, Any, Any]:
     """The results of ``prepare_kernel``."""
     return _prepare_plan(call, call.specs.key).launch(k=args.key, g=args.g, beta=args.beta, cu_seqlens=args.cu_seqlens)
@@ -225,17 +280,29 @@ def _walked_back(call: _Call, args: Args, do: Any, dfinal: Any, residuals: Seque
     return walk(ends, False)
 
 
+def _per_dimension(args: Args) -> bool:
+    """Whether there is a gate per token and dimension."""
+    return args.g is not None and len(args.g.shape) == 4
+
+
 def _all_aligned(args: Args) -> Args:
     """The arguments, with arrays that copies can take."""
-    return args._replace(**{name: aligned(getattr(args, name)) for name in ("query", "key", "value")})
+    names = ("query", "key", "value", *(("g",) if _per_dimension(args) else ()))
+    return args._replace(**{name: aligned(getattr(args, name)) for name in names})
 
 
 def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple]:
-    """``((output, final_state), residuals)``: what ``prepare_kernel`` has made, the errors, and some states."""
+    """``((output, final_state), residuals)``: what ``prepare_kernel`` has made, the errors, and some states.
+
+    With gates per token and dimension there are no residuals.
+    """
     if not args.query.shape[1]:
         return no_tokens(args), (None,) * len(forward.residuals)  # type: ignore[attr-defined]
     args = _all_aligned(args)
     call = _call_of(Args(*map(spec_of, args)), opts)
+    if _per_dimension(args):
+        none = (None,) * len(forward.residuals)  # type: ignore[attr-defined]
+        return _forward_of_dimensions(call, args, opts.state), none
     ready = _prepared(call, args)
     output, final, *kept = _walked(call, args, ready, opts.state, opts.kept)
     return (output, final), (*ready, *kept)
@@ -286,10 +353,20 @@ forward.residuals = dict(  # type: ignore[attr-defined]
 forward.rehearsed = True  # type: ignore[attr-defined]
 
 
+def _triton_backward(args: Args, grads: Sequence[Any], opts: Options) -> Args:
+    """The gradients as platform ``triton`` has them, which needs the inputs only."""
+    triton = kernel_registry.get("gated_delta_rule", Platform.TRITON)
+    assert triton.passes is not None
+    inv = GATED_DELTA_RULE.describe(args, opts.softmax_scale, use_qk_l2norm=opts.use_qk_l2norm, reverse=opts.reverse)
+    return triton.passes("torch")[1](args, (), grads, opts._replace(cfg=triton.heuristic(inv, Config())))
+
+
 def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     if not args.query.shape[1]:
         return no_gradients(args, grads[1])
+    if _per_dimension(args):
+        return _triton_backward(args, grads, opts)
     given, args = args, _all_aligned(args)
     do, dfinal = aligned(grads[0]), grads[1]
     call = _call_of(Args(*map(spec_of, args)), opts)
@@ -307,19 +384,12 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
     return Args(dq, dk, dv, dg, dbeta, dh0)
 
 
-def unsupported(inv: Invocation) -> str | None:
-    """Why these kernels cannot run the call, or None."""
-    if reason := cannot_walk(inv):
-        return reason
-    if inv.arrays.get("g", ("", 0))[1] == 4:
-        return "takes gates per token [B, T, H]; the call has gates per token and dimension"
-    return None
-
-
 def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what was not measured to be faster."""
     if reason := was_not_measured():
         return reason
+    if inv.arrays.get("g", ("", 0))[1] == 4:
+        return "was not timed with gates per token and dimension"
     if inv.dims["N"] * inv.dims["H"] < _PROGRAMS:
         return f"has a walk for each sequence and head, and was measured to be faster with {_PROGRAMS} of them or more"
     return None
@@ -345,7 +415,7 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
 
 
 gated_delta_rule = kernel("cuda", __file__, forward, backward, fields=FIELDS, heuristic=heuristic,
-                          candidates=candidates, unsupported=unsupported)
+                          candidates=candidates, unsupported=cannot_walk)
 preferred_gated_delta_rule = replace(gated_delta_rule, loses=loses)
 # Each request has one walk for each head, however long it is.
 delta_prefill = pool_contract.implementation(

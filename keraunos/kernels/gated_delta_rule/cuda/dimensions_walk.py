@@ -1,0 +1,343 @@
+"""The walk that makes outputs with gates per token and dimension of the key, with the state in registers.
+
+It is the walk of ``walk.py`` with other factors. With S the state before a chunk, ``G_i`` for each dimension the sum of
+its gates up to and with token i, base 2, and N and P of ``dimensions.py``:
+
+    Y = V - (K o exp2(G)) S                            the errors before the chunk
+    E = Y + N beta Y                                   the errors that tokens correct
+    O = scale (Q o exp2(G)) S + P E
+    S' = exp2(G_C) o S + (K o exp2(G_C - G))^T beta E
+
+A warpgroup has 64 of the values' dimensions: none waits for another. One more makes the three products of queries, keys
+and gates, in shared memory, a warp copies.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from keraunos.kernels.device.hopper import LOG2E, describe, first_slot, load_state, locate, store_state, wide
+from keraunos.kernels.gated_delta_rule.cuda.dimensions import (
+    BLOCKS,
+    PART,
+    TOKENS,
+    flat,
+    in_blocks,
+    load_blocks,
+    load_part,
+    sums_from,
+    within_blocks,
+)
+from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
+
+
+@gluon.jit
+def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, WALKERS: gl.constexpr,
+         STAGES: gl.constexpr, REVERSE: gl.constexpr, COPIED: gl.constexpr):
+    """A partition of one warp: copies chunks into the ring of stages, and the rest of N and P where it counts.
+
+    COPIED: gates, which have 16 bits, come to where ``work_in`` puts what it makes of them.
+
+    Of the rest there is one stage: its copy waits until the chunk before has been read.
+    """
+    q_s, k_s, _, v_s, n_s, p_s, rests_s, _, g_s = tiles
+    full, _, empty = barriers
+    q_desc, k_desc, v_desc, n_desc, p_desc, g_desc = descriptors
+    SQUARES: gl.constexpr = 2 * n_desc.block_type.nbytes
+    KEYS: gl.constexpr = (3 if COPIED else 2) * k_desc.block_type.nbytes
+    BYTES: gl.constexpr = KEYS + WALKERS * v_desc.block_type.nbytes + SQUARES
+    count = gl.cdiv(size, C)
+    for i in range(count):
+        slot = i % STAGES
+        at = (count - 1 - i) if REVERSE else i
+        fine = gl.load(alike + at * H) != 0
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        arrived = full.index(slot)
+        if fine:
+            if i > 0:
+                mbarrier.wait(empty.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
+            mbarrier.expect(arrived, BYTES + SQUARES)
+            copy_in(n_desc, [at * H * 2 * C + C, 0], arrived, rests_s.index(0))
+            copy_in(p_desc, [at * H * 2 * C + C, 0], arrived, rests_s.index(1))
+        else:
+            mbarrier.expect(arrived, BYTES)
+        if COPIED:
+            copy_in(g_desc, [at * C, 0], arrived, g_s.index(slot))
+        copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
+        copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
+        copy_in(n_desc, [at * H * 2 * C, 0], arrived, n_s.index(slot))
+        for j in gl.static_range(WALKERS):
+            copy_in(v_desc, [at * C, j * PART], arrived, v_s.index(slot * WALKERS + j))
+        copy_in(p_desc, [at * H * 2 * C, 0], arrived, p_s.index(slot))
+
+
+@gluon.jit
+def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr,
+            BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr,
+            COPIED: gl.constexpr):
+    """A partition of one warpgroup: ``Q o exp2(G)``, ``K o exp2(G)`` and ``K o exp2(G_C - G)`` of each chunk.
+
+    Where keys are alike, what 16 bits leave of the last, too. For each stage: ``exp2(G_C)``, beta, and whether keys are
+    alike.
+    """
+    q_s, k_s, x_s, _, _, _, _, rest_s, g_s = tiles
+    sums_s, decay_s, strength_s, alike_s, lengths_s = vectors
+    full, ready, _ = barriers
+    g, stride_g, beta, stride_beta, alike, norms = inputs
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    OF_TOKENS: gl.constexpr = gl.SliceLayout(1, TOKENS)
+    PARTS: gl.constexpr = BK // PART
+    dtype: gl.constexpr = k_s.dtype
+    t = gl.arange(0, C, layout=EACH)
+    both = gl.arange(0, 2 * C, layout=EACH)
+    count = gl.cdiv(size, C)
+    for i in range(count):
+        slot = i % STAGES
+        at = (count - 1 - i) if REVERSE else i
+        left = size - at * C
+        p_g = g + (at * C).to(gl.int64) * stride_g
+        strength = gl.full([C], 1.0, gl.float32, EACH)
+        if BETA:
+            strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=t < left, other=0.0).to(gl.float32)
+        fine = gl.load(alike + at * H)
+        if NORM:
+            lengths_s.store(gl.load(norms + at * (H * 2 * C) + both))
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        strength_s.index(slot).store(strength)
+        alike_s.index(slot).store(gl.full([1], 1, gl.int32, EACH) * fine)
+        for part in gl.static_range(PARTS):
+            if COPIED:
+                gates = g_s.index(slot).slice(part * PART, PART, 1).load(TOKENS)
+            else:
+                gates = load_part(p_g, stride_g, left, part, K, BK)
+            x = in_blocks(gates)
+            sums_s.index(part).store(gl.sum(x, 1))
+            blocks = load_blocks(sums_s.index(part))
+            total = gl.sum(blocks, 0) * LOG2E
+            decay_s.index(slot).slice(part * PART, PART).store(gl.exp2(total))
+            G = within_blocks(x, REVERSE) * LOG2E + sums_from(blocks, BLOCKS, 0, REVERSE)
+            total = gl.convert_layout(total, gl.SliceLayout(0, gl.SliceLayout(1, G.type.layout)))
+            after = flat(total[None, None, :] - G)
+            to = gl.exp2(flat(G))
+            q_c = q_s.index(slot).slice(part * PART, PART, 1)
+            k_c = k_s.index(slot).slice(part * PART, PART, 1)
+            query, key = wide(q_c.load(TOKENS)), wide(k_c.load(TOKENS))
+            if NORM:
+                query *= lengths_s.slice(0, C).load(OF_TOKENS)[:, None]
+                key *= lengths_s.slice(C, C).load(OF_TOKENS)[:, None]
+            q_c.store((query * to).to(dtype))
+            k_c.store((key * to).to(dtype))
+            key *= gl.exp2(after)
+            x_s.index(slot).slice(part * PART, PART, 1).store(key.to(dtype))
+            if fine != 0:
+                rest_s.slice(part * PART, PART, 1).store((key - wide(key.to(dtype))).to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(ready.index(slot), count=1)
+
+
+@gluon.jit
+def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER: gl.constexpr, C: gl.constexpr,
+             K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr,
+             REVERSE: gl.constexpr, BETA: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr):
+    """A partition of one warpgroup: PART of the values' dimensions, for which it has the state."""
+    q_s, k_s, x_s, v_s, n_s, p_s, rests_s, rest_s, _ = tiles
+    _, decay_s, strength_s, alike_s, _ = vectors
+    _, ready, empty = barriers
+    outs_s, o_desc = goals
+    o_s = outs_s.index(WALKER)
+    h0, ht = states
+    # A chunk's tokens are columns; so are the dimensions of keys of a state.
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
+    LEFT_S: gl.constexpr = gl.DotOperandLayout(0, WS, 2)
+    OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    dtype: gl.constexpr = k_s.dtype
+    o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
+    o_state = o_v[:, None] + (o_k * V)[None, :]
+    none = gl.zeros([PART, C], gl.float32, W)
+    state = gl.zeros([PART, BK], gl.float32, WS)
+    if INIT:
+        state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
+    count = gl.cdiv(size, C)
+    for i in range(count):
+        slot = i % STAGES
+        at = (count - 1 - i) if REVERSE else i
+        near = n_s.index(slot).permute((1, 0))
+        pairs = p_s.index(slot).permute((1, 0))
+        left = gl.convert_layout(state.to(dtype), LEFT)
+        # Who arrives there has waited for the copies.
+        mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
+        y = warpgroup_mma(left, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        y, o = warpgroup_mma_wait(0, deps=[y, o])
+        # Loaded no sooner: the products leave no registers for them.
+        alike = gl.max(alike_s.index(slot).load(FLAG), 0)
+        fine = alike != 0
+        v = v_s.index(slot * WALKERS + WALKER).permute((1, 0)).load(W)
+        y = wide(v) - y
+        u = y * strength_s.index(slot).load(OF_TOKENS)[None, :] if BETA else y
+        left = gl.convert_layout(u.to(dtype), LEFT)
+        if fine:
+            u = y * strength_s.index(slot).load(OF_TOKENS)[None, :] if BETA else y
+            rest = gl.convert_layout((u - wide(u.to(dtype))).to(dtype), LEFT)
+            y = warpgroup_mma(left, rests_s.index(0).permute((1, 0)), y)
+            y = warpgroup_mma(rest, near, y)
+        e = warpgroup_mma(left, near, y, is_async=True)
+        state = state * decay_s.index(slot).load(gl.SliceLayout(0, WS))[None, :]
+        o = o * scale
+        e = warpgroup_mma_wait(0, deps=[e])
+        late = e * strength_s.index(slot).load(OF_TOKENS)[None, :] if BETA else e
+        state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), x_s.index(slot), state, is_async=True)
+        o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), pairs, o, is_async=True)
+        tma.store_wait(0)
+        state, o = warpgroup_mma_wait(0, deps=[state, o])
+        if fine:
+            late = e * strength_s.index(slot).load(OF_TOKENS)[None, :] if BETA else e
+            state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), rest_s, state, is_async=True)
+            rest = (late - wide(late.to(dtype))).to(dtype)
+            state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), x_s.index(slot), state, is_async=True)
+            o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), rests_s.index(1).permute((1, 0)), o, is_async=True)
+            rest = (e - wide(e.to(dtype))).to(dtype)
+            o = warpgroup_mma(gl.convert_layout(rest, LEFT), pairs, o, is_async=True)
+            state, o = warpgroup_mma_wait(0, deps=[state, o])
+        o_s.permute((1, 0)).store(o.to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(empty.index(slot), count=1)
+        copy_out(o_desc, [at * C, WALKER * PART], o_s)
+    tma.store_wait(0)
+    if FINAL:
+        store_state(ht + o_state, state, last, o_v, o_k, V, K, WALKERS * PART, BK)
+
+
+@gluon.jit(do_not_specialize=lengths("qkvgb", "T"))
+def walk_dimensions_kernel(
+    q, k, v, g, beta, near, pairs, alike, norms, h0, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T,
+    o, ht,
+    H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+    REVERSE: gl.constexpr, PACKED: gl.constexpr,
+):
+    """``o`` ``[B, T, H, V]`` and the final states ``ht``, of one head of one sequence for each program.
+
+    near, pairs, alike, norms: see ``prepare_dimensions_kernel``. h0: initial states. beta None: ones.
+
+    K, V: the dimensions of q and k, and of v and o, in tiles of BK and BV. RQ, RK, RV, RG, RB: how many heads
+    share each of an array's.
+    """
+    i_h = gl.program_id(0) % H
+    i_o = gl.program_id(0) // H
+    i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
+    WALKERS: gl.constexpr = BV // PART
+    dtype: gl.constexpr = k.dtype.element_ty
+    g_dtype: gl.constexpr = g.dtype.element_ty
+    COPIED: gl.constexpr = g_dtype != gl.float32
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PART], dtype)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    VECTORS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    INIT: gl.constexpr = h0 is not None
+    FINAL: gl.constexpr = ht is not None
+    BETA: gl.constexpr = beta is not None
+    NORM: gl.constexpr = norms is not None
+
+    first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
+    rows = ((gl.maximum(gl.cdiv(size, C), 1) - 1) * H + 1) * (2 * C)
+    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, BLOCK)
+    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
+    v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, V, PART, VALUES)
+    o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
+    n_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [rows, C], [C, 1], [C, C], SQUARE)
+    p_desc = tma.make_tensor_descriptor(pairs + first * (2 * C * C), [rows, C], [C, 1], [C, C], SQUARE)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+    x_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+    g_s = x_s
+    g_desc = k_desc
+    if COPIED:
+        GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype)
+        g_s = reinterpret(x_s, g_dtype, [STAGES, C, BK], GATES)
+        g_desc = describe(g, i_b, token, i_h // RG, size, stride_gb, stride_gt, stride_gh, C, K, BK, GATES)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, PART], VALUES)
+    n_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+    p_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+    # What their dtype leaves of N and P, and of the keys that make the state.
+    rests_s = gl.allocate_shared_memory(dtype, [2, C, C], SQUARE)
+    rest_s = gl.allocate_shared_memory(dtype, [C, BK], BLOCK)
+    outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
+    sums_s = gl.allocate_shared_memory(gl.float32, [BK // PART, BLOCKS, PART], VECTORS)
+    decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
+    strength_s = gl.allocate_shared_memory(gl.float32, [STAGES, C], VECTOR)
+    alike_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
+    lengths_s = gl.allocate_shared_memory(gl.float32, [2 * C], VECTOR)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WALKERS)
+    fence_async_shared()
+
+    # Something else stands for what is absent, and nobody reads it.
+    p_h0 = k
+    p_ht = k
+    p_beta = k
+    p_norms = near
+    if INIT:
+        p_h0 = h0 + (i_n.to(gl.int64) * H + i_h) * K * V
+    if FINAL:
+        p_ht = ht + (i_n.to(gl.int64) * H + i_h) * K * V
+    if BETA:
+        p_beta = beta + i_b.to(gl.int64) * stride_bb + token * stride_bt + (i_h // RB).to(gl.int64) * stride_bh
+    if NORM:
+        p_norms = norms + first * (2 * C)
+    p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
+    p_alike = alike + first
+    tiles = (q_s, k_s, x_s, v_s, n_s, p_s, rests_s, rest_s, g_s)
+    vectors = (sums_s, decay_s, strength_s, alike_s, lengths_s)
+    barriers = (full, ready, empty)
+    descriptors = (q_desc, k_desc, v_desc, n_desc, p_desc, g_desc)
+    inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
+    goals = (outs_s, o_desc)
+    ends = (p_h0, p_ht)
+    if WALKERS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, K, V, BK, WALKERS, STAGES,
+                            REVERSE, BETA, INIT, FINAL)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 1, C, K, V, BK, WALKERS, STAGES,
+                            REVERSE, BETA, INIT, FINAL)),
+                (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM, COPIED)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE, COPIED)),
+            ],
+            [4, 4, 1],
+            [200, 88, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, K, V, BK, WALKERS, STAGES,
+                            REVERSE, BETA, INIT, FINAL)),
+                (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM, COPIED)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE, COPIED)),
+            ],
+            [4, 1],
+            [104, 24],
+        )
