@@ -8,14 +8,17 @@ pytest.importorskip("torch")
 
 import torch
 import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from keraunos.frontends.torch import launch as torch_launch
 from keraunos.kernels import kernel_registry
+from keraunos.kernels.device.hopper import locate_walk
 from keraunos.kernels.gated_delta_rule.cuda import passes as delta_passes
 from keraunos.kernels.gluon import RUN
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.kernels.state_pool.contract import Args, describe
-from tests.cuda import builds, mutants
+from tests.cuda import builds, emulator, mutants
 from tests.cuda.emulator import EmulatorError
 from tests.cuda.platform import PREFILL, delta_prefill, prefill, prefill_options, small_prefill
 from tests.linear_attention.cases import GPU
@@ -201,3 +204,24 @@ def test_auto_chooses_for_sizes_that_are_not_known(monkeypatch):
     inv = described(65536, 32)
     row, _ = kernel_registry.choose(dataclasses.replace(inv, dims={n: Unknown(x) for n, x in inv.dims.items()}))
     assert row.platform == "cuda"
+
+
+# In which order programs walk
+
+
+@gluon.jit
+def order_kernel(cu_seqlens, found, H: gl.constexpr, PACKED: gl.constexpr):
+    i_h, i_o = locate_walk(cu_seqlens, H, PACKED)
+    gl.store(found + gl.program_id(0), i_o * H + i_h)
+
+
+@pytest.mark.parametrize(("lengths", "order"), [
+    ((3, 70, 0, 70, 5), (1, 3, 4, 0, 2)), ((0, 0), (0, 1)), ((7,), (0,)), ((1, *[0] * 127, 5), range(129)),
+])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_longest_sequences_start_first(lengths, order, dtype):
+    """Where there are many, they start in their order: other programs end late enough."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+    found = torch.full((len(lengths), 2), -1, dtype=torch.int32)
+    emulator.launch(order_kernel, (found.numel(),), cu_seqlens, found, 2, True, num_warps=4)
+    assert found.tolist() == [[2 * n, 2 * n + 1] for n in order]

@@ -32,6 +32,35 @@ def wide(x):
 
 
 @gluon.jit
+def longest_first(cu_seqlens, i_o, N):
+    """The packed sequence that is the i_o-th in the order of lengths, of few; of many, who end together anyhow, i_o."""
+    MOST: gl.constexpr = 32 * gl.num_warps()
+    n = gl.arange(0, MOST, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    i_n = i_o
+    if N <= MOST:
+        begins = gl.load(cu_seqlens + n, mask=n < N, other=0)
+        sizes = gl.load(cu_seqlens + n + 1, mask=n < N, other=0) - begins
+        before = n * 0
+        begin = gl.load(cu_seqlens)
+        for m in range(N):
+            end = gl.load(cu_seqlens + m + 1)
+            size = end - begin
+            before += ((size > sizes) | ((size == sizes) & (m < n))).to(gl.int32)
+            begin = end
+        i_n = gl.sum(gl.where((n < N) & (before == i_o), n, 0), 0)
+    return i_n
+
+
+@gluon.jit
+def locate_walk(cu_seqlens, H: gl.constexpr, PACKED: gl.constexpr):
+    """Program -> (head, walk). The longest packed sequences start first: one that starts last keeps a GPU waiting."""
+    i_o = gl.program_id(0) // H
+    if PACKED:
+        i_o = longest_first(cu_seqlens, i_o, gl.num_programs(0) // H)
+    return gl.program_id(0) % H, i_o
+
+
+@gluon.jit
 def locate(cu_seqlens, i_o, T, L, PACKED: gl.constexpr, SPLIT: gl.constexpr, REVERSE: gl.constexpr):
     """Walk -> (sequence, row of the batch, its first token in the row, its tokens, whether it ends the sequence)."""
     if PACKED:

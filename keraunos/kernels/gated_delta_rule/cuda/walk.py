@@ -35,6 +35,7 @@ from keraunos.kernels.device.hopper import (
     load_state,
     locate,
     locate_segment,
+    locate_walk,
     store_state,
     wide,
     within,
@@ -330,8 +331,8 @@ def walk_kernel(
     slots: h0 and ht are a pool, as in ``outputs_kernel`` of linear attention, and so is has_initial. stride_s: strides
     of states. STORED: o, which may overwrite ``into``, is stored, not copied.
     """
-    i_h = gl.program_id(0) % H
-    i_o = gl.program_id(0) // H
+    # With gradients the walk has no registers left to know where its sequence is, other than by the program.
+    i_h, i_o = locate_walk(cu_seqlens, H, PACKED and not SPLIT and errors is None)
     OUTPUT: gl.constexpr = o is not None
     before = 0
     part = 0

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from keraunos.kernels.device.hopper import LOG2E, load_state, locate, store_state, within
+from keraunos.kernels.device.hopper import LOG2E, load_state, locate, locate_walk, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, lengths, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
@@ -226,8 +226,7 @@ def gradients_kernel(
     each GROUP-th chunk, from the recurrence's first on, in whole tiles. REVERSE: of the recurrence, which is walked the
     other way. K, V: the dimensions of q and k, and of v and do, in tiles of BK and BV.
     """
-    i_h = gl.program_id(0) % H
-    i_o = gl.program_id(0) // H
+    i_h, i_o = locate_walk(cu_seqlens, H, PACKED)
     i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, L, PACKED, SPLIT, not REVERSE)
     HALF: gl.constexpr = BV // 2
     dtype: gl.constexpr = k.dtype.element_ty

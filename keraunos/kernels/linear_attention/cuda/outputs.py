@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from keraunos.kernels.device.hopper import LOG2E, clear_padding, load_state, locate, store_state, within
+from keraunos.kernels.device.hopper import LOG2E, clear_padding, load_state, locate, locate_walk, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, lengths, thread_barrier
 from keraunos.kernels.linear_attention.cuda.walk import (
@@ -302,8 +302,7 @@ def outputs_kernel(
     K, V: the dimensions of q and k, and of v, f and o, in tiles of BK and BV. stride_s: strides of states. STORED: o,
     which may overwrite ``into``, is stored, not copied. RQ, RK, RV, RF, RG: how many heads share each of an array's.
     """
-    i_h = gl.program_id(0) % H
-    i_o = gl.program_id(0) // H
+    i_h, i_o = locate_walk(cu_seqlens, H, PACKED)
     OUTPUT: gl.constexpr = q is not None
     if not OUTPUT:
         # Nobody goes on from the segment that is walked last.
@@ -365,7 +364,7 @@ def outputs_kernel(
         dots_s = gl.allocate_shared_memory(gl.float32, [4, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         p_dh = dh + (group_slot(i_o, token, T, L, GROUP * C, PACKED, SPLIT) * H + i_h) * BK * BV
         p_dg = None if dg is None else dg + of_token
-        p_dgamma = None if dgamma is None else dgamma + gl.program_id(0)
+        p_dgamma = None if dgamma is None else dgamma + i_o * H + i_h
         gradients = GateGradients(pipeline(1, (2,), 1), dots_s, products + of_token, p_dh, p_dg, p_dgamma, GROUP)
     if POOL:
         own = slot * stride_ss + i_h.to(gl.int64) * stride_sh
