@@ -80,6 +80,7 @@ def printed(*args, **_):
 # What instructions make, alone or of several elements in one block: a type, and the value of each element, exactly.
 _INSTRUCTIONS = {
     "rcp.approx.ftz.f32": (gl.float32, tensors.elementwise(lambda x: 1 / x)),
+    "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": (gl.float32, lambda x: x.to(gl.float32)),
     # Programs run one after the other: none sees what another has not finished.
     "cp.async.bulk.wait_group": (gl.int32, lambda x: x),
 }

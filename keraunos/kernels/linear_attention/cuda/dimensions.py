@@ -1,15 +1,18 @@
 """The walk that makes outputs with a gate per token and dimension of the key.
 
 ``G`` is, for each dimension, the sum of a chunk's gates, base 2, in the order of the recurrence, up to and with each
-token; ``G_total`` that of the whole chunk, ``m`` half of it. Two warpgroups work gates into q and k, in shared memory:
+token; ``G_total`` that of the whole chunk. One warpgroup works gates into q and k, in shared memory, and makes pairs:
 
-- where a chunk's gates are mild or moderate, ``q exp2(G - m)`` and ``k exp2(m - G)``, whose products are all the
-  chunk's pairs, and the state is kept times ``exp2(m)``;
+- where a chunk's gates are mild or moderate, of ``q exp2(G - u)`` and ``k exp2(u - G)``; and the state is kept times
+  ``exp2(u)``. Of the next chunk u is less by ``G_total``, so that this state is the same, until the factors would go
+  beyond RANGE: then the state is multiplied, and u begins anew;
 - where one dimension's are strong, these factors would leave float32. Then ``q exp2(G)`` and ``k exp2(G_total - G)``
-  read and make the state, and the two warpgroups make the pairs, from one product for each level of a tree: at a level
-  blocks of tokens have two halves, the queries of the later one meet the keys of the earlier one at the boundary,
-  ``q_i exp2(G_i - G_mid)`` and ``k_j exp2(G_mid - G_j)``. These factors are not above 1. A token's pair with itself has
-  no gate.
+  read and make the state, and pairs come from one product for each level of a tree: at a level blocks of tokens have
+  two halves, the queries of the later one meet the keys of the earlier one at the boundary, ``q_i exp2(G_i - G_mid)``
+  and ``k_j exp2(G_mid - G_j)``. These factors are not above 1. A token's pair with itself has no gate.
+
+The state is kept transposed ``[V, K]`` in registers, as the left operand of products. A warpgroup has PART of the
+values' dimensions: none waits for another's products.
 """
 
 from __future__ import annotations
@@ -32,19 +35,48 @@ MODERATE = gl.constexpr(-21.8)
 # The same for the factors that gradients are multiplied by, if they are float16 and are to have all its digits: half of
 # the gates of all blocks, base 2, is no less than -12. Those of moderate chunks, which lie between, are bfloat16.
 MILD = gl.constexpr(-4.15)
-# What says of which kind a chunk is; of strong ones LOG2E does.
+# What says of which kind a chunk is; of strong ones LOG2E does. Outputs tell not mild from moderate ones, but those
+# before which the state is multiplied from others.
 IS_MILD = gl.constexpr(0.0)
 IS_MODERATE = gl.constexpr(-1.0)
+IS_RESCALED = gl.constexpr(0.0)
+IS_KEPT = gl.constexpr(-1.0)
+# The log, base 2, that factors of q and k may come to before the state is multiplied; a single chunk's may be more.
+RANGE = gl.constexpr(24.0)
+# What is beyond all ranges.
+BEYOND = gl.constexpr(1e6)
 # What strong chunks' factors, which are not above 1, are stored in float16 times, so that small ones have all digits.
 MAGNIFIED = gl.constexpr(32768.0)
 # The levels of a chunk's tree.
 LEVELS = gl.constexpr(6)
+# So many dimensions of a state, as rows, has a warpgroup.
+PART = gl.constexpr(64)
 # The parts of a stage: copies of gates, of keys and what has their dimensions, and of values; and what comes of all
 # with the gates worked in.
 COPIED_GATES = gl.constexpr(0)
 COPIED_KEYS = gl.constexpr(1)
 COPIED_VALUES = gl.constexpr(2)
 WORKED = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def of_tokens(C, BK, WARPS):
+    """The layout of a chunk for so many warps that work gates in: a thread has the tokens of a block."""
+    return gl.BlockedLayout([C // BLOCKS, 2 if WARPS == 4 else BK // 64], [1, 32], [BLOCKS, WARPS // BLOCKS], [1, 0])
+
+
+@gluon.constexpr_function
+def of_blocks(first, BK, WARPS):
+    """The layout, for as many warps, of ``[BLOCKS, first, dimensions]``, of which each warp has one of the blocks."""
+    size = 2 if WARPS == 4 else BK // 64
+    return gl.BlockedLayout([1, first, size], [1, 1, 32], [BLOCKS, 1, WARPS // BLOCKS], [2, 1, 0])
+
+
+@gluon.jit
+def wide_pairs(x):
+    """bfloat16 values as float32, two of a register at a time, of which a thread must have both."""
+    both: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return gl.inline_asm_elementwise(both, "=f,=f,r", [x], gl.float32, True, 2)
 
 
 @gluon.jit
@@ -57,7 +89,7 @@ def flat(x, LAYOUT: gl.constexpr):
 def around(sums_s, like, unit, REVERSE: gl.constexpr):
     """Sums of blocks, times a unit: of all; before each block, after it, and in its neighbour of the same half."""
     BK: gl.constexpr = like.shape[2]
-    ALL: gl.constexpr = gl.BlockedLayout([1, BLOCKS, BK // 64], [1, 1, 32], [BLOCKS, 1, 2], [2, 1, 0])
+    ALL: gl.constexpr = of_blocks(BLOCKS, BK, gl.num_warps())
     OWN: gl.constexpr = gl.SliceLayout(1, like.type.layout)
     blocks = sums_s.load(gl.SliceLayout(0, ALL)) * unit
     one = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None]
@@ -107,17 +139,16 @@ def load_bfloat16(factors_c, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def own_pairs(do_c, v_c, LAYOUT: gl.constexpr):
-    """The product of each token's gradient with its own value, made of 64 dimensions at a time."""
-    C: gl.constexpr = v_c.shape[0]
-    V: gl.constexpr = v_c.shape[1]
-    PART: gl.constexpr = 64
+def own_pairs(x_c, y_c, LAYOUT: gl.constexpr):
+    """The products of two tiles' rows ``[C]``, made of 64 dimensions at a time."""
+    C: gl.constexpr = y_c.shape[0]
+    D: gl.constexpr = y_c.shape[1]
     EACH: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     own = gl.zeros([C], gl.float32, gl.SliceLayout(1, EACH))
-    for i in gl.static_range(V // PART):
-        do = do_c.slice(i * PART, PART, 1).load(EACH).to(gl.float32)
-        own += gl.sum(do * v_c.slice(i * PART, PART, 1).load(EACH).to(gl.float32), 1)
-    return gl.convert_layout(own, gl.SliceLayout(1, LAYOUT))[:, None]
+    for i in gl.static_range(D // PART):
+        x = x_c.slice(i * PART, PART, 1).load(EACH).to(gl.float32)
+        own += gl.sum(x * y_c.slice(i * PART, PART, 1).load(EACH).to(gl.float32), 1)
+    return gl.convert_layout(own, LAYOUT)
 
 
 @gluon.jit
@@ -179,11 +210,12 @@ class DimensionGates:
         """The gates of a chunk, in blocks of tokens ``[BLOCKS, tokens, dimensions]``; of tokens after the end none."""
         C: gl.constexpr = walk.C
         BK: gl.constexpr = walk.BK
-        ROWS: gl.constexpr = gl.BlockedLayout([1, C // BLOCKS, BK // 64], [1, 1, 32], [BLOCKS, 1, 2], [2, 1, 0])
+        ROWS: gl.constexpr = of_blocks(C // BLOCKS, BK, gl.num_warps())
         t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
         inside = (t < walk.size - at * C)[:, None]
         if self.blocks is not None:
-            x = self.blocks.stages.index(slot).load(LAYOUT).to(gl.float32)
+            x = self.blocks.stages.index(slot).load(LAYOUT)
+            x = wide_pairs(x) if gl.num_warps() == 4 else x.to(gl.float32)
         else:
             d = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
             o_g = ((at * C + t).to(gl.int64) * self.stride)[:, None] + d
@@ -195,15 +227,15 @@ class DimensionGates:
     @gluon.jit
     def put_sums(self, x):
         """Leaves the sums of each block's gates, and the least of them."""
-        BK: gl.constexpr = x.shape[2]
+        PARTS: gl.constexpr = gl.num_warps() // BLOCKS
         blocks = gl.sum(x, 1)
         self.sums.store(blocks)
-        self.least.store(gl.min(blocks.reshape([BLOCKS, 2, BK // 2]), 2))
+        self.least.store(gl.min(blocks.reshape([BLOCKS, PARTS, x.shape[2] // PARTS]), 2))
 
     @gluon.jit
     def least_sum(self):
         """The least sum of the gates of any block."""
-        EACH: gl.constexpr = gl.BlockedLayout([BLOCKS, 2], [32, 1], [8, 1], [1, 0])
+        EACH: gl.constexpr = gl.BlockedLayout([BLOCKS, gl.num_warps() // BLOCKS], [32, 1], [gl.num_warps(), 1], [1, 0])
         return gl.min(gl.min(self.least.load(EACH), 1), 0)
 
     @gluon.jit
@@ -217,8 +249,9 @@ class DimensionGates:
 
 
 @gluon.jit
-def dimension_gates(walk, g, stride_b, stride_t, stride_h, i_h, gamma, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
-    """The gates of a walk. LAYOUT: of the blocks that are copied; None: none are."""
+def dimension_gates(walk, g, stride_b, stride_t, stride_h, i_h, gamma, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+                    WARPS: gl.constexpr = 8):
+    """The gates of a walk, which so many warps work in. LAYOUT: of the blocks that are copied; None: none are."""
     VECTORS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     blocks = None
     if LAYOUT is not None:
@@ -226,7 +259,7 @@ def dimension_gates(walk, g, stride_b, stride_t, stride_h, i_h, gamma, STAGES: g
         blocks = Blocks(walk.blocks(g, i_h, stride_b, stride_t, stride_h, walk.K, walk.BK, LAYOUT), g_s)
     p_g = g + walk.i_b.to(gl.int64) * stride_b + walk.token * stride_t + i_h.to(gl.int64) * stride_h
     sums_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, walk.BK], VECTORS)
-    least_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, 2], VECTORS)
+    least_s = gl.allocate_shared_memory(gl.float32, [BLOCKS, WARPS // BLOCKS], VECTORS)
     return DimensionGates(p_g, stride_t, gamma, blocks, sums_s, least_s)
 
 
@@ -234,10 +267,10 @@ def dimension_gates(walk, g, stride_b, stride_t, stride_h, i_h, gamma, STAGES: g
 class Outputs:
     """The arrays and barriers that the partitions of one program share; an absent one is None.
 
-    The ring has q, k, gates, and v in halves of its dimensions, of which ``states`` are copies of the state, and ``o``
-    two blocks. For each stage: what the state is to be multiplied by ``before`` the chunk reads it and, of a strong
-    chunk, ``after`` it has; what it is to be multiplied by in the ``end``; of which kind the chunk is. If it is strong,
-    its pairs come to where its gates were, and ``tree`` is a tile for the halves of one level.
+    The ring has q, k, gates, and v in parts of its dimensions; ``o`` a block for each of these. For each stage: of
+    which kind the chunk is, and what the state is to be multiplied by, by kind, ``before`` the chunk reads it, or
+    ``after`` it has. In the ``end`` it is multiplied once more. Pairs come to where gates were, and before them, in a
+    strong chunk, the halves of one level after the other.
     """
 
     walk: Walk
@@ -247,9 +280,7 @@ class Outputs:
     v: Blocks
     o: Blocks | gl.constexpr
     gates: DimensionGates
-    tree: gl.shared_memory_descriptor | gl.constexpr
     pairs: gl.shared_memory_descriptor | gl.constexpr
-    states: gl.shared_memory_descriptor | gl.constexpr
     before: gl.shared_memory_descriptor | gl.constexpr
     after: gl.shared_memory_descriptor
     end: gl.shared_memory_descriptor | gl.constexpr
@@ -260,8 +291,7 @@ class Outputs:
     last: gl.tensor
     sums: gl.tensor | gl.constexpr
     strong: gl.tensor | gl.constexpr
-    stride_sk: gl.constexpr
-    stride_sv: gl.constexpr
+    WALKERS: gl.constexpr
 
     @gluon.jit
     def fetch(self, i):
@@ -276,10 +306,10 @@ class Outputs:
         if OUTPUT:
             self.q.copy(row, 0, slot, full)
         k.copy(row, 0, slot, full)
-        ring.expect(i, 2 * v.desc.block_type.nbytes, COPIED_VALUES)
+        ring.expect(i, self.WALKERS * v.desc.block_type.nbytes, COPIED_VALUES)
         full = ring.full(i, COPIED_VALUES)
-        v.copy(row, 0, 2 * slot, full)
-        v.copy(row, self.walk.BV // 2, 2 * slot + 1, full)
+        for part in gl.static_range(self.WALKERS):
+            v.copy(row, part * PART, self.WALKERS * slot + part, full)
 
     @gluon.jit
     def do_strong(self, at, slot, LAYOUT: gl.constexpr):
@@ -291,13 +321,14 @@ class Outputs:
         pairs_c = self.pairs.index(slot)
         kind_s = self.kinds.index(slot)
         dtype: gl.constexpr = q_c.dtype
-        W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, C // 2, 16])
+        W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
         rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))[:, None]
         columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))[None, :]
-        FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+        FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         none = gl.zeros([C, C], gl.float32, W)
-        b = warpgroup_mma(q_c, k_c.permute((1, 0)), none, use_acc=False, is_async=True)
-        pairs = warpgroup_mma_wait(0, deps=[b]).to(dtype)
+        # No product: ptxas 13.0 takes its addresses for those of the same product of other chunks.
+        own = own_pairs(q_c, k_c, gl.SliceLayout(1, W))
+        pairs = gl.where(rows == columns, own[:, None], 0.0).to(dtype)
         x = gates.load(walk, at, slot, LAYOUT)
         x = gl.maximum(x, FAINT)
         F = within_blocks(x, walk.REVERSE)
@@ -313,12 +344,11 @@ class Outputs:
                 into += gl.where(odd != walk.REVERSE, beside, 0.0) / LOG2E
                 out += gl.where(odd == walk.REVERSE, beside, 0.0) / LOG2E
             x = halves_meet(q_c.load(LAYOUT), k_c.load(LAYOUT), F, out, into, unit, 1 << level, walk.REVERSE, LAYOUT)
-            # In turn, so that what is read is not written.
-            x_c = self.tree if level % 2 == 0 else pairs_c
-            x_c.store(x.to(dtype))
+            thread_barrier()
+            pairs_c.store(x.to(dtype))
             fence_async_shared()
             thread_barrier()
-            b = warpgroup_mma(x_c, x_c.permute((1, 0)), none, use_acc=False, is_async=True)
+            b = warpgroup_mma(pairs_c, pairs_c.permute((1, 0)), none, use_acc=False, is_async=True)
             b = warpgroup_mma_wait(0, deps=[b])
             # What is no pair of this level's is one of a later level's.
             pairs = gl.where((rows ^ columns) >= (1 << level), b.to(dtype), pairs)
@@ -336,18 +366,24 @@ class Outputs:
 
     @gluon.jit
     def work_in_gates(self):
-        """A partition of two warpgroups: works the gates of each chunk into its q and k, in shared memory."""
+        """A partition of one warpgroup: works the gates of each chunk into its q and k, and makes its pairs."""
         walk, ring, gates = self.walk, self.ring, self.gates
         C: gl.constexpr = walk.C
         BK: gl.constexpr = walk.BK
-        LAYOUT: gl.constexpr = gl.BlockedLayout([C // BLOCKS, BK // 64], [1, 32], [BLOCKS, 2], [1, 0])
-        FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-        ALL: gl.constexpr = gl.BlockedLayout([1, BLOCKS, BK // 64], [1, 1, 32], [BLOCKS, 1, 2], [2, 1, 0])
-        COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, ALL))
+        LAYOUT: gl.constexpr = of_tokens(C, BK, 4)
+        FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, of_blocks(BLOCKS, BK, 4)))
         OUTPUT: gl.constexpr = self.q is not None
+        W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
         dtype: gl.constexpr = self.k.stages.dtype
-        mids = gl.zeros([BK], gl.float32, COLUMNS)
-        everything = mids
+        rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))[:, None]
+        columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))[None, :]
+        none = gl.zeros([C, C], gl.float32, W)
+        # u, and what it and the chunks since it began may come to.
+        none_yet = gl.zeros([BK], gl.float32, COLUMNS)
+        unit = none_yet
+        reach = self.scale * 0 + BEYOND
+        everything = unit
         least_of_all = self.scale * 0
         for i in range(walk.chunks()):
             slot = i % ring.STAGES
@@ -383,21 +419,37 @@ class Outputs:
                 least_of_all = gl.minimum(least_of_all, least)
                 if least < MODERATE:
                     self.kinds.index(slot).store(gl.full([1], LOG2E, gl.float32, FLAG))
-                    self.before.index(slot).store(gl.exp2(mids))
+                    self.before.index(slot).store(gl.exp2(-unit))
                     self.after.index(slot).store(gl.exp2(total))
-                    self.end.index(slot).store(gl.full([BK], 1.0, gl.float32, COLUMNS))
-                    mids = gl.zeros([BK], gl.float32, COLUMNS)
+                    unit = none_yet
+                    reach = BEYOND
                     # It loads all again, which would stay in registers else.
                     self.do_strong(at, slot, LAYOUT)
                 else:
-                    self.kinds.index(slot).store(gl.full([1], IS_MILD, gl.float32, FLAG))
-                    half = total * 0.5
-                    self.before.index(slot).store(gl.exp2(mids + half))
-                    self.end.index(slot).store(gl.exp2(half))
-                    mids = half
-                    apart = from_middle(F, into, before, half, LAYOUT)
-                    q_c.store((q.to(gl.float32) * gl.exp2(apart)).to(dtype))
-                    k_c.store((k.to(gl.float32) * gl.exp2(-apart)).to(dtype))
+                    # The sum of the chunk's gates is not below minus this.
+                    most = least * (-BLOCKS * LOG2E)
+                    reach += most
+                    kind = IS_KEPT
+                    if reach > RANGE:
+                        begin = gl.maximum(most * 0.5, RANGE)
+                        self.before.index(slot).store(gl.exp2(-begin - unit))
+                        unit = none_yet - begin
+                        reach = most - begin
+                        kind = IS_RESCALED
+                    self.kinds.index(slot).store(gl.full([1], kind, gl.float32, FLAG))
+                    apart = from_middle(F, into, before, unit, LAYOUT)
+                    unit -= total
+                    q_c.store((wide_pairs(q) * gl.exp2(apart)).to(dtype))
+                    k_c.store((wide_pairs(k) * gl.exp2(apart * -1.0)).to(dtype))
+                    fence_async_shared()
+                    thread_barrier()
+                    a = warpgroup_mma(q_c, k_c.permute((1, 0)), none, use_acc=False, is_async=True)
+                    a = warpgroup_mma_wait(0, deps=[a])
+                    seen = (columns >= rows) if walk.REVERSE else (columns <= rows)
+                    self.pairs.index(slot).slice(0, C, 1).store(gl.where(seen, a, 0.0).to(dtype))
+            if OUTPUT:  # noqa: SIM102
+                if i + 1 == walk.chunks():
+                    self.end.store(gl.exp2(-unit))
             fence_async_shared()
             thread_barrier()
             ring.commit(i, WORKED)
@@ -408,34 +460,33 @@ class Outputs:
             gl.store(self.strong, (least_of_all < MILD).to(gl.int32))
 
     @gluon.jit
-    def multiply(self, WG: gl.constexpr):
-        """A partition of one warpgroup: half of the values' dimensions, for which it has the state in registers.
+    def multiply(self, WALKER: gl.constexpr):
+        """A partition of one warpgroup: PART of the values' dimensions, for which it has the state, transposed.
 
-        The first one copies chunks into the ring of stages, too, once the other has read what was there.
+        So the state is the left operand of products and stays in registers. The first partition copies chunks into the
+        ring of stages, too, once all have read what was there.
         """
         walk, ring = self.walk, self.ring
         C: gl.constexpr = walk.C
         BK: gl.constexpr = walk.BK
-        HALF: gl.constexpr = walk.BV // 2
         OUTPUT: gl.constexpr = self.q is not None
         FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+        # A chunk's tokens are columns; so are the dimensions of keys of a state.
+        W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+        WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
         LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
+        LEFT_S: gl.constexpr = gl.DotOperandLayout(0, WS, 2)
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, WS)
         dtype: gl.constexpr = self.k.stages.dtype
-        rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))
-        columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))
-        o_k = gl.arange(0, BK, layout=gl.SliceLayout(1, W))
-        o_v = WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, W))
-        across_k = (o_k * self.stride_sk)[:, None]
-        across_v = (o_v * self.stride_sv)[None, :]
-        o_state = across_v + across_k if self.stride_sk == 1 else across_k + across_v
-        none = gl.zeros([C, C], gl.float32, W)
-        nothing = gl.zeros([C, HALF], gl.float32, W)
-        state = gl.zeros([BK, HALF], gl.float32, W)
+        o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
+        o_k = gl.arange(0, BK, layout=COLUMNS)
+        o_state = o_v[:, None] + (o_k * walk.V)[None, :]
+        none = gl.zeros([PART, C], gl.float32, W)
+        state = gl.zeros([PART, BK], gl.float32, WS)
         if self.h0 is not None:
-            state = load_state(self.h0 + o_state, o_k, o_v, walk.K, walk.V, BK, walk.BV)
+            state = load_state(self.h0 + o_state, o_v, o_k, walk.V, walk.K, walk.BV, BK)
         count = walk.chunks()
-        if WG == 0:
+        if WALKER == 0:
             for i in range(gl.minimum(ring.STAGES, count)):
                 self.fetch(i)
         for i in range(count):
@@ -443,44 +494,37 @@ class Outputs:
             ring.wait(i, COPIED_VALUES)
             ring.wait(i, WORKED)
             k = self.k.stages.index(slot)
-            v = self.v.stages.index(2 * slot + WG)
             state = settled(state)
-            if not OUTPUT:
-                state = state * self.after.index(slot).load(gl.SliceLayout(1, W))[:, None]
-                state = warpgroup_mma(k.permute((1, 0)), v, state, is_async=True)
-                state = warpgroup_mma_wait(0, deps=[state])
-                thread_barrier()
+            if OUTPUT:
+                kind = gl.max(self.kinds.index(slot).load(FLAG), 0)
+                if kind != IS_KEPT:
+                    state = state * self.before.index(slot).load(COLUMNS)[None, :]
+                left = gl.convert_layout(state.to(dtype), LEFT)
+                if kind > 0:
+                    state = state * self.after.index(slot).load(COLUMNS)[None, :]
             else:
-                q = self.q.stages.index(slot)
-                state_s = self.states.index(WG)
-                seen = (columns[None, :] >= rows[:, None]) if walk.REVERSE else (columns[None, :] <= rows[:, None])
-                # The products of both kinds of chunks: ptxas 13.0 reuses what one in a branch leaves after it.
-                a = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
-                state = state * self.before.index(slot).load(gl.SliceLayout(1, W))[:, None]
-                state_s.store(state.to(dtype))
-                a = warpgroup_mma_wait(0, deps=[a])
-                strong = gl.max(self.kinds.index(slot).load(FLAG), 0) != 0
-                if strong:
-                    state = state * self.after.index(slot).load(gl.SliceLayout(1, W))[:, None]
+                state = state * self.after.index(slot).load(COLUMNS)[None, :]
+            if OUTPUT:
+                o = warpgroup_mma(left, self.q.stages.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+                # Its left operand leaves registers for the values.
+                o = settled(o)
+            v = self.v.stages.index(self.WALKERS * slot + WALKER).permute((1, 0)).load(W)
+            state = warpgroup_mma(gl.convert_layout(v, LEFT_S), k, state, is_async=True)
+            if OUTPUT:
+                pairs = self.pairs.index(slot).slice(0, C, 1)
+                o = warpgroup_mma(gl.convert_layout(v, LEFT), pairs.permute((1, 0)), o, is_async=True)
+                tma.store_wait(0)
+                o, state = warpgroup_mma_wait(0, deps=[o, state])
+                out = self.o.stages.index(WALKER)
+                out.permute((1, 0)).store((o * self.scale).to(dtype))
                 fence_async_shared()
-                thread_barrier()
-                b_o = warpgroup_mma(q, state_s, nothing, use_acc=False, is_async=True)
-                state = warpgroup_mma(k.permute((1, 0)), v, state, is_async=True)
-                pairs = gl.where(seen, a, 0.0).to(dtype)
-                if strong:
-                    pairs = self.pairs.index(slot).slice(0, C, 1).load(W)
-                p = gl.convert_layout(pairs, LEFT)
-                b_o = warpgroup_mma(p, v, b_o, is_async=True)
-                tma.store_wait(1)
-                b_o, state = warpgroup_mma_wait(0, deps=[b_o, state])
-                out = self.o.stages.index(2 * WG + i % 2)
-                out.store((b_o * self.scale).to(dtype))
-                fence_async_shared()
-                thread_barrier()
-                copy_out(self.o.desc, [walk.place(i) * C, WG * HALF], out)
-            if WG == 1:
-                ring.release(i)
-            elif i + ring.STAGES < count:
+            else:
+                state = warpgroup_mma_wait(0, deps=[state])
+            thread_barrier()
+            if OUTPUT:
+                copy_out(self.o.desc, [walk.place(i) * C, WALKER * PART], out)
+            ring.release(i)
+            if WALKER == 0 and i + ring.STAGES < count:
                 ring.acquire(i + ring.STAGES)
                 self.fetch(i + ring.STAGES)
         if OUTPUT:
@@ -488,9 +532,8 @@ class Outputs:
         if self.ht is not None:
             if OUTPUT:  # noqa: SIM102
                 if count > 0:
-                    end = self.end.index((count - 1) % ring.STAGES).load(gl.SliceLayout(1, W))
-                    state = settled(state) * end[:, None]
-            store_state(self.ht + o_state, state, self.last, o_k, o_v, walk.K, walk.V, BK, walk.BV)
+                    state = settled(state) * self.end.load(COLUMNS)[None, :]
+            store_state(self.ht + o_state, state, self.last, o_v, o_k, walk.V, walk.K, walk.BV, BK)
 
 
 @gluon.jit(do_not_specialize=lengths("qkvg", "stride_gamma_b", "T", "L", "P"))
@@ -502,17 +545,18 @@ def dimensions_kernel(
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, INIT_WALK: gl.constexpr,
-    stride_sk: gl.constexpr, stride_sv: gl.constexpr, BACKWARDS: gl.constexpr,
+    BACKWARDS: gl.constexpr, MAXNREG: gl.constexpr,
 ):
     """``o_i = scale * sum_{j <= i} sum_k q_ik decay_ijk k_jk v_j`` for one head of one sequence, or of a segment of it.
 
-    Two partitions of a warpgroup multiply, each for half of v's dimensions, one of two works the gates in.
+    Partitions of a warpgroup multiply, each for PART of v's dimensions, one of two works the gates in.
 
     q: None where only states are wanted: those that pieces of L tokens, P of them to a segment, leave from none; then
     ``sums`` ``[walks, H, K]`` are what their gates come to. BACKWARDS: walk against the order of the recurrence, and
     make the gradients of states, with k as queries and v as the gradients of outputs. Otherwise it is REVERSE.
 
-    strong ``[walks, H]`` gets 1 where a walk has chunks that are not mild, else 0.
+    strong ``[walks, H]`` gets 1 where a walk has chunks that are not mild, else 0. MAXNREG is read by the launcher:
+    the registers that a thread has.
 
     Otherwise as in ``outputs_kernel``, with g ``[B, T, H, K]``.
     """
@@ -527,48 +571,53 @@ def dimensions_kernel(
     i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, L, PACKED, SPLIT, REVERSE)
     if not OUTPUT:
         last = size >= 0
-    HALF: gl.constexpr = BV // 2
+    WALKERS: gl.constexpr = BV // PART
     dtype: gl.constexpr = k.dtype.element_ty
     g_dtype: gl.constexpr = g.dtype.element_ty
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
     COPIED: gl.constexpr = g_dtype != gl.float32
     GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype) if COPIED else None
-    PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, HALF], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PART], dtype)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     walk = Walk(i_b, token, size, H, C, K, V, BK, BV, REVERSE, BACKWARDS)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
-    v_s = gl.allocate_shared_memory(dtype, [2 * STAGES, C, HALF], PART)
+    v_s = gl.allocate_shared_memory(dtype, [WALKERS * STAGES, C, PART], VALUES)
     keys = Blocks(walk.blocks(k, i_h // RK, stride_kb, stride_kt, stride_kh, K, BK, BLOCK), k_s)
-    values = Blocks(walk.blocks(v, i_h // RV, stride_vb, stride_vt, stride_vh, V, HALF, PART), v_s)
+    values = Blocks(walk.blocks(v, i_h // RV, stride_vb, stride_vt, stride_vh, V, PART, VALUES), v_s)
     after_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
     p_gamma = None if gamma is None else natural_decay(gamma, i_b, i_h, stride_gamma_b)
-    gates = dimension_gates(walk, g, stride_gb, stride_gt, stride_gh, i_h // RG, p_gamma, STAGES, GATES)
-    queries, out, tree_s, pairs_s, state_s, before_s, end_s, kinds_s = None, None, None, None, None, None, None, None
+    gates = dimension_gates(walk, g, stride_gb, stride_gt, stride_gh, i_h // RG, p_gamma, STAGES, GATES, 4)
+    queries, out, pairs_s, before_s, end_s, kinds_s = None, None, None, None, None, None
     if OUTPUT:
         q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
         queries = Blocks(walk.blocks(q, i_h // RQ, stride_qb, stride_qt, stride_qh, K, BK, BLOCK), q_s)
-        tree_s = gl.allocate_shared_memory(dtype, [C, BK], BLOCK)
         if COPIED:
             pairs_s = reinterpret(gates.blocks.stages, dtype, [STAGES, C, BK], BLOCK)
         else:
             pairs_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
-        state_s = gl.allocate_shared_memory(dtype, [2, BK, HALF], PART)
         before_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
-        end_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
+        end_s = gl.allocate_shared_memory(gl.float32, [BK], VECTOR)
         kinds_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
-        o_s = gl.allocate_shared_memory(dtype, [4, C, HALF], PART)
-        out = Blocks(walk.blocks(o, i_h, T.to(gl.int64) * (H * V), H * V, V, V, HALF, PART), o_s)
+        o_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
+        out = Blocks(walk.blocks(o, i_h, T.to(gl.int64) * (H * V), H * V, V, V, PART, VALUES), o_s)
     p_h0 = None if h0 is None else h0 + ((i_o if INIT_WALK else i_n).to(gl.int64) * H + i_h) * K * V
     p_ht = None if ht is None else ht + ((i_n if OUTPUT else i_o).to(gl.int64) * H + i_h) * K * V
     p_sums = None if sums is None else sums + (i_o.to(gl.int64) * H + i_h) * K
     p_strong = None if strong is None else strong + i_o * H + i_h
-    ring = pipeline(STAGES, (1, 1, 1, 1), 1)
+    ring = pipeline(STAGES, (1, 1, 1, 1), WALKERS)
     fence_async_shared()
-    program = Outputs(walk, ring, queries, keys, values, out, gates, tree_s, pairs_s, state_s, before_s, after_s, end_s,
-                      kinds_s, scale, p_h0, p_ht, last, p_sums, p_strong, stride_sk, stride_sv)
-    gl.warp_specialize(
-        [(Outputs.multiply, (program, 0)), (Outputs.multiply, (program, 1)), (Outputs.work_in_gates, (program,))],
-        [4, 8],
-        [152, 104],
-    )
+    program = Outputs(walk, ring, queries, keys, values, out, gates, pairs_s, before_s, after_s, end_s, kinds_s, scale,
+                      p_h0, p_ht, last, p_sums, p_strong, WALKERS)
+    if WALKERS == 2:
+        gl.warp_specialize(
+            [(Outputs.multiply, (program, 0)), (Outputs.multiply, (program, 1)), (Outputs.work_in_gates, (program,))],
+            [4, 4],
+            [MAXNREG, MAXNREG],
+        )
+    else:
+        gl.warp_specialize(
+            [(Outputs.multiply, (program, 0)), (Outputs.work_in_gates, (program,))],
+            [4],
+            [MAXNREG],
+        )

@@ -402,7 +402,8 @@ class Keys:
                     # Once more in branches of their own.
                     if moderate:
                         if LEARNED:
-                            o += shared.own_pairs(do, v, WD) * q.load(WD).to(gl.float32)
+                            own = shared.own_pairs(do, v, gl.SliceLayout(1, WD))
+                            o += own[:, None] * q.load(WD).to(gl.float32)
                         put(o * shared.load_bfloat16(factors_c, WD), out, at, left, H, D, BD)
                     else:
                         put(o * factors_c.load(WD).to(gl.float32), out, at, left, H, D, BD)

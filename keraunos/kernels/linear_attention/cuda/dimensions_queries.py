@@ -380,7 +380,8 @@ class Queries:
                 if STRONG and strong:
                     accumulate(x, workspace, True)
                 if STRONG and moderate:
-                    b_dq += shared.own_pairs(do, v, W) * k.load(W).to(gl.float32)
+                    own = shared.own_pairs(do, v, gl.SliceLayout(1, W))
+                    b_dq += own[:, None] * k.load(W).to(gl.float32)
             b_dq = b_dq * factor
             if STRONG and strong:
                 thread_barrier()

@@ -42,6 +42,8 @@ FIELDS = ("num_stages",)
 _STAGES, _STAGES_GATES, _STAGES_GRADIENTS, _STAGES_STATES, _STAGES_DIMENSIONS = 3, 2, 2, 3, 2
 # Chunks from one state that the gradients of gates begin from to the next; with gates per dimension.
 _GROUP, _GROUP_DIMENSIONS = 16, 32
+# Registers that a thread has where a program has a multiprocessor for itself, in three warpgroups.
+_MOST_REGISTERS = 168
 
 
 # Programs that run at once; segments of a sequence at most, where its heads alone are about as many; tokens that make a
@@ -192,6 +194,12 @@ def _outputs(call: _Call, args: Args, q: Any, k: Any, v: Any, *, f: Any = None, 
                        into=given.into)[:4]
 
 
+def _registers(call: _Call) -> int:
+    """How many registers a thread of outputs' walk with gates per dimension has: with few, two programs run at once."""
+    tiles = tiles_of(call.K, call.V)
+    return 128 if tiles["BK"] == tiles["BV"] == LEAST_TILE else _MOST_REGISTERS
+
+
 @remember
 def _dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, final: bool) -> Plan:
     outputs = dict(
@@ -200,8 +208,8 @@ def _dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, final: bool) -> Pla
         sums=None,
         strong=((call.walks, call.H), "int32") if call.opts.kept else None,
     )
-    own = dict(INIT_WALK=call.L > 0, stride_sk=call.V, stride_sv=1, BACKWARDS=call.reverse)
-    return _plan(call, dimensions_kernel, outputs, _STAGES_DIMENSIONS, own, numbers=dict(P=1), q=q, k=k, v=v,
+    own = dict(INIT_WALK=call.L > 0, BACKWARDS=call.reverse, MAXNREG=_registers(call))
+    return _plan(call, dimensions_kernel, outputs, _STAGES, own, numbers=dict(P=1), q=q, k=k, v=v,
                  g=call.specs.g)
 
 
@@ -250,8 +258,8 @@ def _starts_plans(call: _Call, k: Spec, v: Spec, backwards: bool) -> tuple[Plan,
     own: dict[str, Any] = dict(INIT_WALK=False)
     if call.vector:
         outputs = dict(o=None, ht=state, sums=((*cells, call.K), "float32"), strong=None)
-        own |= dict(stride_sk=call.V, stride_sv=1, BACKWARDS=backwards)
-        local = _plan(call, dimensions_kernel, outputs, _STAGES_DIMENSIONS, own, **given, g=g)
+        own |= dict(BACKWARDS=backwards, MAXNREG=_registers(call))
+        local = _plan(call, dimensions_kernel, outputs, _STAGES, own, **given, g=g)
     else:
         outputs = dict(o=None, ht=state, dg=None, dgamma=None, sums=(cells, "float32") if g else None)
         own |= dict(**_state_strides(H, call.K, call.V, False), STORED=False, GROUP=_GROUP, BACKWARDS=backwards)
