@@ -134,6 +134,17 @@ def elementwise(function):
     return act
 
 
+def blocks_transposed(x):
+    """Each block of eight by eight of 16 bits of a warp transposed: a thread has two values of one of its rows."""
+    lanes = x.layout.threads_per_warp
+    if x.shape[-2] != 32 or list(lanes) != [1] * (len(lanes) - 2) + [32, 1] or x.layout.size_per_thread[-1] % 2:
+        raise UnsupportedError(f"blocks are transposed of threads in the last dimension but one: {x.layout}")
+    blocks = x.data.reshape(*x.shape[:-2], 8, 4, x.shape[-1] // 2, 2).swapaxes(-3, -2).swapaxes(-4, -3)
+    turned = np.ascontiguousarray(blocks).reshape(*blocks.shape[:-2], 8).swapaxes(-2, -1)
+    turned = np.ascontiguousarray(turned).reshape(blocks.shape).swapaxes(-4, -3).swapaxes(-3, -2)
+    return Tensor(np.ascontiguousarray(turned).reshape(x.shape), x.dtype, x.layout)
+
+
 def erf(x):
     return np.vectorize(math.erf, otypes=[x.dtype])(x)
 

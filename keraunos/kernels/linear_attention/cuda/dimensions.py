@@ -4,7 +4,7 @@
 token; ``G_total`` that of the whole chunk. One warpgroup works gates into q and k, in shared memory, and makes pairs:
 
 - where a chunk's gates are mild or moderate, of ``q exp2(G - u)`` and ``k exp2(u - G)``; and the state is kept times
-  ``exp2(u)``. Of the next chunk u is less by ``G_total``, so that this state is the same, until the factors would go
+  ``exp2(u)``. From chunk to chunk ``G_total`` is taken from u, so that the state stays, until the factors would go
   beyond RANGE: then the state is multiplied, and u begins anew;
 - where one dimension's are strong, these factors would leave float32. Then ``q exp2(G)`` and ``k exp2(G_total - G)``
   read and make the state, and pairs come from one product for each level of a tree: at a level blocks of tokens have

@@ -15,9 +15,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from keraunos.kernels.linear_attention.cuda.dimensions import around
-from keraunos.kernels.linear_attention.cuda.walk import sums_before
-
 
 @gluon.constexpr_function
 def of_threads(groups, size):
@@ -52,49 +49,61 @@ def places(GROUPS: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.constexpr_function
-def scaled_size(HALF):
-    """How many values of 16 bits :func:`store_scaled` stores of ``[64, HALF]``."""
-    return 64 * HALF + 128
+def scaled_size(D):
+    """How many values of 16 bits :func:`store_scaled` stores of ``[64, D]``."""
+    return D // 64 * (64 * 64 + 128)
 
 
 @gluon.jit
 def store_scaled(x, p):
-    """Stores float32 values ``[64, D]`` in 16 bits, with an exponent for each thread."""
-    D: gl.constexpr = x.shape[1]
+    """Stores float32 values ``[64, 64]`` in 16 bits, with an exponent for each warp."""
     x = by_thread(x, 8)
-    # The largest one comes to between 2 ** 14 and 2 ** 15.
     most = gl.max(gl.max(gl.abs(x), 2), 0)
+    warps = most.reshape([4, 32])
+    warps, _ = gl.broadcast(gl.expand_dims(gl.max(warps, 1), 1), warps)
+    most = gl.convert_layout(warps.reshape([128]), most.type.layout)
+    # The largest one comes to between 2 ** 14 and 2 ** 15.
     exponent = gl.maximum(most.to(gl.int32, bitcast=True) >> 23, 15)
     factor = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    gl.store(p + places(4, 8), (x * factor[None, :, None]).to(gl.float16))
     thread = gl.arange(0, 128, layout=most.type.layout)
-    gl.store(p + places(D // 16, 8), (x * factor[None, :, None]).to(gl.float16))
-    gl.store(p + 64 * D + thread, exponent.to(gl.int16).to(gl.float16, bitcast=True))
+    gl.store(p + 64 * 64 + thread, exponent.to(gl.int16).to(gl.float16, bitcast=True))
 
 
 @gluon.jit
-def store_scaled_halves(x, p):
-    """Stores ``[64, D]`` as :func:`store_scaled` does, half of the dimensions after the other."""
-    HALF: gl.constexpr = x.shape[1] // 2
-    halves = x.reshape([64, 2, HALF]).permute([0, 2, 1]).split()
-    for i in gl.static_range(2):
-        store_scaled(halves[i], p + i * scaled_size(HALF))
+def store_scaled_parts(x, p):
+    """Stores ``[64, D]`` as :func:`store_scaled` does, 64 of the dimensions after the other."""
+    if x.shape[1] == 64:
+        store_scaled(x, p)
+    else:
+        parts = x.reshape([64, 2, 64]).permute([0, 2, 1]).split()
+        for i in gl.static_range(2):
+            store_scaled(parts[i], p + i * scaled_size(64))
 
 
 @gluon.jit
-def load_scaled(p, HALF: gl.constexpr):
-    """One half of what :func:`store_scaled` has stored, as it is in memory."""
-    x = gl.load(p + places(HALF // 16, 8))
-    thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))
-    return x, gl.load(p + 64 * HALF + thread)
+def load_scaled(p):
+    """The values that :func:`store_scaled` has stored, as threads of the transposed product will have them."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4, 1, 8], [1, 1, 32, 1], [4, 1, 1, 1], [3, 2, 1, 0])
+    PAIR: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, L))
+    group = gl.arange(0, 4, layout=gl.SliceLayout(1, PAIR))[:, None, None, None]
+    warp = gl.arange(0, 4, layout=gl.SliceLayout(0, PAIR))
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
+    one = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    x = gl.load(p + (((group * 4 + warp[None, :, None, None]) * 32 + lane) * 8 + one))
+    return x, gl.load(p + 64 * 64 + warp * 32)
 
 
 @gluon.jit
 def unscaled(scaled, LAYOUT: gl.constexpr):
-    """The values that :func:`load_scaled` has loaded."""
+    """The values that :func:`load_scaled` has loaded, transposed: each block of eight by eight across its warp."""
     x, exponent = scaled
+    x = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], gl.float16, False, 2)
     exponent = exponent.to(gl.int16, bitcast=True).to(gl.int32)
-    x = x.to(gl.float32) * ((exponent - 14) << 23).to(gl.float32, bitcast=True)[None, :, None]
-    return from_threads(x, LAYOUT)
+    x = x.to(gl.float32) * ((exponent - 14) << 23).to(gl.float32, bitcast=True)[None, :, None, None]
+    # The dimension has its group, half of that, and the row; the token its warp, half, and the column's two.
+    x = x.reshape([4, 4, 8, 4, 2, 2, 2]).permute([0, 4, 2, 1, 5, 3, 6]).reshape([64, 64])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -115,13 +124,9 @@ def accumulated(p, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def dg_of(z, base, sums_s, REVERSE: gl.constexpr):
-    """dg of a chunk, and that of the next one's first token, from ``z = x - y`` in blocks of tokens.
-
-    ``base`` is dg of the chunk's first token.
-    """
-    sums_s.store(gl.sum(z, 1))
-    sums = sums_before(z, 1, REVERSE)
-    total, before = around(sums_s, sums, 1.0, REVERSE)[:2]
-    first = gl.convert_layout(base, gl.SliceLayout(0, gl.SliceLayout(1, z.type.layout)))
-    return first[None, None, :] - (sums + before[:, None, :]), base - total
+def earlier_tokens(C: gl.constexpr, REVERSE: gl.constexpr):
+    """The matrix ``[C, C]``, a product with which sums, for each column's token, what is of those before it."""
+    EACH: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, EACH))[:, None]
+    columns = gl.arange(0, C, layout=gl.SliceLayout(0, EACH))[None, :]
+    return gl.where((rows > columns) if REVERSE else (rows < columns), 1.0, 0.0)

@@ -31,7 +31,7 @@ from keraunos.kernels.linear_attention.cuda.dimensions_gates import (
     accumulate,
     accumulated,
     scaled_size,
-    store_scaled_halves,
+    store_scaled_parts,
 )
 from keraunos.kernels.linear_attention.cuda.walk import Blocks, Walk, group_slot, natural_decay, settled
 
@@ -314,7 +314,7 @@ class Keys:
             do = self.do.stages.index(slot)
             factors_c = self.factors.index(slot)
             if LEARNED:
-                dots_c = self.dots + at.to(gl.int64) * (2 * H * scaled_size(BK // 2))
+                dots_c = self.dots + at.to(gl.int64) * (H * scaled_size(BK))
             state = settled(state)
             if WG == 0:
                 a = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -393,12 +393,12 @@ class Keys:
                         thread_barrier()
                     tree.release(shared.LEVELS + 1)
                     if LEARNED:
-                        store_scaled_halves(accumulated(self.workspace, BK, WD), dots_c)
+                        store_scaled_parts(accumulated(self.workspace, BK, WD), dots_c)
                     put(o, out, at, left, H, D, BD)
                 else:
                     if LEARNED:
                         # In a mild one with a token's pair with itself, which is in both walks' products.
-                        store_scaled_halves(o * k.load(WD).to(gl.float32), dots_c)
+                        store_scaled_parts(o * k.load(WD).to(gl.float32), dots_c)
                     # Once more in branches of their own.
                     if moderate:
                         if LEARNED:
@@ -415,7 +415,7 @@ class Keys:
             if LEARNED:  # noqa: SIM102
                 if (count - 1 - i) % self.GROUP == 0:
                     p_state = self.states + ((count - 1 - i) // self.GROUP).to(gl.int64) * (H * BK * walk.BV)
-                    gl.store(p_state + ((o_v * BK)[None, :] + o_k[:, None]), state.to(dtype))
+                    gl.store(p_state + ((o_k * walk.BV)[:, None] + o_v[None, :]), state.to(dtype))
         if not STORED:
             tma.store_wait(0)
         ring.wait(count, shared.WORKED)
@@ -438,8 +438,8 @@ def keys_kernel(
 
     Two partitions of a warpgroup multiply, one of two works the gates in. Otherwise as ``gradients_kernel``.
 
-    dots ``[chunks, H, 2, scaled_size(BK // 2)]`` get the products of k with dk, but in mild chunks without a token's
-    pair with itself; strong chunks add them up in workspace ``[walks, H, C, BK]``. states ``[groups, H, BV, BK]`` get
+    dots ``[chunks, H, scaled_size(BK)]`` get the products of k with dk, but in mild chunks without a token's
+    pair with itself; strong chunks add them up in workspace ``[walks, H, C, BK]``. states ``[groups, H, BK, BV]`` get
     the gradients of the state before each GROUP chunks, but for the ``exp2(G_total / 2)`` of a first one that is not
     strong.
     """
@@ -495,7 +495,7 @@ def keys_kernel(
     p_dh0 = None if dh0 is None else dh0 + (i_n.to(gl.int64) * H + i_h) * K * V
     p_dots, p_workspace, p_states = None, None, None
     if dots is not None:
-        p_dots = dots + (group_slot(i_o, token, T, L, C, PACKED, SPLIT) * H + i_h) * (2 * scaled_size(BK // 2))
+        p_dots = dots + (group_slot(i_o, token, T, L, C, PACKED, SPLIT) * H + i_h) * scaled_size(BK)
         p_workspace = workspace + gl.program_id(0).to(gl.int64) * (C * BK)
         p_states = states + (group_slot(i_o, token, T, L, GROUP * C, PACKED, SPLIT) * H + i_h) * (BK * BV)
     ring = pipeline(STAGES, (1, 1, 1, 1), 1)

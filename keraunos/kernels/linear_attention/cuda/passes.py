@@ -217,17 +217,17 @@ def _dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, final: bool) -> Pla
 def _queries_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec, strong: bool) -> Plan:
     g, dtype = call.specs.g, call.dtype_of_each(call.specs.query)
     needs, of_each = call.opts.needs, (call.B, call.T, call.H, call.K)
-    dtype_g = call.dtype_of_each(g)
+    dtype_g, walkers = call.dtype_of_each(g), tiles_of(call.K, call.V)["BK"] // LEAST_TILE
     outputs: dict[str, Any] = dict(
         dq=(of_each, dtype),
         workspace=call.workspace if strong else None,
         dg=(of_each, dtype_g) if needs(call.specs, "g") else None,
-        dgamma=((call.walks, call.H), "float32") if needs(call.specs, "g_gamma") else None,
+        dgamma=((call.walks, walkers, call.H), "float32") if needs(call.specs, "g_gamma") else None,
     )
     if not strong:
         outputs |= {name: f"{name}_given" for name in ("dq", "dg", "dgamma") if outputs[name]}
     own = dict(INIT_WALK=call.L > 0, STORED=dtype != call.dtype, STORED_G=dtype_g == "float32", GROUP=call.group,
-               STRONG=strong)
+               STRONG=strong, MAXNREG=_MOST_REGISTERS)
     return _plan(call, queries_kernel, outputs, _STAGES_DIMENSIONS, own, q=q, k=k, v=v, o=do, g=g)
 
 
@@ -238,9 +238,9 @@ def _keys_plan(call: _Call, q: Spec, k: Spec, v: Spec, do: Spec) -> Plan:
         dk=((B, T, H, call.K), call.dtype_of_each(specs.key)),
         dv=((B, T, H, call.V), call.dtype_of_each(specs.value)),
         dh0=((call.N, *call.state), specs.initial_state.dtype) if specs.initial_state else None,
-        dots=((call.chunks, H, 2, scaled_size(tiles["BK"] // 2)), "float16") if call.learned else None,
+        dots=((call.chunks, H, scaled_size(tiles["BK"])), "float16") if call.learned else None,
         workspace=call.workspace,
-        states=((call.groups, H, tiles["BV"], tiles["BK"]), call.dtype) if call.learned else None,
+        states=((call.groups, H, tiles["BK"], tiles["BV"]), call.dtype) if call.learned else None,
     )
     return _plan(call, keys_kernel, outputs, _STAGES_DIMENSIONS, dict(GROUP=call.group), q=q, k=k, v=v, o=do, g=specs.g)
 
