@@ -55,6 +55,7 @@ NAMES = (*CALLS, *PREFILLS)
 DELTA_PREFILLS = {
     "delta prefill": (delta_prefill(K=128, V=128), False, False),
     "delta prefill, some fresh, transposed": (delta_prefill(K=128, V=128, fresh=(0,), norm=True), True, False),
+    "delta prefill, cut": (delta_prefill(K=128, V=128, lengths=(2048,), slots=(3,), fresh=(0,)), False, False),
     "delta prefill, stored": (delta_prefill(K=128, V=128, fresh=(0,), pool="bfloat16", gate="none"), False, True),
 }
 # Gradients of softmax attention: cases of tests/cuda/test_softmax_gradients.py.
@@ -155,7 +156,8 @@ def of(call):
 
         return [build_of(CASES[call], gradients_kernel)]
     found = launches(*CALLS[call]) if call in CALLS else prefills(*(PREFILLS | DELTA_PREFILLS)[call])
-    return [(kernel, dict(types), dict(constants)) for kernel, types, constants in dict.fromkeys(found)]
+    return [(kernel, dict(types), dict(constants)) for kernel, types, constants in dict.fromkeys(found)
+            if ".cuda." in kernel.fn.__module__]
 
 
 def _table():

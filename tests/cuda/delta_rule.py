@@ -42,17 +42,30 @@ def options(case, stages=3):
     return Options(case.scale or case.K**-0.5, case.reverse, Config(num_stages=stages), use_qk_l2norm=case.norm)
 
 
-def joined(call, local, matrices, start, adjoint):
+def joined(call, args, local, matrices, start, adjoint, pool=None):
     """The states that segments start from, as ``passes._joined`` makes them."""
-    local, matrices = (x.unflatten(0, (call.N, -1)) for x in (local, matrices))
-    local, matrices = local[..., : call.V], matrices[..., call.V :]
-    if adjoint:
-        local, matrices = local.flip(1), matrices.flip(1).mT
-    starts = [local[:, 0] * 0 if start is None else start, local[:, 0]]
-    for i in range(1, local.shape[1] - 1):
-        starts.append(matrices[:, i] @ starts[-1] + local[:, i])
-    starts = torch.stack(starts, 1)
-    return (starts.flip(1) if adjoint else starts).flatten(0, 1).contiguous()
+    if pool:
+        start = pool.states[pool.slots.clamp(min=0)].float().nan_to_num()
+        if pool.has_initial is not None:
+            start = start * pool.has_initial[:, None, None, None]
+    starts = torch.full_like(local[..., : call.V], torch.nan)
+    ends = [call.T] * call.N if args.cu_seqlens is None else args.cu_seqlens.diff().tolist()
+    first = 0
+    for n, length in enumerate(ends):
+        if args.cu_seqlens is not None:
+            first = int(args.cu_seqlens[n]) // call.L + n
+        count = max(-(-length // call.L), 1)
+        order = range(first, first + count)[:: -1 if adjoint else 1]
+        for i, at in enumerate(order):
+            matrix = matrices[order[i - 1], ..., call.V :]
+            if i == 0:
+                starts[at] = 0 if start is None else start[n]
+            else:
+                starts[at] = local[order[i - 1], ..., : call.V]
+            if i > 1:
+                starts[at] += (matrix.mT if adjoint else matrix) @ starts[order[i - 1]]
+        first += count
+    return starts
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The platform ``cuda`` of the gated delta rule without a GPU: values, faults, resources, what it refuses."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,10 +20,11 @@ from keraunos.kernels.gluon import RUN
 from tests.cuda import mutants
 from tests.cuda.builds import DELTA_PREFILLS, of
 from tests.cuda.compile import known
-from tests.cuda.delta_rule import BUILDS, build, check, options, run, small
+from tests.cuda.delta_rule import BUILDS, build, check, joined, options, run, small
 from tests.cuda.emulator import EmulatorError
 from tests.cuda.platform import emulated
-from tests.linear_attention.cases import GPU
+from tests.linear_attention.cases import GPU, tensor_array, torch_tensor
+from tests.numerics import assert_within_rule
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 
@@ -98,6 +100,17 @@ def test_a_program_makes_gradients_of_several_groups(monkeypatch):
     monkeypatch.setattr(passes, "_GROUP", 2)
     monkeypatch.setattr(passes, "_AT_ONCE", 1)
     check(small(T=5 * CHUNK + 7, state=True, decay=0.01), mode="random", seed=1)
+
+
+def test_packed_sequences_are_cut_where_no_gradient_follows():
+    case = small(lengths=(130, 0, 3, 200), decay=0.01, state=True, reverse=True, norm=True)
+    args, opts = Args(*map(torch_tensor, case.arrays[0])), options(case)._replace(kept=False)
+    with (emulated("random", 5), mock.patch.object(passes, "_SEGMENTS", 64),
+          mock.patch.object(passes, "_joined", side_effect=joined) as joins):
+        results, _ = passes.forward(args, opts)
+    joins.assert_called_once()
+    truth, in_dtype = (case.reference(*dtype)[:2] for dtype in ((), (np.float32,)))
+    assert_within_rule(["output", "state"], [*map(tensor_array, results)], truth, in_dtype, [case.dtype] * 2)
 
 
 def test_no_tokens():

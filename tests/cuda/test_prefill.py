@@ -1,6 +1,7 @@
 """Prefill on the platform ``cuda`` without a GPU: values, what is refused, what ``"auto"`` takes."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from keraunos.kernels.gluon import RUN
 from keraunos.kernels.linear_attention.cuda import passes
 from keraunos.kernels.state_pool.contract import Args, describe
 from tests.cuda import builds, emulator, mutants
+from tests.cuda.delta_rule import joined
 from tests.cuda.emulator import EmulatorError
 from tests.cuda.platform import PREFILL, delta_prefill, prefill, prefill_options, small_prefill
 from tests.linear_attention.cases import GPU
@@ -62,7 +64,7 @@ DELTA = ("keraunos.kernels.device.hopper", "keraunos.kernels.gated_delta_rule.cu
 
 @pytest.mark.parametrize(("module", "before", "after"), [
     (DELTA[1], "elif begins:", "elif begins | True:"),
-    (DELTA[1], "(slot < 0) | done", "done"),
+    (DELTA[1], "none | done | (slot < 0)", "none | done"),
     (DELTA[1], "p_ht = ht + (slot *", "p_ht = ht + (i_n *"),
     (DELTA[0], "(T - end).to(gl.int32)", "0"),
 ], ids=["fresh", "padding", "slot", "tail"])
@@ -71,6 +73,21 @@ def test_faults_of_a_pool_are_found(module, before, after, tmp_path):
     case = delta_prefill(lengths=(3, 5, 2, 0), H=1, fresh=(0,), tail=2)
     with pytest.raises((EmulatorError, AssertionError)):
         case.check(lambda case: prefill(case, replaced=replaced))
+
+
+SEGMENTS = [
+    delta_prefill(lengths=(3, 150, 0, 2), slots=(3, 1, 6, 0), fresh=(1, 2), tail=70, pool="bfloat16"),
+    delta_prefill(K=128, V=128, H=1, lengths=(0, 193, 70, 1), fresh=(3,), norm=True),
+    delta_prefill(lengths=(65, 130), slots=(2, -1), H=1, gate="none", tail=3),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SEGMENTS)))
+def test_long_prompts_are_cut(number):
+    mode, seed = SCHEDULES[number]
+    with mock.patch.multiple(delta_passes, _SEGMENTS=64, _joined=mock.Mock(side_effect=joined)):
+        SEGMENTS[number].check(lambda case: prefill(case, mode=mode, seed=seed))
+        delta_passes._joined.assert_called_once()
 
 
 def transposed(given):

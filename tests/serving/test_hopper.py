@@ -26,6 +26,8 @@ LONG = {
     "of each request": small_prefill(each=True),
     "no tokens": small_prefill(lengths=(0, 0, 0, 0), fresh=(0, 2)),
     "delta, long": delta_prefill(K=128, V=128, lengths=(1500, 1, 64, 700), fresh=(3,), tail=300, norm=True),
+    "delta, cut": delta_prefill(K=128, V=128, lengths=(2500, 1, 0, 1800), fresh=(3,), tail=70, norm=True),
+    "delta, cut, one": delta_prefill(K=128, V=128, lengths=(2000,), slots=(3,), pool="bfloat16"),
     "delta, no tokens": delta_prefill(lengths=(0, 0, 0, 0), fresh=(0, 2)),
 }
 

@@ -77,21 +77,6 @@ def locate(cu_seqlens, i_o, T, L, PACKED: gl.constexpr, SPLIT: gl.constexpr, REV
 
 
 @gluon.jit
-def locate_segment(i_o, T, L, C: gl.constexpr, REVERSE: gl.constexpr):
-    """Segment, counted in the order of the walk -> like ``locate``, and how many tokens the walk has before it.
-
-    A segment has L tokens, which are whole chunks, but for what is walked last.
-    """
-    count = gl.cdiv(T, L)
-    i_n = i_o // count
-    before = i_o % count * L
-    left = gl.cdiv(T, C) * C - before
-    token = gl.maximum(left - L, 0) if REVERSE else before
-    size = gl.minimum(left if REVERSE else before + L, T) - token
-    return i_n, i_n, token.to(gl.int64), size, before + L >= T, before
-
-
-@gluon.jit
 def owner(cu_seqlens, i_s, N, L):
     """The packed sequence that owns a slot for L tokens.
 
@@ -105,6 +90,32 @@ def owner(cu_seqlens, i_s, N, L):
         begins = gl.load(cu_seqlens + n, mask=n < N, other=0).to(gl.int64)
         i_n += gl.sum(((n < N) & (begins // L + n <= i_s)).to(gl.int32), 0)
     return i_n
+
+
+@gluon.jit
+def locate_segment(cu_seqlens, i_o, T, N, L, C: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr):
+    """Segment, counted in the order of the walk -> like ``locate``, and how many tokens the walk has before it.
+
+    A segment has L tokens, which are whole chunks, but for what is walked last; a slot of packed sequences may have
+    none.
+    """
+    if PACKED:
+        i_n = owner(cu_seqlens, i_o, N, L)
+        i_b = i_n * 0
+        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
+        length = (gl.load(cu_seqlens + i_n + 1).to(gl.int64) - begin).to(gl.int32)
+        before = (i_o - (begin // L + i_n)).to(gl.int32) * L
+    else:
+        count = gl.cdiv(T, L)
+        i_n = i_o // count
+        i_b = i_n
+        begin = (i_n * 0).to(gl.int64)
+        length = T
+        before = i_o % count * L
+    left = gl.cdiv(length, C) * C - before
+    token = gl.maximum(left - L, 0) if REVERSE else before
+    size = gl.minimum(left if REVERSE else before + L, length) - token
+    return i_n, i_b, begin + token, size, before + L >= length, before
 
 
 @gluon.jit
@@ -178,14 +189,14 @@ def clear(o, first, end, step, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr
 
 
 @gluon.jit
-def clear_padding(o, cu_seqlens, slot, i_n, i_h, token, size, T, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr,
+def clear_padding(o, cu_seqlens, N, slot, i_o, i_h, token, size, T, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr,
                   BV: gl.constexpr):
     """Zeros for what nobody else writes of a head's outputs ``[T, H, V]``: of a sequence in slot -1, and after the end.
 
-    The programs of all sequences share what is after the last of them.
+    All walks share what is after the last of N sequences.
     """
     count = gl.num_programs(0) // H
-    end = gl.load(cu_seqlens + count).to(gl.int64)
-    clear(o + (end * H + i_h) * V, i_n * C, (T - end).to(gl.int32), count * C, H, C, V, BV)
+    end = gl.load(cu_seqlens + N).to(gl.int64)
+    clear(o + (end * H + i_h) * V, i_o * C, (T - end).to(gl.int32), count * C, H, C, V, BV)
     if slot < 0:
         clear(o + (token * H + i_h) * V, 0, size, C, H, C, V, BV)

@@ -312,7 +312,7 @@ def adjoint_kernel(
     if SPLIT:
         if not OUTPUT:
             i_o += i_o // (gl.cdiv(T, L) - 1) + 1
-        i_n, i_b, token, size, last, before = locate_segment(i_o, T, L, C, REVERSE)
+        i_n, i_b, token, size, last, before = locate_segment(cu_seqlens, i_o, T, 0, L, C, False, REVERSE)
         before = before // C
     else:
         i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)

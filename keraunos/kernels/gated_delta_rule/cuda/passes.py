@@ -89,11 +89,13 @@ class _Call(Sizes):
         self.tiles = tiles_of(self.K, self.V)
         # Programs that make a segment's matrix; tokens of a segment, 0 where sequences stay whole; segments, or these.
         self.matrices = max(self.tiles["BK"] // self.tiles["BV"], 1)
-        heads = self.N * self.H
-        most = max(min(_most_segments(heads), self.T // _MIN_SEGMENT), 1)
-        count = segments or min(range(1, most + 1), key=lambda n: _cost(self.T, heads, self.matrices, n))
-        L, _ = cut(self.T, count, 1, 1, CHUNK)
-        self.L = 0 if self.packed or self.gate == 2 or L >= self.T else L
+        # Packed sequences as if all were as long, and not where gradients follow.
+        heads, T = self.N * self.H, self.T // self.N if self.packed else self.T
+        most = max(min(_most_segments(heads), T // _MIN_SEGMENT), 1)
+        count = segments or min(range(1, most + 1), key=lambda n: _cost(T, heads, self.matrices, n))
+        L, _ = cut(T, count, 1, 1, CHUNK)
+        whole = self.gate == 2 or count == 1 or (self.packed and opts.kept)
+        self.L = 0 if whole or L >= self.T else L
         self.segments = self.slots(self.L) if self.L else self.N
         # Tokens of a program that makes gradients.
         groups = range(1, max(-(-self.T // (_GROUP * CHUNK)), 1) + 1)
@@ -143,14 +145,14 @@ def _walk_plan(call: _Call, q: Spec | None, k: Spec, v: Spec, final: bool, save:
     states = Spec(shape := (call.N, H, K, V), contiguous(shape), "float32")
     if pool:
         # The states are not made, but put where they came from.
-        outputs |= dict(o="into" if pool.into else ((call.T, H, V), call.dtype), ht="h0")
+        outputs |= dict(o="into" if pool.into else ((call.T, H, V), call.dtype), ht="pool") if q else {}
         states = pool.states
     programs, parts, most = call.segments, 1, _STAGES if max(K, V) > LEAST_TILE else _STAGES_NARROW
     if not q:
         outputs["ht"] = (call.segments, H, K, V + K), "float32"
         parts, most = 1 + call.matrices, _STAGES_NARROW
-        programs = (programs - call.N) * parts
-    numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T, L=call.L)
+        programs = (programs - (0 if call.packed else call.N)) * parts
+    numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.L)
     constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK,
                      STAGES=min(most, call.cfg.num_stages), GROUP=_GROUP, REVERSE=call.reverse, PACKED=call.packed,
                      SPLIT=call.L > 0, PARTS=parts, **state_strides(states), STORED=stored)
@@ -240,10 +242,13 @@ def _prepared(call: _Call, args: Args) -> tuple[Any, Any, Any]:
     return _prepare_plan(call, call.specs.key).launch(k=args.key, g=args.g, beta=args.beta, cu_seqlens=args.cu_seqlens)
 
 
-def _joined(call: _Call, local: Any, matrices: Any, start: Any, adjoint: bool) -> Any:
+def _joined(call: _Call, args: Args, local: Any, matrices: Any, start: Any, adjoint: bool,
+            pool: Pool | None = None) -> Any:
     """The states that segments start from, or the gradients, from what they leave; see ``join_kernel``."""
-    return join_plan(call, start is not None, adjoint, own=True).launch(
-        local=local, matrices=matrices, h0=start, cu_seqlens=None, slots=None, has_initial=None)[0]
+    given = pool or NO_STATES
+    return join_plan(call, start is not None, adjoint, pool and pool.specs(), own=True).launch(
+        local=local, matrices=matrices, h0=pool.states if pool else start, cu_seqlens=args.cu_seqlens,
+        slots=given.slots, has_initial=given.has_initial)[0]
 
 
 def _walked(call: _Call, args: Args, ready: tuple[Any, Any, Any], final: bool, save: bool,
@@ -256,12 +261,13 @@ def _walked(call: _Call, args: Args, ready: tuple[Any, Any, Any], final: bool, s
                           pool and pool.specs(), given.into is not aligned(given.into))
         return plan.launch(
             q=q, k=args.key, v=args.value, g=args.g, beta=args.beta, near=near, alike=alike, norms=of_keys,
-            h0=starts, cu_seqlens=args.cu_seqlens, slots=given.slots, has_initial=given.has_initial, into=given.into)
+            h0=starts, cu_seqlens=args.cu_seqlens, pool=given.states, slots=given.slots,
+            has_initial=given.has_initial, into=given.into)
 
-    starts, local = pool.states if pool else args.initial_state, None
+    starts, local = args.initial_state, None
     if call.L:
         local = walk(None, starts, False, False)[1]
-        starts = _joined(call, local, local, starts, False)
+        starts = _joined(call, args, local, local, starts, False, pool)
     return *walk(args.query, starts, final, save), local
 
 
@@ -276,7 +282,7 @@ def _walked_back(call: _Call, args: Args, do: Any, dfinal: Any, residuals: Seque
 
     ends = dfinal
     if call.L:
-        ends = _joined(call, walk(ends, True)[2], matrices, ends, True)
+        ends = _joined(call, args, walk(ends, True)[2], matrices, ends, True)
     return walk(ends, False)
 
 
@@ -417,7 +423,6 @@ def candidates(inv: Invocation, cfg: Config) -> list[Config]:
 gated_delta_rule = kernel("cuda", __file__, forward, backward, fields=FIELDS, heuristic=heuristic,
                           candidates=candidates, unsupported=cannot_walk)
 preferred_gated_delta_rule = replace(gated_delta_rule, loses=loses)
-# Each request has one walk for each head, however long it is.
 delta_prefill = pool_contract.implementation(
     "delta_prefill", _prefill, FIELDS, platform="cuda", source=__file__, unsupported=_cannot_prefill,
     heuristic=heuristic,

@@ -201,10 +201,15 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
         column = o_v + (part - 1) * (WALKERS * PART)
         state = gl.where(column[:, None] == o_k[None, :], 1.0, state)
         if INIT:
-            begins = (o_v < gl.where((part == 0) & (before == 0), V, 0))[:, None] & (o_k < K)[None, :]
-            state += gl.load(h0 + o_state, mask=begins, other=0.0).to(gl.float32)
+            own = (part == 0) & (before == 0)
+            if MAY_START:
+                own = own & begins
+            inside = (o_v < gl.where(own, V, 0))[:, None] & (o_k < K)[None, :]
+            state += gl.load(h0 + o_state, mask=inside, other=0.0).to(gl.float32)
     elif INIT:
-        if not MAY_START:  # noqa: SIM114
+        if SPLIT:
+            state = load_state(h0 + (o_v[:, None] + (o_k * V)[None, :]), o_v, o_k, V, K, WALKERS * PART, BK)
+        elif not MAY_START:  # noqa: SIM114
             state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
         elif begins:
             state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
@@ -300,11 +305,11 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
         store_state(ht + o_state, state, last, o_v, o_k, V, K, WALKERS * PART, BK)
 
 
-@gluon.jit(do_not_specialize=lengths("qkvgb", "T", "L"))
+@gluon.jit(do_not_specialize=lengths("qkvgb", "T", "N", "L"))
 def walk_kernel(
-    q, k, v, g, beta, near, alike, norms, h0, cu_seqlens, slots, has_initial, into,
+    q, k, v, g, beta, near, alike, norms, h0, cu_seqlens, pool, slots, has_initial, into,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, L,
+    stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, N, L,
     o, ht, errors, rest, states,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
@@ -328,8 +333,8 @@ def walk_kernel(
     h0, and of others from zeros; beside it the matrix, which takes the state before a segment to the one after, of all
     but the first. Each takes PARTS programs, of which the first one has the state.
 
-    slots: h0 and ht are a pool, as in ``outputs_kernel`` of linear attention, and so is has_initial. stride_s: strides
-    of states. STORED: o, which may overwrite ``into``, is stored, not copied.
+    pool: in place of h0, and of ht, with slots and has_initial as in ``outputs_kernel`` of linear attention; stride_s:
+    strides of states. STORED: o, which may overwrite ``into``, is stored, not copied.
     """
     # With gradients the walk has no registers left to know where its sequence is, other than by the program.
     i_h, i_o = locate_walk(cu_seqlens, H, PACKED and not SPLIT and errors is None)
@@ -337,21 +342,26 @@ def walk_kernel(
     before = 0
     part = 0
     blank = 0
+    none = T < 0
     if SPLIT:
         if not OUTPUT:
-            count = gl.cdiv(T, L)
             part = i_o % PARTS
             i_o = i_o // PARTS
-            i_o += i_o // (count - 1)
-        i_n, i_b, token, size, last, before = locate_segment(i_o, T, L, C, REVERSE)
+            if not PACKED:
+                i_o += i_o // (gl.cdiv(T, L) - 1)
+        i_n, i_b, token, size, last, before = locate_segment(cu_seqlens, i_o, T, N, L, C, PACKED, REVERSE)
+        none = (size <= 0) & (before > 0)
         if not OUTPUT:
+            # Nobody goes on from the last one, nor from none.
+            if last:
+                return
             size = gl.where((part > 0) & (before == 0), 0, size)
             # Nothing is where the matrix would have values.
             blank = gl.where(part > 0, gl.cdiv(size, C) * C, 0)
         before = before // C
     else:
         i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
-    POOL: gl.constexpr = slots is not None
+    POOL: gl.constexpr = pool is not None
     MAY_START: gl.constexpr = has_initial is not None
     begins = last
     if POOL:
@@ -360,8 +370,11 @@ def walk_kernel(
         if MAY_START:
             begins = gl.load(has_initial + i_n) != 0
             done = done & begins
-        clear_padding(o, cu_seqlens, slot, i_n, i_h, token, size, T, H, C, V, BV)
-        if (slot < 0) | done:
+        none = none | done | (slot < 0)
+        if OUTPUT:
+            clear_padding(o, cu_seqlens, N, slot, i_o, i_h, token, size, T, H, C, V, BV)
+    if POOL or (PACKED and SPLIT):  # noqa: SIM102
+        if none:
             return
     PART: gl.constexpr = 64
     WALKERS: gl.constexpr = BV // PART
@@ -371,7 +384,7 @@ def walk_kernel(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    INIT: gl.constexpr = h0 is not None
+    INIT: gl.constexpr = h0 is not None or POOL
     FINAL: gl.constexpr = ht is not None
     GATED: gl.constexpr = g is not None
     BETA: gl.constexpr = beta is not None
@@ -428,13 +441,14 @@ def walk_kernel(
         r_desc = describe(rest, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
         first_group = first_slot(i_n, token * 0 if SPLIT else token, size, T, GROUP * C, PACKED)
         p_kept = states + (first_group * H + i_h) * (V * K)
-    if POOL:
-        p_h0 = h0 + (slot * stride_ss + i_h.to(gl.int64) * stride_sh)
-        p_ht = ht + (slot * stride_ss + i_h.to(gl.int64) * stride_sh)
-    elif INIT:
+    if h0 is not None:
         i_init = i_o if OUTPUT else i_n
         p_h0 = h0 + (i_init.to(gl.int64) * H + i_h) * K * V
-    if FINAL and not POOL:
+    elif POOL:
+        p_h0 = pool + (slot * stride_ss + i_h.to(gl.int64) * stride_sh)
+    if POOL and OUTPUT:
+        p_ht = ht + (slot * stride_ss + i_h.to(gl.int64) * stride_sh)
+    elif FINAL:
         i_final = i_n if OUTPUT else i_o
         p_ht = ht + (i_final.to(gl.int64) * H + i_h) * K * (V if OUTPUT else V + K)
     if GATED:

@@ -319,7 +319,7 @@ def outputs_kernel(
         if has_initial is not None:
             begins = gl.load(has_initial + i_n) != 0
             done = done & begins
-        clear_padding(o, cu_seqlens, slot, i_n, i_h, token, size, T, H, C, V, BV)
+        clear_padding(o, cu_seqlens, gl.num_programs(0) // H, slot, i_n, i_h, token, size, T, H, C, V, BV)
         if (slot < 0) | done:
             return
     natural = natural_decay(gamma, i_b, i_h, stride_gamma_b)
