@@ -186,7 +186,7 @@ def test_each_missing_step_is_found(step, tmp_path):
 
 
 STACK = {"prepare_kernel": 24, "walk_kernel": 240, "adjoint_kernel": 240, "gradients_kernel": 528,
-         "prepare_dimensions_kernel": 16, "fine_dimensions_kernel": 1120, "walk_dimensions_kernel": 1064}
+         "prepare_dimensions_kernel": 16, "fine_dimensions_kernel": 1904, "walk_dimensions_kernel": 664}
 
 
 @pytest.mark.parametrize("name", [*BUILDS, *DELTA_PREFILLS])

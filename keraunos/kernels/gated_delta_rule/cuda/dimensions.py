@@ -1,4 +1,4 @@
-"""N of ``prepare.py``, and P, of chunks with gates per token and dimension of the key: all that needs no state.
+"""N beta of ``prepare.py``, and P, of chunks with gates per token and dimension of the key, which need no state.
 
 ``G_i`` is, for each dimension, the sum of a chunk's gates up to and with token i, base 2:
 
@@ -178,7 +178,8 @@ def load_chunk(i_b, i_h, token, left, arrays, strides, tiles, vectors, RATIOS: g
                UNIT: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr):
     """Loads queries and keys, and the lengths of their rows, beta, and the sums of gates, of blocks and within them.
 
-    Returns the last, for each part of the dimensions, and the least sum of either half of the chunk.
+    Returns the last, for each part of the dimensions; the least sum of either half of the chunk; and where queries and
+    keys are in memory.
     """
     q, k, g, beta = arrays
     stride_q, stride_k, stride_g, stride_b = strides
@@ -236,7 +237,7 @@ def load_chunk(i_b, i_h, token, left, arrays, strides, tiles, vectors, RATIOS: g
     least = least_half(load_blocks(sums_s.index(0)))
     if PARTS == 2:
         least = gl.minimum(least, least_half(load_blocks(sums_s.index(1))))
-    return all_sums, least
+    return all_sums, least, (p_q, stride_q[1] * UNIT, p_k, stride_k[1] * UNIT)
 
 
 @gluon.jit
@@ -282,6 +283,14 @@ def of_seen(p, strength_s, lengths_s, scale, NORM: gl.constexpr, REVERSE: gl.con
 
 
 @gluon.jit
+def of_strength(x, strength_s, REVERSE: gl.constexpr):
+    """N times beta of its columns, in reverse transposed."""
+    if REVERSE:
+        return x * strength_s.load(gl.SliceLayout(1, x.type.layout))[:, None]
+    return x * strength_s.load(gl.SliceLayout(0, x.type.layout))[None, :]
+
+
+@gluon.jit
 def store_fine(a, p, squares, vectors, near, pairs, left, scale, NORM: gl.constexpr, REVERSE: gl.constexpr):
     """Stores P and N in two parts, from the products of queries and keys."""
     d_s, b_s = squares
@@ -296,7 +305,7 @@ def store_fine(a, p, squares, vectors, near, pairs, left, scale, NORM: gl.conste
     # Three products each: of two tokens all are zero. A number that is not known here keeps them a loop.
     x = by_substitution(-of_lower(a, lengths_s, NORM), strength_s, rows // BLOCK == columns // BLOCK, d_s, b_s,
                         gl.minimum(left, 3))
-    x = gl.where(rows > columns, x, 0.0)
+    x = of_strength(gl.where(rows > columns, x, 0.0), strength_s, REVERSE)
     store_tile(near, x.to(dtype), REVERSE)
     store_tile(near + C * C, (x - wide(x.to(dtype))).to(dtype), REVERSE)
 
@@ -311,7 +320,7 @@ def prepare_dimensions_kernel(
     K: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, UNIT: gl.constexpr, LEAST: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr, MAXNREG: gl.constexpr,
 ):
-    """``near`` and ``pairs`` ``[slots, H, 2, C, C]``: N and P of a chunk and head, and what their dtype leaves of that.
+    """``near`` and ``pairs`` ``[slots, H, 2, C, C]``: N beta and P of a chunk and head, and what their dtype leaves.
 
     ``alike`` ``[slots, H]``: 0 where only the first are stored; IS_LEFT where nothing is, but left to
     ``fine_dimensions_kernel``: keys are alike, or the gates of half of a chunk come to less than LEAST. ``norms``
@@ -334,8 +343,8 @@ def prepare_dimensions_kernel(
     sums_s, strength_s, lengths_s = vectors
     strides = ((stride_qb, stride_qt, stride_qh), (stride_kb, stride_kt, stride_kh), (stride_gb, stride_gt, stride_gh),
                (stride_bb, stride_bt, stride_bh))
-    all_sums, least = load_chunk(i_b, i_h, token, left, (q, k, g, beta), strides, tiles, vectors, (RQ, RK, RG, RB), K,
-                                 UNIT, beta is not None, NORM, REVERSE)
+    all_sums, least, _given = load_chunk(i_b, i_h, token, left, (q, k, g, beta), strides, tiles, vectors,
+                                         (RQ, RK, RG, RB), K, UNIT, beta is not None, NORM, REVERSE)
     slot = i_s.to(gl.int64) * H + i_h
     if NORM:
         o_n = gl.arange(0, C, layout=EACH)
@@ -361,8 +370,7 @@ def prepare_dimensions_kernel(
     a = of_lower(a, lengths_s, NORM)
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))
     columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))
-    strong = a * (strength_s.load(gl.SliceLayout(1, W))[:, None] if REVERSE
-                  else strength_s.load(gl.SliceLayout(0, W))[None, :])
+    strong = of_strength(a, strength_s, REVERSE)
     is_alike = gl.max(gl.sum(strong * strong, 0 if REVERSE else 1), 0) > ALIKE
     if is_alike | (least < LEAST):
         gl.store(alike + slot, IS_LEFT)
@@ -374,89 +382,65 @@ def prepare_dimensions_kernel(
         thread_barrier()
         i_r = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, SQUARES)))[None, :, None]
         i_c = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, SQUARES)))[None, None, :]
-        of_strength = strength_s.reshape([C // BLOCK, BLOCK]).load(gl.SliceLayout(1, SQUARES))[:, None, :]
-        below = -own_block(a, rows, SQUARES) * of_strength
+        below = -own_block(a, rows, SQUARES)
+        below *= strength_s.reshape([C // BLOCK, BLOCK]).load(gl.SliceLayout(1, SQUARES))[:, None, :]
         above = gl.convert_layout(below.permute((0, 2, 1)), SQUARES)
         unit = gl.where(i_r == i_c, 1.0, 0.0) + gl.zeros([C // BLOCK, BLOCK, BLOCK], gl.float32, SQUARES)
         inverse = inverse_of_blocks(below, above, unit, SQUARES)
         found = joined_once(spread(inverse - unit, rows, columns, W), a, strength_s, rows, columns,
                             d_s.index(0), b_s.index(0), b_s.index(1), d_s.index(1))
+        found = of_strength(found, strength_s, REVERSE)
         store_tile(near + slot * (2 * C * C), found.to(dtype), REVERSE)
 
 
 @gluon.jit
-def meet_at_middle(all_sums, tiles, rests, sums_s, goals, REVERSE: gl.constexpr):
-    """Leaves in shared memory the products of keys, in reverse transposed, and of queries and keys."""
+def meet(all_sums, mild, given, left, tiles, rests, sums_s, K: gl.constexpr, REVERSE: gl.constexpr):
+    """The products of keys, in reverse transposed, and those of queries and keys, with all digits of their factors.
+
+    mild: they meet at the chunk's middle. Else they first meet without gates, for each token's pair with itself.
+    All is one loop: ptxas 13.0 takes products of the same tiles in two branches for one.
+    """
     q_s, k_s, x_s = tiles
     q_r, k_r, x_r = rests
+    p_q, stride_q, p_k, stride_k = given
     C: gl.constexpr = q_s.shape[0]
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    for part in gl.static_range(q_s.shape[1] // PART):
-        apart = from_middle(all_sums[part], sums_s.index(part), REVERSE)
-        query = wide(q_s.slice(part * PART, PART, 1).load(TOKENS))
-        key = wide(k_s.slice(part * PART, PART, 1).load(TOKENS))
-        put(query * gl.exp2(apart), q_r, part, q_s)
-        put(key * gl.exp2(apart), k_r, part, k_s)
-        put(key * gl.exp2(-apart), x_r, part, x_s)
-    fence_async_shared()
-    thread_barrier()
-    p = gl.zeros([C, C], gl.float32, W)
-    a = gl.zeros([C, C], gl.float32, W)
-    for i in gl.static_range(3):
-        left_s = (q_r if i == 1 else q_s)
-        right_s = (x_r if i == 2 else x_s).permute((1, 0))
-        p = warpgroup_mma(left_s, right_s, p, is_async=True)
-        if REVERSE:
-            a = warpgroup_mma(x_r if i == 2 else x_s, (k_r if i == 1 else k_s).permute((1, 0)), a, is_async=True)
-        else:
-            a = warpgroup_mma(k_r if i == 1 else k_s, right_s, a, is_async=True)
-    p, a, _, _, _, _, _, _ = warpgroup_mma_wait(0, deps=[p, a, q_s, k_s, x_s, q_r, k_r, x_r])
-    # All products have read their tiles.
-    thread_barrier()
-    goals[0].store(a)
-    goals[1].store(p)
-
-
-@gluon.jit
-def meet_in_tree(all_sums, tiles, rests, sums_s, goals, REVERSE: gl.constexpr):
-    """Leaves the same products, of a chunk whose gates are strong."""
-    q_s, k_s, x_s = tiles
-    y_s, y_r, x_r = rests
-    C: gl.constexpr = q_s.shape[0]
+    BK: gl.constexpr = q_s.shape[1]
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     none = gl.zeros([C, C], gl.float32, W)
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))[:, None]
     columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))[None, :]
     t = gl.arange(0, C, layout=gl.SliceLayout(1, TOKENS))
-    fence_async_shared()
-    thread_barrier()
-    p = warpgroup_mma(q_s, k_s.permute((1, 0)), none, use_acc=False, is_async=True)
-    p, _, _ = warpgroup_mma_wait(0, deps=[p, q_s, k_s])
     a = none
-    for level in range(LEVELS):
-        half = 1 << level
-        later = (t // half % 2 == (0 if REVERSE else 1))[:, None]
-        for part in gl.static_range(q_s.shape[1] // PART):
-            apart = to_boundary(all_sums[part], load_blocks(sums_s.index(part)), half, REVERSE)
-            factor = gl.exp2(gl.where(later, apart, -apart))
-            put(wide(q_s.slice(part * PART, PART, 1).load(TOKENS)) * factor, y_r, part, y_s)
-            put(wide(k_s.slice(part * PART, PART, 1).load(TOKENS)) * factor, x_r, part, x_s)
+    p = none
+    for step in range(gl.where(mild, 1, 1 + LEVELS)):
+        half = (1 << step) >> 1
+        later = (t // gl.maximum(half, 1) % 2 == (0 if REVERSE else 1))[:, None]
+        for part in gl.static_range(BK // PART):
+            apart = gl.where(half > 0, to_boundary(all_sums[part], load_blocks(sums_s.index(part)), half, REVERSE), 0.0)
+            apart = gl.where(mild, from_middle(all_sums[part], sums_s.index(part), REVERSE), apart)
+            to = gl.where(later | mild, apart, -apart)
+            key = wide(load_part(p_k, stride_k, left, part, K, BK))
+            put(wide(load_part(p_q, stride_q, left, part, K, BK)) * gl.exp2(to), q_r, part, q_s)
+            put(key * gl.exp2(to), k_r, part, k_s)
+            put(key * gl.exp2(gl.where(mild, -apart, to)), x_r, part, x_s)
         fence_async_shared()
         thread_barrier()
         b = none
         c = none
         for i in gl.static_range(3):
-            right_s = (x_r if i == 2 else x_s).permute((1, 0))
-            b = warpgroup_mma(x_r if i == 1 else x_s, right_s, b, is_async=True)
-            c = warpgroup_mma(y_r if i == 1 else y_s, right_s, c, is_async=True)
-        b, c, _, _, _, _ = warpgroup_mma_wait(0, deps=[b, c, x_s, x_r, y_s, y_r])
+            right_s = x_r if i == 2 else x_s
+            if REVERSE:
+                b = warpgroup_mma(right_s, (k_r if i == 1 else k_s).permute((1, 0)), b, is_async=True)
+            else:
+                b = warpgroup_mma(k_r if i == 1 else k_s, right_s.permute((1, 0)), b, is_async=True)
+            c = warpgroup_mma(q_r if i == 1 else q_s, right_s.permute((1, 0)), c, is_async=True)
+        b, c, _, _, _, _, _, _ = warpgroup_mma_wait(0, deps=[b, c, q_s, k_s, x_s, q_r, k_r, x_r])
+        # All products have read their tiles.
         thread_barrier()
-        # What is no pair of this level's is one of a later level's.
-        met = (rows ^ columns) >= half
-        a = gl.where(met, b, a)
-        p = gl.where(met, c, p)
-    goals[0].store(a)
-    goals[1].store(p)
+        # What is no pair of this step's is one of a later step's.
+        a = gl.where((rows ^ columns) >= half, b, a)
+        p = gl.where((rows ^ columns) >= half, c, p)
+    return a, p
 
 
 @gluon.jit(do_not_specialize=lengths("qkgb", "T", "N", "SLOTS", "EACH"))
@@ -481,18 +465,10 @@ def fine_dimensions_kernel(
     flags = gl.load(alike_given + o_s, mask=o_s < end, other=0)
     if gl.max((flags == IS_LEFT).to(gl.int32), 0) > 0:
         dtype: gl.constexpr = k.dtype.element_ty
-        W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
         TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
-        SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float32)
         tiles, squares, vectors = room(dtype, C, BK)
-        q_r = gl.allocate_shared_memory(dtype, [C, BK], TILE)
-        k_r = gl.allocate_shared_memory(dtype, [C, BK], TILE)
-        x_r = gl.allocate_shared_memory(dtype, [C, BK], TILE)
-        if BK == 2 * C:
-            goals = reinterpret(q_r, gl.float32, [C, C], SQUARE), reinterpret(k_r, gl.float32, [C, C], SQUARE)
-        else:
-            goals = (gl.allocate_shared_memory(gl.float32, [C, C], SQUARE),
-                     gl.allocate_shared_memory(gl.float32, [C, C], SQUARE))
+        rests = (gl.allocate_shared_memory(dtype, [C, BK], TILE), gl.allocate_shared_memory(dtype, [C, BK], TILE),
+                 gl.allocate_shared_memory(dtype, [C, BK], TILE))
         strides = ((stride_qb, stride_qt, stride_qh), (stride_kb, stride_kt, stride_kh),
                    (stride_gb, stride_gt, stride_gh), (stride_bb, stride_bt, stride_bh))
         for i in range(first, end):
@@ -500,14 +476,9 @@ def fine_dimensions_kernel(
             i_b, token, left = locate_chunk(cu_seqlens, i // H, T, N, C, PACKED)
             slot = first.to(gl.int64) + (i - first)
             if (left > 0) & (gl.load(alike_given + slot) == IS_LEFT):
-                all_sums, least = load_chunk(i_b, i_h, token, left, (q, k, g, beta), strides, tiles, vectors,
-                                             (RQ, RK, RG, RB), K, UNIT, beta is not None, NORM, REVERSE)
-                if least >= LEAST:
-                    meet_at_middle(all_sums, tiles, (q_r, k_r, x_r), vectors[0], goals, REVERSE)
-                else:
-                    meet_in_tree(all_sums, tiles, (q_r, k_r, x_r), vectors[0], goals, REVERSE)
-                p_near = near + slot * (2 * C * C)
-                p_pairs = pairs + slot * (2 * C * C)
-                store_fine(goals[0].load(W), goals[1].load(W), squares, vectors, p_near, p_pairs, left, scale, NORM,
-                           REVERSE)
+                all_sums, least, given = load_chunk(i_b, i_h, token, left, (q, k, g, beta), strides, tiles, vectors,
+                                                    (RQ, RK, RG, RB), K, UNIT, beta is not None, NORM, REVERSE)
+                a, p = meet(all_sums, least >= LEAST, given, left, tiles, rests, vectors[0], K, REVERSE)
+                store_fine(a, p, squares, vectors, near + slot * (2 * C * C), pairs + slot * (2 * C * C), left, scale,
+                           NORM, REVERSE)
                 gl.store(alike + slot, IS_FINE)

@@ -6,7 +6,7 @@ its gates up to and with token i, base 2, and N and P of ``dimensions.py``:
     Y = V - (K o exp2(G)) S                            the errors before the chunk
     E = Y + N beta Y                                   the errors that tokens correct
     O = scale (Q o exp2(G)) S + P E
-    S' = exp2(G_C) o S + (K o exp2(G_C - G))^T beta E
+    S' = exp2(G_C) o S + (beta K o exp2(G_C - G))^T E
 
 A warpgroup has 64 of the values' dimensions: none waits for another. One more makes the three products of queries, keys
 and gates, in shared memory, a warp copies.
@@ -83,10 +83,10 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
 def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr,
             BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr,
             COPIED: gl.constexpr):
-    """A partition of one warpgroup: ``Q o exp2(G)``, ``K o exp2(G)`` and ``K o exp2(G_C - G)`` of each chunk.
+    """A partition of one warpgroup: ``Q o exp2(G)``, ``K o exp2(G)`` and ``beta K o exp2(G_C - G)`` of each chunk.
 
-    Where keys are alike, what 16 bits leave of the last, too. For each stage: ``exp2(G_C)``, beta, and whether keys are
-    alike.
+    Where keys are alike, what 16 bits leave of the last, too. For each stage: ``exp2(G_C)``; whether keys are alike;
+    and one over the lengths of queries and keys, by which only the last is divided.
     """
     q_s, k_s, x_s, _, _, _, _, rest_s, g_s = tiles
     sums_s, decay_s, strength_s, alike_s, lengths_s = vectors
@@ -95,27 +95,36 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     OF_TOKENS: gl.constexpr = gl.SliceLayout(1, TOKENS)
     PARTS: gl.constexpr = BK // PART
+    STRENGTH: gl.constexpr = BETA or NORM
     dtype: gl.constexpr = k_s.dtype
     t = gl.arange(0, C, layout=EACH)
-    both = gl.arange(0, 2 * C, layout=EACH)
+    t_of_both = gl.arange(0, 2 * C, layout=EACH)
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
         at = (count - 1 - i) if REVERSE else i
         left = size - at * C
         p_g = g + (at * C).to(gl.int64) * stride_g
+        if not COPIED:
+            wide_gates = load_part(p_g, stride_g, left, 0, K, BK)
         strength = gl.full([C], 1.0, gl.float32, EACH)
         if BETA:
             strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=t < left, other=0.0).to(gl.float32)
-        fine = gl.load(alike + at * H)
         if NORM:
-            lengths_s.store(gl.load(norms + at * (H * 2 * C) + both))
+            both = gl.load(norms + at * (H * 2 * C) + t_of_both)
+            strength *= gl.load(norms + at * (H * 2 * C) + C + t)
+        fine = gl.load(alike + at * H)
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        strength_s.index(slot).store(strength)
         alike_s.index(slot).store(gl.full([1], 1, gl.int32, EACH) * fine)
+        if STRENGTH:
+            strength_s.store(strength)
+        if NORM:
+            lengths_s.index(slot).store(both)
         for part in gl.static_range(PARTS):
             if COPIED:
                 gates = g_s.index(slot).slice(part * PART, PART, 1).load(TOKENS)
+            elif part == 0:
+                gates = wide_gates
             else:
                 gates = load_part(p_g, stride_g, left, part, K, BK)
             x = in_blocks(gates)
@@ -125,20 +134,19 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
             decay_s.index(slot).slice(part * PART, PART).store(gl.exp2(total))
             G = within_blocks(x, REVERSE) * LOG2E + sums_from(blocks, BLOCKS, 0, REVERSE)
             total = gl.convert_layout(total, gl.SliceLayout(0, gl.SliceLayout(1, G.type.layout)))
-            after = flat(total[None, None, :] - G)
-            to = gl.exp2(flat(G))
             q_c = q_s.index(slot).slice(part * PART, PART, 1)
             k_c = k_s.index(slot).slice(part * PART, PART, 1)
-            query, key = wide(q_c.load(TOKENS)), wide(k_c.load(TOKENS))
-            if NORM:
-                query *= lengths_s.slice(0, C).load(OF_TOKENS)[:, None]
-                key *= lengths_s.slice(C, C).load(OF_TOKENS)[:, None]
-            q_c.store((query * to).to(dtype))
+            after = flat(total[None, None, :] - G)
+            to = gl.exp2(flat(G))
+            q_c.store((wide(q_c.load(TOKENS)) * to).to(dtype))
+            key = wide(k_c.load(TOKENS))
             k_c.store((key * to).to(dtype))
-            key *= gl.exp2(after)
-            x_s.index(slot).slice(part * PART, PART, 1).store(key.to(dtype))
+            late = key * gl.exp2(after)
+            if STRENGTH:
+                late *= strength_s.load(OF_TOKENS)[:, None]
+            x_s.index(slot).slice(part * PART, PART, 1).store(late.to(dtype))
             if fine != 0:
-                rest_s.slice(part * PART, PART, 1).store((key - wide(key.to(dtype))).to(dtype))
+                rest_s.slice(part * PART, PART, 1).store((late - wide(late.to(dtype))).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ready.index(slot), count=1)
@@ -147,10 +155,10 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
 @gluon.jit
 def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER: gl.constexpr, C: gl.constexpr,
              K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr,
-             REVERSE: gl.constexpr, BETA: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr):
+             REVERSE: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr):
     """A partition of one warpgroup: PART of the values' dimensions, for which it has the state."""
     q_s, k_s, x_s, v_s, n_s, p_s, rests_s, rest_s, _ = tiles
-    _, decay_s, strength_s, alike_s, _ = vectors
+    _, decay_s, _, alike_s, lengths_s = vectors
     _, ready, empty = barriers
     outs_s, o_desc = goals
     o_s = outs_s.index(WALKER)
@@ -186,30 +194,26 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
         alike = gl.max(alike_s.index(slot).load(FLAG), 0)
         fine = alike != 0
         v = v_s.index(slot * WALKERS + WALKER).permute((1, 0)).load(W)
-        y = wide(v) - y
-        u = y * strength_s.index(slot).load(OF_TOKENS)[None, :] if BETA else y
-        left = gl.convert_layout(u.to(dtype), LEFT)
+        y = wide(v) - (y * lengths_s.index(slot).slice(C, C).load(OF_TOKENS)[None, :] if NORM else y)
+        left = gl.convert_layout(y.to(dtype), LEFT)
         if fine:
-            u = y * strength_s.index(slot).load(OF_TOKENS)[None, :] if BETA else y
-            rest = gl.convert_layout((u - wide(u.to(dtype))).to(dtype), LEFT)
+            rest = gl.convert_layout((y - wide(y.to(dtype))).to(dtype), LEFT)
             y = warpgroup_mma(left, rests_s.index(0).permute((1, 0)), y)
             y = warpgroup_mma(rest, near, y)
         e = warpgroup_mma(left, near, y, is_async=True)
         state = state * decay_s.index(slot).load(gl.SliceLayout(0, WS))[None, :]
-        o = o * scale
+        o = o * (lengths_s.index(slot).slice(0, C).load(OF_TOKENS)[None, :] * scale if NORM else scale)
         e = warpgroup_mma_wait(0, deps=[e])
-        late = e * strength_s.index(slot).load(OF_TOKENS)[None, :] if BETA else e
-        state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), x_s.index(slot), state, is_async=True)
-        o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), pairs, o, is_async=True)
+        high = e.to(dtype)
+        state = warpgroup_mma(gl.convert_layout(high, LEFT_S), x_s.index(slot), state, is_async=True)
+        o = warpgroup_mma(gl.convert_layout(high, LEFT), pairs, o, is_async=True)
         tma.store_wait(0)
         state, o = warpgroup_mma_wait(0, deps=[state, o])
         if fine:
-            late = e * strength_s.index(slot).load(OF_TOKENS)[None, :] if BETA else e
-            state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), rest_s, state, is_async=True)
-            rest = (late - wide(late.to(dtype))).to(dtype)
+            rest = (e - wide(high)).to(dtype)
+            state = warpgroup_mma(gl.convert_layout(high, LEFT_S), rest_s, state, is_async=True)
             state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), x_s.index(slot), state, is_async=True)
-            o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), rests_s.index(1).permute((1, 0)), o, is_async=True)
-            rest = (e - wide(e.to(dtype))).to(dtype)
+            o = warpgroup_mma(gl.convert_layout(high, LEFT), rests_s.index(1).permute((1, 0)), o, is_async=True)
             o = warpgroup_mma(gl.convert_layout(rest, LEFT), pairs, o, is_async=True)
             state, o = warpgroup_mma_wait(0, deps=[state, o])
         o_s.permute((1, 0)).store(o.to(dtype))
@@ -283,9 +287,9 @@ def walk_dimensions_kernel(
     outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
     sums_s = gl.allocate_shared_memory(gl.float32, [BK // PART, BLOCKS, PART], VECTORS)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
-    strength_s = gl.allocate_shared_memory(gl.float32, [STAGES, C], VECTOR)
+    strength_s = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
     alike_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
-    lengths_s = gl.allocate_shared_memory(gl.float32, [2 * C], VECTOR)
+    lengths_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -321,9 +325,9 @@ def walk_dimensions_kernel(
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, K, V, BK, WALKERS, STAGES,
-                            REVERSE, BETA, INIT, FINAL)),
+                            REVERSE, NORM, INIT, FINAL)),
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 1, C, K, V, BK, WALKERS, STAGES,
-                            REVERSE, BETA, INIT, FINAL)),
+                            REVERSE, NORM, INIT, FINAL)),
                 (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM, COPIED)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE, COPIED)),
             ],
@@ -334,7 +338,7 @@ def walk_dimensions_kernel(
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, K, V, BK, WALKERS, STAGES,
-                            REVERSE, BETA, INIT, FINAL)),
+                            REVERSE, NORM, INIT, FINAL)),
                 (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM, COPIED)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE, COPIED)),
             ],
