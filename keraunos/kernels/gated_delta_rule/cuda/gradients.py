@@ -230,70 +230,26 @@ def take_lengths(tiles, factors_s, of, slot, scale, WALKERS: gl.constexpr):
 
 
 @gluon.jit
-def put_pairs(tiles, factors_s, of, slot, i, p_empty, scale, rest, FINE: gl.constexpr, NORM: gl.constexpr,
-              REVERSE: gl.constexpr):
-    """Stores dA and dP of a chunk; returns the products of each token's Z with its own E.
-
-    FINE: E has a ``rest``, of which this is the descriptor, with the chunk's place, a barrier and its phase.
-    """
-    _, e_s, o_s, z_s, _, _, p_s, a_s = tiles
-    C: gl.constexpr = p_s.shape[0]
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
-    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
-    OF_KEYS: gl.constexpr = 9 if NORM else 4
-    dtype: gl.constexpr = e_s.dtype
-    e = e_s.index(slot).permute((1, 0))
-    z = z_s.index(slot)
-    do = o_s.index(slot)
-    none = gl.zeros([C, C], gl.float32, W)
-    a = warpgroup_mma(z, e, none, use_acc=False, is_async=True)
-    rows = gl.arange(0, C, layout=OF_ROWS)[:, None]
-    columns = gl.arange(0, C, layout=OF_COLUMNS)[None, :]
-    seen = (columns >= rows) if REVERSE else (columns <= rows)
-    apart = factors_s.index(of + 3).load(OF_ROWS)[:, None] - factors_s.index(of + 3).load(OF_COLUMNS)[None, :]
-    reach = gl.exp2(gl.where(seen, apart, -float("inf"))) * factors_s.index(of + OF_KEYS).load(OF_COLUMNS)[None, :]
-    a = warpgroup_mma_wait(0, deps=[a])
-    if FINE:
-        r_desc, at, full, phase = rest
-        r_s = reinterpret(a_s, dtype, [C, e_s.shape[2]], r_desc.layout)
-        mbarrier.wait(p_empty, (i & 1) ^ 1)
-        mbarrier.expect(full, r_desc.block_type.nbytes)
-        copy_in(r_desc, [at * C, 0], full, r_s)
-        mbarrier.wait(full, phase)
-        a = warpgroup_mma(z, r_s.permute((1, 0)), a, is_async=True)
-        a = warpgroup_mma_wait(0, deps=[a])
-    own = gl.sum(gl.where(rows == columns, a, 0.0), 1)
-    a *= gl.where(rows == columns, 0.0, reach * -factors_s.index(of + OF_KEYS).load(OF_ROWS)[:, None])
-    b_a = a.to(dtype)
-    p = warpgroup_mma(do, e, none, use_acc=False, is_async=True)
-    if FINE:
-        p = warpgroup_mma(do, r_s.permute((1, 0)), p, is_async=True)
-    p = warpgroup_mma_wait(0, deps=[p])
-    p *= reach * (factors_s.index(of + 8).load(OF_ROWS)[:, None] if NORM else scale)
-    b_p = p.to(dtype)
-    if not FINE:
-        # Walkers wait for no more than the stores, once the tiles are free.
-        mbarrier.wait(p_empty, (i & 1) ^ 1)
-    else:
-        # The rest of E has been read, and what its place is for follows.
-        thread_barrier()
-        a_s.index(1).store((p - wide(b_p)).to(dtype))
-    a_s.index(0).store(b_a)
-    p_s.store(b_p)
-    return own
-
-
-@gluon.jit
 def pair(tiles, vectors, barriers, dbeta, r_desc, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
          WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
     """A partition of one warpgroup: dP and dA of each chunk, and dbeta."""
+    _, e_s, o_s, z_s, _, _, p_s, a_s = tiles
     factors_s, scalars_s, _, _ = vectors
     full, ready, empty, p_empty, q_full, _, rest_full = barriers
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     FACTORS: gl.constexpr = 10 if NORM else 5
-    t = gl.arange(0, C, layout=gl.SliceLayout(1, W))
+    OF_KEYS: gl.constexpr = 9 if NORM else 4
+    dtype: gl.constexpr = e_s.dtype
+    t = gl.arange(0, C, layout=OF_ROWS)
+    rows = t[:, None]
+    columns = gl.arange(0, C, layout=OF_COLUMNS)[None, :]
+    seen = (columns >= rows) if REVERSE else (columns <= rows)
+    none = gl.zeros([C, C], gl.float32, W)
+    # The rest of E comes where dA will be.
+    r_s = reinterpret(a_s, dtype, [C, e_s.shape[2]], r_desc.layout)
     rests = begin * 0
     for i in range(end - begin):
         at = place(begin + i, size, C, REVERSE)
@@ -303,12 +259,36 @@ def pair(tiles, vectors, barriers, dbeta, r_desc, size, begin, end, scale, H: gl
         if NORM:
             mbarrier.wait(q_full, i & 1)
             take_lengths(tiles, factors_s, of, slot, scale, WALKERS)
-        if gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0:
-            rest = (r_desc, at, rest_full.index(WALKERS), rests & 1)
-            own = put_pairs(tiles, factors_s, of, slot, i, p_empty, scale, rest, True, NORM, REVERSE)
+        e = e_s.index(slot).permute((1, 0))
+        a = warpgroup_mma(z_s.index(slot), e, none, use_acc=False, is_async=True)
+        apart = factors_s.index(of + 3).load(OF_ROWS)[:, None] - factors_s.index(of + 3).load(OF_COLUMNS)[None, :]
+        reach = gl.exp2(gl.where(seen, apart, -float("inf")))
+        reach *= factors_s.index(of + OF_KEYS).load(OF_COLUMNS)[None, :]
+        fine = gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0
+        a = warpgroup_mma_wait(0, deps=[a])
+        if fine:
+            mbarrier.wait(p_empty, (i & 1) ^ 1)
+            mbarrier.expect(rest_full.index(WALKERS), r_desc.block_type.nbytes)
+            copy_in(r_desc, [at * C, 0], rest_full.index(WALKERS), r_s)
+            mbarrier.wait(rest_full.index(WALKERS), rests & 1)
             rests += 1
-        else:
-            own = put_pairs(tiles, factors_s, of, slot, i, p_empty, scale, (), False, NORM, REVERSE)
+            a = warpgroup_mma(z_s.index(slot), r_s.permute((1, 0)), a)
+        own = gl.sum(gl.where(rows == columns, a, 0.0), 1)
+        a *= gl.where(rows == columns, 0.0, reach * -factors_s.index(of + OF_KEYS).load(OF_ROWS)[:, None])
+        b_a = a.to(dtype)
+        p = warpgroup_mma(o_s.index(slot), e, none, use_acc=False, is_async=True)
+        p = warpgroup_mma_wait(0, deps=[p])
+        if fine:
+            p = warpgroup_mma(o_s.index(slot), r_s.permute((1, 0)), p)
+            thread_barrier()
+        p *= reach * (factors_s.index(of + 8).load(OF_ROWS)[:, None] if NORM else scale)
+        b_p = p.to(dtype)
+        # Walkers wait for no more than the stores, once the tiles are free.
+        mbarrier.wait(p_empty, (i & 1) ^ 1)
+        a_s.index(0).store(b_a)
+        p_s.store(b_p)
+        if fine:
+            a_s.index(1).store((p - wide(b_p)).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ready.index(slot), count=1)
@@ -425,24 +405,27 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         x += of_lanes(dq_t * wide(q.load(W)))
         if NORM:
             dq_t *= factors_s.index(of + 6).load(OF_TOKENS)[None, :]
-        tma.store_wait(0)
+        tma.store_wait(1)
         dq_s.permute((1, 0)).store(dq_t.to(dtype))
+        fence_async_shared()
         dk_t = warpgroup_mma_wait(0, deps=[dk_t])
         thread_barrier()
         mbarrier.arrive(p_empty, count=1)
+        mbarrier.arrive(q_empty, count=1)
+        # Copies out go before those into what they make free.
+        copy_out(dq, [at * C, WALKER * 64], dq_s)
         if NEED_G:
             x -= of_lanes(dk_t * wide(k.load(W)))
             # Each warp has the sums over its own rows.
             x_s.index(slot * WALKERS + WALKER).store(gl.sum(x, 1))
         if NORM:
             dk_t *= factors_s.index(of + 7).load(OF_TOKENS)[None, :]
+        tma.store_wait(1)
         dk_s.permute((1, 0)).store(dk_t.to(dtype))
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(q_empty, count=1)
-        mbarrier.arrive(empty.index(slot), count=1)
-        copy_out(dq, [at * C, WALKER * 64], dq_s)
         copy_out(dk, [at * C, WALKER * 64], dk_s)
+        mbarrier.arrive(empty.index(slot), count=1)
     tma.store_wait(0)
 
 
