@@ -260,6 +260,8 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
             o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), p_s.index(2 * slot).permute((1, 0)), o,
                               is_async=True)
             tma.store_wait(0)
+            if SAVE:
+                outs_s.index(WALKERS + WALKER).permute((1, 0)).store(e.to(dtype))
             state, o = warpgroup_mma_wait(0, deps=[state, o])
         else:
             state = warpgroup_mma_wait(0, deps=[state])
@@ -282,8 +284,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
                      mask=within(t < size, d, V, WALKERS * PART))
         elif OUTPUT:
             o_s.permute((1, 0)).store(o.to(dtype))
-        if SAVE:
-            outs_s.index(WALKERS + WALKER).permute((1, 0)).store(e.to(dtype))
+        if SAVE:  # noqa: SIM102
             if alike > 1:
                 outs_s.index(2 * WALKERS + WALKER).permute((1, 0)).store((e - wide(e.to(dtype))).to(dtype))
         fence_async_shared()
