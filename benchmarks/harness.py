@@ -131,7 +131,7 @@ def side_by_side(function: Callable[[Any], object], questions: Iterable[Any]) ->
     A question that fails is printed: its error comes again where it is measured.
     """
     questions = list(questions)
-    with ProcessPoolExecutor(min(len(questions), os.cpu_count() or 1), get_context("spawn")) as processes:
+    with ProcessPoolExecutor(max(min(len(questions), os.cpu_count() or 1), 1), get_context("spawn")) as processes:
         asked = [processes.submit(function, question) for question in questions]
         for question, answer in zip(questions, asked, strict=True):
             if error := answer.exception():
