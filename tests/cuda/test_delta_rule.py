@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 import keraunos
 from keraunos import frontends
@@ -23,6 +24,7 @@ from tests.cuda.compile import known
 from tests.cuda.delta_rule import BUILDS, build, check, joined, options, run, small
 from tests.cuda.emulator import EmulatorError
 from tests.cuda.platform import emulated
+from tests.cuda.test_gpu import handed
 from tests.linear_attention.cases import GPU, tensor_array, torch_tensor
 from tests.numerics import assert_within_rule
 
@@ -180,6 +182,12 @@ def test_each_missing_step_is_found(step, tmp_path):
             UNHARMED[key] = run(key[0], **how)
     with pytest.raises((EmulatorError, AssertionError)):
         check()
+
+
+@pytest.mark.parametrize("attention", ["linear", "delta", "softmax"])
+def test_functions_that_racecheck_does_not_follow_exist(attention):
+    """They are read on a GPU only."""
+    assert all(isinstance(x, JITFunction) for functions in handed(attention) for x in functions)
 
 
 # Launches

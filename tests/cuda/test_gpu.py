@@ -255,8 +255,8 @@ def handed(attention):
 
     if attention == "delta":
         kernels = delta.walk_kernel, adjoint.adjoint_kernel, delta_gradients.gradients_kernel
-        return kernels, (delta.pair, adjoint.pair, adjoint.leave, delta_gradients.pair, delta_gradients.put_pairs,
-                         delta_gradients.leave, delta_gradients.lengths_of, delta_gradients.multiply)
+        return kernels, (delta.gates, delta.pair, adjoint.gates, adjoint.pair, adjoint.leave, delta_gradients.gates,
+                         delta_gradients.take_lengths, delta_gradients.pair, delta_gradients.multiply)
     if attention == "linear":
         kernels = (pipeline, outputs.outputs_kernel, gradients.gradients_kernel, dimensions.dimensions_kernel,
                    dimensions_queries.queries_kernel, dimensions_keys.keys_kernel)
