@@ -19,6 +19,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from keraunos.frontends import build_options
+from tests.cuda.addresses import unset
 from tests.cuda.liveness import reused
 from tests.triton.usage import usage
 
@@ -45,7 +46,8 @@ def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int
     """Registers, bytes of stack (spills) and of shared memory, warps and waits of a kernel built for sm_90.
 
     Waits: how often the assembler waits for products where the kernel does not. A kernel whose products may read what
-    was overwritten raises an AssertionError: see :mod:`tests.cuda.liveness`.
+    was overwritten, or at addresses that nothing has set, raises an AssertionError: see :mod:`tests.cuda.liveness`
+    and :mod:`tests.cuda.addresses`.
 
     ``signature`` has the types of the arguments of run time ("*bf16", "i32", "fp32", `descriptor`); pointers are
     taken to be of 16 bytes.
@@ -59,6 +61,8 @@ def resources(kernel, signature: dict[str, str], constants: dict, num_warps: int
     assert "ptxas info" in said.getvalue()
     found = reused(built.asm["ttgir"])
     assert not found, f"{kernel.fn.__name__}: products read what may be overwritten: {found}"
+    found = unset(built.asm["cubin"])
+    assert not found, f"{kernel.fn.__name__}: registers of addresses that nothing may have set: {found}"
     return {**usage(built), "warps": built.metadata.num_warps, "waits": _waits(said.getvalue())}
 
 

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tests.cuda import record
+from tests.cuda.addresses import unset_in
 from tests.cuda.compile import RECORDED_WITH, recorded, resources
 from tests.linear_attention.cases import GPU
 
@@ -61,3 +62,21 @@ def test_memory_that_a_product_reads_is_kept():
     assert resources(square_kernel, types, {"KEEP": True})
     with pytest.raises(AssertionError, match=r"square_kernel: products read what may be overwritten: .*%rows_s"):
         resources(square_kernel, types, {"KEEP": False})
+
+
+# As nvdisasm writes it: a product after two branches, of which one alone sets the address of its right operand.
+BRANCHES = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0010*/              @!P0 BRA `(.L_x_1) ;
+        /*0020*/                   UIADD3.64 UR6, UR4, 0x2, URZ ;
+.L_x_1:
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0040*/                   EXIT ;
+"""
+
+
+def test_addresses_that_one_branch_alone_sets_are_found():
+    assert unset_in(BRANCHES) == ["UR6", "UR7"]
+    assert unset_in(BRANCHES.replace("@!P0 BRA `(.L_x_1)", "NOP")) == []
+    # One whose left operand is in registers reads no address of that.
+    assert unset_in(BRANCHES.replace("R24, gdesc", "R24, R20, gdesc").replace("UR6, UR4", "UR4, UR6")) == ["UR6", "UR7"]
