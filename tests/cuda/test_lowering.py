@@ -105,7 +105,7 @@ def test_softmax_attention_of_few_queries(length, count):
 
 
 @pytest.mark.parametrize(("op_id", "has_initial", "calls", "place"), [
-    ("prefill", False, 1, 3), ("prefill", True, 1, 3), ("delta_prefill", True, 2, 6),
+    ("prefill", False, 1, 3), ("prefill", True, 1, 3), ("delta_prefill", True, 2, 7),
 ])
 def test_prefill_overwrites_its_pool(op_id, has_initial, calls, place):
     """The second result of the last launch is where an array of the kernel is, of those that are given."""
