@@ -395,7 +395,7 @@ def loses(inv: Invocation) -> str | None:
     if reason := was_not_measured():
         return reason
     if inv.arrays.get("g", ("", 0))[1] == 4:
-        return "takes longer than others where gates per token and dimension are strong, which only their values say"
+        return "may take longer than others if gates per token and dimension are strong, which only their values say"
     if inv.dims["N"] * inv.dims["H"] < _PROGRAMS:
         return f"has a walk for each sequence and head, and was measured to be faster with {_PROGRAMS} of them or more"
     return None
