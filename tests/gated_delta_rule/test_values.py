@@ -120,12 +120,12 @@ def test_the_first_segment_needs_no_matrix(adjoint, monkeypatch):
     from tests.cuda import delta_rule
 
     monkeypatch.setattr(delta_rule.passes, "_SEGMENTS", 4)
-    specs = [x if x is None else spec_of(torch_tensor(x)) for x in Case(T=250, K=40, V=40).arrays[0]]
-    call = delta_rule.passes._call_of(Args(*specs), delta_rule.options(Case()))
+    args = Args(*(torch_tensor(x) for x in Case(T=250, K=40, V=40).arrays[0]))
+    call = delta_rule.passes._call_of(Args(*map(spec_of, args)), delta_rule.options(Case()))
     local, matrices = (torch.randn(8, 2, 40, D) for D in (40 if adjoint else 80, 80))
     matrices[:: 4] = matrices[3 :: 4] = torch.nan
     for start in (None, torch.randn(2, 2, 40, 40)):
-        got, wanted = (join(call, local, matrices, start, adjoint)
+        got, wanted = (join(call, args, local, matrices, start, adjoint)
                        for join in (delta_rule.passes._joined, delta_rule.joined))
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
 
