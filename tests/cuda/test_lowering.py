@@ -49,6 +49,21 @@ def test_forward_and_gradients(gla, shape):
     assert launches(jax.value_and_grad(loss, range(6)), TOKENS, TOKENS, TOKENS, gates, gamma, state) == wanted
 
 
+@pytest.mark.parametrize(("shape", "wanted"), [(SHAPE[:3], 4), (SHAPE, 9)], ids=["a gate per token", "per dimension"])
+def test_the_delta_rule_and_its_gradients(shape, wanted, monkeypatch):
+    """With gates per dimension they are three of its own forward and six of Triton's."""
+    launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
+    monkeypatch.setattr(launch.jax_triton, "triton_call",
+                        functools.partial(launch.jax_triton.triton_call, compute_capability=90))
+    rule = functools.partial(kernel_registry.get("gated_delta_rule", "cuda"), cfg=Config(num_stages=3))
+
+    def loss(*arrays):
+        return rule(*arrays)[0].astype(jnp.float32).sum()
+
+    gates, beta = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (shape, SHAPE[:3]))
+    assert launches(jax.value_and_grad(loss, range(5)), TOKENS, TOKENS, TOKENS, gates, beta) == wanted
+
+
 def test_vmap_is_one_launch(gla):
     stacked = jax.ShapeDtypeStruct((3, *SHAPE), jnp.bfloat16)
     assert launches(jax.vmap(lambda *args: gla(*args)[0]), stacked, stacked, stacked) == 1

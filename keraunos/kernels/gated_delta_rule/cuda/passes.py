@@ -361,10 +361,10 @@ forward.rehearsed = True  # type: ignore[attr-defined]
 
 def _triton_backward(args: Args, grads: Sequence[Any], opts: Options) -> Args:
     """The gradients as platform ``triton`` has them, which needs the inputs only."""
-    triton = kernel_registry.get("gated_delta_rule", Platform.TRITON)
-    assert triton.passes is not None
+    _, gradients = kernel_registry.passes("gated_delta_rule", Platform.TRITON)
+    heuristic = kernel_registry.get("gated_delta_rule", Platform.TRITON).heuristic
     inv = GATED_DELTA_RULE.describe(args, opts.softmax_scale, use_qk_l2norm=opts.use_qk_l2norm, reverse=opts.reverse)
-    return triton.passes("torch")[1](args, (), grads, opts._replace(cfg=triton.heuristic(inv, Config())))
+    return gradients(args, (), grads, opts._replace(cfg=heuristic(inv, Config())))
 
 
 def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: Options) -> Args:
