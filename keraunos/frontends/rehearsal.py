@@ -23,7 +23,6 @@ class Rehearsal:
     def __init__(self, fn: Callable[[], Any], device: Any = None):
         self.device = device
         self._builds: list[tuple[Callable, tuple]] = []
-        self._later: list[tuple[Callable, tuple]] = []
         _local.rehearsal = self
         try:
             with contextlib.suppress(Exception):
@@ -32,8 +31,9 @@ class Rehearsal:
             _local.rehearsal = None
         # Reading a kernel, Triton changes the process's filters of warnings: one thread would leave what another set.
         with warnings.catch_warnings(), ThreadPoolExecutor() as threads:
-            # Only one thread at a time can read a kernel, which is done in Python.
-            for build, args in (*self._builds, *self._later):
+            # Only one thread at a time can read a kernel, which is done in Python. Those that are launched last, such
+            # as gradients, take longest to compile.
+            for build, args in reversed(self._builds):
                 read = threading.Event()
                 threads.submit(_run, read, build, args)
                 read.wait()
@@ -41,10 +41,6 @@ class Rehearsal:
     def build(self, fn: Callable, *args: Any) -> None:
         """Have ``fn(*args)`` called, which keeps what it builds, and calls :func:`was_read` when it has read one."""
         self._builds.append((fn, args))
-
-    def gradients(self) -> None:
-        """Say that gradients follow: their kernels, which take longest to compile, are read before those so far."""
-        self._later, self._builds = self._builds, []
 
 
 def _run(read: threading.Event, build: Callable, args: tuple) -> None:

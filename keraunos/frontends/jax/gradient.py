@@ -84,8 +84,6 @@ def rehearsed(forward: Callable, backward: Callable) -> tuple[Callable, Callable
     def rehearse(args: Any, opts: Any) -> None:
         def run(args: Any) -> None:
             outputs, residuals = forward(args, opts)
-            if rehearsed := rehearsal.current():
-                rehearsed.gradients()
             backward(args, residuals, outputs, opts)  # an output's gradient is like it
 
         rehearsal.Rehearsal(lambda: jax.eval_shape(run, args))

@@ -415,8 +415,6 @@ def launchers(kind: Any, forward: Callable, backward: Callable, opts: Any) -> tu
 
     def launch_both(flat: list[Any]) -> None:
         output, _, *kept = launch_forward(flat)
-        if rehearsed := rehearsal.current():
-            rehearsed.gradients()
         launch_backward([*flat, *kept, output, None])  # an output's gradient is like it
 
     if not getattr(forward, "rehearsed", False):

@@ -363,7 +363,7 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
         dk, dv, dh0, dots, _, states = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, dht=ends,
                                                    cu_seqlens=cu_seqlens)
         dq = dg = dgamma = None
-        # Two kernels, which are built side by side; the first one takes longer.
+        # Two kernels, which are built side by side.
         for strong in (True, False):
             plan = _queries_plan(call, *map(spec_of, (q, k, v, do)), strong)
             dq, _, dg, dgamma = plan.launch(q=q, k=k, v=v, do=do, g=g, gamma=gamma, h0=starts, y=dots, dh=states,
