@@ -41,17 +41,18 @@ def test_filters_of_warnings_stay_as_they_were():
 
 def test_kernels_are_read_one_by_one_and_those_of_gradients_first():
     """Python reads them, one at a time: the longest builds, of what is launched last, need not wait for others."""
-    names, seen, compiled = ("forward", "first", "second"), [], threading.Barrier(3)
+    names, seen, compiled = ("forward", "first", "second"), [], threading.Barrier(6)
 
     def build(name):
         seen.append(f"reads {name}")
         time.sleep(0.01)
         seen.append(f"has read {name}")
-        was_read()
+        was_read(lambda: compiled.wait(10))
         compiled.wait(10)
 
     Rehearsal(lambda: [current().build(build, name) for name in names])
     assert seen == [f"{does} {name}" for name in reversed(names) for does in ("reads", "has read")]
+    assert not compiled.broken
 
 
 def test_a_build_that_reads_nothing_does_not_stop_the_next_one():

@@ -6,10 +6,11 @@ import gc
 import threading
 import weakref
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch, triton = map(pytest.importorskip, ("torch", "triton"))
 
 from keraunos.frontends.torch import launch as torch_launch  # noqa: E402
 
@@ -318,7 +319,7 @@ class Source:
 
 
 class BuiltKernel(AddKernel):
-    """A kernel that is built in its first call, for which it waits until another one is, too."""
+    """A kernel that is built in its first call, for which it waits until others are, too."""
 
     device_caches, ASTSource = {None: None}, Source
 
@@ -339,7 +340,14 @@ class BuiltKernel(AddKernel):
 
 
 def test_a_first_call_builds_side_by_side(monkeypatch):
-    together = threading.Barrier(2)
+    """The kernels, and what launches them."""
+    together, launched = threading.Barrier(4), []
+
+    def launcher(source, metadata):
+        together.wait(timeout=10)
+        launched.append(type(source))
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(launcher_cls=launcher))
     first, second = BuiltKernel(together), BuiltKernel(together)
 
     def fn(tensors):
@@ -355,6 +363,7 @@ def test_a_first_call_builds_side_by_side(monkeypatch):
         torch.testing.assert_close(result, x + 4 * z)
         assert first.built == second.built == [dict(FACTOR=2, num_warps=4, num_stages=2)]
     assert len(first.seen) == len(second.seen) == 2
+    assert launched == [Source] * 2
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -87,6 +87,9 @@ def _launch(
             options["launch_pdl"] = True  # which other makers' GPUs do not know
     args, options = [*inputs.values(), *made], {**constants, **options}
     if rehearsed:
+        with _current_device(device):
+            # Triton sets what reads a kernel when it first looks up what it has built of it; first its driver is built.
+            _ = kernel.device_caches[device.index]
         rehearsed.build(_warm_up, kernel, grid, args, options, device)
         return made, _nothing, [], kinds
     run, built = _build(kernel, grid, args, options, device)
@@ -112,22 +115,26 @@ def _warm_up(kernel: Any, grid: tuple[int, ...], args: list[Any], options: dict[
              device: torch.device) -> None:
     """Build for a launch."""
     with _current_device(device):
-        # Triton sets what reads a kernel when it first looks up what it has built of it.
-        _ = kernel.device_caches[device.index]
         if isinstance(kernel.ASTSource, type):
             kernel.ASTSource = functools.partial(_source, kernel.ASTSource)
-        # What launches it is compiled, too, when it is asked for.
+        # What launches it is there when it is asked for.
         _ = kernel.warmup(*args, grid=grid, **options).run
 
 
 def _source(kind: Callable, *args: Any) -> Any:
-    """Make the source that Triton reads a kernel from; it says when it was read."""
+    """Make the source that Triton reads a kernel from; when it was read, what launches the kernel is compiled, too."""
     source = kind(*args)
     read = source.make_ir
 
+    def compile_launcher() -> None:
+        from triton.runtime import driver
+
+        # Triton keeps what it has compiled; only then it looks at what is known of the kernel.
+        driver.active.launcher_cls(source, None)
+
     def make_ir(*args: Any) -> Any:
         made = read(*args)
-        rehearsal.was_read()
+        rehearsal.was_read(compile_launcher)
         return made
 
     source.make_ir = make_ir
