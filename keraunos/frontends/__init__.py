@@ -244,8 +244,15 @@ def launch(kernel: Callable, grid: tuple[int, ...], inputs: dict[str, Any], outp
 
 
 def build_options(constants: dict[str, Any]) -> dict[str, Any]:
-    """The options of a build that a kernel's constants name: MAXNREG, if it is there, limits a thread's registers."""
-    return {"maxnreg": constants["MAXNREG"]} if "MAXNREG" in constants else {}
+    """The options of a build: MAXNREG, if the kernel's constants have it, limits a thread's registers.
+
+    Checks that integers do not overflow are up to a quarter of what Triton reads of a kernel, and of no use unless it
+    debugs.
+    """
+    from triton import knobs
+
+    limit = {"maxnreg": constants["MAXNREG"]} if "MAXNREG" in constants else {}
+    return {**limit, "sanitize_overflow": knobs.runtime.debug}
 
 
 def cannot_launch(framework: str | None, gluon: bool = False) -> str | None:

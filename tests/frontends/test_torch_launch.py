@@ -12,6 +12,7 @@ import pytest
 
 torch, triton = map(pytest.importorskip, ("torch", "triton"))
 
+from keraunos import frontends  # noqa: E402
 from keraunos.frontends.torch import launch as torch_launch  # noqa: E402
 
 
@@ -24,7 +25,7 @@ class AddKernel:
         self.seen = []
 
     def __getitem__(self, grid):
-        def run(x, z, number, y, FACTOR, num_warps, num_stages):
+        def run(x, z, number, y, FACTOR, num_warps, num_stages, sanitize_overflow):
             self.seen.append((grid, number, num_warps, num_stages))
             y.copy_(x + FACTOR * z if z is not None else x)
 
@@ -361,7 +362,7 @@ def test_a_first_call_builds_side_by_side(monkeypatch):
         # What finds whether a call is known looks for GPUs, of which there is none.
         result = run._record([x, z])[0]
         torch.testing.assert_close(result, x + 4 * z)
-        assert first.built == second.built == [dict(FACTOR=2, num_warps=4, num_stages=2)]
+        assert first.built == second.built == [dict(FACTOR=2, num_warps=4, num_stages=2, sanitize_overflow=False)]
     assert len(first.seen) == len(second.seen) == 2
     assert launched == [Source] * 2
 
@@ -403,6 +404,12 @@ def test_a_first_call_in_place_builds_side_by_side(monkeypatch, rehearsed):
     x, z = torch.randn(4), torch.randn(4)
     torch.testing.assert_close(torch_launch.launcher(Args, compute, None)._record([x, z])[0], x + 2 * z)
     assert (len(kernel.built), len(kernel.seen)) == (rehearsed, 1)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_integers_are_checked_by_who_debugs(monkeypatch, debug):
+    monkeypatch.setattr(triton.knobs.runtime, "debug", debug)
+    assert frontends.build_options({"MAXNREG": 96}) == {"maxnreg": 96, "sanitize_overflow": debug}
 
 
 def test_what_cannot_be_rehearsed_is_built_when_it_is_launched(monkeypatch):
