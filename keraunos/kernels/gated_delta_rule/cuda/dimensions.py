@@ -5,14 +5,18 @@
     A_ij = sum_d k_id k_jd exp2(G_id - G_jd)                  j before i
     P_ij = scale beta_j sum_d q_id k_jd exp2(G_id - G_jd)     j before i, or i
 
-With m the sum of the gates of a chunk's first half, ``q exp2(G - m)``, ``k exp2(G - m)`` and ``k exp2(m - G)`` are the
-factors of both, if the gates of each half leave enough of the dtype's exponents. Pairs of tokens that do not see each
-other may be infinite, and are taken away.
+With m G of the last token of a chunk's first half, ``q exp2(G - m)``, ``k exp2(G - m)`` and ``k exp2(m - G)`` are the
+factors of both, if the gates of each half leave enough of the dtype's exponents. Else only the pairs of one half with
+the other are made so, whose factors are not above 1; the next step makes the pairs within each half as if it were a
+chunk of its own, and so on, until no block's gates are too strong. A token's pair with itself has no gate. Pairs that a
+later step makes, or of tokens that do not see each other, may be infinite, and are taken away.
 
-A second kernel makes what the first one leaves. Where keys are alike, that is products of factors in two parts. Where
-one dimension's gates are stronger, it is one product for each level of a tree: at a level blocks of tokens have two
-halves, the later one meets the earlier one at the boundary, ``exp2(G_i - G_mid)`` and ``exp2(G_mid - G_j)``. These
-factors are not above 1. A token's pair with itself has no gate.
+``G - m`` is the product of a matrix of 0, 1 and -1 with the chunk's gates, that is sums of gates between two tokens.
+Of float32 gates it counts what float16 has of them: of a pair whose gates sum to x, that changes ``exp(x)`` by at most
+``|x| 2^-12``, thus by less than 2^-13.
+
+One kernel makes one step of each chunk. A second one makes chunks that need more, and then chunks whose keys are alike,
+by products of factors in two parts.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language import PropagateNan
 
-from keraunos.kernels.device.hopper import FAINT, LOG2E, add, locate_chunk, wide, within
+from keraunos.kernels.device.hopper import FAINT, LOG2E, locate_chunk, wide, within
 from keraunos.kernels.gated_delta_rule.cuda.prepare import (
     ALIKE,
     BLOCK,
@@ -42,85 +47,20 @@ from keraunos.kernels.gluon import lengths, reinterpret, thread_barrier
 
 # Dimensions of a key that are worked on at a time.
 PART = gl.constexpr(64)
-# Blocks of tokens of a chunk, of which a warp has one, and a thread all tokens of two dimensions.
-BLOCKS = gl.constexpr(4)
-TOKENS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
-IN_BLOCKS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
-OF_BLOCKS = gl.constexpr(gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
-# The levels of a chunk's tree.
-LEVELS = gl.constexpr(6)
-# What marks chunks that are left to the second kernel, and those that it has made.
-IS_LEFT = gl.constexpr(2)
+NANS_TOO = gl.constexpr(PropagateNan.ALL)
+# What marks chunks: their results have two parts; they are left, as keys are alike; as gates are strong.
 IS_FINE = gl.constexpr(1)
+IS_ALIKE = gl.constexpr(2)
+IS_STRONG = gl.constexpr(3)
 
 
 @gluon.jit
-def load_part(x, stride, left, part: gl.constexpr, K: gl.constexpr, BK: gl.constexpr):
-    """PART dimensions of a chunk, from a pointer to its first token; 0 after its end."""
-    t = gl.arange(0, BLOCKS * BLOCK, layout=gl.SliceLayout(1, TOKENS))
-    d = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, TOKENS))[None, :]
-    mask = within((t < left)[:, None] & (d >= 0), d, K, BK)
-    return gl.load(x + (t.to(gl.int64) * stride)[:, None] + d, mask=mask, other=0.0)
-
-
-@gluon.jit
-def in_blocks(x):
-    """Gates ``[C, PART]`` as ``[BLOCKS, BLOCK, PART]``."""
-    x = gl.maximum(wide(x), FAINT)
-    return gl.convert_layout(x.reshape([BLOCKS, BLOCK, PART]), IN_BLOCKS)
-
-
-@gluon.jit
-def within_blocks(x, REVERSE: gl.constexpr):
-    """Sums of a block's gates up to and with each token.
-
-    In the order of memory, too, where the recurrence has the other one: such sums would be over threads.
-    """
-    sums = gl.associative_scan(x, 1, add)
-    if REVERSE:
-        sums = gl.expand_dims(gl.sum(x, 1), 1) - (sums - x)
-    return sums
-
-
-@gluon.jit
-def order_of(block, REVERSE: gl.constexpr):
-    """The place of a block in the recurrence."""
-    return BLOCKS - 1 - block if REVERSE else block
-
-
-@gluon.jit
-def sums_from(blocks, half, edge, REVERSE: gl.constexpr):
-    """The sums of blocks from a boundary to each block ``[BLOCKS, 1, PART]``, base 2; for those before it, times -1.
-
-    The boundary is before block ``edge`` of each ``half`` blocks, in the order of the recurrence.
-    """
-    one = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_BLOCKS)))[:, None]
-    other = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_BLOCKS)))[None, :]
-    one, other = order_of(one, REVERSE), order_of(other, REVERSE)
-    at = one // half * half + edge
-    sign = gl.where((at <= other) & (other < one), 1.0, 0.0) - gl.where((one <= other) & (other < at), 1.0, 0.0)
-    sums = gl.sum((sign * LOG2E)[:, :, None] * blocks[None, :, :], 1)
-    return gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, IN_BLOCKS)), 1)
-
-
-@gluon.jit
-def load_blocks(sums_s):
-    """The sums of each block's gates, of PART dimensions."""
-    return sums_s.load(gl.SliceLayout(0, OF_BLOCKS))
-
-
-@gluon.jit
-def flat(x):
-    """Blocks of tokens as tokens ``[C, PART]``."""
-    return gl.convert_layout(x.reshape([BLOCKS * BLOCK, PART]), TOKENS)
-
-
-@gluon.jit
-def least_half(blocks):
-    """The least sum of the gates of either half of a chunk, base 2, in any dimension."""
-    first = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, blocks.type.layout))[:, None] < BLOCKS // 2
-    sums = gl.minimum(gl.sum(gl.where(first, blocks, 0.0), 0), gl.sum(gl.where(first, 0.0, blocks), 0))
-    return gl.min(sums, 0) * LOG2E
+def put(x, x_s, rest_s, part: gl.constexpr):
+    """Stores PART dimensions of x; what their dtype leaves of it goes to a second tile, if there is one."""
+    high = x.to(x_s.dtype)
+    x_s.slice(part * PART, PART, 1).store(high)
+    if rest_s is not None:
+        rest_s.slice(part * PART, PART, 1).store((x - wide(high)).to(x_s.dtype))
 
 
 @gluon.jit
@@ -133,28 +73,35 @@ def lengths_of(x_s):
 
 
 @gluon.jit
-def to_own_boundary(x, HALF: gl.constexpr, REVERSE: gl.constexpr):
-    """The rows of x minus the last one of the earlier of their two blocks of HALF tokens."""
-    C: gl.constexpr = BLOCKS * BLOCK
-    is_last = gl.arange(0, C, layout=gl.SliceLayout(1, TOKENS)) % (2 * HALF) == (HALF if REVERSE else HALF - 1)
-    pairs = gl.where(is_last[:, None], x, 0.0).reshape([C // (2 * HALF), 2 * HALF, PART])
-    boundary, _ = gl.broadcast(gl.expand_dims(gl.sum(pairs, 1), 1), pairs)
-    return x - gl.convert_layout(boundary.reshape([C, PART]), TOKENS)
+def sums_of(of_gates, g_s, part: gl.constexpr, W: gl.constexpr):
+    """The product with the gates of PART dimensions, which is to be waited for."""
+    C: gl.constexpr = g_s.shape[0]
+    none = gl.zeros([C, PART], gl.float32, W)
+    return warpgroup_mma(of_gates, g_s.slice(part * PART, PART, 1), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def to_boundary(sums, blocks, half, REVERSE: gl.constexpr):
-    """``G - G_mid`` of each two blocks of ``half`` tokens, G_mid being G of the last token of the earlier one."""
-    sums *= LOG2E
-    apart = flat(sums + sums_from(blocks, gl.maximum(2 * half // BLOCK, 1), half // BLOCK, REVERSE))
-    for i in gl.static_range(4):
-        apart = gl.where(half == 1 << i, to_own_boundary(flat(sums), 1 << i, REVERSE), apart)
-    return apart
+def from_middle(half, zero, dtype: gl.constexpr, W: gl.constexpr, REVERSE: gl.constexpr):
+    """The matrix whose product with gates is ``G - m``, m being G of the last token of the earlier of two halves.
+
+    In blocks of ``2 half`` tokens; of one token, for which half is 0, it is that one's G.
+    """
+    C: gl.constexpr = W.instr_shape[1]
+    rows = zero + gl.arange(0, C, layout=gl.SliceLayout(1, W))[:, None]
+    columns = zero + gl.arange(0, C, layout=gl.SliceLayout(0, W))[None, :]
+    middle = (rows & (-2 * half)) + half
+    if REVERSE:
+        middle = gl.where(half > 0, middle, rows)
+        x = gl.where(columns >= rows, 1.0, 0.0) - gl.where(columns >= middle, 1.0, 0.0)
+    else:
+        middle = gl.where(half > 0, middle, rows + 1)
+        x = gl.where(columns <= rows, 1.0, 0.0) - gl.where(columns < middle, 1.0, 0.0)
+    return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, W, 2))
 
 
 @gluon.jit
 def room(dtype: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
-    """Shared memory: tiles of queries, keys, and another; those of two products; sums of blocks, beta, and lengths."""
+    """Shared memory: tiles of queries, keys, and another; those of two products; beta and lengths."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.float16)
     q_s = gl.allocate_shared_memory(dtype, [C, BK], TILE)
@@ -166,33 +113,39 @@ def room(dtype: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
     else:
         d_s = gl.allocate_shared_memory(gl.float16, [2, C, C], SQUARE)
         b_s = gl.allocate_shared_memory(gl.float16, [2, C, C], SQUARE)
-    sums_s = gl.allocate_shared_memory(gl.float32, [BK // PART, BLOCKS, PART],
-                                       gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     strength_s = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     lengths_s = gl.allocate_shared_memory(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return (q_s, k_s, x_s), (d_s, b_s), (sums_s, strength_s, lengths_s)
+    return (q_s, k_s, x_s), (d_s, b_s), (strength_s, lengths_s)
 
 
 @gluon.jit
-def load_chunk(i_b, i_h, token, left, arrays, strides, tiles, vectors, RATIOS: gl.constexpr, K: gl.constexpr,
-               UNIT: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, REVERSE: gl.constexpr):
-    """Loads queries and keys, and the lengths of their rows, beta, and the sums of gates, of blocks and within them.
+def farther(x, y):
+    """The greater one, or what is no number."""
+    return gl.maximum(x, y, propagate_nan=NANS_TOO)
 
-    Returns the last, for each part of the dimensions; the least sum of either half of the chunk; and where queries and
-    keys are in memory.
+
+@gluon.jit
+def meet(half, zero, chunk, arrays, strides, tiles, rests, narrow, lengths_s, RATIOS: gl.constexpr, K: gl.constexpr,
+         UNIT: gl.constexpr, REVERSE: gl.constexpr, NORM: gl.constexpr, ANY: gl.constexpr):
+    """The products of a chunk's keys, in reverse transposed, and those of queries and keys, of one step.
+
+    That is, of the pairs of the blocks of ``2 half`` tokens; of factors in two parts, if there are rests. Also what of
+    ``G - m`` is farthest from 0. Of gates that are not finite nothing comes out, and the last is no number; unless ANY
+    gates are expected. narrow: where float16 gates are stored, and their stride, if they are float32.
     """
-    q, k, g, beta = arrays
-    stride_q, stride_k, stride_g, stride_b = strides
+    i_b, i_h, token, left = chunk
+    q, k, g = arrays
+    stride_q, stride_k, stride_g = strides
     q_s, k_s, x_s = tiles
-    sums_s, strength_s, lengths_s = vectors
+    q_r, k_r, x_r = rests
     C: gl.constexpr = q_s.shape[0]
     BK: gl.constexpr = q_s.shape[1]
-    PARTS: gl.constexpr = BK // PART
-    g_dtype: gl.constexpr = g.dtype.element_ty
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [4, 1], [1, 0])
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    g_dtype: gl.constexpr = gl.float16 if g.dtype.element_ty == gl.float32 else g.dtype.element_ty
+    g_s = reinterpret(x_s, g_dtype, [C, BK], gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype))
     i_b, i_h = i_b.to(gl.int64), i_h.to(gl.int64)
-    t = gl.arange(0, C, layout=gl.SliceLayout(1, LOADED))
+    t = zero + gl.arange(0, C, layout=gl.SliceLayout(1, LOADED))
     d = gl.arange(0, BK, layout=gl.SliceLayout(0, LOADED))
     mask = within((t < left)[:, None], d[None, :], K, BK)
     p_q = q + (i_b * stride_q[0] + token * stride_q[1] + i_h // RATIOS[0] * stride_q[2]) * UNIT
@@ -200,59 +153,108 @@ def load_chunk(i_b, i_h, token, left, arrays, strides, tiles, vectors, RATIOS: g
     p_g = g + (i_b * stride_g[0] + token * stride_g[1] + i_h // RATIOS[2] * stride_g[2]) * UNIT
     o_q = ((t * UNIT).to(gl.int64) * stride_q[1])[:, None] + d[None, :]
     o_k = ((t * UNIT).to(gl.int64) * stride_k[1])[:, None] + d[None, :]
-    if g_dtype != gl.float32:
-        g_s = reinterpret(x_s, g_dtype, [C, BK], gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype))
-        o_g = ((t * UNIT).to(gl.int64) * stride_g[1])[:, None] + d[None, :]
+    o_g = ((t * UNIT).to(gl.int64) * stride_g[1])[:, None] + d[None, :]
+    if narrow is None:
         async_copy.async_copy_global_to_shared(g_s, p_g + o_g, mask=mask)
         async_copy.commit_group()
     async_copy.async_copy_global_to_shared(k_s, p_k + o_k, mask=mask)
     async_copy.async_copy_global_to_shared(q_s, p_q + o_q, mask=mask)
     async_copy.commit_group()
-    each = gl.arange(0, C, layout=EACH)
-    strength = gl.full([C], 1.0, gl.float32, EACH)
-    if BETA:
-        o_b = i_b * stride_b[0] + (token + each) * stride_b[1] + i_h // RATIOS[3] * stride_b[2]
-        strength = gl.load(beta + o_b, mask=each < left, other=0.0).to(gl.float32)
-    strength_s.store(strength)
-    if g_dtype != gl.float32:
+    if narrow is not None:
+        x = gl.maximum(gl.load(p_g + o_g, mask=mask, other=0.0), FAINT).to(g_dtype)
+        g_s.store(x)
+        p_narrow, stride, is_first = narrow
+        gl.store(p_narrow + (t * stride)[:, None] + d[None, :], x, mask=mask & is_first)
+    elif ANY:
         async_copy.wait_group(1)
-        x = in_blocks(g_s.slice(0, PART, 1).load(TOKENS))
-    else:
-        x = in_blocks(load_part(p_g, stride_g[1] * UNIT, left, 0, K, BK))
-    sums_s.index(0).store(gl.sum(x, 1))
-    sums = within_blocks(x, REVERSE)
-    if PARTS == 2:
-        if g_dtype != gl.float32:
-            x = in_blocks(g_s.slice(PART, PART, 1).load(TOKENS))
-        else:
-            x = in_blocks(load_part(p_g, stride_g[1] * UNIT, left, 1, K, BK))
-        sums_s.index(1).store(gl.sum(x, 1))
-        all_sums = sums, within_blocks(x, REVERSE)
-    else:
-        all_sums = sums, sums
+        g_s.store(gl.maximum(wide(g_s.load(LOADED)), FAINT).to(g_dtype))
+    of_gates = from_middle(half, zero, g_dtype, W, REVERSE)
     async_copy.wait_group(0)
+    fence_async_shared()
+    thread_barrier()
     if NORM:
         lengths_s.index(0).store(lengths_of(q_s))
         lengths_s.index(1).store(lengths_of(k_s))
-    least = least_half(load_blocks(sums_s.index(0)))
-    if PARTS == 2:
-        least = gl.minimum(least, least_half(load_blocks(sums_s.index(1))))
-    return all_sums, least, (p_q, stride_q[1] * UNIT, p_k, stride_k[1] * UNIT)
+    farthest = gl.zeros([C], gl.float32, gl.SliceLayout(1, W))
+    first = sums_of(of_gates, g_s, 0, W)
+    of_parts = (first, sums_of(of_gates, g_s, 1, W)) if BK == 2 * PART else (first,)
+    for part in gl.static_range(BK // PART):
+        sums, _, _ = warpgroup_mma_wait(BK // PART - 1 - part, deps=[of_parts[part], of_gates, g_s])
+        sums *= LOG2E
+        farthest = farther(farthest, gl.reduce(gl.abs(sums), 1, farther))
+        # All products have read these gates.
+        thread_barrier()
+        key = wide(k_s.slice(part * PART, PART, 1).load(W))
+        query = wide(q_s.slice(part * PART, PART, 1).load(W))
+        put(key * gl.exp2(-sums), x_s, x_r, part)
+        to = gl.exp2(sums)
+        put(key * to, k_s, k_r, part)
+        put(query * to, q_s, q_r, part)
+    fence_async_shared()
+    thread_barrier()
+    a = gl.zeros([C, C], gl.float32, W)
+    p = gl.zeros([C, C], gl.float32, W)
+    for i in gl.static_range(1 if x_r is None else 3):
+        right_s = x_r if i == 2 else x_s
+        key_s = k_r if i == 1 else k_s
+        if REVERSE:
+            a = warpgroup_mma(right_s, key_s.permute((1, 0)), a, use_acc=i > 0, is_async=True)
+        else:
+            a = warpgroup_mma(key_s, right_s.permute((1, 0)), a, use_acc=i > 0, is_async=True)
+        p = warpgroup_mma(q_r if i == 1 else q_s, right_s.permute((1, 0)), p, use_acc=i > 0, is_async=True)
+    if x_r is None:
+        a, p, _, _, _ = warpgroup_mma_wait(0, deps=[a, p, q_s, k_s, x_s])
+    else:
+        a, p, _, _, _, _, _, _ = warpgroup_mma_wait(0, deps=[a, p, q_s, k_s, x_s, q_r, k_r, x_r])
+    # All products have read their tiles.
+    thread_barrier()
+    return a, p, gl.reduce(farthest, 0, farther)
 
 
 @gluon.jit
-def from_middle(sums, sums_p, REVERSE: gl.constexpr):
-    """``G - m`` of the dimensions of a part."""
-    return flat(sums * LOG2E + sums_from(load_blocks(sums_p), BLOCKS, BLOCKS // 2, REVERSE))
+def load_strength(i_b, i_h, token, left, beta, stride_b, strength_s, RATIO: gl.constexpr):
+    """A chunk's beta, 0 after its end, to shared memory."""
+    C: gl.constexpr = strength_s.shape[0]
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    each = gl.arange(0, C, layout=EACH)
+    strength = gl.full([C], 1.0, gl.float32, EACH)
+    if beta is not None:
+        i_b, i_h = i_b.to(gl.int64), i_h.to(gl.int64)
+        o_b = i_b * stride_b[0] + (token + each) * stride_b[1] + i_h // RATIO * stride_b[2]
+        strength = gl.load(beta + o_b, mask=each < left, other=0.0).to(gl.float32)
+    strength_s.store(strength)
 
 
 @gluon.jit
-def put(x, rest_s, part: gl.constexpr, x_s):
-    """Stores the dimensions of a part; what their dtype leaves of them goes to a second tile, if there is one."""
-    high = x.to(x_s.dtype)
-    x_s.slice(part * PART, PART, 1).store(high)
-    if rest_s is not None:
-        rest_s.slice(part * PART, PART, 1).store((x - wide(high)).to(x_s.dtype))
+def is_alike(a, strength_s, REVERSE: gl.constexpr):
+    """Whether keys are: of -A, in reverse transposed."""
+    strong = of_strength(a, strength_s, REVERSE)
+    return gl.max(gl.sum(strong * strong, 0 if REVERSE else 1), 0) > ALIKE
+
+
+@gluon.jit
+def store_usual(a, p, squares, vectors, near, pairs, scale, NORM: gl.constexpr, REVERSE: gl.constexpr):
+    """Stores P and N, from -A and the products of queries and keys."""
+    d_s, b_s = squares
+    strength_s, lengths_s = vectors
+    dtype: gl.constexpr = near.dtype.element_ty
+    C: gl.constexpr = a.shape[0]
+    W: gl.constexpr = a.type.layout
+    SQUARES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))
+    columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))
+    p = of_seen(p, strength_s, lengths_s, scale, NORM, REVERSE)
+    store_tile(pairs, p.to(dtype), False)
+    i_r = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, SQUARES)))[None, :, None]
+    i_c = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, SQUARES)))[None, None, :]
+    below = -own_block(a, rows, SQUARES)
+    below *= strength_s.reshape([C // BLOCK, BLOCK]).load(gl.SliceLayout(1, SQUARES))[:, None, :]
+    above = gl.convert_layout(below.permute((0, 2, 1)), SQUARES)
+    unit = gl.where(i_r == i_c, 1.0, 0.0) + gl.zeros([C // BLOCK, BLOCK, BLOCK], gl.float32, SQUARES)
+    inverse = inverse_of_blocks(below, above, unit, SQUARES)
+    found = joined_once(spread(inverse - unit, rows, columns, W), a, strength_s, rows, columns,
+                        d_s.index(0), b_s.index(0), b_s.index(1), d_s.index(1))
+    store_tile(near, of_strength(found, strength_s, REVERSE).to(dtype), REVERSE)
 
 
 @gluon.jit
@@ -292,9 +294,9 @@ def of_strength(x, strength_s, REVERSE: gl.constexpr):
 
 @gluon.jit
 def store_fine(a, p, squares, vectors, near, pairs, left, scale, NORM: gl.constexpr, REVERSE: gl.constexpr):
-    """Stores P and N in two parts, from the products of queries and keys."""
+    """Stores P and N in two parts, from -A and the products of queries and keys."""
     d_s, b_s = squares
-    _, strength_s, lengths_s = vectors
+    strength_s, lengths_s = vectors
     dtype: gl.constexpr = near.dtype.element_ty
     C: gl.constexpr = a.shape[0]
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, a.type.layout))[:, None]
@@ -303,8 +305,7 @@ def store_fine(a, p, squares, vectors, near, pairs, left, scale, NORM: gl.conste
     store_tile(pairs, p.to(dtype), False)
     store_tile(pairs + C * C, (p - wide(p.to(dtype))).to(dtype), False)
     # Three products each: of two tokens all are zero. A number that is not known here keeps them a loop.
-    x = by_substitution(-of_lower(a, lengths_s, NORM), strength_s, rows // BLOCK == columns // BLOCK, d_s, b_s,
-                        gl.minimum(left, 3))
+    x = by_substitution(-a, strength_s, rows // BLOCK == columns // BLOCK, d_s, b_s, gl.minimum(left, 3))
     x = of_strength(gl.where(rows > columns, x, 0.0), strength_s, REVERSE)
     store_tile(near, x.to(dtype), REVERSE)
     store_tile(near + C * C, (x - wide(x.to(dtype))).to(dtype), REVERSE)
@@ -315,17 +316,18 @@ def prepare_dimensions_kernel(
     q, k, g, beta, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_bb, stride_bt, stride_bh, scale, T, N,
-    near, pairs, alike, norms,
+    near, pairs, alike, norms, gates,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, UNIT: gl.constexpr, LEAST: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr, MAXNREG: gl.constexpr,
 ):
     """``near`` and ``pairs`` ``[slots, H, 2, C, C]``: N beta and P of a chunk and head, and what their dtype leaves.
 
-    ``alike`` ``[slots, H]``: 0 where only the first are stored; IS_LEFT where nothing is, but left to
-    ``fine_dimensions_kernel``: keys are alike, or the gates of half of a chunk come to less than LEAST. ``norms``
-    ``[slots, H, 2, C]``: one over the length of each query and each key, where they are to be divided by it. stride_q,
-    stride_k, stride_g: in UNIT values. beta None: ones. MAXNREG: see ``prepare_kernel``.
+    ``alike`` ``[slots, H]``: 0 where the first are stored; where nothing is, what leaves a chunk to
+    ``remake_dimensions_kernel``: IS_STRONG where ``G - m`` is farther from 0 than LEAST, IS_ALIKE. ``norms``
+    ``[slots, H, 2, C]``: one over the length of each query and each key, where they are to be divided by it. ``gates``:
+    float32 gates as float16, contiguous, for all that runs after this. stride_q, stride_k, stride_g: in UNIT values.
+    beta None: ones. MAXNREG: see ``prepare_kernel``.
     """
     i_h = gl.program_id(0) % H
     i_s = gl.program_id(0) // H
@@ -334,151 +336,96 @@ def prepare_dimensions_kernel(
         return
     dtype: gl.constexpr = k.dtype.element_ty
     NORM: gl.constexpr = norms is not None
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    SQUARES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tiles, squares, vectors = room(dtype, C, BK)
-    q_s, k_s, x_s = tiles
-    d_s, b_s = squares
-    sums_s, strength_s, lengths_s = vectors
-    strides = ((stride_qb, stride_qt, stride_qh), (stride_kb, stride_kt, stride_kh), (stride_gb, stride_gt, stride_gh),
-               (stride_bb, stride_bt, stride_bh))
-    all_sums, least, _given = load_chunk(i_b, i_h, token, left, (q, k, g, beta), strides, tiles, vectors,
-                                         (RQ, RK, RG, RB), K, UNIT, beta is not None, NORM, REVERSE)
+    strength_s, lengths_s = vectors
+    narrow = None
+    if gates is not None:
+        # Of the heads that share gates one stores them.
+        row = (i_b.to(gl.int64) * T + token) * (H // RG) + i_h // RG
+        narrow = gates + row * K, H // RG * K, i_h % RG == 0
+    strides = ((stride_qb, stride_qt, stride_qh), (stride_kb, stride_kt, stride_kh), (stride_gb, stride_gt, stride_gh))
+    load_strength(i_b, i_h, token, left, beta, (stride_bb, stride_bt, stride_bh), strength_s, RB)
+    a, p, farthest = meet(C // 2, 0, (i_b, i_h, token, left), (q, k, g), strides, tiles, (None, None, None), narrow,
+                          lengths_s, (RQ, RK, RG), K, UNIT, REVERSE, NORM, False)
     slot = i_s.to(gl.int64) * H + i_h
     if NORM:
         o_n = gl.arange(0, C, layout=EACH)
         for i in gl.static_range(2):
             gl.store(norms + slot * (2 * C) + i * C + o_n, lengths_s.index(i).load(EACH))
-    for part in gl.static_range(BK // PART):
-        apart = from_middle(all_sums[part], sums_s.index(part), REVERSE)
-        query = wide(q_s.slice(part * PART, PART, 1).load(TOKENS))
-        key = wide(k_s.slice(part * PART, PART, 1).load(TOKENS))
-        to = gl.exp2(apart)
-        put(query * to, None, part, q_s)
-        put(key * to, None, part, k_s)
-        put(key * gl.exp2(-apart), None, part, x_s)
-    fence_async_shared()
-    thread_barrier()
-    none = gl.zeros([C, C], gl.float32, W)
-    p = warpgroup_mma(q_s, x_s.permute((1, 0)), none, use_acc=False, is_async=True)
-    if REVERSE:
-        a = warpgroup_mma(x_s, k_s.permute((1, 0)), none, use_acc=False, is_async=True)
-    else:
-        a = warpgroup_mma(k_s, x_s.permute((1, 0)), none, use_acc=False, is_async=True)
-    p, a, _, _, _ = warpgroup_mma_wait(0, deps=[p, a, q_s, k_s, x_s])
     a = of_lower(a, lengths_s, NORM)
-    rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))
-    columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))
-    strong = of_strength(a, strength_s, REVERSE)
-    is_alike = gl.max(gl.sum(strong * strong, 0 if REVERSE else 1), 0) > ALIKE
-    if is_alike | (least < LEAST):
-        gl.store(alike + slot, IS_LEFT)
+    if not (farthest <= -LEAST):
+        gl.store(alike + slot, IS_STRONG)
+    elif is_alike(a, strength_s, REVERSE):
+        gl.store(alike + slot, IS_ALIKE)
     else:
         gl.store(alike + slot, 0)
-        p = of_seen(p, strength_s, lengths_s, scale, NORM, REVERSE)
-        store_tile(pairs + slot * (2 * C * C), p.to(dtype), False)
-        # All products have read their tiles.
-        thread_barrier()
-        i_r = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, SQUARES)))[None, :, None]
-        i_c = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, SQUARES)))[None, None, :]
-        below = -own_block(a, rows, SQUARES)
-        below *= strength_s.reshape([C // BLOCK, BLOCK]).load(gl.SliceLayout(1, SQUARES))[:, None, :]
-        above = gl.convert_layout(below.permute((0, 2, 1)), SQUARES)
-        unit = gl.where(i_r == i_c, 1.0, 0.0) + gl.zeros([C // BLOCK, BLOCK, BLOCK], gl.float32, SQUARES)
-        inverse = inverse_of_blocks(below, above, unit, SQUARES)
-        found = joined_once(spread(inverse - unit, rows, columns, W), a, strength_s, rows, columns,
-                            d_s.index(0), b_s.index(0), b_s.index(1), d_s.index(1))
-        found = of_strength(found, strength_s, REVERSE)
-        store_tile(near + slot * (2 * C * C), found.to(dtype), REVERSE)
-
-
-@gluon.jit
-def meet(all_sums, mild, given, left, tiles, rests, sums_s, K: gl.constexpr, REVERSE: gl.constexpr):
-    """The products of keys, in reverse transposed, and those of queries and keys, with all digits of their factors.
-
-    mild: they meet at the chunk's middle. Else they first meet without gates, for each token's pair with itself.
-    All is one loop: ptxas 13.0 takes products of the same tiles in two branches for one.
-    """
-    q_s, k_s, x_s = tiles
-    q_r, k_r, x_r = rests
-    p_q, stride_q, p_k, stride_k = given
-    C: gl.constexpr = q_s.shape[0]
-    BK: gl.constexpr = q_s.shape[1]
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    none = gl.zeros([C, C], gl.float32, W)
-    rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))[:, None]
-    columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))[None, :]
-    t = gl.arange(0, C, layout=gl.SliceLayout(1, TOKENS))
-    a = none
-    p = none
-    for step in range(gl.where(mild, 1, 1 + LEVELS)):
-        half = (1 << step) >> 1
-        later = (t // gl.maximum(half, 1) % 2 == (0 if REVERSE else 1))[:, None]
-        for part in gl.static_range(BK // PART):
-            apart = gl.where(half > 0, to_boundary(all_sums[part], load_blocks(sums_s.index(part)), half, REVERSE), 0.0)
-            apart = gl.where(mild, from_middle(all_sums[part], sums_s.index(part), REVERSE), apart)
-            to = gl.where(later | mild, apart, -apart)
-            key = wide(load_part(p_k, stride_k, left, part, K, BK))
-            put(wide(load_part(p_q, stride_q, left, part, K, BK)) * gl.exp2(to), q_r, part, q_s)
-            put(key * gl.exp2(to), k_r, part, k_s)
-            put(key * gl.exp2(gl.where(mild, -apart, to)), x_r, part, x_s)
-        fence_async_shared()
-        thread_barrier()
-        b = none
-        c = none
-        for i in gl.static_range(3):
-            right_s = x_r if i == 2 else x_s
-            if REVERSE:
-                b = warpgroup_mma(right_s, (k_r if i == 1 else k_s).permute((1, 0)), b, is_async=True)
-            else:
-                b = warpgroup_mma(k_r if i == 1 else k_s, right_s.permute((1, 0)), b, is_async=True)
-            c = warpgroup_mma(q_r if i == 1 else q_s, right_s.permute((1, 0)), c, is_async=True)
-        b, c, _, _, _, _, _, _ = warpgroup_mma_wait(0, deps=[b, c, q_s, k_s, x_s, q_r, k_r, x_r])
-        # All products have read their tiles.
-        thread_barrier()
-        # What is no pair of this step's is one of a later step's.
-        a = gl.where((rows ^ columns) >= half, b, a)
-        p = gl.where((rows ^ columns) >= half, c, p)
-    return a, p
+        store_usual(a, p, squares, vectors, near + slot * (2 * C * C), pairs + slot * (2 * C * C), scale, NORM, REVERSE)
 
 
 @gluon.jit(do_not_specialize=lengths("qkgb", "T", "N", "SLOTS", "EACH"))
-def fine_dimensions_kernel(
+def remake_dimensions_kernel(
     q, k, g, beta, near_given, pairs_given, alike_given, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_bb, stride_bt, stride_bh, scale, T, N, SLOTS, EACH,
     near, pairs, alike,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, UNIT: gl.constexpr, LEAST: gl.constexpr,
-    REVERSE: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr, MOST: gl.constexpr,
+    REVERSE: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr, MOST: gl.constexpr, FINE: gl.constexpr,
+    MAXNREG: gl.constexpr,
 ):
-    """The results of chunks that ``prepare_dimensions_kernel`` has left, in two parts; ``alike`` is IS_FINE there.
+    """The results of chunks that were left as IS_STRONG or, FINE, as IS_ALIKE: in two parts, and they become IS_FINE.
 
     A program sees to EACH of all SLOTS, of chunks and heads, at most to MOST. The arrays that are given are those that
     are made.
     """
+    KIND: gl.constexpr = IS_ALIKE if FINE else IS_STRONG
     first = gl.program_id(0) * EACH
     end = gl.minimum(first + EACH, SLOTS)
     FLAGS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_s = first + gl.arange(0, MOST, layout=FLAGS)
     flags = gl.load(alike_given + o_s, mask=o_s < end, other=0)
-    if gl.max((flags == IS_LEFT).to(gl.int32), 0) > 0:
+    if gl.max((flags == KIND).to(gl.int32), 0) > 0:
         dtype: gl.constexpr = k.dtype.element_ty
+        W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
         TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
         tiles, squares, vectors = room(dtype, C, BK)
-        rests = (gl.allocate_shared_memory(dtype, [C, BK], TILE), gl.allocate_shared_memory(dtype, [C, BK], TILE),
-                 gl.allocate_shared_memory(dtype, [C, BK], TILE))
+        strength_s, lengths_s = vectors
+        rests = (None, None, None)
+        if FINE:
+            rests = (gl.allocate_shared_memory(dtype, [C, BK], TILE), gl.allocate_shared_memory(dtype, [C, BK], TILE),
+                     gl.allocate_shared_memory(dtype, [C, BK], TILE))
         strides = ((stride_qb, stride_qt, stride_qh), (stride_kb, stride_kt, stride_kh),
-                   (stride_gb, stride_gt, stride_gh), (stride_bb, stride_bt, stride_bh))
+                   (stride_gb, stride_gt, stride_gh))
+        rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))[:, None]
+        columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))[None, :]
         for i in range(first, end):
             i_h = i % H
             i_b, token, left = locate_chunk(cu_seqlens, i // H, T, N, C, PACKED)
             slot = first.to(gl.int64) + (i - first)
-            if (left > 0) & (gl.load(alike_given + slot) == IS_LEFT):
-                all_sums, least, given = load_chunk(i_b, i_h, token, left, (q, k, g, beta), strides, tiles, vectors,
-                                                    (RQ, RK, RG, RB), K, UNIT, beta is not None, NORM, REVERSE)
-                a, p = meet(all_sums, least >= LEAST, given, left, tiles, rests, vectors[0], K, REVERSE)
-                store_fine(a, p, squares, vectors, near + slot * (2 * C * C), pairs + slot * (2 * C * C), left, scale,
-                           NORM, REVERSE)
-                gl.store(alike + slot, IS_FINE)
+            if (left > 0) & (gl.load(alike_given + slot) == KIND):
+                load_strength(i_b, i_h, token, left, beta, (stride_bb, stride_bt, stride_bh), strength_s, RB)
+                a = gl.zeros([C, C], gl.float32, W)
+                p = gl.zeros([C, C], gl.float32, W)
+                size = left * 0 + C
+                farthest = left.to(gl.float32) - LEAST
+                while farthest > -LEAST:
+                    # That it is 0 no compiler knows: they would keep in registers what does not change with the step.
+                    zero = (farthest > 1e30).to(gl.int32)
+                    b, c, farthest = meet(size // 2, zero, (i_b, i_h, token, left), (q, k, g), strides, tiles, rests,
+                                          None, lengths_s, (RQ, RK, RG), K, UNIT, REVERSE, NORM, True)
+                    own = (zero + (rows ^ columns)) < size
+                    a = gl.where(own, b, a)
+                    p = gl.where(own, c, p)
+                    size //= 2
+                a = of_lower(a, lengths_s, NORM)
+                p_near = near + slot * (2 * C * C)
+                p_pairs = pairs + slot * (2 * C * C)
+                if FINE:
+                    store_fine(a, p, squares, vectors, p_near, p_pairs, left, scale, NORM, REVERSE)
+                    gl.store(alike + slot, IS_FINE)
+                elif is_alike(a, strength_s, REVERSE):
+                    gl.store(alike + slot, IS_ALIKE)
+                else:
+                    store_usual(a, p, squares, vectors, p_near, p_pairs, scale, NORM, REVERSE)
+                    gl.store(alike + slot, 0)

@@ -24,27 +24,87 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from keraunos.kernels.device.hopper import LOG2E, describe, first_slot, load_state, locate, store_state, wide
-from keraunos.kernels.gated_delta_rule.cuda.dimensions import (
-    BLOCKS,
-    PART,
-    TOKENS,
-    flat,
-    in_blocks,
-    load_blocks,
-    load_part,
-    sums_from,
-    within_blocks,
+from keraunos.kernels.device.hopper import (
+    FAINT,
+    LOG2E,
+    add,
+    describe,
+    first_slot,
+    load_state,
+    locate,
+    store_state,
+    wide,
 )
+from keraunos.kernels.gated_delta_rule.cuda.prepare import BLOCK
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
+
+# Dimensions of a key that are worked on at a time.
+PART = gl.constexpr(64)
+# Blocks of tokens of a chunk, of which a warp has one, and a thread all tokens of two dimensions.
+BLOCKS = gl.constexpr(4)
+TOKENS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
+IN_BLOCKS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+OF_BLOCKS = gl.constexpr(gl.BlockedLayout([1, 4, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+
+
+@gluon.jit
+def in_blocks(x):
+    """Gates ``[C, PART]`` as ``[BLOCKS, BLOCK, PART]``."""
+    x = gl.maximum(wide(x), FAINT)
+    return gl.convert_layout(x.reshape([BLOCKS, BLOCK, PART]), IN_BLOCKS)
+
+
+@gluon.jit
+def within_blocks(x, REVERSE: gl.constexpr):
+    """Sums of a block's gates up to and with each token.
+
+    In the order of memory, too, where the recurrence has the other one: such sums would be over threads.
+    """
+    sums = gl.associative_scan(x, 1, add)
+    if REVERSE:
+        sums = gl.expand_dims(gl.sum(x, 1), 1) - (sums - x)
+    return sums
+
+
+@gluon.jit
+def order_of(block, REVERSE: gl.constexpr):
+    """The place of a block in the recurrence."""
+    return BLOCKS - 1 - block if REVERSE else block
+
+
+@gluon.jit
+def sums_from(blocks, half, edge, REVERSE: gl.constexpr):
+    """The sums of blocks from a boundary to each block ``[BLOCKS, 1, PART]``, base 2; for those before it, times -1.
+
+    The boundary is before block ``edge`` of each ``half`` blocks, in the order of the recurrence.
+    """
+    one = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, gl.SliceLayout(2, OF_BLOCKS)))[:, None]
+    other = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF_BLOCKS)))[None, :]
+    one, other = order_of(one, REVERSE), order_of(other, REVERSE)
+    at = one // half * half + edge
+    sign = gl.where((at <= other) & (other < one), 1.0, 0.0) - gl.where((one <= other) & (other < at), 1.0, 0.0)
+    sums = gl.sum((sign * LOG2E)[:, :, None] * blocks[None, :, :], 1)
+    return gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, IN_BLOCKS)), 1)
+
+
+@gluon.jit
+def load_blocks(sums_s):
+    """The sums of each block's gates, of PART dimensions."""
+    return sums_s.load(gl.SliceLayout(0, OF_BLOCKS))
+
+
+@gluon.jit
+def flat(x):
+    """Blocks of tokens as tokens ``[C, PART]``."""
+    return gl.convert_layout(x.reshape([BLOCKS * BLOCK, PART]), TOKENS)
 
 
 @gluon.jit
 def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, WALKERS: gl.constexpr,
-         STAGES: gl.constexpr, REVERSE: gl.constexpr, COPIED: gl.constexpr):
+         STAGES: gl.constexpr, REVERSE: gl.constexpr):
     """A partition of one warp: copies chunks into the ring of stages, and the rest of N and P where it counts.
 
-    COPIED: gates, which have 16 bits, come to where ``work_in`` puts what it makes of them.
+    Gates come to where ``work_in`` puts what it makes of them.
 
     Of the rest there is one stage: its copy waits until the chunk before has been read.
     """
@@ -52,8 +112,7 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
     full, _, empty = barriers
     q_desc, k_desc, v_desc, n_desc, p_desc, g_desc = descriptors
     SQUARES: gl.constexpr = 2 * n_desc.block_type.nbytes
-    KEYS: gl.constexpr = (3 if COPIED else 2) * k_desc.block_type.nbytes
-    BYTES: gl.constexpr = KEYS + WALKERS * v_desc.block_type.nbytes + SQUARES
+    BYTES: gl.constexpr = 3 * k_desc.block_type.nbytes + WALKERS * v_desc.block_type.nbytes + SQUARES
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
@@ -69,8 +128,7 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
             copy_in(p_desc, [at * H * 2 * C + C, 0], arrived, rests_s.index(1))
         else:
             mbarrier.expect(arrived, BYTES)
-        if COPIED:
-            copy_in(g_desc, [at * C, 0], arrived, g_s.index(slot))
+        copy_in(g_desc, [at * C, 0], arrived, g_s.index(slot))
         copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
         copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
         copy_in(n_desc, [at * H * 2 * C, 0], arrived, n_s.index(slot))
@@ -81,8 +139,7 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
 
 @gluon.jit
 def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr,
-            BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr,
-            COPIED: gl.constexpr):
+            BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
     """A partition of one warpgroup: ``Q o exp2(G)``, ``K o exp2(G)`` and ``beta K o exp2(G_C - G)`` of each chunk.
 
     Where keys are alike, what 16 bits leave of the last, too. For each stage: ``exp2(G_C)``; whether keys are alike;
@@ -91,7 +148,7 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
     q_s, k_s, x_s, _, _, _, _, rest_s, g_s = tiles
     sums_s, decay_s, strength_s, alike_s, lengths_s = vectors
     full, ready, _ = barriers
-    g, stride_g, beta, stride_beta, alike, norms = inputs
+    beta, stride_beta, alike, norms = inputs
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     OF_TOKENS: gl.constexpr = gl.SliceLayout(1, TOKENS)
     PARTS: gl.constexpr = BK // PART
@@ -104,9 +161,6 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
         slot = i % STAGES
         at = (count - 1 - i) if REVERSE else i
         left = size - at * C
-        p_g = g + (at * C).to(gl.int64) * stride_g
-        if not COPIED:
-            wide_gates = load_part(p_g, stride_g, left, 0, K, BK)
         strength = gl.full([C], 1.0, gl.float32, EACH)
         if BETA:
             strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=t < left, other=0.0).to(gl.float32)
@@ -121,13 +175,7 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
         if NORM:
             lengths_s.index(slot).store(both)
         for part in gl.static_range(PARTS):
-            if COPIED:
-                gates = g_s.index(slot).slice(part * PART, PART, 1).load(TOKENS)
-            elif part == 0:
-                gates = wide_gates
-            else:
-                gates = load_part(p_g, stride_g, left, part, K, BK)
-            x = in_blocks(gates)
+            x = in_blocks(g_s.index(slot).slice(part * PART, PART, 1).load(TOKENS))
             sums_s.index(part).store(gl.sum(x, 1))
             blocks = load_blocks(sums_s.index(part))
             total = gl.sum(blocks, 0) * LOG2E
@@ -249,7 +297,6 @@ def walk_dimensions_kernel(
     WALKERS: gl.constexpr = BV // PART
     dtype: gl.constexpr = k.dtype.element_ty
     g_dtype: gl.constexpr = g.dtype.element_ty
-    COPIED: gl.constexpr = g_dtype != gl.float32
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PART], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
@@ -272,12 +319,9 @@ def walk_dimensions_kernel(
     q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
     x_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
-    g_s = x_s
-    g_desc = k_desc
-    if COPIED:
-        GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype)
-        g_s = reinterpret(x_s, g_dtype, [STAGES, C, BK], GATES)
-        g_desc = describe(g, i_b, token, i_h // RG, size, stride_gb, stride_gt, stride_gh, C, K, BK, GATES)
+    GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype)
+    g_s = reinterpret(x_s, g_dtype, [STAGES, C, BK], GATES)
+    g_desc = describe(g, i_b, token, i_h // RG, size, stride_gb, stride_gt, stride_gh, C, K, BK, GATES)
     v_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, PART], VALUES)
     n_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
     p_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
@@ -312,13 +356,12 @@ def walk_dimensions_kernel(
         p_beta = beta + i_b.to(gl.int64) * stride_bb + token * stride_bt + (i_h // RB).to(gl.int64) * stride_bh
     if NORM:
         p_norms = norms + first * (2 * C)
-    p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
     p_alike = alike + first
     tiles = (q_s, k_s, x_s, v_s, n_s, p_s, rests_s, rest_s, g_s)
     vectors = (sums_s, decay_s, strength_s, alike_s, lengths_s)
     barriers = (full, ready, empty)
     descriptors = (q_desc, k_desc, v_desc, n_desc, p_desc, g_desc)
-    inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
+    inputs = (p_beta, stride_bt, p_alike, p_norms)
     goals = (outs_s, o_desc)
     ends = (p_h0, p_ht)
     if WALKERS == 2:
@@ -328,8 +371,8 @@ def walk_dimensions_kernel(
                             REVERSE, NORM, INIT, FINAL)),
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 1, C, K, V, BK, WALKERS, STAGES,
                             REVERSE, NORM, INIT, FINAL)),
-                (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM, COPIED)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE, COPIED)),
+                (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE)),
             ],
             [4, 4, 1],
             [200, 88, 24],
@@ -339,8 +382,8 @@ def walk_dimensions_kernel(
             [
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, K, V, BK, WALKERS, STAGES,
                             REVERSE, NORM, INIT, FINAL)),
-                (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM, COPIED)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE, COPIED)),
+                (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE)),
             ],
             [4, 1],
             [104, 24],

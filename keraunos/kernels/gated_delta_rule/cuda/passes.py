@@ -9,8 +9,8 @@ Where gradients follow, the walk leaves the errors that tokens correct, and the 
 a walk the other way, with the gradient of the state, leaves what depends on that, of each token, and the gradients of
 the same states. From there all groups of chunks are walked at once, which make their states again: they have the rest.
 
-With gates per token and dimension one kernel prepares most chunks, and a second one those that need more digits or
-products; sequences stay whole. Platform ``triton`` makes the gradients, from the inputs only.
+With gates per token and dimension one kernel prepares most chunks, and a second one those with strong gates, and those
+that need more digits; sequences stay whole. Platform ``triton`` makes the gradients, from the inputs only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keraunos.kernels.device.sums import over_shared
 from keraunos.kernels.gated_delta_rule import norms
 from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.cuda.adjoint import adjoint_kernel
-from keraunos.kernels.gated_delta_rule.cuda.dimensions import fine_dimensions_kernel, prepare_dimensions_kernel
+from keraunos.kernels.gated_delta_rule.cuda.dimensions import prepare_dimensions_kernel, remake_dimensions_kernel
 from keraunos.kernels.gated_delta_rule.cuda.dimensions_walk import walk_dimensions_kernel
 from keraunos.kernels.gated_delta_rule.cuda.gradients import gradients_kernel
 from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
@@ -48,12 +48,13 @@ _STAGES, _STAGES_NARROW = 2, 3
 _GROUP = 8
 # Registers of a thread that prepares chunks: five programs share a multiprocessor, with 24 bytes of stack at most.
 _REGISTERS = 96
-# The same with gates per dimension: four programs.
-_REGISTERS_DIMENSIONS = 128
-# The least that the gates of half of a chunk come to, base 2, of which the dtype has the factors.
+# The same with gates per dimension: four programs; three where gates are strong; two where keys are alike.
+_REGISTERS_DIMENSIONS, _REGISTERS_STRONG, _REGISTERS_ALIKE = 128, 168, 255
+# The least sum of gates, base 2, of which the dtype has the factors.
 _LEAST = {"bfloat16": -100.0, "float16": -8.0}
-# Programs that look for chunks that were left, if no more than so many chunks come to one.
-_PROGRAMS_FINE, _MOST_FINE = 1024, 32
+# Programs that look for chunks that were left: two or three times those that run at once, if no more than so many
+# chunks come to one.
+_PROGRAMS_LEFT, _MOST_LEFT = 792, 64
 # Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few.
 _PROGRAMS = 32
 # Programs that run at once; tokens that make a segment worth its while. In tokens of a walk, by time: what a program
@@ -195,21 +196,23 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
 
 
 @remember
-def _prepare_dimensions_plan(call: _Call, q: Spec, k: Spec, g: Spec, fine: bool) -> Plan:
-    """The launch that makes what needs no state; fine: of the chunks that another one has left."""
+def _prepare_dimensions_plan(call: _Call, q: Spec, k: Spec, g: Spec, fine: bool | None = None) -> Plan:
+    """The launch that makes what needs no state; with fine, of chunks that another one has left."""
     beta, H, slots = call.specs.beta, call.H, call.chunks
     of_tokens = {name: stride // ROW for name, stride in token_strides(q=q, k=k, g=g).items()}
     numbers = of_tokens | token_strides(b=beta) | dict(scale=call.scale, T=call.T, N=call.N)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), K=call.K, BK=call.tiles["BK"], C=CHUNK,
                      UNIT=ROW, LEAST=_LEAST[call.dtype], REVERSE=call.reverse, PACKED=call.packed)
-    if fine:
-        each = min(max(slots * H // _PROGRAMS_FINE, 1), _MOST_FINE)
-        return Plan(fine_dimensions_kernel, (-(-slots * H // each),), numbers | dict(SLOTS=slots * H, EACH=each),
+    if fine is not None:
+        each = min(-(-slots * H // _PROGRAMS_LEFT), _MOST_LEFT)
+        return Plan(remake_dimensions_kernel, (-(-slots * H // each),), numbers | dict(SLOTS=slots * H, EACH=each),
                     {name: f"{name}_given" for name in ("near", "pairs", "alike")},
-                    constants | dict(NORM=call.norm, MOST=_MOST_FINE))
+                    constants | dict(NORM=call.norm, MOST=_MOST_LEFT, FINE=fine,
+                                     MAXNREG=_REGISTERS_ALIKE if fine else _REGISTERS_STRONG))
     square = (slots, H, 2, CHUNK, CHUNK), call.dtype
     outputs = dict(near=square, pairs=square, alike=((slots, H), "int32"),
-                   norms=((slots, H, 2, CHUNK), "float32") if call.norm else None)
+                   norms=((slots, H, 2, CHUNK), "float32") if call.norm else None,
+                   gates=(g.shape, "float16") if g.dtype == "float32" else None)
     return Plan(prepare_dimensions_kernel, (slots * H,), numbers, outputs,
                 constants | dict(MAXNREG=_REGISTERS_DIMENSIONS))
 
@@ -228,11 +231,15 @@ def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final
 def _forward_of_dimensions(call: _Call, args: Args, final: bool) -> tuple[Any, Any]:
     """The output and the final state with gates per token and dimension."""
     q, k, v, g, beta, h0, cu_seqlens = args
-    near, pairs, alike, of_rows = _prepare_dimensions_plan(call, *call.specs[:2], call.specs.g, False).launch(
+    specs, of_gates = call.specs[:2], call.specs.g
+    near, pairs, alike, of_rows, narrow = _prepare_dimensions_plan(call, *specs, of_gates).launch(
         q=q, k=k, g=g, beta=beta, cu_seqlens=cu_seqlens)
-    near, pairs, alike = _prepare_dimensions_plan(call, *call.specs[:2], call.specs.g, True).launch(
-        q=q, k=k, g=g, beta=beta, near_given=near, pairs_given=pairs, alike_given=alike, cu_seqlens=cu_seqlens)
-    return _walk_dimensions_plan(call, *call.specs[:4], final).launch(
+    if narrow is not None:
+        g, of_gates = narrow, Spec(of_gates.shape, contiguous(of_gates.shape), "float16")
+    for fine in (False, True):
+        near, pairs, alike = _prepare_dimensions_plan(call, *specs, of_gates, fine).launch(
+            q=q, k=k, g=g, beta=beta, near_given=near, pairs_given=pairs, alike_given=alike, cu_seqlens=cu_seqlens)
+    return _walk_dimensions_plan(call, *call.specs[:3], of_gates, final).launch(
         q=q, k=k, v=v, g=g, beta=beta, near=near, pairs=pairs, alike=alike, norms=of_rows, h0=h0,
         cu_seqlens=cu_seqlens)
 
