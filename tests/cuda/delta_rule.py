@@ -86,13 +86,13 @@ def in_torch():
         yield
 
 
-def run(case, *, mode="late", seed=0, replaced=None, segments=None):
+def run(case, *, mode="late", seed=0, replaced=None, segments=None, stages=3):
     """The output, the final state and the gradients of a case, whose sequences are cut into so many segments.
 
     With gates per dimension there are no gradients: those are another platform's.
     """
     args, *grads = case.arrays
-    args, opts = Args(*map(torch_tensor, args)), options(case)
+    args, opts = Args(*map(torch_tensor, args)), options(case, stages)
     with emulated(mode, seed, replaced), in_torch(), mock.patch.object(passes, "_SEGMENTS", segments):
         results, residuals = passes.forward(args, opts)
         if case.gate == "vector":

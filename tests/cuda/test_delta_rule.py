@@ -150,7 +150,7 @@ DELTA = tuple(f"keraunos.kernels.{name}" for name in (
 # The quickest first.
 ALIKE = dict(keys="equal", beta=1.0, decay=0.01, state=True)
 FAULTY = {"others": (small(T=5 * CHUNK + 3, state=True), 1),
-          "segments": (small(T=2 * CHUNK + 3), 3),
+          "segments": (small(T=5 * CHUNK + 3), 2),
           "alike": (small(**ALIKE, T=2 * CHUNK + 3, norm=True), 3),
           "two walkers": (small(**ALIKE, **WIDE, T=2 * CHUNK + 3), 1)}
 UNHARMED = {}
@@ -170,8 +170,8 @@ FAULTY_DIMENSIONS = {
 def test_each_missing_step_is_found(step, tmp_path):
     modules, faulty = (DIMENSIONS, FAULTY_DIMENSIONS) if step[0] in DIMENSIONS else (DELTA, FAULTY)
     replaced = mutants.kernels(modules, step, tmp_path)
-    hows = {(case, mode): dict(mode=mode, segments=segments)
-            for case, segments in faulty.values() for mode in ("late", "early")}
+    hows = {(case, mode): dict(mode=mode, segments=segments, stages=2 if name == "segments" else 3)
+            for name, (case, segments) in faulty.items() for mode in ("late", "early")}
 
     def check():
         for key, how in hows.items():

@@ -148,15 +148,15 @@ def _walk_plan(call: _Call, q: Spec | None, k: Spec, v: Spec, final: bool, save:
         # The states are not made, but put where they came from.
         outputs |= dict(o="into" if pool.into else ((call.T, H, V), call.dtype), ht="pool") if q else {}
         states = pool.states
-    programs, parts, most = call.segments, 1, _STAGES if max(K, V) > LEAST_TILE else _STAGES_NARROW
+    programs, parts = call.segments, 1
     if not q:
         outputs["ht"] = (call.segments, H, K, V + K), "float32"
-        parts, most = 1 + call.matrices, _STAGES_NARROW
+        parts = 1 + call.matrices
         programs = (programs - (0 if call.packed else call.N)) * parts
     numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.L)
     constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK,
-                     STAGES=min(most, call.cfg.num_stages), GROUP=_GROUP, REVERSE=call.reverse, PACKED=call.packed,
-                     SPLIT=call.L > 0, PARTS=parts, **state_strides(states), STORED=stored)
+                     STAGES=min(_STAGES_NARROW, call.cfg.num_stages), GROUP=_GROUP, REVERSE=call.reverse,
+                     PACKED=call.packed, SPLIT=call.L > 0, PARTS=parts, **state_strides(states), STORED=stored)
     return Plan(walk_kernel, (programs * H,), numbers, outputs, constants)
 
 

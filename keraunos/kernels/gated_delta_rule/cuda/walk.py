@@ -44,39 +44,47 @@ from keraunos.kernels.gated_delta_rule.cuda.parts import read
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
+# Chunks at a time whose values, N and P are in shared memory.
+TURNS = gl.constexpr(2)
+
 
 @gluon.jit
 def copy(tiles, barriers, descriptors, alike, size, blank, H: gl.constexpr, C: gl.constexpr, PART: gl.constexpr,
          WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, OUTPUT: gl.constexpr):
-    """A partition of one warp: copies chunks into the ring of stages, and the rest of N where it counts.
+    """A partition of one warp: copies queries and keys into a ring of stages, values and N into rings of two.
 
-    blank: copies of values begin so many tokens later; beyond the end they are zeros.
+    The rest of N is copied where it counts. blank: copies of values begin so many tokens later; beyond the end they are
+    zeros.
     """
-    q_s, k_s, v_s, t_s, r_s, _ = tiles
-    full, _, empty = barriers
-    q_desc, k_desc, v_desc, t_desc = descriptors
-    KEYS: gl.constexpr = (2 if OUTPUT else 1) * k_desc.block_type.nbytes
-    BYTES: gl.constexpr = KEYS + WALKERS * v_desc.block_type.nbytes + t_desc.block_type.nbytes
-    REST: gl.constexpr = t_desc.block_type.nbytes
+    q_s, k_s, v_s, n_s, _ = tiles
+    full, _, empty, n_full, taken, v_full, v_empty = barriers
+    q_desc, k_desc, v_desc, n_desc = descriptors
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
+        turn = i % TURNS
         at = (count - 1 - i) if REVERSE else i
         fine = gl.load(alike + at * H) != 0
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         arrived = full.index(slot)
-        if fine:
-            mbarrier.expect(arrived, BYTES + REST)
-        else:
-            mbarrier.expect(arrived, BYTES)
+        mbarrier.expect(arrived, (2 if OUTPUT else 1) * k_desc.block_type.nbytes)
         copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
         if OUTPUT:
             copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
-        for j in gl.static_range(WALKERS):
-            copy_in(v_desc, [at * C if OUTPUT else at * C + blank, j * PART], arrived, v_s.index(slot * WALKERS + j))
-        copy_in(t_desc, [at * H * 2 * C, 0], arrived, t_s.index(slot))
+        mbarrier.wait(taken.index(turn), ((i // TURNS) & 1) ^ 1)
+        arrived = n_full.index(turn)
         if fine:
-            copy_in(t_desc, [at * H * 2 * C + C, 0], arrived, r_s.index(slot))
+            mbarrier.expect(arrived, 2 * n_desc.block_type.nbytes)
+        else:
+            mbarrier.expect(arrived, n_desc.block_type.nbytes)
+        copy_in(n_desc, [at * H * 2 * C, 0], arrived, n_s.index(2 * turn))
+        if fine:
+            copy_in(n_desc, [at * H * 2 * C + C, 0], arrived, n_s.index(2 * turn + 1))
+        mbarrier.wait(v_empty.index(turn), ((i // TURNS) & 1) ^ 1)
+        arrived = v_full.index(turn)
+        mbarrier.expect(arrived, WALKERS * v_desc.block_type.nbytes)
+        for j in gl.static_range(WALKERS):
+            copy_in(v_desc, [at * C if OUTPUT else at * C + blank, j * PART], arrived, v_s.index(turn * WALKERS + j))
 
 
 @gluon.jit
@@ -89,7 +97,7 @@ def gates(vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constex
     whether keys are alike.
     """
     factors_s, alike_s = vectors
-    full, _, empty = barriers
+    full, _, empty, _, _, _, _ = barriers
     FACTORS: gl.constexpr = 8 if NORM else 7
     EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -122,9 +130,9 @@ def gates(vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constex
 def pair(tiles, vectors, barriers, size, scale, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
          NORM: gl.constexpr, OUTPUT: gl.constexpr):
     """A partition of one warpgroup: P of each chunk, and with norms the factors of queries."""
-    q_s, k_s, _, _, _, p_s = tiles
+    q_s, k_s, _, _, p_s = tiles
     factors_s, alike_s = vectors
-    full, ready, empty = barriers
+    full, ready, empty, _, taken, _, _ = barriers
     FACTORS: gl.constexpr = 8 if NORM else 7
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
@@ -139,6 +147,7 @@ def pair(tiles, vectors, barriers, size, scale, C: gl.constexpr, STAGES: gl.cons
     count = gl.cdiv(size, C) if OUTPUT else 0
     for i in range(count):
         slot = i % STAGES
+        turn = i % TURNS
         of = slot * FACTORS
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         q = q_s.index(slot)
@@ -156,12 +165,13 @@ def pair(tiles, vectors, barriers, size, scale, C: gl.constexpr, STAGES: gl.cons
             a *= (of_queries * scale)[:, None] * reach
         else:
             a *= reach * scale
-        p_s.index(2 * slot).store(a.to(dtype))
+        mbarrier.wait(taken.index(turn), ((i // TURNS) & 1) ^ 1)
+        p_s.index(2 * turn).store(a.to(dtype))
         if gl.max(alike_s.index(slot).load(FLAG), 0) != 0:
-            p_s.index(2 * slot + 1).store((a - wide(a.to(dtype))).to(dtype))
+            p_s.index(2 * turn + 1).store((a - wide(a.to(dtype))).to(dtype))
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(ready.index(slot), count=1)
+        mbarrier.arrive(ready.index(turn), count=1)
         mbarrier.arrive(empty.index(slot), count=1)
 
 
@@ -176,9 +186,9 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
 
     before: the chunks that the walk has before its own; part: see ``walk_kernel``.
     """
-    q_s, k_s, v_s, t_s, r_s, p_s = tiles
+    q_s, k_s, v_s, n_s, p_s = tiles
     factors_s, alike_s = vectors
-    full, ready, empty = barriers
+    full, ready, empty, n_full, taken, v_full, v_empty = barriers
     outs_s, o_desc, e_desc, r_desc = goals
     o_s = outs_s.index(WALKER)
     h0, ht, kept, begins = states
@@ -216,10 +226,10 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
+        turn = i % TURNS
         of = slot * FACTORS
         at = (count - 1 - i) if REVERSE else i
-        phase = (i // STAGES) & 1
-        mbarrier.wait(full.index(slot), phase)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         k = k_s.index(slot)
         left = gl.convert_layout(state.to(dtype), LEFT)
         if SAVE:
@@ -235,45 +245,61 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
             y, o = warpgroup_mma_wait(0, deps=[y, o])
         else:
             y = warpgroup_mma_wait(0, deps=[y])
+        mbarrier.wait(v_full.index(turn), (i // TURNS) & 1)
+        own_v = v_s.index(turn * WALKERS + WALKER).permute((1, 0))
+        rest_s = o_s.permute((1, 0)) if SAVE else own_v
         # Loaded no sooner: the products leave no registers for them.
         enter = factors_s.index(of).load(OF_TOKENS)[None, :]
         alike = gl.max(alike_s.index(slot).load(FLAG), 0)
         fine = alike != 0
-        v = v_s.index(slot * WALKERS + WALKER).permute((1, 0)).load(W)
-        y = wide(v) - y * enter
+        y = wide(own_v.load(W)) - y * enter
         u = y * factors_s.index(of + 4).load(OF_TOKENS)[None, :] if BETA else y
         left = gl.convert_layout(u.to(dtype), LEFT)
+        mbarrier.wait(n_full.index(turn), (i // TURNS) & 1)
         if fine:
             u = y * factors_s.index(of + 5).load(OF_TOKENS)[None, :] if BETA else y
             rest = gl.convert_layout((u - wide(u.to(dtype))).to(dtype), LEFT)
-            y = warpgroup_mma(left, r_s.index(slot).permute((1, 0)), y)
-            y = warpgroup_mma(rest, t_s.index(slot).permute((1, 0)), y)
-        e = warpgroup_mma(left, t_s.index(slot).permute((1, 0)), y, is_async=True)
+            y = warpgroup_mma(left, n_s.index(2 * turn + 1).permute((1, 0)), y)
+            y = warpgroup_mma(rest, n_s.index(2 * turn).permute((1, 0)), y)
+        e = warpgroup_mma(left, n_s.index(2 * turn).permute((1, 0)), y, is_async=True)
         state = state * factors_s.index(of + 3).load(gl.SliceLayout(1, WS))[:, None]
         if OUTPUT:
-            mbarrier.wait(ready.index(slot), phase)
+            mbarrier.wait(ready.index(turn), (i // TURNS) & 1)
             o = o * factors_s.index(of + 1).load(OF_TOKENS)[None, :]
         e = warpgroup_mma_wait(0, deps=[e])
+        high = e.to(dtype)
+        if fine:
+            # What 16 bits leave of E waits in shared memory: registers have no room for it.
+            if SAVE:
+                tma.store_wait(0)
+            rest_s.store((e - wide(high)).to(dtype))
+            if SAVE:  # noqa: SIM102
+                if alike > 1:
+                    fence_async_shared()
+                    thread_barrier()
+                    copy_out(r_desc, [at * C, WALKER * PART], o_s)
         late = e * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
         state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), k, state, is_async=True)
         if OUTPUT:
-            o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), p_s.index(2 * slot).permute((1, 0)), o,
-                              is_async=True)
+            o = warpgroup_mma(gl.convert_layout(high, LEFT), p_s.index(2 * turn).permute((1, 0)), o, is_async=True)
             tma.store_wait(0)
             if SAVE:
-                outs_s.index(WALKERS + WALKER).permute((1, 0)).store(e.to(dtype))
+                # E takes the place of the values.
+                own_v.store(high)
+                if i > 0:
+                    mbarrier.arrive(v_empty.index((i + 1) % TURNS), count=1)
             state, o = warpgroup_mma_wait(0, deps=[state, o])
         else:
             state = warpgroup_mma_wait(0, deps=[state])
         if fine:
-            late = e * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
+            low = rest_s.load(W)
+            late = (wide(high) + wide(low)) * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
             rest = (late - wide(late.to(dtype))).to(dtype)
             state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), k, state, is_async=True)
             if OUTPUT:
-                o = warpgroup_mma(gl.convert_layout(e.to(dtype), LEFT), p_s.index(2 * slot + 1).permute((1, 0)), o,
+                o = warpgroup_mma(gl.convert_layout(high, LEFT), p_s.index(2 * turn + 1).permute((1, 0)), o,
                                   is_async=True)
-                rest = (e - wide(e.to(dtype))).to(dtype)
-                o = warpgroup_mma(gl.convert_layout(rest, LEFT), p_s.index(2 * slot).permute((1, 0)), o, is_async=True)
+                o = warpgroup_mma(gl.convert_layout(low, LEFT), p_s.index(2 * turn).permute((1, 0)), o, is_async=True)
                 state, o = warpgroup_mma_wait(0, deps=[state, o])
             else:
                 state = warpgroup_mma_wait(0, deps=[state])
@@ -284,18 +310,17 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
                      mask=within(t < size, d, V, WALKERS * PART))
         elif OUTPUT:
             o_s.permute((1, 0)).store(o.to(dtype))
-        if SAVE:  # noqa: SIM102
-            if alike > 1:
-                outs_s.index(2 * WALKERS + WALKER).permute((1, 0)).store((e - wide(e.to(dtype))).to(dtype))
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(empty.index(slot), count=1)
+        # Copies out go before those into what becomes free.
         if OUTPUT and not STORED:
             copy_out(o_desc, [at * C, WALKER * PART], o_s)
         if SAVE:
-            copy_out(e_desc, [at * C, WALKER * PART], outs_s.index(WALKERS + WALKER))
-            if alike > 1:
-                copy_out(r_desc, [at * C, WALKER * PART], outs_s.index(2 * WALKERS + WALKER))
+            copy_out(e_desc, [at * C, WALKER * PART], v_s.index(turn * WALKERS + WALKER))
+        else:
+            mbarrier.arrive(v_empty.index(turn), count=1)
+        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(taken.index(turn), count=1)
     tma.store_wait(0)
     if not OUTPUT:
         column += V
@@ -407,28 +432,36 @@ def walk_kernel(
             o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
     e_desc = o_desc
     r_desc = o_desc
-    t_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [((chunks - 1) * H + 1) * (2 * C), C], [C, 1],
+    n_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [((chunks - 1) * H + 1) * (2 * C), C], [C, 1],
                                         [C, C], SQUARE)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, PART], VALUES)
-    t_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-    r_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
+    v_s = gl.allocate_shared_memory(dtype, [TURNS * WALKERS, C, PART], VALUES)
+    n_s = gl.allocate_shared_memory(dtype, [2 * TURNS, C, C], SQUARE)
     q_s = k_s
-    p_s = t_s
+    p_s = n_s
     outs_s = v_s
     if OUTPUT:
         q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
-        p_s = gl.allocate_shared_memory(dtype, [2 * STAGES, C, C], SQUARE)
-        outs_s = gl.allocate_shared_memory(dtype, [(3 if SAVE else 1) * WALKERS, C, PART], VALUES)
+        p_s = gl.allocate_shared_memory(dtype, [2 * TURNS, C, C], SQUARE)
+        outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
     factors_s = gl.allocate_shared_memory(gl.float32, [(8 if NORM else 7) * STAGES, C], VECTOR)
     alike_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
+    n_full = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
+    taken = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
-        mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=WALKERS + (1 if OUTPUT else 0))
+    for i in gl.static_range(TURNS):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(n_full.index(i), count=1)
+        mbarrier.init(taken.index(i), count=WALKERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=WALKERS)
     fence_async_shared()
 
     p_h0 = k
@@ -459,37 +492,37 @@ def walk_kernel(
     if NORM:
         p_norms = norms + first * C
     p_alike = alike + first
-    tiles = (q_s, k_s, v_s, t_s, r_s, p_s)
+    tiles = (q_s, k_s, v_s, n_s, p_s)
     vectors = (factors_s, alike_s)
-    barriers = (full, ready, empty)
-    descriptors = (q_desc, k_desc, v_desc, t_desc)
+    barriers = (full, ready, empty, n_full, taken, v_full, v_empty)
+    descriptors = (q_desc, k_desc, v_desc, n_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
     ends = (p_h0, p_ht, p_kept, begins)
     goals = (outs_s, o_desc, e_desc, r_desc)
     if WALKERS == 2:
         gl.warp_specialize(
             [
+                (pair, (tiles, vectors, barriers, size, scale, C, STAGES, REVERSE, NORM, OUTPUT)),
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
                             WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
                             STORED, stride_sk, stride_sv)),
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 1, H, C, K, V, BK, PART,
                             WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
                             STORED, stride_sk, stride_sv)),
-                (pair, (tiles, vectors, barriers, size, scale, C, STAGES, REVERSE, NORM, OUTPUT)),
                 (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,
                         OUTPUT)),
             ],
             [4, 4, 1, 1],
-            [208, 72, 24, 24],
+            [200, 200, 24, 24],
         )
     else:
         gl.warp_specialize(
             [
+                (pair, (tiles, vectors, barriers, size, scale, C, STAGES, REVERSE, NORM, OUTPUT)),
                 (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
                             WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
                             STORED, stride_sk, stride_sv)),
-                (pair, (tiles, vectors, barriers, size, scale, C, STAGES, REVERSE, NORM, OUTPUT)),
                 (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,
                         OUTPUT)),
