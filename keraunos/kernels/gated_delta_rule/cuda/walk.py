@@ -11,8 +11,8 @@ i, base 2, and N of ``prepare.py``:
 
 Where keys are alike, Y, N, E and P have two parts: corrections cancel, but not what 16 bits do not hold of them.
 
-A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P, a warp makes what depends on
-gates alone, one copies.
+A warpgroup has 64 of the values' dimensions; two are one partition, which is compiled once. One more makes P, a warp
+makes what depends on gates alone, one copies.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TURNS = gl.constexpr(2)
 
 
 @gluon.jit
-def copy(tiles, barriers, descriptors, alike, size, blank, H: gl.constexpr, C: gl.constexpr, PART: gl.constexpr,
-         WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, OUTPUT: gl.constexpr):
+def copy(tiles, barriers, descriptors, alike, size, blank, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+         REVERSE: gl.constexpr, OUTPUT: gl.constexpr):
     """A partition of one warp: copies queries and keys into a ring of stages, values and N into rings of two.
 
     The rest of N is copied where it counts. blank: copies of values begin so many tokens later; beyond the end they are
@@ -82,9 +82,8 @@ def copy(tiles, barriers, descriptors, alike, size, blank, H: gl.constexpr, C: g
             copy_in(n_desc, [at * H * 2 * C + C, 0], arrived, n_s.index(2 * turn + 1))
         mbarrier.wait(v_empty.index(turn), ((i // TURNS) & 1) ^ 1)
         arrived = v_full.index(turn)
-        mbarrier.expect(arrived, WALKERS * v_desc.block_type.nbytes)
-        for j in gl.static_range(WALKERS):
-            copy_in(v_desc, [at * C if OUTPUT else at * C + blank, j * PART], arrived, v_s.index(turn * WALKERS + j))
+        mbarrier.expect(arrived, v_desc.block_type.nbytes)
+        copy_in(v_desc, [at * C if OUTPUT else at * C + blank, 0], arrived, v_s.index(turn))
 
 
 @gluon.jit
@@ -92,14 +91,12 @@ def gates(vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constex
           REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
     """A partition of one warp: what depends on gates alone, as soon as a stage is free.
 
-    For each stage: ``exp2(G)`` and ``beta exp2(G_C - G)`` of keys as long as they are, ``scale exp2(G)``;
-    ``exp2(G_C)``, as often as there are rows of a state; beta; G, and with norms beta of keys as long as they are; and
-    whether keys are alike.
+    For each stage: ``exp2(G)`` and ``beta exp2(G_C - G)`` of keys as long as they are, ``scale exp2(G)``; beta; G, and
+    with norms beta of keys as long as they are; whether keys are alike; and ``exp2(G_C)``.
     """
-    factors_s, alike_s = vectors
+    factors_s, alike_s, totals_s = vectors
     full, _, empty, _, _, _, _ = barriers
-    FACTORS: gl.constexpr = 8 if NORM else 7
-    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    FACTORS: gl.constexpr = 7 if NORM else 6
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     count = gl.cdiv(size, C)
     for i in range(count):
@@ -115,12 +112,12 @@ def gates(vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constex
         factors_s.index(of).store(enter * of_keys)
         factors_s.index(of + 1).store(enter * scale)
         factors_s.index(of + 2).store(late * of_keys)
-        factors_s.index(of + 3).store(gl.full([C], 1.0, gl.float32, EACH) * gl.exp2(total))
+        totals_s.index(slot).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.exp2(total))
+        factors_s.index(of + 3).store(strength)
         factors_s.index(of + 4).store(strength)
-        factors_s.index(of + 5).store(strength)
-        factors_s.index(of + 6).store(G)
+        factors_s.index(of + 5).store(G)
         if NORM:
-            factors_s.index(of + 7).store(strength * of_keys)
+            factors_s.index(of + 6).store(strength * of_keys)
         alike_s.index(slot).store(gl.full([1], 1, gl.int32, FLAG) * fine)
         thread_barrier()
         mbarrier.arrive(full.index(slot), count=1)
@@ -131,9 +128,9 @@ def pair(tiles, vectors, barriers, size, scale, C: gl.constexpr, STAGES: gl.cons
          NORM: gl.constexpr, OUTPUT: gl.constexpr):
     """A partition of one warpgroup: P of each chunk, and with norms the factors of queries."""
     q_s, k_s, _, _, p_s = tiles
-    factors_s, alike_s = vectors
+    factors_s, alike_s, _ = vectors
     full, ready, empty, _, taken, _, _ = barriers
-    FACTORS: gl.constexpr = 8 if NORM else 7
+    FACTORS: gl.constexpr = 7 if NORM else 6
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
     OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
@@ -157,9 +154,9 @@ def pair(tiles, vectors, barriers, size, scale, C: gl.constexpr, STAGES: gl.cons
             of_queries = gl.rsqrt(gl.sum(gl.where(rows == columns, squares, 0.0), 1) + EPSILON)
             factors_s.index(of + 1).store(factors_s.index(of + 1).load(OF_ROWS) * of_queries)
         a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
-        apart = factors_s.index(of + 6).load(OF_ROWS)[:, None] - factors_s.index(of + 6).load(OF_COLUMNS)[None, :]
+        apart = factors_s.index(of + 5).load(OF_ROWS)[:, None] - factors_s.index(of + 5).load(OF_COLUMNS)[None, :]
         reach = gl.exp2(gl.where(seen, apart, -float("inf")))
-        reach *= factors_s.index(of + (7 if NORM else 4)).load(OF_COLUMNS)[None, :]
+        reach *= factors_s.index(of + (6 if NORM else 3)).load(OF_COLUMNS)[None, :]
         a = warpgroup_mma_wait(0, deps=[a])
         if NORM:
             a *= (of_queries * scale)[:, None] * reach
@@ -176,39 +173,38 @@ def pair(tiles, vectors, barriers, size, scale, C: gl.constexpr, STAGES: gl.cons
 
 
 @gluon.jit
-def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, WALKER: gl.constexpr, H: gl.constexpr,
-             C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
-             WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
-             BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SAVE: gl.constexpr,
-             SPLIT: gl.constexpr, OUTPUT: gl.constexpr, MAY_START: gl.constexpr, STORED: gl.constexpr,
-             stride_sk: gl.constexpr, stride_sv: gl.constexpr):
-    """A partition of one warpgroup: PART of the values' dimensions, for which it has the state.
+def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, H: gl.constexpr, C: gl.constexpr,
+             K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+             GROUP: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr,
+             FINAL: gl.constexpr, SAVE: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr,
+             MAY_START: gl.constexpr, STORED: gl.constexpr, stride_sk: gl.constexpr, stride_sv: gl.constexpr):
+    """A partition of a warpgroup for each 64 of the values' dimensions, for which it has the state.
 
     before: the chunks that the walk has before its own; part: see ``walk_kernel``.
     """
     q_s, k_s, v_s, n_s, p_s = tiles
-    factors_s, alike_s = vectors
+    factors_s, alike_s, totals_s = vectors
     full, ready, empty, n_full, taken, v_full, v_empty = barriers
-    outs_s, o_desc, e_desc, r_desc = goals
-    o_s = outs_s.index(WALKER)
+    o_s, o_desc, e_desc, r_desc = goals
+    WARPS: gl.constexpr = BV // 16
     h0, ht, kept, begins = states
-    FACTORS: gl.constexpr = 8 if NORM else 7
+    FACTORS: gl.constexpr = 7 if NORM else 6
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BK, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
     LEFT_S: gl.constexpr = gl.DotOperandLayout(0, WS, 2)
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     dtype: gl.constexpr = k_s.dtype
-    o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(1, WS))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
     o_state = (o_v * stride_sv)[:, None] + (o_k * stride_sk)[None, :]
-    none = gl.zeros([PART, C], gl.float32, W)
-    state = gl.zeros([PART, BK], gl.float32, WS)
+    none = gl.zeros([BV, C], gl.float32, W)
+    state = gl.zeros([BV, BK], gl.float32, WS)
     if not OUTPUT:
         # A column of the matrix starts as one of the identity, and is no part of the state.
-        column = o_v + (part - 1) * (WALKERS * PART)
+        column = o_v + (part - 1) * BV
         state = gl.where(column[:, None] == o_k[None, :], 1.0, state)
         if INIT:
             own = (part == 0) & (before == 0)
@@ -218,11 +214,11 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
             state += gl.load(h0 + o_state, mask=inside, other=0.0).to(gl.float32)
     elif INIT:
         if SPLIT:
-            state = load_state(h0 + (o_v[:, None] + (o_k * V)[None, :]), o_v, o_k, V, K, WALKERS * PART, BK)
+            state = load_state(h0 + (o_v[:, None] + (o_k * V)[None, :]), o_v, o_k, V, K, BV, BK)
         elif not MAY_START:  # noqa: SIM114
-            state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
+            state = load_state(h0 + o_state, o_v, o_k, V, K, BV, BK)
         elif begins:
-            state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
+            state = load_state(h0 + o_state, o_v, o_k, V, K, BV, BK)
     count = gl.cdiv(size, C)
     for i in range(count):
         slot = i % STAGES
@@ -237,7 +233,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
             if (step > 0) & (step % GROUP == 0):
                 p_kept = kept + (step // GROUP).to(gl.int64) * (H * V * K)
                 store_state(p_kept + (o_v * K)[:, None] + o_k[None, :], state.to(dtype), i >= 0, o_v, o_k, V, K,
-                            WALKERS * PART, BK)
+                            BV, BK)
         y = warpgroup_mma(left, k.permute((1, 0)), none, use_acc=False, is_async=True)
         if OUTPUT:
             o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -246,23 +242,23 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
         else:
             y = warpgroup_mma_wait(0, deps=[y])
         mbarrier.wait(v_full.index(turn), (i // TURNS) & 1)
-        own_v = v_s.index(turn * WALKERS + WALKER).permute((1, 0))
+        own_v = v_s.index(turn).permute((1, 0))
         rest_s = o_s.permute((1, 0)) if SAVE else own_v
         # Loaded no sooner: the products leave no registers for them.
         enter = factors_s.index(of).load(OF_TOKENS)[None, :]
         alike = gl.max(alike_s.index(slot).load(FLAG), 0)
         fine = alike != 0
         y = wide(own_v.load(W)) - y * enter
-        u = y * factors_s.index(of + 4).load(OF_TOKENS)[None, :] if BETA else y
+        u = y * factors_s.index(of + 3).load(OF_TOKENS)[None, :] if BETA else y
         left = gl.convert_layout(u.to(dtype), LEFT)
         mbarrier.wait(n_full.index(turn), (i // TURNS) & 1)
         if fine:
-            u = y * factors_s.index(of + 5).load(OF_TOKENS)[None, :] if BETA else y
+            u = y * factors_s.index(of + 4).load(OF_TOKENS)[None, :] if BETA else y
             rest = gl.convert_layout((u - wide(u.to(dtype))).to(dtype), LEFT)
             y = warpgroup_mma(left, n_s.index(2 * turn + 1).permute((1, 0)), y)
             y = warpgroup_mma(rest, n_s.index(2 * turn).permute((1, 0)), y)
         e = warpgroup_mma(left, n_s.index(2 * turn).permute((1, 0)), y, is_async=True)
-        state = state * factors_s.index(of + 3).load(gl.SliceLayout(1, WS))[:, None]
+        state = state * gl.max(totals_s.index(slot).load(FLAG), 0)
         if OUTPUT:
             mbarrier.wait(ready.index(turn), (i // TURNS) & 1)
             o = o * factors_s.index(of + 1).load(OF_TOKENS)[None, :]
@@ -277,7 +273,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
                 if alike > 1:
                     fence_async_shared()
                     thread_barrier()
-                    copy_out(r_desc, [at * C, WALKER * PART], o_s)
+                    copy_out(r_desc, [at * C, 0], o_s)
         late = e * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
         state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), k, state, is_async=True)
         if OUTPUT:
@@ -305,18 +301,18 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
                 state = warpgroup_mma_wait(0, deps=[state])
         if STORED:
             t = at * C + gl.arange(0, C, layout=OF_TOKENS)[None, :]
-            d = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, W))[:, None]
+            d = gl.arange(0, BV, layout=gl.SliceLayout(1, W))[:, None]
             gl.store(o_desc + (t.to(gl.int64) * (H * V) + d), o.to(dtype),
-                     mask=within(t < size, d, V, WALKERS * PART))
+                     mask=within(t < size, d, V, BV))
         elif OUTPUT:
             o_s.permute((1, 0)).store(o.to(dtype))
         fence_async_shared()
         thread_barrier()
         # Copies out go before those into what becomes free.
         if OUTPUT and not STORED:
-            copy_out(o_desc, [at * C, WALKER * PART], o_s)
+            copy_out(o_desc, [at * C, 0], o_s)
         if SAVE:
-            copy_out(e_desc, [at * C, WALKER * PART], v_s.index(turn * WALKERS + WALKER))
+            copy_out(e_desc, [at * C, 0], v_s.index(turn))
         else:
             mbarrier.arrive(v_empty.index(turn), count=1)
         mbarrier.arrive(empty.index(slot), count=1)
@@ -328,7 +324,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
         inside = (goal < gl.where(part == 0, V, V + K))[:, None] & (o_k < K)[None, :]
         gl.store(ht + goal[:, None] + (o_k * (V + K))[None, :], state, mask=inside)
     elif FINAL:
-        store_state(ht + o_state, state, last, o_v, o_k, V, K, WALKERS * PART, BK)
+        store_state(ht + o_state, state, last, o_v, o_k, V, K, BV, BK)
 
 
 @gluon.jit(do_not_specialize=lengths("qkvgb", "T", "N", "L"))
@@ -402,11 +398,9 @@ def walk_kernel(
     if POOL or (PACKED and SPLIT):  # noqa: SIM102
         if none:
             return
-    PART: gl.constexpr = 64
-    WALKERS: gl.constexpr = BV // PART
     dtype: gl.constexpr = k.dtype.element_ty
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PART], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -420,7 +414,7 @@ def walk_kernel(
     first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
     chunks = gl.maximum(gl.cdiv(size, C), 1)
     k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, BLOCK)
-    v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, V, PART, VALUES)
+    v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, V, BV, VALUES)
     # Something else stands for what is absent, and nobody reads it.
     q_desc = k_desc
     o_desc = v_desc
@@ -429,23 +423,24 @@ def walk_kernel(
         if STORED:
             o_desc = o + ((i_b.to(gl.int64) * T + token) * H + i_h) * V
         else:
-            o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
+            o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, BV, VALUES)
     e_desc = o_desc
     r_desc = o_desc
     n_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [((chunks - 1) * H + 1) * (2 * C), C], [C, 1],
                                         [C, C], SQUARE)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
-    v_s = gl.allocate_shared_memory(dtype, [TURNS * WALKERS, C, PART], VALUES)
+    v_s = gl.allocate_shared_memory(dtype, [TURNS, C, BV], VALUES)
     n_s = gl.allocate_shared_memory(dtype, [2 * TURNS, C, C], SQUARE)
     q_s = k_s
     p_s = n_s
-    outs_s = v_s
+    o_s = v_s.index(0)
     if OUTPUT:
         q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
         p_s = gl.allocate_shared_memory(dtype, [2 * TURNS, C, C], SQUARE)
-        outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
-    factors_s = gl.allocate_shared_memory(gl.float32, [(8 if NORM else 7) * STAGES, C], VECTOR)
+        o_s = gl.allocate_shared_memory(dtype, [C, BV], VALUES)
+    factors_s = gl.allocate_shared_memory(gl.float32, [(7 if NORM else 6) * STAGES, C], VECTOR)
     alike_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
+    totals_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
@@ -455,13 +450,13 @@ def walk_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [TURNS, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=WALKERS + (1 if OUTPUT else 0))
+        mbarrier.init(empty.index(i), count=2 if OUTPUT else 1)
     for i in gl.static_range(TURNS):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(n_full.index(i), count=1)
-        mbarrier.init(taken.index(i), count=WALKERS)
+        mbarrier.init(taken.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=WALKERS)
+        mbarrier.init(v_empty.index(i), count=1)
     fence_async_shared()
 
     p_h0 = k
@@ -471,8 +466,8 @@ def walk_kernel(
     p_norms = near
     p_kept = k
     if SAVE:
-        e_desc = describe(errors, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
-        r_desc = describe(rest, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
+        e_desc = describe(errors, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, BV, VALUES)
+        r_desc = describe(rest, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, BV, VALUES)
         first_group = first_slot(i_n, token * 0 if SPLIT else token, size, T, GROUP * C, PACKED)
         p_kept = states + (first_group * H + i_h) * (V * K)
     if h0 is not None:
@@ -493,40 +488,23 @@ def walk_kernel(
         p_norms = norms + first * C
     p_alike = alike + first
     tiles = (q_s, k_s, v_s, n_s, p_s)
-    vectors = (factors_s, alike_s)
+    vectors = (factors_s, alike_s, totals_s)
     barriers = (full, ready, empty, n_full, taken, v_full, v_empty)
     descriptors = (q_desc, k_desc, v_desc, n_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
     ends = (p_h0, p_ht, p_kept, begins)
-    goals = (outs_s, o_desc, e_desc, r_desc)
-    if WALKERS == 2:
-        gl.warp_specialize(
-            [
-                (pair, (tiles, vectors, barriers, size, scale, C, STAGES, REVERSE, NORM, OUTPUT)),
-                (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
-                            STORED, stride_sk, stride_sv)),
-                (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 1, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
-                            STORED, stride_sk, stride_sv)),
-                (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,
-                        OUTPUT)),
-            ],
-            [4, 4, 1, 1],
-            [200, 200, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (pair, (tiles, vectors, barriers, size, scale, C, STAGES, REVERSE, NORM, OUTPUT)),
-                (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START,
-                            STORED, stride_sk, stride_sv)),
-                (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, PART, WALKERS, STAGES, REVERSE,
-                        OUTPUT)),
-            ],
-            [4, 1, 1],
-            [216, 24, 24],
-        )
+    goals = (o_s, o_desc, e_desc, r_desc)
+    # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
+    WIDE: gl.constexpr = BV == 128
+    gl.warp_specialize(
+        [
+            (pair, (tiles, vectors, barriers, size, scale, C, STAGES, REVERSE, NORM, OUTPUT)),
+            (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, H, C, K, V, BK, BV, STAGES,
+                        GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START, STORED, stride_sk,
+                        stride_sv)),
+            (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
+            (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, STAGES, REVERSE, OUTPUT)),
+        ],
+        [8 if WIDE else 4, 1, 1],
+        [200 if WIDE else 216, 24, 24],
+    )
