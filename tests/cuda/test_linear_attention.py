@@ -242,14 +242,7 @@ STRONG = some_strong(gate_dtype="bfloat16")
 STRONG_SHARED = some_strong(H=2, HQ=1, G=1, HV=2, reverse=True)
 
 
-# The walkers' wait for values, for which the partition that works gates in has waited before them: nothing can show it.
-# To be deleted when a GPU can run the kernel without it.
-NEEDLESS = [step for step in mutants.steps(mutants.LINEAR)
-            if mutants.label(step) == "dimensions_queries:ring.wait(i, shared.COPIED_VALUES)"][1:]
-
-
-@pytest.mark.parametrize("step", [step for step in mutants.steps(mutants.LINEAR) if step not in NEEDLESS],
-                         ids=mutants.label)
+@pytest.mark.parametrize("step", mutants.steps(mutants.LINEAR), ids=mutants.label)
 def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
     replaced = mutants.kernels(mutants.LINEAR, step, tmp_path)
 

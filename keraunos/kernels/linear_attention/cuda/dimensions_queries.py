@@ -295,7 +295,6 @@ class Queries:
         for i in range(count):
             slot = i % ring.STAGES
             at = walk.place(i)
-            ring.wait(i, shared.COPIED_VALUES)
             ring.wait(i, shared.WORKED)
             kind = gl.max(self.kinds.index(slot).load(FLAG), 0) if STRONG else shared.IS_MILD
             strong = kind > 0
