@@ -39,6 +39,7 @@ class Region:
         np.lib.stride_tricks.as_strided(marks[start:], [n for n, _ in steps], [step for _, step in steps])[...] = True
         self.marks = marks
         self.written = False
+        self.form = None  # The width of a value, the shape and the layout under which it was last written.
         self.writes: list[Access] = []
         self.reads: dict = {}
         self.pending: list[Access] = []  # Asynchronous reads that were not waited for.
@@ -62,7 +63,6 @@ class Allocation:
         self.address = self.bytes.__array_interface__["data"][0]
         self.regions: dict = {}
         self.barriers: dict = {}  # By their address.
-        self.form = None  # The width of a value, the shape and the layout under which it was last written.
 
 
 class View:
@@ -272,8 +272,9 @@ def writes(view: View, access: Access) -> None:
                 _race(view, access, read, _unordered(me, read))
     for region in view.region.inside:
         region.writes, region.reads = [], {}
-    view.region.writes, view.region.written = [access], True
-    view.allocation.form = view.form
+    for region in view.region.overlapping:
+        region.form = None
+    view.region.writes, view.region.written, view.region.form = [access], True, view.form
 
 
 def _check_writes(view: View, access: Access) -> None:
@@ -300,11 +301,12 @@ def _check_writes(view: View, access: Access) -> None:
 def _check_contents(view: View, access: Access) -> None:
     if not any(region.written for region in view.region.overlapping):
         raise RaceError(f"{view}: {access}, but nothing was written there yet: is a wait missing, or of another phase?")
-    if view.allocation.form not in (None, view.form):
-        raise UnsupportedError(
-            f"{view} is read as {view.form}, but was last written as {view.allocation.form}: "
-            "the emulator does not know where the layouts put each element"
-        )
+    for region in view.region.overlapping:
+        if region.form not in (None, view.form):
+            raise UnsupportedError(
+                f"{view} is read as {view.form}, but was last written as {region.form}: "
+                "the emulator does not know where the layouts put each element"
+            )
 
 
 def _unordered(me, other: Access, fence=False) -> str:
