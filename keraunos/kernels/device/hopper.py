@@ -32,6 +32,19 @@ def wide(x):
 
 
 @gluon.jit
+def anew(i):
+    """0, for the i-th turn of a loop: what is made with it is made in each turn, not held where registers are few."""
+    return i >> 30
+
+
+@gluon.jit
+def now(x):
+    """x (16-bit values, or int32), made before the products that follow, and what is made of it after those before."""
+    PACK: gl.constexpr = 32 // x.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, PACK)
+
+
+@gluon.jit
 def longest_first(cu_seqlens, i_o, N):
     """The packed sequence that is the i_o-th in the order of lengths, of few; of many, who end together anyhow, i_o."""
     MOST: gl.constexpr = 32 * gl.num_warps()

@@ -37,9 +37,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keraunos.kernels.device.hopper import (
     add,
+    anew,
     describe,
     first_slot,
     load_state,
+    now,
     owner,
     wide,
     within,
@@ -230,6 +232,19 @@ def take_lengths(tiles, factors_s, of, slot, scale, WALKERS: gl.constexpr):
 
 
 @gluon.jit
+def reach(factors_s, of, OF_KEYS: gl.constexpr, SELF: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+          REVERSE: gl.constexpr):
+    """``exp2(G_i - G_j) beta_j`` of tokens j up to i, or before i if SELF is 1; with norms over the length of key j."""
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
+    rows = now(gl.arange(0, C, layout=OF_ROWS))[:, None]
+    columns = gl.arange(0, C, layout=OF_COLUMNS)[None, :]
+    seen = (columns >= rows + SELF) if REVERSE else (columns <= rows - SELF)
+    apart = factors_s.index(of + 3).load(OF_ROWS)[:, None] - factors_s.index(of + 3).load(OF_COLUMNS)[None, :]
+    return gl.exp2(gl.where(seen, apart, -float("inf"))) * factors_s.index(of + OF_KEYS).load(OF_COLUMNS)[None, :]
+
+
+@gluon.jit
 def pair(tiles, vectors, barriers, dbeta, r_desc, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
          WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
     """A partition of one warpgroup: dP and dA of each chunk, and dbeta."""
@@ -243,13 +258,8 @@ def pair(tiles, vectors, barriers, dbeta, r_desc, size, begin, end, scale, H: gl
     FACTORS: gl.constexpr = 10 if NORM else 5
     OF_KEYS: gl.constexpr = 9 if NORM else 4
     dtype: gl.constexpr = e_s.dtype
-    t = gl.arange(0, C, layout=OF_ROWS)
-    rows = t[:, None]
-    columns = gl.arange(0, C, layout=OF_COLUMNS)[None, :]
-    seen = (columns >= rows) if REVERSE else (columns <= rows)
     none = gl.zeros([C, C], gl.float32, W)
-    # The rest of E comes where dA will be.
-    r_s = reinterpret(a_s, dtype, [C, e_s.shape[2]], r_desc.layout)
+    squares: gl.constexpr = STAGES * e_s.shape[2] // C
     rests = begin * 0
     for i in range(end - begin):
         at = place(begin + i, size, C, REVERSE)
@@ -259,42 +269,46 @@ def pair(tiles, vectors, barriers, dbeta, r_desc, size, begin, end, scale, H: gl
         if NORM:
             mbarrier.wait(q_full, i & 1)
             take_lengths(tiles, factors_s, of, slot, scale, WALKERS)
-        e = e_s.index(slot).permute((1, 0))
-        a = warpgroup_mma(z_s.index(slot), e, none, use_acc=False, is_async=True)
-        apart = factors_s.index(of + 3).load(OF_ROWS)[:, None] - factors_s.index(of + 3).load(OF_COLUMNS)[None, :]
-        reach = gl.exp2(gl.where(seen, apart, -float("inf")))
-        reach *= factors_s.index(of + OF_KEYS).load(OF_COLUMNS)[None, :]
-        fine = gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0
-        a = warpgroup_mma_wait(0, deps=[a])
-        if fine:
-            mbarrier.wait(p_empty, (i & 1) ^ 1)
-            mbarrier.expect(rest_full.index(WALKERS), r_desc.block_type.nbytes)
-            copy_in(r_desc, [at * C, 0], rest_full.index(WALKERS), r_s)
-            mbarrier.wait(rest_full.index(WALKERS), rests & 1)
-            rests += 1
-            a = warpgroup_mma(z_s.index(slot), r_s.permute((1, 0)), a)
-        own = gl.sum(gl.where(rows == columns, a, 0.0), 1)
-        a *= gl.where(rows == columns, 0.0, reach * -factors_s.index(of + OF_KEYS).load(OF_ROWS)[:, None])
-        b_a = a.to(dtype)
-        p = warpgroup_mma(o_s.index(slot), e, none, use_acc=False, is_async=True)
-        p = warpgroup_mma_wait(0, deps=[p])
-        if fine:
-            p = warpgroup_mma(o_s.index(slot), r_s.permute((1, 0)), p)
-            thread_barrier()
-        p *= reach * (factors_s.index(of + 8).load(OF_ROWS)[:, None] if NORM else scale)
+        # A product in two branches might read anywhere: the rest of E is one more turn.
+        parts = 1 + (gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0).to(gl.int32)
+        a = none
+        for part in range(parts):
+            if part > 0:
+                # It comes where dA will be.
+                mbarrier.wait(p_empty, (i & 1) ^ 1)
+                mbarrier.expect(rest_full.index(WALKERS), r_desc.block_type.nbytes)
+                copy_in(r_desc, [at * C, 0], rest_full.index(WALKERS), e_s.index(STAGES))
+                mbarrier.wait(rest_full.index(WALKERS), rests & 1)
+                rests += 1
+            e = e_s.index(slot + part * (STAGES - slot)).permute((1, 0))
+            a = warpgroup_mma(z_s.index(slot), e, a, use_acc=part > 0, is_async=True)
+            a = warpgroup_mma_wait(0, deps=[a])
+        if BETA:
+            t = now(gl.arange(0, C, layout=OF_ROWS))
+            own = gl.sum(gl.where(t[:, None] == gl.arange(0, C, layout=OF_COLUMNS)[None, :], a, 0.0), 1)
+            gl.store(dbeta + (at * C + t).to(gl.int64) * H, own.to(dbeta.dtype.element_ty), mask=t < size - at * C)
+        a *= reach(factors_s, of, OF_KEYS, 1, C, W, REVERSE) * -factors_s.index(of + OF_KEYS).load(OF_ROWS)[:, None]
+        b_a = now(a.to(dtype))
+        p = none
+        for part in range(parts):
+            e = e_s.index(slot + part * (STAGES - slot)).permute((1, 0))
+            p = warpgroup_mma(o_s.index(slot), e, p, use_acc=part > 0, is_async=True)
+            p = warpgroup_mma_wait(0, deps=[p])
+        of_query = factors_s.index(of + 8).load(OF_ROWS)[:, None] if NORM else scale
+        p *= reach(factors_s, of, OF_KEYS, 0, C, W, REVERSE) * of_query
         b_p = p.to(dtype)
         # Walkers wait for no more than the stores, once the tiles are free.
         mbarrier.wait(p_empty, (i & 1) ^ 1)
-        a_s.index(0).store(b_a)
-        p_s.store(b_p)
-        if fine:
-            a_s.index(1).store((p - wide(b_p)).to(dtype))
+        if parts > 1:
+            thread_barrier()
+        a_s.index(squares).store(b_a)
+        p_s.index(0).store(b_p)
+        if parts > 1:
+            a_s.index(squares + 1).store((p - wide(b_p)).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(ready.index(slot), count=1)
         mbarrier.arrive(empty.index(slot), count=1)
-        if BETA:
-            gl.store(dbeta + (at * C + t).to(gl.int64) * H, own.to(dbeta.dtype.element_ty), mask=t < size - at * C)
 
 
 @gluon.jit
@@ -347,12 +361,7 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = k_s.dtype
-    o_k = WALKER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WS))
-    o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, WS))
-    dq_s = outs_s.index(0)
-    dk_s = outs_s.index(1)
-    q = q_s.index(WALKER).permute((1, 0))
-    given_k = l_s.index(WALKER).permute((1, 0))
+    squares: gl.constexpr = STAGES * BV // C
     none = gl.zeros([64, C], gl.float32, W)
     state = gl.zeros([64, BV], gl.float32, WS)
     rests = begin * 0
@@ -361,7 +370,16 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         slot = i % STAGES
         phase = (i // STAGES) & 1
         of = slot * FACTORS
+        zero = anew(i)
+        dq_s = outs_s.index(zero)
+        dk_s = outs_s.index(zero + 1)
+        q = q_s.index(zero + WALKER).permute((1, 0))
+        given_k = l_s.index(zero + WALKER).permute((1, 0))
+        p = p_s.index(zero)
+        a = a_s.index(zero + squares)
         if (begin + i) % GROUP == 0:
+            o_k = zero + WALKER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WS))
+            o_v = zero + gl.arange(0, BV, layout=gl.SliceLayout(0, WS))
             of_begin = ((begin + i) // GROUP & 1) * WALKERS + WALKER
             state = start(starts, begin + i, begin_s.index(of_begin), o_k, o_v, H, K, V, BK, BV, GROUP, INIT, NEED_G)
         mbarrier.wait(full.index(slot), phase)
@@ -380,15 +398,15 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
             tma.store_wait(0)
             mbarrier.expect(rest_full.index(WALKER), r_desc.block_type.nbytes)
             copy_in(r_desc, [at * C, 0], rest_full.index(WALKER), r_s)
-            dq_t = warpgroup_mma(k, a_s.index(1).permute((1, 0)), dq_t)
+            dq_t = warpgroup_mma(k, a_s.index(zero + squares + 1).permute((1, 0)), dq_t)
             late = wide(k.load(W)) * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
             low = gl.convert_layout((late - wide(late.to(dtype))).to(dtype), LEFT_S)
             state = warpgroup_mma(low, e_s.index(slot), state)
             mbarrier.wait(rest_full.index(WALKER), rests & 1)
             rests += 1
             state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), r_s, state)
-        dq_t = warpgroup_mma(k, p_s.permute((1, 0)), dq_t, is_async=True)
-        dk_t = warpgroup_mma(k, a_s.index(0).permute((1, 0)), dk_t, is_async=True)
+        dq_t = warpgroup_mma(k, p.permute((1, 0)), dq_t, is_async=True)
+        dk_t = warpgroup_mma(k, a.permute((1, 0)), dk_t, is_async=True)
         late = wide(k.load(W)) * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
         high = gl.convert_layout(late.to(dtype), LEFT_S)
         state = warpgroup_mma(high, e_s.index(slot), state, is_async=True)
@@ -400,8 +418,8 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
             dk_t += wide(given_k.load(W)) * factors_s.index(of + 5).load(OF_TOKENS)[None, :]
         else:
             dk_t += wide(given_k.load(W))
-        dk_t = warpgroup_mma(q, p_s, dk_t, is_async=True)
-        dk_t = warpgroup_mma(k, a_s.index(0), dk_t, is_async=True)
+        dk_t = warpgroup_mma(q, p, dk_t, is_async=True)
+        dk_t = warpgroup_mma(k, a, dk_t, is_async=True)
         x += of_lanes(dq_t * wide(q.load(W)))
         if NORM:
             dq_t *= factors_s.index(of + 6).load(OF_TOKENS)[None, :]
@@ -479,13 +497,14 @@ def gradients_kernel(
     z_desc = describe(du, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
     l_desc = describe(dk_given, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
     k_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, 64], KEYS)
-    e_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+    e_s = gl.allocate_shared_memory(dtype, [STAGES + 2 * C // BV, C, BV], VALUES)
     o_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
     z_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
     q_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
     l_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
-    p_s = gl.allocate_shared_memory(dtype, [C, C], SQUARE)
-    a_s = gl.allocate_shared_memory(dtype, [2, C, C], SQUARE)
+    # dA has the last two tiles of squares.
+    a_s = reinterpret(e_s, dtype, [STAGES * BV // C + 2, C, C], SQUARE)
+    p_s = gl.allocate_shared_memory(dtype, [1, C, C], SQUARE)
     factors_s = gl.allocate_shared_memory(gl.float32, [(10 if NORM else 5) * STAGES, C], VECTOR)
     scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
     x_s = gl.allocate_shared_memory(gl.float32, [STAGES * WALKERS, 4, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -560,7 +579,7 @@ def gradients_kernel(
                 (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
             ],
             [4, 4, 2, 1, 1],
-            [192, 104, 24, 24, 24],
+            [192, 96, 32, 32, 32],
         )
     else:
         gl.warp_specialize(
@@ -576,5 +595,5 @@ def gradients_kernel(
                 (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
             ],
             [4, 2, 1, 1],
-            [216, 24, 24, 24],
+            [208, 32, 32, 32],
         )
