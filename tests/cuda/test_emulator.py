@@ -409,6 +409,31 @@ def test_products_of_warps():
 
 
 @gluon.jit
+def parts_of_two_forms(o_ptr, FAULT: gl.constexpr):
+    """Of one buffer, the first half as rows of 128, the second as squares."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    FORM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    rows_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], FORM)
+    squares_s = reinterpret(rows_s, gl.bfloat16, [4, 64, 64], FORM)
+    rows_s.index(0).store(gl.full([64, 128], 2.0, gl.bfloat16, L))
+    squares_s.index(2 if FAULT != "first" else 1).store(gl.full([64, 64], 3.0, gl.bfloat16, L))
+    if FAULT == "second":
+        rows_s.index(1).load(L)
+    at = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None] * 128
+    at += gl.arange(0, 128, layout=gl.SliceLayout(0, L))[None, :]
+    gl.store(o_ptr + at, rows_s.index(0).load(L).to(gl.float32))
+
+
+def test_parts_of_a_buffer_have_forms_of_their_own():
+    o = np.zeros((64, 128), np.float32)
+    launch(parts_of_two_forms, (1,), o, None)
+    np.testing.assert_array_equal(o, 2)
+    for fault in "first", "second":
+        with pytest.raises(UnsupportedError, match="last written as"):
+            launch(parts_of_two_forms, (1,), o, fault)
+
+
+@gluon.jit
 def copied_by_threads(x_ptr, o_ptr, rows, FAULT: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
