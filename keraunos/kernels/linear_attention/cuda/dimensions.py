@@ -119,6 +119,15 @@ def ends(own, REVERSE: gl.constexpr):
 
 
 @gluon.jit
+def of_two_leaves(out, into, beside, REVERSE: gl.constexpr):
+    """The results of :func:`ends`, for two blocks at a time."""
+    odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, out.type.layout))[:, None] % 2 == 1
+    into += gl.where(odd != REVERSE, beside, 0.0) / LOG2E
+    out += gl.where(odd == REVERSE, beside, 0.0) / LOG2E
+    return out, into
+
+
+@gluon.jit
 def from_middle(F, into, before, half, LAYOUT: gl.constexpr):
     """``G - m`` of a chunk: from F of each block's tokens, the sums of blocks, and m for each dimension."""
     half = gl.convert_layout(half, gl.SliceLayout(0, gl.SliceLayout(1, F.type.layout)))
@@ -225,6 +234,15 @@ class DimensionGates:
         return gl.convert_layout(x.reshape([BLOCKS, C // BLOCKS, BK]), ROWS)
 
     @gluon.jit
+    def load_strong(self, walk, at, slot, LAYOUT: gl.constexpr):
+        """F of a strong chunk, the sums of its blocks, and what is :func:`around` these."""
+        x = gl.maximum(self.load(walk, at, slot, LAYOUT), FAINT)
+        F = within_blocks(x, walk.REVERSE)
+        own = gl.sum(x, 1)
+        total, before, behind, beside = around(self.sums, F, LOG2E, walk.REVERSE)
+        return F, own, total, before, behind, beside
+
+    @gluon.jit
     def put_sums(self, x):
         """Leaves the sums of each block's gates, and the least of them."""
         PARTS: gl.constexpr = gl.num_warps() // BLOCKS
@@ -329,20 +347,13 @@ class Outputs:
         # No product: ptxas 13.0 takes its addresses for those of the same product of other chunks.
         own = own_pairs(q_c, k_c, gl.SliceLayout(1, W))
         pairs = gl.where(rows == columns, own[:, None], 0.0).to(dtype)
-        x = gates.load(walk, at, slot, LAYOUT)
-        x = gl.maximum(x, FAINT)
-        F = within_blocks(x, walk.REVERSE)
-        own = gl.sum(x, 1)
+        F, own, _, before, behind, beside = gates.load_strong(walk, at, slot, LAYOUT)
         out, into = ends(own, walk.REVERSE)
-        before, behind, beside = around(gates.sums, F, LOG2E, walk.REVERSE)[1:]
-        odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
         for level in gl.static_range(LEVELS):
             # Loaded anew, so that what follows from it does not wait in registers from the first level on.
             unit = gl.max(kind_s.load(FLAG), 0)
             if level == LEVELS - 1:
-                # Blocks of two leaves.
-                into += gl.where(odd != walk.REVERSE, beside, 0.0) / LOG2E
-                out += gl.where(odd == walk.REVERSE, beside, 0.0) / LOG2E
+                out, into = of_two_leaves(out, into, beside, walk.REVERSE)
             x = halves_meet(q_c.load(LAYOUT), k_c.load(LAYOUT), F, out, into, unit, 1 << level, walk.REVERSE, LAYOUT)
             thread_barrier()
             pairs_c.store(x.to(dtype))

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 import keraunos.kernels.linear_attention.cuda.dimensions as shared
-from keraunos.kernels.device.hopper import FAINT, LOG2E, load_state, locate, store_state, within
+from keraunos.kernels.device.hopper import LOG2E, load_state, locate, store_state, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, lengths, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import BLOCKS, DimensionGates
@@ -145,12 +145,8 @@ class Keys:
         none = gl.zeros([C, C], gl.float32, W)
         b = warpgroup_mma(k_c, q_c.permute((1, 0)), none, use_acc=False, is_async=True)
         pairs = (warpgroup_mma_wait(0, deps=[b]) * self.scale).to(dtype)
-        x = gl.maximum(gates.load(walk, walk.place(i), slot, LAYOUT), FAINT)
-        F = shared.within_blocks(x, walk.REVERSE)
-        own = gl.sum(x, 1)
+        F, own, total, before, behind, beside = gates.load_strong(walk, walk.place(i), slot, LAYOUT)
         out, into = shared.ends(own, walk.REVERSE)
-        total, before, behind, beside = shared.around(gates.sums, F, LOG2E, walk.REVERSE)
-        odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
         factor = gl.exp2(shared.flat((out * LOG2E + behind)[:, None, :] - F * LOG2E, LAYOUT))
         factors_c.store((factor * shared.MAGNIFIED).to(factors_c.dtype))
         thread_barrier()
@@ -167,9 +163,7 @@ class Keys:
             # Loaded anew, so that what follows from it does not wait in registers from the first level on.
             unit = gl.max(self.kinds.index(slot).load(FLAG), 0)
             if level == shared.LEVELS - 1:
-                # Blocks of two leaves.
-                into += gl.where(odd != walk.REVERSE, beside, 0.0) / LOG2E
-                out += gl.where(odd == walk.REVERSE, beside, 0.0) / LOG2E
+                out, into = shared.of_two_leaves(out, into, beside, walk.REVERSE)
             one = gl.full([C, BK], 1.0, gl.float32, LAYOUT)
             f = shared.halves_meet(one * self.scale, one, F, out, into, unit, 1 << level, walk.REVERSE, LAYOUT)
             f = f.to(dtype).to(gl.float32)

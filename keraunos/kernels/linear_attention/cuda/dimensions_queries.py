@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 import keraunos.kernels.linear_attention.cuda.dimensions as shared
-from keraunos.kernels.device.hopper import FAINT, LOG2E, load_state, locate, within
+from keraunos.kernels.device.hopper import LOG2E, load_state, locate, within
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
 from keraunos.kernels.gluon import aggregate, copy_out, lengths, reinterpret, thread_barrier
 from keraunos.kernels.linear_attention.cuda.dimensions import BLOCKS, PART, DimensionGates, wide_pairs
@@ -145,12 +145,8 @@ class Queries:
         rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))[:, None]
         columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))[None, :]
         none = gl.zeros([C, C], gl.float32, W)
-        x = gl.maximum(gates.load(walk, walk.place(i), slot, LAYOUT), FAINT)
-        F = shared.within_blocks(x, walk.REVERSE)
-        own = gl.sum(x, 1)
+        F, own, _, before, behind, beside = gates.load_strong(walk, walk.place(i), slot, LAYOUT)
         out, into = shared.ends(own, walk.REVERSE)
-        before, behind, beside = shared.around(gates.sums, F, LOG2E, walk.REVERSE)[1:]
-        odd = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, own.type.layout))[:, None] % 2 == 1
         t = gl.arange(0, C, layout=gl.SliceLayout(1, LAYOUT))
         factor = gl.exp2(shared.flat(F * LOG2E + (into * LOG2E + before)[:, None, :], LAYOUT))
         factors_c.store((factor * shared.MAGNIFIED).to(factors_c.dtype))
@@ -160,9 +156,7 @@ class Queries:
         fence_async_shared()
         thread_barrier()
         ring.commit(i, shared.WORKED)
-        # At first blocks of two leaves.
-        into += gl.where(odd != walk.REVERSE, beside, 0.0) / LOG2E
-        out += gl.where(odd == walk.REVERSE, beside, 0.0) / LOG2E
+        out, into = shared.of_two_leaves(out, into, beside, walk.REVERSE)
         for level in gl.static_range(shared.LEVELS):
             if level == 1:
                 out, into = shared.ends(own, walk.REVERSE)
