@@ -194,7 +194,7 @@ def test_functions_that_racecheck_does_not_follow_exist(attention):
 # Launches
 
 
-STACK = {"prepare_kernel": 24, "walk_kernel": 136, "adjoint_kernel": 240, "gradients_kernel": 112,
+STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 240, "gradients_kernel": 112,
          "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 136}
 
 
