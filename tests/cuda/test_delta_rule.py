@@ -14,12 +14,13 @@ from triton.runtime.jit import JITFunction
 
 import keraunos
 from keraunos import frontends
+from keraunos.frontends.torch import launch as torch_launch
 from keraunos.kernels import kernel_registry
 from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args
 from keraunos.kernels.gated_delta_rule.cuda import passes
 from keraunos.kernels.gluon import RUN
 from tests.cuda import mutants
-from tests.cuda.builds import DELTA_PREFILLS, of
+from tests.cuda.builds import DELTA_PREFILLS, launched, of
 from tests.cuda.compile import known
 from tests.cuda.delta_rule import BUILDS, build, check, joined, options, run, small
 from tests.cuda.emulator import EmulatorError
@@ -196,6 +197,24 @@ def test_functions_that_racecheck_does_not_follow_exist(attention):
 
 STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 240, "gradients_kernel": 112,
          "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 136}
+
+
+@pytest.mark.parametrize("name", ["delta rule", "delta rule, everything", "delta rule, dimensions"])
+def test_a_first_call_in_pytorch_builds_all_that_it_launches(name):
+    """An error of a rehearsal shows only as a first call that is slow."""
+    case = BUILDS[name]
+    flat = [None if x is None else torch.empty(x.shape, dtype=getattr(torch, x.dtype.name)) for x in case.arrays[0]]
+    opts = options(case)
+    first, _ = torch_launch.launchers(Args, passes.forward, passes.backward, opts)
+
+    def call():
+        outputs, kept = passes.forward(Args(*flat), opts)
+        passes.backward(Args(*flat), kept, (outputs[0], None), opts)
+
+    builds = [{build[0].fn.__name__ for build in launched(run)}
+              for run in (call, lambda: first.rehearsal(torch_launch._without_memory(flat)))]
+    assert builds[0] == builds[1]
+    assert len(builds[0]) > 3
 
 
 @pytest.mark.parametrize("name", [*BUILDS, *DELTA_PREFILLS])
