@@ -297,7 +297,7 @@ def walk_dimensions_kernel(
     WALKERS: gl.constexpr = BV // PART
     dtype: gl.constexpr = k.dtype.element_ty
     g_dtype: gl.constexpr = g.dtype.element_ty
-    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PART], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -310,15 +310,15 @@ def walk_dimensions_kernel(
 
     first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
     rows = ((gl.maximum(gl.cdiv(size, C), 1) - 1) * H + 1) * (2 * C)
-    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, BLOCK)
-    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
+    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, TILE)
+    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, TILE)
     v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, V, PART, VALUES)
     o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
     n_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [rows, C], [C, 1], [C, C], SQUARE)
     p_desc = tma.make_tensor_descriptor(pairs + first * (2 * C * C), [rows, C], [C, 1], [C, C], SQUARE)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
-    x_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], TILE)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], TILE)
+    x_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], TILE)
     GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype)
     g_s = reinterpret(x_s, g_dtype, [STAGES, C, BK], GATES)
     g_desc = describe(g, i_b, token, i_h // RG, size, stride_gb, stride_gt, stride_gh, C, K, BK, GATES)
@@ -327,7 +327,7 @@ def walk_dimensions_kernel(
     p_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
     # What their dtype leaves of N and P, and of the keys that make the state.
     rests_s = gl.allocate_shared_memory(dtype, [2, C, C], SQUARE)
-    rest_s = gl.allocate_shared_memory(dtype, [C, BK], BLOCK)
+    rest_s = gl.allocate_shared_memory(dtype, [C, BK], TILE)
     outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
     sums_s = gl.allocate_shared_memory(gl.float32, [BK // PART, BLOCKS, PART], VECTORS)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
