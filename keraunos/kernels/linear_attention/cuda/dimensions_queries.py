@@ -356,6 +356,10 @@ class Queries:
                 if LEARNED:
                     x = accumulated(workspace, C, W)
             put(b_dq, self.o, walk, at, o_rows, WALKER)
+            ring.release(i)
+            if WALKER == 0 and i + ring.STAGES < count:
+                ring.acquire(i + ring.STAGES)
+                self.fetch(i + ring.STAGES)
             if LEARNED:
                 x -= unscaled(y, W)
                 total = gl.sum(x, 1)
@@ -373,10 +377,6 @@ class Queries:
                     everything += gl.sum(gl.where(inside, x, 0.0), 1)
                 if gradients.dg is not None:
                     put(x, gradients.dg, walk, at, o_rows, WALKER)
-            ring.release(i)
-            if WALKER == 0 and i + ring.STAGES < count:
-                ring.acquire(i + ring.STAGES)
-                self.fetch(i + ring.STAGES)
         tma.store_wait(0)
         if LEARNED:  # noqa: SIM102
             if gradients.dgamma is not None:
