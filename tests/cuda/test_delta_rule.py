@@ -152,7 +152,7 @@ DELTA = tuple(f"keraunos.kernels.{name}" for name in (
 ALIKE = dict(keys="equal", beta=1.0, decay=0.01, state=True)
 FAULTY = {"others": (small(T=5 * CHUNK + 3, state=True), 1),
           "segments": (small(T=5 * CHUNK + 3), 2),
-          "alike": (small(**ALIKE, T=2 * CHUNK + 3, norm=True), 3),
+          "alike": (small(**ALIKE, T=2 * CHUNK + 3, norm=True, dtype="float16"), 3),
           "two walkers": (small(**ALIKE, **WIDE, T=2 * CHUNK + 3), 1)}
 UNHARMED = {}
 
@@ -195,7 +195,7 @@ def test_functions_that_racecheck_does_not_follow_exist(attention):
 # Launches
 
 
-STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 240, "gradients_kernel": 112,
+STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 168, "gradients_kernel": 88,
          "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 136}
 
 

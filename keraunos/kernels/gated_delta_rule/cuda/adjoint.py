@@ -8,10 +8,11 @@ after a chunk and P without beta:
     D' = exp2(G_C) D + (scale exp2(G) Q)^T dO - (exp2(G) K)^T beta Z
     L = beta exp2(G_C - G) E D^T            the part of dK that is due to the state after the chunk
 
-Z and L go to ``gradients.py``, which makes the gradients. Where keys are alike, P, N, dU and Z have two parts.
+``dV = beta Z`` and L go to ``gradients.py``, which makes the other gradients, but for ``dbeta_i = E_i . Z_i``. Where
+keys are alike, P, N, dU and Z have two parts.
 
-A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P and L, a warp makes what depends
-on gates alone, one copies.
+A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P, a chunk ahead, and L, a warp
+makes what depends on gates alone and dbeta, one copies.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from keraunos.kernels.device.hopper import (
     store_state,
     wide,
 )
-from keraunos.kernels.gated_delta_rule.cuda.parts import read
+from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, read
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
@@ -50,41 +51,43 @@ def place(i, count, REVERSE: gl.constexpr):
 @gluon.jit
 def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, PART: gl.constexpr,
          WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, OUTPUT: gl.constexpr):
-    """A partition of one warp: copies chunks into the ring of stages, and errors when their tile is free."""
+    """A partition of one warp: copies chunks into the ring of stages, then the errors of the one before."""
     q_s, k_s, do_s, e_s, t_s, r_s, _, _ = tiles
-    full, _, empty, _, _, e_full, e_empty = barriers
+    full, _, empty, _, _, _, e_full, _, e_empty = barriers
     q_desc, k_desc, o_desc, e_desc, t_desc = descriptors
     BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + WALKERS * o_desc.block_type.nbytes + t_desc.block_type.nbytes
     REST: gl.constexpr = t_desc.block_type.nbytes
     count = gl.cdiv(size, C)
-    for i in range(count):
-        slot = i % STAGES
-        at = place(i, count, REVERSE)
-        fine = gl.load(alike + at * H) != 0
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-        arrived = full.index(slot)
-        if fine:
-            mbarrier.expect(arrived, BYTES + REST)
-        else:
-            mbarrier.expect(arrived, BYTES)
-        copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
-        copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
-        for j in gl.static_range(WALKERS):
-            copy_in(o_desc, [at * C, j * PART], arrived, do_s.index(slot * WALKERS + j))
-        copy_in(t_desc, [at * H * 2 * C, 0], arrived, t_s.index(slot))
-        if fine:
-            copy_in(t_desc, [at * H * 2 * C + C, 0], arrived, r_s.index(slot))
-        if OUTPUT:
-            mbarrier.wait(e_empty, (i & 1) ^ 1)
-            mbarrier.expect(e_full, e_desc.block_type.nbytes)
-            copy_in(e_desc, [at * C, 0], e_full, e_s)
+    for i in range((count + 1) if OUTPUT else count):
+        if i < count:
+            slot = i % STAGES
+            at = place(i, count, REVERSE)
+            fine = gl.load(alike + at * H) != 0
+            mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+            arrived = full.index(slot)
+            if fine:
+                mbarrier.expect(arrived, BYTES + REST)
+            else:
+                mbarrier.expect(arrived, BYTES)
+            copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
+            copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
+            for j in gl.static_range(WALKERS):
+                copy_in(o_desc, [at * C, j * PART], arrived, do_s.index(slot * WALKERS + j))
+            copy_in(t_desc, [at * H * 2 * C, 0], arrived, t_s.index(slot))
+            if fine:
+                copy_in(t_desc, [at * H * 2 * C + C, 0], arrived, r_s.index(slot))
+        if OUTPUT:  # noqa: SIM102
+            if i > 0:
+                mbarrier.wait(e_empty, ((i - 1) & 1) ^ 1)
+                mbarrier.expect(e_full, e_desc.block_type.nbytes)
+                copy_in(e_desc, [place(i - 1, count, REVERSE) * C, 0], e_full, e_s)
 
 
 @gluon.jit
 def leave(tiles, barriers, late, l_s, l_desc, i, at, C: gl.constexpr, BK: gl.constexpr):
     """L of the i-th chunk of the walk, in the place of its errors; ``late``: the factors of its rows."""
     k_s, _, _, e_s, _, _, _, d_s = tiles
-    _, _, _, _, d_full, e_full, e_empty = barriers
+    _, _, _, _, d_full, d_empty, e_full, e_read, e_empty = barriers
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     none = gl.zeros([C, BK], gl.float32, W)
     mbarrier.wait(e_full, i & 1)
@@ -92,6 +95,8 @@ def leave(tiles, barriers, late, l_s, l_desc, i, at, C: gl.constexpr, BK: gl.con
     x = warpgroup_mma(e_s, d_s, none, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(0, deps=[x])
     thread_barrier()
+    mbarrier.arrive(d_empty, count=1)
+    mbarrier.wait(e_read, i & 1)
     l_s.store((x * gl.convert_layout(late, gl.SliceLayout(1, W))[:, None]).to(k_s.dtype))
     fence_async_shared()
     thread_barrier()
@@ -101,48 +106,61 @@ def leave(tiles, barriers, late, l_s, l_desc, i, at, C: gl.constexpr, BK: gl.con
 
 
 @gluon.jit
-def gates(vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
-          REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
-    """A partition of one warp: what depends on gates alone, as soon as a stage is free.
+def gates(vectors, barriers, inputs, dbeta, size, scale, H: gl.constexpr, C: gl.constexpr, WALKERS: gl.constexpr,
+          STAGES: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr,
+          OUTPUT: gl.constexpr):
+    """A partition of one warp: what depends on gates alone, as soon as a stage is free, and dbeta of its former chunk.
 
     For each stage: ``exp2(G_C - G)`` and ``-beta exp2(G)`` of keys as long as they are, ``scale exp2(G)``, beta, G, and
     ``beta exp2(G_C - G)``, with norms those of keys, too; ``exp2(G_C)``; and whether keys are alike.
     """
-    factors_s, scalars_s = vectors
-    full, _, empty, _, _, _, _ = barriers
+    factors_s, scalars_s, parts_s = vectors
+    full, _, empty, _, _, _, _, _, _ = barriers
     FACTORS: gl.constexpr = 7 if NORM else 6
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    t = gl.arange(0, C, layout=EACH)
     count = gl.cdiv(size, C)
-    for i in range(count):
+    turns = count
+    if OUTPUT and BETA:
+        turns = gl.where(count > 0, count + STAGES, 0)
+    for i in range(turns):
         slot = i % STAGES
         of = slot * FACTORS
-        x, strength, of_keys, fine = read(inputs, place(i, count, REVERSE), size, H, C, GATED, BETA, NORM)
+        at = place(gl.minimum(i, count - 1), count, REVERSE)
+        x, strength, of_keys, fine = read(inputs, at, size, H, C, GATED, BETA, NORM)
         G = gl.associative_scan(x, 0, add, reverse=REVERSE)
         total = gl.sum(x, 0)
         late = gl.exp2(gl.minimum(total - G, 0.0))
         enter = gl.exp2(G)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-        factors_s.index(of).store(late * of_keys)
-        factors_s.index(of + 1).store(enter * scale)
-        factors_s.index(of + 2).store(-enter * strength * of_keys)
-        factors_s.index(of + 3).store(strength)
-        factors_s.index(of + 4).store(G)
-        factors_s.index(of + 5).store(late * strength)
-        if NORM:
-            factors_s.index(of + 6).store(of_keys)
-        scalars_s.index(slot * 2).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.exp2(total))
-        scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * fine.to(gl.float32))
-        thread_barrier()
-        mbarrier.arrive(full.index(slot), count=1)
+        if OUTPUT and BETA:  # noqa: SIM102
+            if i >= STAGES:
+                ended = place(i - STAGES, count, REVERSE) * C
+                gl.store(dbeta + (ended + t).to(gl.int64) * H,
+                         of_tokens(parts_s, slot, C, WALKERS).to(dbeta.dtype.element_ty), mask=t < size - ended)
+        if i < count:
+            factors_s.index(of).store(late * of_keys)
+            factors_s.index(of + 1).store(enter * scale)
+            factors_s.index(of + 2).store(-enter * strength * of_keys)
+            factors_s.index(of + 3).store(strength)
+            factors_s.index(of + 4).store(G)
+            factors_s.index(of + 5).store(late * strength)
+            if NORM:
+                factors_s.index(of + 6).store(of_keys)
+            scalars_s.index(slot * 2).store(gl.full([1], 1.0, gl.float32, FLAG) * gl.exp2(total))
+            scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * fine.to(gl.float32))
+            thread_barrier()
+            mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
 def pair(tiles, vectors, barriers, l_s, l_desc, size, scale, H: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
          STAGES: gl.constexpr, REVERSE: gl.constexpr, NORM: gl.constexpr, OUTPUT: gl.constexpr):
-    """A partition of one warpgroup: P of each chunk, with norms the factors of queries, and L."""
+    """A partition of one warpgroup: P of each chunk, with norms the factors of queries, then L of the one before."""
     q_s, k_s, _, _, _, _, p_s, _ = tiles
-    factors_s, scalars_s = vectors
-    full, ready, empty, p_empty, _, _, _ = barriers
+    factors_s, scalars_s, _ = vectors
+    full, ready, empty, p_empty, _, _, _, _, _ = barriers
     FACTORS: gl.constexpr = 7 if NORM else 6
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
@@ -154,37 +172,41 @@ def pair(tiles, vectors, barriers, l_s, l_desc, size, scale, H: gl.constexpr, C:
     seen = (columns >= rows) if REVERSE else (columns <= rows)
     none = gl.zeros([C, C], gl.float32, W)
     count = gl.cdiv(size, C)
-    for i in range(count):
-        slot = i % STAGES
-        of = slot * FACTORS
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        q = q_s.index(slot)
-        if NORM:
-            squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
-            squares = warpgroup_mma_wait(0, deps=[squares])
-            of_queries = gl.rsqrt(gl.sum(gl.where(rows == columns, squares, 0.0), 1) + EPSILON)
-            factors_s.index(of + 1).store(factors_s.index(of + 1).load(OF_ROWS) * of_queries)
-        a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
-        apart = factors_s.index(of + 4).load(OF_ROWS)[:, None] - factors_s.index(of + 4).load(OF_COLUMNS)[None, :]
-        reach = gl.exp2(gl.where(seen, apart, -float("inf")))
-        a = warpgroup_mma_wait(0, deps=[a])
-        if NORM:
-            reach *= factors_s.index(of + 6).load(OF_COLUMNS)[None, :]
-            a *= (of_queries * scale)[:, None] * reach
-        else:
-            a *= reach * scale
-        fine = gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0
-        late = factors_s.index(of + 5).load(OF_ROWS)
-        mbarrier.wait(p_empty, (i & 1) ^ 1)
-        p_s.index(0).store(a.to(dtype))
-        if fine:
-            p_s.index(1).store((a - wide(a.to(dtype))).to(dtype))
-        fence_async_shared()
-        thread_barrier()
-        mbarrier.arrive(ready.index(slot), count=1)
-        mbarrier.arrive(empty.index(slot), count=1)
-        if OUTPUT:
-            leave(tiles, barriers, late, l_s, l_desc, i, place(i, count, REVERSE), C, BK)
+    late = gl.zeros([C], gl.float32, OF_ROWS)
+    for i in range(count + 1):
+        late_before = late
+        if i < count:
+            slot = i % STAGES
+            of = slot * FACTORS
+            mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+            q = q_s.index(slot)
+            if NORM:
+                squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
+                squares = warpgroup_mma_wait(0, deps=[squares])
+                of_queries = gl.rsqrt(gl.sum(gl.where(rows == columns, squares, 0.0), 1) + EPSILON)
+                factors_s.index(of + 1).store(factors_s.index(of + 1).load(OF_ROWS) * of_queries)
+            a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+            apart = factors_s.index(of + 4).load(OF_ROWS)[:, None] - factors_s.index(of + 4).load(OF_COLUMNS)[None, :]
+            reach = gl.exp2(gl.where(seen, apart, -float("inf")))
+            a = warpgroup_mma_wait(0, deps=[a])
+            if NORM:
+                reach *= factors_s.index(of + 6).load(OF_COLUMNS)[None, :]
+                a *= (of_queries * scale)[:, None] * reach
+            else:
+                a *= reach * scale
+            fine = gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0
+            late = factors_s.index(of + 5).load(OF_ROWS)
+            mbarrier.wait(p_empty, (i & 1) ^ 1)
+            p_s.index(0).store(a.to(dtype))
+            if fine:
+                p_s.index(1).store((a - wide(a.to(dtype))).to(dtype))
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(ready.index(slot), count=1)
+            mbarrier.arrive(empty.index(slot), count=1)
+        if OUTPUT:  # noqa: SIM102
+            if i > 0:
+                leave(tiles, barriers, late_before, l_s, l_desc, i - 1, place(i - 1, count, REVERSE), C, BK)
 
 
 @gluon.jit
@@ -197,11 +219,11 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
 
     before: the chunks of the sequence before these; last: whether these are the last ones.
     """
-    q_s, k_s, do_s, _, t_s, r_s, p_s, d_s = tiles
-    factors_s, scalars_s = vectors
-    full, ready, empty, p_empty, d_full, _, _ = barriers
-    outs_s, z_desc = goal
-    z_s = outs_s.index(WALKER)
+    q_s, k_s, do_s, e_s, t_s, r_s, p_s, d_s = tiles
+    factors_s, scalars_s, parts_s = vectors
+    full, ready, empty, p_empty, d_full, d_empty, e_full, e_read, _ = barriers
+    outs_s, dv_desc = goal
+    dv_s = outs_s.index(WALKER)
     dht, dh0, kept = ends
     FACTORS: gl.constexpr = 7 if NORM else 6
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
@@ -237,7 +259,7 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
         mbarrier.wait(ready.index(slot), phase)
         z = warpgroup_mma(do, p_s.index(0), none, use_acc=False, is_async=True)
         if OUTPUT:
-            # It has been read: the chunk before has L, of which P of this one follows.
+            mbarrier.wait(d_empty, (i & 1) ^ 1)
             d_s.slice(WALKER * PART, PART, 0).store(b_state)
             fence_async_shared()
             thread_barrier()
@@ -263,17 +285,28 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
         y = z * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
         state = warpgroup_mma(gl.convert_layout(y.to(dtype), LEFT_S), k, state, is_async=True)
         if OUTPUT:
+            dv = z
+            if BETA:
+                mbarrier.wait(e_full, i & 1)
+                e = e_s.slice(WALKER * PART, PART, 1).permute((1, 0)).load(W)
+                # Each warp has the sums over its own rows.
+                parts_s.index(slot * WALKERS + WALKER).store(gl.sum(of_lanes(z * wide(e)), 1))
+                dv = z * factors_s.index(of + 3).load(OF_TOKENS)[None, :]
             tma.store_wait(0)
-            z_s.permute((1, 0)).store(z.to(dtype))
+            dv_s.permute((1, 0)).store(dv.to(dtype))
         state = warpgroup_mma_wait(0, deps=[state])
         if fine:
+            # Made anew: there are no registers to hold it.
+            y = z * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
             rest = (y - wide(y.to(dtype))).to(dtype)
             state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), k, state)
         fence_async_shared()
         thread_barrier()
+        if OUTPUT:
+            copy_out(dv_desc, [at * C, WALKER * PART], dv_s)
+            mbarrier.arrive(e_read, count=1)
         mbarrier.arrive(empty.index(slot), count=1)
         if OUTPUT:
-            copy_out(z_desc, [at * C, WALKER * PART], z_s)
             step = count - 1 - i
             if SPLIT:
                 step += before
@@ -292,22 +325,24 @@ def adjoint_kernel(
     q, k, do, g, beta, errors, near, alike, norms, dht, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
     stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, L,
-    du, dlate, dh0, dstates,
+    dv, dbeta, dlate, dh0, dstates,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
 ):
-    """``du`` ``[B, T, H, V]``, Z, and ``dlate`` ``[B, T, H, K]``, L, of one head of one sequence for each program.
+    """``dv`` ``[B, T, H, V]``, ``dbeta`` ``[B, T, H]`` and ``dlate`` ``[B, T, H, K]``, L.
+
+    A program has one head of one sequence.
 
     near, alike, norms: see ``prepare_kernel``. dht: gradients of final states, None: zeros; dh0: those of initial ones.
     ``dstates`` ``[groups, H, V, K]``: those of the states before every GROUP chunks, but for the first.
 
-    SPLIT: a program walks over one segment of L tokens, from its own dht ``[segments, H, K, V]``. du None: dh0, of the
+    SPLIT: a program walks over one segment of L tokens, from its own dht ``[segments, H, K, V]``. dv None: dh0, of the
     same shape, is what segments, but for the first, leave: the last one from dht ``[N, H, K, V]``, others from zeros.
     """
     i_h = gl.program_id(0) % H
     i_o = gl.program_id(0) // H
-    OUTPUT: gl.constexpr = du is not None
+    OUTPUT: gl.constexpr = dv is not None
     before = 0
     if SPLIT:
         if not OUTPUT:
@@ -340,11 +375,11 @@ def adjoint_kernel(
     o_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, PART, VALUES)
     # Something else stands for what is absent, and nobody reads it.
     e_desc = o_desc
-    z_desc = o_desc
+    dv_desc = o_desc
     l_desc = k_desc
     if OUTPUT:
         e_desc = describe(errors, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, ERRORS)
-        z_desc = describe(du, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, PART, VALUES)
+        dv_desc = describe(dv, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, PART, VALUES)
         l_desc = describe(dlate, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, BLOCK)
     t_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [((chunks - 1) * H + 1) * (2 * C), C], [C, 1],
                                         [C, C], SQUARE)
@@ -367,12 +402,18 @@ def adjoint_kernel(
         outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
     factors_s = gl.allocate_shared_memory(gl.float32, [(7 if NORM else 6) * STAGES, C], VECTOR)
     scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
+    parts_s = scalars_s
+    if OUTPUT and BETA:
+        parts_s = gl.allocate_shared_memory(gl.float32, [STAGES * WALKERS, 4, C],
+                                            gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     d_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    d_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     e_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    e_read = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     e_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
@@ -380,7 +421,9 @@ def adjoint_kernel(
         mbarrier.init(empty.index(i), count=WALKERS + 1)
     mbarrier.init(p_empty, count=WALKERS)
     mbarrier.init(d_full, count=WALKERS)
+    mbarrier.init(d_empty, count=1)
     mbarrier.init(e_full, count=1)
+    mbarrier.init(e_read, count=WALKERS)
     mbarrier.init(e_empty, count=1)
     fence_async_shared()
 
@@ -389,6 +432,7 @@ def adjoint_kernel(
     p_g = k
     p_beta = k
     p_norms = near
+    p_dbeta = k
     if INIT:
         i_end = i_o if OUTPUT else i_n
         p_dht = dht + (i_end.to(gl.int64) * H + i_h) * K * V
@@ -399,6 +443,8 @@ def adjoint_kernel(
         p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
     if BETA:
         p_beta = beta + i_b.to(gl.int64) * stride_bb + token * stride_bt + (i_h // RB).to(gl.int64) * stride_bh
+        if OUTPUT:
+            p_dbeta = dbeta + (i_b.to(gl.int64) * T + token) * H + i_h
     if NORM:
         p_norms = norms + first * C
     p_alike = alike + first
@@ -407,11 +453,11 @@ def adjoint_kernel(
         first_group = first_slot(i_n, token * 0 if SPLIT else token, size, T, GROUP * C, PACKED)
         p_kept = dstates + (first_group * H + i_h) * (V * K)
     tiles = (q_s, k_s, do_s, e_s, t_s, r_s, p_s, d_s)
-    vectors = (factors_s, scalars_s)
-    barriers = (full, ready, empty, p_empty, d_full, e_full, e_empty)
+    vectors = (factors_s, scalars_s, parts_s)
+    barriers = (full, ready, empty, p_empty, d_full, d_empty, e_full, e_read, e_empty)
     descriptors = (q_desc, k_desc, o_desc, e_desc, t_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
-    goal = (outs_s, z_desc)
+    goal = (outs_s, dv_desc)
     ends = (p_dht, p_dh0, p_kept)
     if WALKERS == 2:
         gl.warp_specialize(
@@ -423,7 +469,8 @@ def adjoint_kernel(
                             WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SPLIT,
                             OUTPUT)),
                 (pair, (tiles, vectors, barriers, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, NORM, OUTPUT)),
-                (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
+                (gates, (vectors, barriers, inputs, p_dbeta, size, scale, H, C, WALKERS, STAGES, REVERSE, GATED, BETA,
+                         NORM, OUTPUT)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE, OUTPUT)),
             ],
             [4, 4, 1, 1],
@@ -436,7 +483,8 @@ def adjoint_kernel(
                             WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SPLIT,
                             OUTPUT)),
                 (pair, (tiles, vectors, barriers, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, NORM, OUTPUT)),
-                (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
+                (gates, (vectors, barriers, inputs, p_dbeta, size, scale, H, C, WALKERS, STAGES, REVERSE, GATED, BETA,
+                         NORM, OUTPUT)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE, OUTPUT)),
             ],
             [4, 1, 1],

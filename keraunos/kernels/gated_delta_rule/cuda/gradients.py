@@ -1,13 +1,12 @@
 """The gradients, group of chunks by group of chunks, from what the walks have left.
 
 A group begins from the state before it, which the forward walk has left, and makes the states before its chunks again:
-S, in registers, of which it has the errors E. With Z and L of ``adjoint.py``, and the other names of ``walk.py``:
+S, in registers, of which it has the errors E. With dV and L of ``adjoint.py``, and the other names of ``walk.py``:
 
     dP_ij = scale exp2(G_i - G_j) beta_j dO_i . E_j                     j up to i
-    dA_ij = - exp2(G_i - G_j) beta_i beta_j Z_i . E_j                   j before i
+    dA_ij = - exp2(G_i - G_j) beta_j dV_i . E_j                         j before i
     dQ = scale exp2(G) dO S^T + dP K
-    dK = L - beta exp2(G) Z S^T + dP^T Q + (dA + dA^T) K
-    dV = beta Z;  dbeta_i = E_i . Z_i
+    dK = L - exp2(G) dV S^T + dP^T Q + (dA + dA^T) K
 
 A gate's gradient is the sum over all pairs of tokens that it is between. From a token to the next it changes by those
 that end there, ``q . dq`` and k with what the key reads, and by those that begin there, k with what is read of it: of a
@@ -19,8 +18,8 @@ dQ and dK have their own, which is divided out at last.
 
 Where keys are alike, E, dP and the keys that change S have two parts.
 
-A warpgroup has 64 of the keys' dimensions: of S, dQ and dK. One more makes dP, dA and dbeta, two warps make dV, one
-what depends on gates alone and dg, one copies.
+A warpgroup has 64 of the keys' dimensions: of S, dQ and dK. One more makes dP and dA, a warp makes what depends
+on gates alone and dg, one copies.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ from keraunos.kernels.device.hopper import (
     now,
     owner,
     wide,
-    within,
 )
-from keraunos.kernels.gated_delta_rule.cuda.parts import read
+from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, read
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
@@ -74,9 +72,9 @@ def place(i, size, C: gl.constexpr, REVERSE: gl.constexpr):
 def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr,
          REVERSE: gl.constexpr):
     """A partition of one warp: copies chunks into the ring of stages; queries and L when their tiles are free."""
-    k_s, e_s, o_s, z_s, q_s, l_s, _, _ = tiles
+    k_s, e_s, o_s, dv_s, q_s, l_s, _, _ = tiles
     full, _, empty, _, q_full, q_empty, _ = barriers
-    q_desc, k_desc, o_desc, e_desc, z_desc, l_desc = descriptors
+    q_desc, k_desc, o_desc, e_desc, dv_desc, l_desc = descriptors
     BYTES: gl.constexpr = WALKERS * k_desc.block_type.nbytes + 3 * e_desc.block_type.nbytes
     for i in range(end - begin):
         at = place(begin + i, size, C, REVERSE) * C
@@ -84,9 +82,9 @@ def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, WALKER
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         arrived = full.index(slot)
         mbarrier.expect(arrived, BYTES)
-        copy_in(o_desc, [at, 0], arrived, o_s.index(slot))
-        copy_in(z_desc, [at, 0], arrived, z_s.index(slot))
+        copy_in(dv_desc, [at, 0], arrived, dv_s.index(slot))
         copy_in(e_desc, [at, 0], arrived, e_s.index(slot))
+        copy_in(o_desc, [at, 0], arrived, o_s.index(slot))
         for j in gl.static_range(WALKERS):
             copy_in(k_desc, [at, j * 64], arrived, k_s.index(slot * WALKERS + j))
         mbarrier.wait(q_empty, (i & 1) ^ 1)
@@ -109,7 +107,7 @@ def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexp
           GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, NEED_G: gl.constexpr):
     """A partition of one warp: what depends on gates alone, as soon as a stage is free, and dg of its former chunk.
 
-    For each stage: ``scale exp2(G)``, ``-beta exp2(G)``, ``beta exp2(G_C - G)``, G and beta, with norms those of keys,
+    For each stage: ``scale exp2(G)``, ``-exp2(G)``, ``beta exp2(G_C - G)``, G and beta, with norms those of keys,
     too; ``exp2(G_C)``, and whether keys are alike.
     """
     factors_s, scalars_s, x_s, begin_s = vectors
@@ -117,7 +115,6 @@ def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexp
     FACTORS: gl.constexpr = 10 if NORM else 5
     EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    PARTS: gl.constexpr = gl.BlockedLayout([4, 2], [1, 32], [1, 1], [1, 0])
     t = gl.arange(0, C, layout=EACH)
     left = scale * 0.0
     count = end - begin
@@ -138,9 +135,7 @@ def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexp
                     for j in gl.static_range(WALKERS):
                         start += begin_s.index((ended // GROUP & 1) * WALKERS + j).load(FLAG)
                     left = gl.max(start, 0)
-                each = gl.zeros([C], gl.float32, EACH)
-                for j in gl.static_range(WALKERS):
-                    each += gl.convert_layout(gl.sum(x_s.index(slot * WALKERS + j).load(PARTS), 0), EACH)
+                each = of_tokens(x_s, slot, C, WALKERS)
                 sums = gl.associative_scan(each, 0, add, reverse=REVERSE)
                 of_ended = place(ended, size, C, REVERSE) * C
                 gl.store(dg + (of_ended + t).to(gl.int64) * H, (left - (sums - each)).to(dg.dtype.element_ty),
@@ -149,7 +144,7 @@ def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexp
         if i < count:
             of = slot * FACTORS
             factors_s.index(of + 0).store(enter * scale)
-            factors_s.index(of + 1).store(-enter * strength)
+            factors_s.index(of + 1).store(-enter)
             factors_s.index(of + 2).store(late * strength)
             factors_s.index(of + 3).store(G)
             factors_s.index(of + 4).store(strength)
@@ -159,34 +154,6 @@ def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexp
             scalars_s.index(slot * 2 + 1).store(gl.full([1], 1.0, gl.float32, FLAG) * (alike > 1).to(gl.float32))
             thread_barrier()
             mbarrier.arrive(full.index(slot), count=1)
-
-
-@gluon.jit
-def values(tiles, vectors, barriers, dv, size, begin, end, H: gl.constexpr, C: gl.constexpr, V: gl.constexpr,
-           BV: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, NORM: gl.constexpr):
-    """A partition of two warps: dV."""
-    _, _, _, z_s, _, _, _, _ = tiles
-    factors_s, _, _, _ = vectors
-    full, _, empty, _, _, _, _ = barriers
-    FACTORS: gl.constexpr = 10 if NORM else 5
-    ROWS: gl.constexpr = 8
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
-    o_t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, FLAT))
-    o_v = gl.arange(0, 64, layout=gl.SliceLayout(0, FLAT))
-    for i in range(end - begin):
-        at = place(begin + i, size, C, REVERSE)
-        slot = i % STAGES
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        p_dv = dv + (at * C).to(gl.int64) * (H * V)
-        for r in gl.static_range(C // ROWS):
-            strength = factors_s.index(slot * FACTORS + 4).slice(r * ROWS, ROWS).load(gl.SliceLayout(1, FLAT))[:, None]
-            inside = (r * ROWS + o_t < size - at * C)[:, None]
-            for j in gl.static_range(BV // 64):
-                b_dv = wide(z_s.index(slot).slice(r * ROWS, ROWS, 0).slice(j * 64, 64, 1).load(FLAT)) * strength
-                gl.store(p_dv + ((r * ROWS + o_t)[:, None] * (H * V) + (j * 64 + o_v)[None, :]),
-                         b_dv.to(dv.dtype.element_ty), mask=within(inside, (j * 64 + o_v)[None, :], V, BV))
-        thread_barrier()
-        mbarrier.arrive(empty.index(slot), count=1)
 
 
 @gluon.jit
@@ -245,15 +212,14 @@ def reach(factors_s, of, OF_KEYS: gl.constexpr, SELF: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def pair(tiles, vectors, barriers, dbeta, r_desc, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
-         WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
-    """A partition of one warpgroup: dP and dA of each chunk, and dbeta."""
-    _, e_s, o_s, z_s, _, _, p_s, a_s = tiles
+def pair(tiles, vectors, barriers, r_desc, size, begin, end, scale, C: gl.constexpr, WALKERS: gl.constexpr,
+         STAGES: gl.constexpr, REVERSE: gl.constexpr, NORM: gl.constexpr):
+    """A partition of one warpgroup: dP and dA of each chunk."""
+    _, e_s, o_s, dv_s, _, _, p_s, a_s = tiles
     factors_s, scalars_s, _, _ = vectors
     full, ready, empty, p_empty, q_full, _, rest_full = barriers
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
-    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, W)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     FACTORS: gl.constexpr = 10 if NORM else 5
     OF_KEYS: gl.constexpr = 9 if NORM else 4
@@ -281,13 +247,10 @@ def pair(tiles, vectors, barriers, dbeta, r_desc, size, begin, end, scale, H: gl
                 mbarrier.wait(rest_full.index(WALKERS), rests & 1)
                 rests += 1
             e = e_s.index(slot + part * (STAGES - slot)).permute((1, 0))
-            a = warpgroup_mma(z_s.index(slot), e, a, use_acc=part > 0, is_async=True)
+            a = warpgroup_mma(dv_s.index(slot), e, a, use_acc=part > 0, is_async=True)
             a = warpgroup_mma_wait(0, deps=[a])
-        if BETA:
-            t = now(gl.arange(0, C, layout=OF_ROWS))
-            own = gl.sum(gl.where(t[:, None] == gl.arange(0, C, layout=OF_COLUMNS)[None, :], a, 0.0), 1)
-            gl.store(dbeta + (at * C + t).to(gl.int64) * H, own.to(dbeta.dtype.element_ty), mask=t < size - at * C)
-        a *= reach(factors_s, of, OF_KEYS, 1, C, W, REVERSE) * -factors_s.index(of + OF_KEYS).load(OF_ROWS)[:, None]
+        of_key = -factors_s.index(of + 5).load(OF_ROWS)[:, None] if NORM else -1.0
+        a *= reach(factors_s, of, OF_KEYS, 1, C, W, REVERSE) * of_key
         b_a = now(a.to(dtype))
         p = none
         for part in range(parts):
@@ -309,12 +272,6 @@ def pair(tiles, vectors, barriers, dbeta, r_desc, size, begin, end, scale, H: gl
         thread_barrier()
         mbarrier.arrive(ready.index(slot), count=1)
         mbarrier.arrive(empty.index(slot), count=1)
-
-
-@gluon.jit
-def of_lanes(x):
-    """Sums ``[4, 8, C]`` over the rows of a tile that a thread has."""
-    return gl.sum(x.reshape([4, 2, 8, x.shape[1]]), 1)
 
 
 @gluon.jit
@@ -348,7 +305,7 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
              WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
              INIT: gl.constexpr, NORM: gl.constexpr, NEED_G: gl.constexpr):
     """A partition of one warpgroup: 64 of the keys' dimensions, for which it has the state."""
-    k_s, e_s, o_s, z_s, q_s, l_s, p_s, a_s = tiles
+    k_s, e_s, o_s, dv_s, q_s, l_s, p_s, a_s = tiles
     factors_s, scalars_s, x_s, begin_s = vectors
     full, ready, empty, p_empty, q_full, q_empty, rest_full = barriers
     dq, dk, outs_s = goals
@@ -386,7 +343,7 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         k = k_s.index(slot * WALKERS + WALKER).permute((1, 0))
         left = gl.convert_layout(state.to(dtype), LEFT)
         dq_t = warpgroup_mma(left, o_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
-        dk_t = warpgroup_mma(left, z_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        dk_t = warpgroup_mma(left, dv_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(ready.index(slot), phase)
         dq_t, dk_t = warpgroup_mma_wait(0, deps=[dq_t, dk_t])
         dq_t = dq_t * factors_s.index(of + 0).load(OF_TOKENS)[None, :]
@@ -428,10 +385,10 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         fence_async_shared()
         dk_t = warpgroup_mma_wait(0, deps=[dk_t])
         thread_barrier()
-        mbarrier.arrive(p_empty, count=1)
-        mbarrier.arrive(q_empty, count=1)
         # Copies out go before those into what they make free.
         copy_out(dq, [at * C, WALKER * 64], dq_s)
+        mbarrier.arrive(p_empty, count=1)
+        mbarrier.arrive(q_empty, count=1)
         if NEED_G:
             x -= of_lanes(dk_t * wide(k.load(W)))
             # Each warp has the sums over its own rows.
@@ -449,18 +406,18 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
 
 @gluon.jit(do_not_specialize=lengths("qkogb", "T", "N", "L"))
 def gradients_kernel(
-    q, k, g, beta, do, errors, rest, du, dk_given, alike, norms, states, dstates, h0, dh0, cu_seqlens,
+    q, k, g, beta, do, errors, rest, dv, dk_given, alike, norms, states, dstates, h0, dh0, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
     stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, N, L,
-    dq, dk, dv, dbeta, dg,
+    dq, dk, dg,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):
-    """``dq`` and ``dk`` ``[B, T, H, K]``, ``dv`` ``[B, T, H, V]``, ``dbeta`` and ``dg`` ``[B, T, H]`` of each head.
+    """``dq`` and ``dk`` ``[B, T, H, K]`` and ``dg`` ``[B, T, H]`` of each head.
 
-    A program has L tokens of one head of one sequence, which are whole groups of GROUP chunks, but for the end. du,
-    dk_given: Z and L of ``adjoint_kernel``; errors, rest, states: see ``walk_kernel``; dstates: the gradients of
+    A program has L tokens of one head of one sequence, which are whole groups of GROUP chunks, but for the end. dv,
+    dk_given: dV and L of ``adjoint_kernel``; errors, rest, states: see ``walk_kernel``; dstates: the gradients of
     ``states``. alike, norms: see ``prepare_kernel``; with norms, dq and dk are those of queries and keys of length 1.
     h0, dh0: initial states and their gradients.
 
@@ -488,18 +445,17 @@ def gradients_kernel(
     NEED_G: gl.constexpr = dg is not None
 
     first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
-    row = (i_b.to(gl.int64) * T + token) * H + i_h
     stride_b = T.to(gl.int64) * H
     q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, 64, KEYS)
     k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, 64, KEYS)
     o_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, BV, VALUES)
     e_desc = describe(errors, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
-    z_desc = describe(du, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
+    dv_desc = describe(dv, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
     l_desc = describe(dk_given, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
     k_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, 64], KEYS)
     e_s = gl.allocate_shared_memory(dtype, [STAGES + 2 * C // BV, C, BV], VALUES)
     o_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
-    z_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+    dv_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
     q_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
     l_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
     # dA has the last two tiles of squares.
@@ -519,7 +475,7 @@ def gradients_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WALKERS + 2)
+        mbarrier.init(empty.index(i), count=WALKERS + 1)
     for i in gl.static_range(WALKERS + 1):
         mbarrier.init(rest_full.index(i), count=1)
     mbarrier.init(p_empty, count=WALKERS)
@@ -533,7 +489,6 @@ def gradients_kernel(
     p_g = errors
     p_beta = errors
     p_norms = errors
-    p_dbeta = errors
     p_dg = errors
     i_state = (i_n.to(gl.int64) * H + i_h) * K * V
     if INIT:
@@ -544,19 +499,18 @@ def gradients_kernel(
         p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
     if BETA:
         p_beta = beta + i_b.to(gl.int64) * stride_bb + token * stride_bt + (i_h // RB).to(gl.int64) * stride_bh
-        p_dbeta = dbeta + row
     if NORM:
         p_norms = norms + first * C
     if NEED_G:
-        p_dg = dg + row
+        p_dg = dg + (i_b.to(gl.int64) * T + token) * H + i_h
     r_desc = describe(rest, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
     goal_q = describe(dq, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
     goal_k = describe(dk, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
     i_left = (first_slot(i_n, token, size, T, GROUP * C, PACKED) * H + i_h) * (V * K)
-    tiles = (k_s, e_s, o_s, z_s, q_s, l_s, p_s, a_s)
+    tiles = (k_s, e_s, o_s, dv_s, q_s, l_s, p_s, a_s)
     vectors = (factors_s, scalars_s, x_s, begin_s)
     barriers = (full, ready, empty, p_empty, q_full, q_empty, rest_full)
-    descriptors = (q_desc, k_desc, o_desc, e_desc, z_desc, l_desc)
+    descriptors = (q_desc, k_desc, o_desc, e_desc, dv_desc, l_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, alike + first, p_norms)
     starts = (states + i_left, dstates + i_left, p_h0, p_dh0)
     outs_s = gl.allocate_shared_memory(dtype, [2, C, 64], KEYS)
@@ -566,34 +520,28 @@ def gradients_kernel(
         others = (goal_q, goal_k, others_s)
         gl.warp_specialize(
             [
+                (pair, (tiles, vectors, barriers, r_desc, size, begin, end, scale, C, WALKERS, STAGES, REVERSE, NORM)),
                 (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK, BV,
                             WALKERS, STAGES, GROUP, REVERSE, INIT, NORM, NEED_G)),
                 (multiply, (tiles, vectors, barriers, others, starts, r_desc, size, begin, end, 1, H, C, K, V, BK, BV,
                             WALKERS, STAGES, GROUP, REVERSE, INIT, NORM, NEED_G)),
-                (pair, (tiles, vectors, barriers, p_dbeta, r_desc, size, begin, end, scale, H, C, WALKERS, STAGES,
-                        REVERSE, BETA, NORM)),
-                (values, (tiles, vectors, barriers, dv + row * V, size, begin, end, H, C, V, BV, STAGES, REVERSE,
-                          NORM)),
                 (gates, (vectors, barriers, inputs, p_dg, size, begin, end, scale, H, C, WALKERS, STAGES, GROUP,
                          REVERSE, GATED, BETA, NORM, NEED_G)),
                 (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
             ],
-            [4, 4, 2, 1, 1],
-            [192, 96, 32, 32, 32],
+            [4, 4, 1, 1],
+            [192, 192, 32, 32],
         )
     else:
         gl.warp_specialize(
             [
                 (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK, BV,
                             WALKERS, STAGES, GROUP, REVERSE, INIT, NORM, NEED_G)),
-                (pair, (tiles, vectors, barriers, p_dbeta, r_desc, size, begin, end, scale, H, C, WALKERS, STAGES,
-                        REVERSE, BETA, NORM)),
-                (values, (tiles, vectors, barriers, dv + row * V, size, begin, end, H, C, V, BV, STAGES, REVERSE,
-                          NORM)),
+                (pair, (tiles, vectors, barriers, r_desc, size, begin, end, scale, C, WALKERS, STAGES, REVERSE, NORM)),
                 (gates, (vectors, barriers, inputs, p_dg, size, begin, end, scale, H, C, WALKERS, STAGES, GROUP,
                          REVERSE, GATED, BETA, NORM, NEED_G)),
                 (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
             ],
-            [4, 2, 1, 1],
-            [208, 32, 32, 32],
+            [4, 1, 1],
+            [208, 32, 32],
         )

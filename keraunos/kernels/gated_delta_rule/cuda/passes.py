@@ -165,8 +165,9 @@ def _adjoint_plan(call: _Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
     """The adjoint walk; local: the one that only makes what segments leave."""
     (g, beta, h0), H, K, V = call.specs[3:6], call.H, call.K, call.V
     tokens, programs, most = (call.B, call.T, H), call.segments, _STAGES
-    outputs: dict[str, Any] = dict(du=((*tokens, V), call.dtype), dlate=((*tokens, K), call.dtype),
-                                   dh0=((call.N, H, K, V), h0.dtype) if h0 else None,
+    outputs: dict[str, Any] = dict(dv=((*tokens, V), call.dtype),
+                                   dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
+                                   dlate=((*tokens, K), call.dtype), dh0=((call.N, H, K, V), h0.dtype) if h0 else None,
                                    dstates=((call.groups, H, V, K), call.dtype))
     if local:
         outputs = dict.fromkeys(outputs) | dict(dh0=((call.segments, H, K, V), "float32"))
@@ -180,13 +181,11 @@ def _adjoint_plan(call: _Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
 
 @remember
 def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
-    (_, _, value, g, beta), H, K, V = call.specs[:5], call.H, call.K, call.V
+    (g, beta), H, K = call.specs[3:5], call.H, call.K
     tokens = call.B, call.T, H
     outputs = dict(
-        # Two of them take the place of what they are made of.
+        # One of them takes the place of what it is made of.
         dq=((*tokens, K), call.dtype), dk="dk_given",
-        dv="du" if call.ratio(value) == 1 else ((*tokens, V), "float32"),
-        dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
         dg=(tokens, call.dtype_of_each(g)) if g is not None and call.opts.needs(call.specs, "g") else None)
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.part)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=_GROUP,
@@ -289,7 +288,7 @@ def _walked_back(call: _Call, args: Args, do: Any, dfinal: Any, residuals: Seque
 
     ends = dfinal
     if call.L:
-        ends = _joined(call, args, walk(ends, True)[2], matrices, ends, True)
+        ends = _joined(call, args, walk(ends, True)[3], matrices, ends, True)
     return walk(ends, False)
 
 
@@ -386,9 +385,9 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
     _, alike, of_keys, errors, rest, states, _ = residuals
     q, k, _, g, beta, h0, cu_seqlens = args
     specs = *call.specs[:2], spec_of(do)
-    du, dlate, dh0, dstates = _walked_back(call, args, do, dfinal, residuals)
-    dq, dk, dv, dbeta, dg = _gradients_plan(call, *specs).launch(
-        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rest=rest, du=du, dk_given=dlate, alike=alike, norms=of_keys,
+    dv, dbeta, dlate, dh0, dstates = _walked_back(call, args, do, dfinal, residuals)
+    dq, dk, dg = _gradients_plan(call, *specs).launch(
+        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rest=rest, dv=dv, dk_given=dlate, alike=alike, norms=of_keys,
         states=states, dstates=dstates, h0=h0, dh0=dh0, cu_seqlens=cu_seqlens)
     dq, dk, dv, dg, dbeta = (over_shared(call, *x)
                              for x in zip((dq, dk, dv, dg, dbeta), call.specs[:5], strict=True))
