@@ -161,7 +161,7 @@ DIMENSIONS = tuple(f"keraunos.kernels.gated_delta_rule.cuda.{name}" for name in 
 FAULTY_DIMENSIONS = {
     "others": (small(gate="vector", gate_dtype="bfloat16", T=4 * CHUNK + 3, norm=True), 1),
     "strong": (small(gate="vector", gate_dtype="bfloat16", T=3, H=2, decay=40.0), 1),
-    "alike": (small(gate="vector", T=CHUNK + 3, keys="equal", beta=1.0, decay=0.01), 1),
+    "alike": (small(gate="vector", T=2 * CHUNK + 3, keys="equal", beta=1.0, decay=0.01), 1),
     "alike, wide": (small(gate="vector", K=128, T=5, keys="equal", beta=1.0, decay=0.01), 1),
     "wide": (small(gate="vector", K=128, T=5), 1),
 }

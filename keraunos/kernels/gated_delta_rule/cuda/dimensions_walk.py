@@ -36,7 +36,7 @@ from keraunos.kernels.device.hopper import (
     wide,
 )
 from keraunos.kernels.gated_delta_rule.cuda.prepare import BLOCK
-from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
+from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
 # Dimensions of a key that are worked on at a time.
 PART = gl.constexpr(64)
@@ -102,39 +102,44 @@ def flat(x):
 @gluon.jit
 def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, WALKERS: gl.constexpr,
          STAGES: gl.constexpr, REVERSE: gl.constexpr):
-    """A partition of one warp: copies chunks into the ring of stages, and the rest of N and P where it counts.
+    """A partition of one warp: copies chunks into the rings of stages.
 
-    Gates come to where ``work_in`` puts what it makes of them.
-
-    Of the rest there is one stage: its copy waits until the chunk before has been read.
+    One has queries, keys and gates, the other what is read later: v, N, P, and what ``work_in`` puts there. Where keys
+    are alike, what 16 bits leave of a chunk's takes one more stage of the second.
     """
-    q_s, k_s, _, v_s, n_s, p_s, rests_s, _, g_s = tiles
-    full, _, empty = barriers
+    q_s, k_s, g_s, _, v_s, n_s, p_s = tiles
+    full, full_late, _, free, free_late = barriers
     q_desc, k_desc, v_desc, n_desc, p_desc, g_desc = descriptors
     SQUARES: gl.constexpr = 2 * n_desc.block_type.nbytes
-    BYTES: gl.constexpr = 3 * k_desc.block_type.nbytes + WALKERS * v_desc.block_type.nbytes + SQUARES
     count = gl.cdiv(size, C)
+    m = size * 0
     for i in range(count):
         slot = i % STAGES
         at = (count - 1 - i) if REVERSE else i
         fine = gl.load(alike + at * H) != 0
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
         arrived = full.index(slot)
-        if fine:
-            if i > 0:
-                mbarrier.wait(empty.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
-            mbarrier.expect(arrived, BYTES + SQUARES)
-            copy_in(n_desc, [at * H * 2 * C + C, 0], arrived, rests_s.index(0))
-            copy_in(p_desc, [at * H * 2 * C + C, 0], arrived, rests_s.index(1))
-        else:
-            mbarrier.expect(arrived, BYTES)
+        mbarrier.expect(arrived, 3 * k_desc.block_type.nbytes)
         copy_in(g_desc, [at * C, 0], arrived, g_s.index(slot))
         copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
         copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
+        slot = m % STAGES
+        mbarrier.wait(free_late.index(slot), ((m // STAGES) & 1) ^ 1)
+        arrived = full_late.index(slot)
+        mbarrier.expect(arrived, WALKERS * v_desc.block_type.nbytes + SQUARES)
         copy_in(n_desc, [at * H * 2 * C, 0], arrived, n_s.index(slot))
         for j in gl.static_range(WALKERS):
             copy_in(v_desc, [at * C, j * PART], arrived, v_s.index(slot * WALKERS + j))
         copy_in(p_desc, [at * H * 2 * C, 0], arrived, p_s.index(slot))
+        m += 1
+        if fine:
+            slot = m % STAGES
+            mbarrier.wait(free_late.index(slot), ((m // STAGES) & 1) ^ 1)
+            arrived = full_late.index(slot)
+            mbarrier.expect(arrived, SQUARES)
+            copy_in(n_desc, [at * H * 2 * C + C, 0], arrived, n_s.index(slot))
+            copy_in(p_desc, [at * H * 2 * C + C, 0], arrived, p_s.index(slot))
+            m += 1
 
 
 @gluon.jit
@@ -142,12 +147,12 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
             BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
     """A partition of one warpgroup: ``Q o exp2(G)``, ``K o exp2(G)`` and ``beta K o exp2(G_C - G)`` of each chunk.
 
-    Where keys are alike, what 16 bits leave of the last, too. For each stage: ``exp2(G_C)``; whether keys are alike;
-    and one over the lengths of queries and keys, by which only the last is divided.
+    Where keys are alike, what 16 bits leave of the last, too. For each late stage: ``exp2(G_C)``; whether keys are
+    alike; and one over the lengths of queries and keys, by which only the last is divided.
     """
-    q_s, k_s, x_s, _, _, _, _, rest_s, g_s = tiles
+    q_s, k_s, g_s, x_s, _, _, _ = tiles
     sums_s, decay_s, strength_s, alike_s, lengths_s = vectors
-    full, ready, _ = barriers
+    full, full_late, ready, _, free_late = barriers
     beta, stride_beta, alike, norms = inputs
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     OF_TOKENS: gl.constexpr = gl.SliceLayout(1, TOKENS)
@@ -157,8 +162,10 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
     t = gl.arange(0, C, layout=EACH)
     t_of_both = gl.arange(0, 2 * C, layout=EACH)
     count = gl.cdiv(size, C)
+    m = size * 0
     for i in range(count):
         slot = i % STAGES
+        late_slot = m % STAGES
         at = (count - 1 - i) if REVERSE else i
         left = size - at * C
         strength = gl.full([C], 1.0, gl.float32, EACH)
@@ -168,18 +175,22 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
             both = gl.load(norms + at * (H * 2 * C) + t_of_both)
             strength *= gl.load(norms + at * (H * 2 * C) + C + t)
         fine = gl.load(alike + at * H)
+        rest_slot = (m + 1) % STAGES
+        mbarrier.wait(free_late.index(late_slot), ((m // STAGES) & 1) ^ 1)
+        if fine != 0:
+            mbarrier.wait(free_late.index(rest_slot), (((m + 1) // STAGES) & 1) ^ 1)
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        alike_s.index(slot).store(gl.full([1], 1, gl.int32, EACH) * fine)
+        alike_s.index(late_slot).store(gl.full([1], 1, gl.int32, EACH) * fine)
         if STRENGTH:
             strength_s.store(strength)
         if NORM:
-            lengths_s.index(slot).store(both)
+            lengths_s.index(late_slot).store(both)
         for part in gl.static_range(PARTS):
             x = in_blocks(g_s.index(slot).slice(part * PART, PART, 1).load(TOKENS))
             sums_s.index(part).store(gl.sum(x, 1))
             blocks = load_blocks(sums_s.index(part))
             total = gl.sum(blocks, 0) * LOG2E
-            decay_s.index(slot).slice(part * PART, PART).store(gl.exp2(total))
+            decay_s.index(late_slot).slice(part * PART, PART).store(gl.exp2(total))
             G = within_blocks(x, REVERSE) * LOG2E + sums_from(blocks, BLOCKS, 0, REVERSE)
             total = gl.convert_layout(total, gl.SliceLayout(0, gl.SliceLayout(1, G.type.layout)))
             q_c = q_s.index(slot).slice(part * PART, PART, 1)
@@ -192,12 +203,19 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
             late = key * gl.exp2(after)
             if STRENGTH:
                 late *= strength_s.load(OF_TOKENS)[:, None]
-            x_s.index(slot).slice(part * PART, PART, 1).store(late.to(dtype))
+            x_s.index(late_slot).slice(part * PART, PART, 1).store(late.to(dtype))
             if fine != 0:
-                rest_s.slice(part * PART, PART, 1).store((late - wide(late.to(dtype))).to(dtype))
+                x_s.index(rest_slot).slice(part * PART, PART, 1).store((late - wide(late.to(dtype))).to(dtype))
+        mbarrier.wait(full_late.index(late_slot), (m // STAGES) & 1)
+        m += 1
+        if fine != 0:
+            mbarrier.wait(full_late.index(rest_slot), (m // STAGES) & 1)
+            m += 1
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(ready.index(slot), count=1)
+        mbarrier.arrive(ready.index(late_slot), count=1)
+        if fine != 0:
+            mbarrier.arrive(ready.index(rest_slot), count=1)
 
 
 @gluon.jit
@@ -205,9 +223,9 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
              K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr,
              REVERSE: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr):
     """A partition of one warpgroup: PART of the values' dimensions, for which it has the state."""
-    q_s, k_s, x_s, v_s, n_s, p_s, rests_s, rest_s, _ = tiles
+    q_s, k_s, _, x_s, v_s, n_s, p_s = tiles
     _, decay_s, _, alike_s, lengths_s = vectors
-    _, ready, empty = barriers
+    _, _, ready, free, free_late = barriers
     outs_s, o_desc = goals
     o_s = outs_s.index(WALKER)
     h0, ht = states
@@ -227,47 +245,56 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
     if INIT:
         state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
     count = gl.cdiv(size, C)
+    m = size * 0
     for i in range(count):
         slot = i % STAGES
+        late_slot = m % STAGES
+        rest_slot = (m + 1) % STAGES
         at = (count - 1 - i) if REVERSE else i
-        near = n_s.index(slot).permute((1, 0))
-        pairs = p_s.index(slot).permute((1, 0))
+        near = n_s.index(late_slot).permute((1, 0))
+        pairs = p_s.index(late_slot).permute((1, 0))
         left = gl.convert_layout(state.to(dtype), LEFT)
         # Who arrives there has waited for the copies.
-        mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
+        mbarrier.wait(ready.index(late_slot), (m // STAGES) & 1)
         y = warpgroup_mma(left, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         y, o = warpgroup_mma_wait(0, deps=[y, o])
+        thread_barrier()
+        mbarrier.arrive(free.index(slot), count=1)
         # Loaded no sooner: the products leave no registers for them.
-        alike = gl.max(alike_s.index(slot).load(FLAG), 0)
+        alike = gl.max(alike_s.index(late_slot).load(FLAG), 0)
         fine = alike != 0
-        v = v_s.index(slot * WALKERS + WALKER).permute((1, 0)).load(W)
-        y = wide(v) - (y * lengths_s.index(slot).slice(C, C).load(OF_TOKENS)[None, :] if NORM else y)
+        v = v_s.index(late_slot * WALKERS + WALKER).permute((1, 0)).load(W)
+        y = wide(v) - (y * lengths_s.index(late_slot).slice(C, C).load(OF_TOKENS)[None, :] if NORM else y)
         left = gl.convert_layout(y.to(dtype), LEFT)
         if fine:
             rest = gl.convert_layout((y - wide(y.to(dtype))).to(dtype), LEFT)
-            y = warpgroup_mma(left, rests_s.index(0).permute((1, 0)), y)
+            y = warpgroup_mma(left, n_s.index(rest_slot).permute((1, 0)), y)
             y = warpgroup_mma(rest, near, y)
         e = warpgroup_mma(left, near, y, is_async=True)
-        state = state * decay_s.index(slot).load(gl.SliceLayout(0, WS))[None, :]
-        o = o * (lengths_s.index(slot).slice(0, C).load(OF_TOKENS)[None, :] * scale if NORM else scale)
+        state = state * decay_s.index(late_slot).load(gl.SliceLayout(0, WS))[None, :]
+        o = o * (lengths_s.index(late_slot).slice(0, C).load(OF_TOKENS)[None, :] * scale if NORM else scale)
         e = warpgroup_mma_wait(0, deps=[e])
         high = e.to(dtype)
-        state = warpgroup_mma(gl.convert_layout(high, LEFT_S), x_s.index(slot), state, is_async=True)
+        state = warpgroup_mma(gl.convert_layout(high, LEFT_S), x_s.index(late_slot), state, is_async=True)
         o = warpgroup_mma(gl.convert_layout(high, LEFT), pairs, o, is_async=True)
         tma.store_wait(0)
         state, o = warpgroup_mma_wait(0, deps=[state, o])
         if fine:
             rest = (e - wide(high)).to(dtype)
-            state = warpgroup_mma(gl.convert_layout(high, LEFT_S), rest_s, state, is_async=True)
-            state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), x_s.index(slot), state, is_async=True)
-            o = warpgroup_mma(gl.convert_layout(high, LEFT), rests_s.index(1).permute((1, 0)), o, is_async=True)
+            state = warpgroup_mma(gl.convert_layout(high, LEFT_S), x_s.index(rest_slot), state, is_async=True)
+            state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), x_s.index(late_slot), state, is_async=True)
+            o = warpgroup_mma(gl.convert_layout(high, LEFT), p_s.index(rest_slot).permute((1, 0)), o, is_async=True)
             o = warpgroup_mma(gl.convert_layout(rest, LEFT), pairs, o, is_async=True)
             state, o = warpgroup_mma_wait(0, deps=[state, o])
         o_s.permute((1, 0)).store(o.to(dtype))
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(free_late.index(late_slot), count=1)
+        m += 1
+        if fine:
+            mbarrier.arrive(free_late.index(rest_slot), count=1)
+            m += 1
         copy_out(o_desc, [at * C, WALKER * PART], o_s)
     tma.store_wait(0)
     if FINAL:
@@ -320,14 +347,11 @@ def walk_dimensions_kernel(
     k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], TILE)
     x_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], TILE)
     GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype)
-    g_s = reinterpret(x_s, g_dtype, [STAGES, C, BK], GATES)
+    g_s = gl.allocate_shared_memory(g_dtype, [STAGES, C, BK], GATES)
     g_desc = describe(g, i_b, token, i_h // RG, size, stride_gb, stride_gt, stride_gh, C, K, BK, GATES)
     v_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, PART], VALUES)
     n_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
     p_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-    # What their dtype leaves of N and P, and of the keys that make the state.
-    rests_s = gl.allocate_shared_memory(dtype, [2, C, C], SQUARE)
-    rest_s = gl.allocate_shared_memory(dtype, [C, BK], TILE)
     outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
     sums_s = gl.allocate_shared_memory(gl.float32, [BK // PART, BLOCKS, PART], VECTORS)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
@@ -335,12 +359,16 @@ def walk_dimensions_kernel(
     alike_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     lengths_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    full_late = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free_late = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full_late.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WALKERS)
+        mbarrier.init(free.index(i), count=WALKERS)
+        mbarrier.init(free_late.index(i), count=WALKERS)
     fence_async_shared()
 
     # Something else stands for what is absent, and nobody reads it.
@@ -357,9 +385,9 @@ def walk_dimensions_kernel(
     if NORM:
         p_norms = norms + first * (2 * C)
     p_alike = alike + first
-    tiles = (q_s, k_s, x_s, v_s, n_s, p_s, rests_s, rest_s, g_s)
+    tiles = (q_s, k_s, g_s, x_s, v_s, n_s, p_s)
     vectors = (sums_s, decay_s, strength_s, alike_s, lengths_s)
-    barriers = (full, ready, empty)
+    barriers = (full, full_late, ready, free, free_late)
     descriptors = (q_desc, k_desc, v_desc, n_desc, p_desc, g_desc)
     inputs = (p_beta, stride_bt, p_alike, p_norms)
     goals = (outs_s, o_desc)

@@ -222,8 +222,10 @@ def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final
     outputs = dict(o=((call.B, call.T, H, V), call.dtype), ht=((call.N, H, K, V), "float32") if final else None)
     numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T)
     most = _STAGES if max(K, V) > LEAST_TILE else _STAGES_NARROW
+    # A chunk whose keys are alike takes two.
+    stages = max(min(most, call.cfg.num_stages), 2)
     constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK,
-                     STAGES=min(most, call.cfg.num_stages), REVERSE=call.reverse, PACKED=call.packed)
+                     STAGES=stages, REVERSE=call.reverse, PACKED=call.packed)
     return Plan(walk_dimensions_kernel, (call.N * H,), numbers, outputs, constants)
 
 
