@@ -1,9 +1,9 @@
-"""N beta of ``prepare.py``, and P, of chunks with gates per token and dimension of the key, which need no state.
+"""N of ``prepare.py``, and P, of chunks with gates per token and dimension of the key, which need no state.
 
 ``G_i`` is, for each dimension, the sum of a chunk's gates up to and with token i, base 2:
 
     A_ij = sum_d k_id k_jd exp2(G_id - G_jd)                  j before i
-    P_ij = scale beta_j sum_d q_id k_jd exp2(G_id - G_jd)     j before i, or i
+    P_ij = scale sum_d q_id k_jd exp2(G_id - G_jd)     j before i, or i
 
 With m G of the last token of a chunk's first half, ``q exp2(G - m)``, ``k exp2(G - m)`` and ``k exp2(m - G)`` are the
 factors of both, if the gates of each half leave enough of the dtype's exponents. Else only the pairs of one half with
@@ -228,7 +228,10 @@ def load_strength(i_b, i_h, token, left, beta, stride_b, strength_s, RATIO: gl.c
 @gluon.jit
 def is_alike(a, strength_s, REVERSE: gl.constexpr):
     """Whether keys are: of -A, in reverse transposed."""
-    strong = of_strength(a, strength_s, REVERSE)
+    if REVERSE:
+        strong = a * strength_s.load(gl.SliceLayout(1, a.type.layout))[:, None]
+    else:
+        strong = a * strength_s.load(gl.SliceLayout(0, a.type.layout))[None, :]
     return gl.max(gl.sum(strong * strong, 0 if REVERSE else 1), 0) > ALIKE
 
 
@@ -243,7 +246,7 @@ def store_usual(a, p, squares, vectors, near, pairs, scale, NORM: gl.constexpr, 
     SQUARES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))
     columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))
-    p = of_seen(p, strength_s, lengths_s, scale, NORM, REVERSE)
+    p = of_seen(p, lengths_s, scale, NORM, REVERSE)
     store_tile(pairs, p.to(dtype), False)
     i_r = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, SQUARES)))[None, :, None]
     i_c = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, SQUARES)))[None, None, :]
@@ -254,7 +257,7 @@ def store_usual(a, p, squares, vectors, near, pairs, scale, NORM: gl.constexpr, 
     inverse = inverse_of_blocks(below, above, unit, SQUARES)
     found = joined_once(spread(inverse - unit, rows, columns, W), a, strength_s, rows, columns,
                         d_s.index(0), b_s.index(0), b_s.index(1), d_s.index(1))
-    store_tile(near, of_strength(found, strength_s, REVERSE).to(dtype), REVERSE)
+    store_tile(near, found.to(dtype), REVERSE)
 
 
 @gluon.jit
@@ -271,25 +274,17 @@ def of_lower(a, lengths_s, NORM: gl.constexpr):
 
 
 @gluon.jit
-def of_seen(p, strength_s, lengths_s, scale, NORM: gl.constexpr, REVERSE: gl.constexpr):
+def of_seen(p, lengths_s, scale, NORM: gl.constexpr, REVERSE: gl.constexpr):
     """P, from the products of queries and keys."""
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, p.type.layout)
     OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, p.type.layout)
     rows = gl.arange(0, p.shape[0], layout=OF_ROWS)[:, None]
     columns = gl.arange(0, p.shape[0], layout=OF_COLUMNS)[None, :]
     seen = (columns >= rows) if REVERSE else (columns <= rows)
-    p = gl.where(seen, p, 0.0) * (strength_s.load(OF_COLUMNS) * scale)[None, :]
+    p = gl.where(seen, p * scale, 0.0)
     if NORM:
         p *= lengths_s.index(0).load(OF_ROWS)[:, None] * lengths_s.index(1).load(OF_COLUMNS)[None, :]
     return p
-
-
-@gluon.jit
-def of_strength(x, strength_s, REVERSE: gl.constexpr):
-    """N times beta of its columns, in reverse transposed."""
-    if REVERSE:
-        return x * strength_s.load(gl.SliceLayout(1, x.type.layout))[:, None]
-    return x * strength_s.load(gl.SliceLayout(0, x.type.layout))[None, :]
 
 
 @gluon.jit
@@ -301,12 +296,12 @@ def store_fine(a, p, squares, vectors, near, pairs, left, scale, NORM: gl.conste
     C: gl.constexpr = a.shape[0]
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, a.type.layout))[:, None]
     columns = gl.arange(0, C, layout=gl.SliceLayout(0, a.type.layout))[None, :]
-    p = of_seen(p, strength_s, lengths_s, scale, NORM, REVERSE)
+    p = of_seen(p, lengths_s, scale, NORM, REVERSE)
     store_tile(pairs, p.to(dtype), False)
     store_tile(pairs + C * C, (p - wide(p.to(dtype))).to(dtype), False)
     # Three products each: of two tokens all are zero. A number that is not known here keeps them a loop.
     x = by_substitution(-a, strength_s, rows // BLOCK == columns // BLOCK, d_s, b_s, gl.minimum(left, 3))
-    x = of_strength(gl.where(rows > columns, x, 0.0), strength_s, REVERSE)
+    x = gl.where(rows > columns, x, 0.0)
     store_tile(near, x.to(dtype), REVERSE)
     store_tile(near + C * C, (x - wide(x.to(dtype))).to(dtype), REVERSE)
 
@@ -321,7 +316,7 @@ def prepare_dimensions_kernel(
     K: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, UNIT: gl.constexpr, LEAST: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr, MAXNREG: gl.constexpr,
 ):
-    """``near`` and ``pairs`` ``[slots, H, 2, C, C]``: N beta and P of a chunk and head, and what their dtype leaves.
+    """``near`` and ``pairs`` ``[slots, H, 2, C, C]``: N and P of a chunk and head, and what their dtype leaves.
 
     ``alike`` ``[slots, H]``: 0 where the first are stored; where nothing is, what leaves a chunk to
     ``remake_dimensions_kernel``: IS_STRONG where ``G - m`` is farther from 0 than LEAST, IS_ALIKE. ``norms``

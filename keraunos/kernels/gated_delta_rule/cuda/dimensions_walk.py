@@ -5,8 +5,8 @@ its gates up to and with token i, base 2, and N and P of ``dimensions.py``:
 
     Y = V - (K o exp2(G)) S                            the errors before the chunk
     E = Y + N beta Y                                   the errors that tokens correct
-    O = scale (Q o exp2(G)) S + P E
-    S' = exp2(G_C) o S + (beta K o exp2(G_C - G))^T E
+    O = scale (Q o exp2(G)) S + P beta E
+    S' = exp2(G_C) o S + (K o exp2(G_C - G))^T beta E
 
 A warpgroup has 64 of the values' dimensions: none waits for another. One more makes the three products of queries, keys
 and gates, in shared memory, a warp copies.
@@ -34,6 +34,7 @@ from keraunos.kernels.device.hopper import (
     locate,
     store_state,
     wide,
+    within,
 )
 from keraunos.kernels.gated_delta_rule.cuda.prepare import BLOCK
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
@@ -99,6 +100,25 @@ def flat(x):
     return gl.convert_layout(x.reshape([BLOCKS * BLOCK, PART]), TOKENS)
 
 
+@gluon.constexpr_function
+def of_rows(BK):
+    """The layout of 64 rows of a state: a thread has 16 bytes at a time, a warp the rows that products give it."""
+    columns = [[0, n] for n in (1, 2, 4, 32, 64) if n < BK]
+    return gl.DistributedLinearLayout([*columns, [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+                                      [[16, 0], [32, 0]], [], [64, BK])
+
+
+@gluon.jit
+def store_kept(p_kept, state, WALKER: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+    """Stores PART rows of a state ``[V, K]``."""
+    BK: gl.constexpr = state.shape[1]
+    ROWS: gl.constexpr = of_rows(BK)
+    o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, ROWS))
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, ROWS))
+    mask = within(within((o_v >= 0)[:, None], o_v[:, None], V, BV), o_k[None, :], K, BK)
+    gl.store(p_kept + (o_v * K)[:, None] + o_k[None, :], gl.convert_layout(state, ROWS), mask=mask)
+
+
 @gluon.jit
 def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, WALKERS: gl.constexpr,
          STAGES: gl.constexpr, REVERSE: gl.constexpr):
@@ -145,10 +165,10 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
 @gluon.jit
 def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.constexpr, K: gl.constexpr,
             BK: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
-    """A partition of one warpgroup: ``Q o exp2(G)``, ``K o exp2(G)`` and ``beta K o exp2(G_C - G)`` of each chunk.
+    """A partition of one warpgroup: ``Q o exp2(G)``, ``K o exp2(G)`` and ``K o exp2(G_C - G)`` of each chunk.
 
-    Where keys are alike, what 16 bits leave of the last, too. For each late stage: ``exp2(G_C)``; whether keys are
-    alike; and one over the lengths of queries and keys, by which only the last is divided.
+    Where keys are alike, what 16 bits leave of the last, too. For each late stage: ``exp2(G_C)``; beta; whether keys
+    are alike; and one over the lengths of queries and keys, by which only the last is divided.
     """
     q_s, k_s, g_s, x_s, _, _, _ = tiles
     sums_s, decay_s, strength_s, alike_s, lengths_s = vectors
@@ -157,7 +177,6 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     OF_TOKENS: gl.constexpr = gl.SliceLayout(1, TOKENS)
     PARTS: gl.constexpr = BK // PART
-    STRENGTH: gl.constexpr = BETA or NORM
     dtype: gl.constexpr = k_s.dtype
     t = gl.arange(0, C, layout=EACH)
     t_of_both = gl.arange(0, 2 * C, layout=EACH)
@@ -168,12 +187,10 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
         late_slot = m % STAGES
         at = (count - 1 - i) if REVERSE else i
         left = size - at * C
-        strength = gl.full([C], 1.0, gl.float32, EACH)
         if BETA:
             strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=t < left, other=0.0).to(gl.float32)
         if NORM:
             both = gl.load(norms + at * (H * 2 * C) + t_of_both)
-            strength *= gl.load(norms + at * (H * 2 * C) + C + t)
         fine = gl.load(alike + at * H)
         rest_slot = (m + 1) % STAGES
         mbarrier.wait(free_late.index(late_slot), ((m // STAGES) & 1) ^ 1)
@@ -181,8 +198,9 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
             mbarrier.wait(free_late.index(rest_slot), (((m + 1) // STAGES) & 1) ^ 1)
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         alike_s.index(late_slot).store(gl.full([1], 1, gl.int32, EACH) * fine)
-        if STRENGTH:
-            strength_s.store(strength)
+        if BETA:
+            strength_s.index(2 * late_slot).store(strength)
+            strength_s.index(2 * late_slot + 1).store(strength)
         if NORM:
             lengths_s.index(late_slot).store(both)
         for part in gl.static_range(PARTS):
@@ -201,8 +219,8 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
             key = wide(k_c.load(TOKENS))
             k_c.store((key * to).to(dtype))
             late = key * gl.exp2(after)
-            if STRENGTH:
-                late *= strength_s.load(OF_TOKENS)[:, None]
+            if NORM:
+                late *= lengths_s.index(late_slot).slice(C, C).load(OF_TOKENS)[:, None]
             x_s.index(late_slot).slice(part * PART, PART, 1).store(late.to(dtype))
             if fine != 0:
                 x_s.index(rest_slot).slice(part * PART, PART, 1).store((late - wide(late.to(dtype))).to(dtype))
@@ -220,15 +238,16 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
 
 @gluon.jit
 def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER: gl.constexpr, C: gl.constexpr,
-             K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr,
-             REVERSE: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr):
+             H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, WALKERS: gl.constexpr,
+             STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr,
+             FINAL: gl.constexpr, SAVE: gl.constexpr):
     """A partition of one warpgroup: PART of the values' dimensions, for which it has the state."""
     q_s, k_s, _, x_s, v_s, n_s, p_s = tiles
-    _, decay_s, _, alike_s, lengths_s = vectors
+    _, decay_s, strength_s, alike_s, lengths_s = vectors
     _, _, ready, free, free_late = barriers
-    outs_s, o_desc = goals
+    outs_s, o_desc, e_desc = goals
     o_s = outs_s.index(WALKER)
-    h0, ht = states
+    h0, ht, kept = states
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
@@ -258,30 +277,48 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
         mbarrier.wait(ready.index(late_slot), (m // STAGES) & 1)
         y = warpgroup_mma(left, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        if SAVE:
+            store_kept(kept + (size * 0 + at).to(gl.int64) * (H * V * K), state.to(dtype), WALKER, K, V, WALKERS * PART)
         y, o = warpgroup_mma_wait(0, deps=[y, o])
         thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)
         # Loaded no sooner: the products leave no registers for them.
         alike = gl.max(alike_s.index(late_slot).load(FLAG), 0)
         fine = alike != 0
-        v = v_s.index(late_slot * WALKERS + WALKER).permute((1, 0)).load(W)
-        y = wide(v) - (y * lengths_s.index(late_slot).slice(C, C).load(OF_TOKENS)[None, :] if NORM else y)
-        left = gl.convert_layout(y.to(dtype), LEFT)
+        own_v = v_s.index(late_slot * WALKERS + WALKER).permute((1, 0))
+        rest_s = o_s.permute((1, 0)) if SAVE else own_v
+        y = wide(own_v.load(W)) - (y * lengths_s.index(late_slot).slice(C, C).load(OF_TOKENS)[None, :] if NORM else y)
+        u = y * strength_s.index(2 * late_slot).load(OF_TOKENS)[None, :] if BETA else y
+        left = gl.convert_layout(u.to(dtype), LEFT)
         if fine:
-            rest = gl.convert_layout((y - wide(y.to(dtype))).to(dtype), LEFT)
+            u = y * strength_s.index(2 * late_slot + 1).load(OF_TOKENS)[None, :] if BETA else y
+            rest = gl.convert_layout((u - wide(u.to(dtype))).to(dtype), LEFT)
             y = warpgroup_mma(left, n_s.index(rest_slot).permute((1, 0)), y)
             y = warpgroup_mma(rest, near, y)
         e = warpgroup_mma(left, near, y, is_async=True)
         state = state * decay_s.index(late_slot).load(gl.SliceLayout(0, WS))[None, :]
         o = o * (lengths_s.index(late_slot).slice(0, C).load(OF_TOKENS)[None, :] * scale if NORM else scale)
         e = warpgroup_mma_wait(0, deps=[e])
-        high = e.to(dtype)
+        if SAVE:
+            # E takes the place of the values.
+            own_v.store(e.to(dtype))
+        u = e * strength_s.index(2 * late_slot).load(OF_TOKENS)[None, :] if BETA else e
+        high = u.to(dtype)
+        if fine:
+            # What 16 bits leave waits in shared memory: registers have no room for it.
+            if SAVE:
+                tma.store_wait(0)
+            rest_s.store((u - wide(high)).to(dtype))
         state = warpgroup_mma(gl.convert_layout(high, LEFT_S), x_s.index(late_slot), state, is_async=True)
         o = warpgroup_mma(gl.convert_layout(high, LEFT), pairs, o, is_async=True)
-        tma.store_wait(0)
+        if SAVE:
+            fence_async_shared()
+            thread_barrier()
+            copy_out(e_desc, [at * C, WALKER * PART], v_s.index(late_slot * WALKERS + WALKER))
+        tma.store_wait(1 if SAVE else 0)
         state, o = warpgroup_mma_wait(0, deps=[state, o])
         if fine:
-            rest = (e - wide(high)).to(dtype)
+            rest = rest_s.load(W)
             state = warpgroup_mma(gl.convert_layout(high, LEFT_S), x_s.index(rest_slot), state, is_async=True)
             state = warpgroup_mma(gl.convert_layout(rest, LEFT_S), x_s.index(late_slot), state, is_async=True)
             o = warpgroup_mma(gl.convert_layout(high, LEFT), p_s.index(rest_slot).permute((1, 0)), o, is_async=True)
@@ -290,12 +327,14 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
         o_s.permute((1, 0)).store(o.to(dtype))
         fence_async_shared()
         thread_barrier()
+        copy_out(o_desc, [at * C, WALKER * PART], o_s)
+        if SAVE:
+            tma.store_wait(1)
         mbarrier.arrive(free_late.index(late_slot), count=1)
         m += 1
         if fine:
             mbarrier.arrive(free_late.index(rest_slot), count=1)
             m += 1
-        copy_out(o_desc, [at * C, WALKER * PART], o_s)
     tma.store_wait(0)
     if FINAL:
         store_state(ht + o_state, state, last, o_v, o_k, V, K, WALKERS * PART, BK)
@@ -306,12 +345,14 @@ def walk_dimensions_kernel(
     q, k, v, g, beta, near, pairs, alike, norms, h0, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T,
-    o, ht,
+    o, ht, errors, states,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):
     """``o`` ``[B, T, H, V]`` and the final states ``ht``, of one head of one sequence for each program.
+
+    For gradients: ``errors`` ``[B, T, H, V]``, E, and ``states`` ``[slots, H, V, K]``, those before each chunk.
 
     near, pairs, alike, norms: see ``prepare_dimensions_kernel``. h0: initial states. beta None: ones.
 
@@ -334,6 +375,7 @@ def walk_dimensions_kernel(
     FINAL: gl.constexpr = ht is not None
     BETA: gl.constexpr = beta is not None
     NORM: gl.constexpr = norms is not None
+    SAVE: gl.constexpr = errors is not None
 
     first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
     rows = ((gl.maximum(gl.cdiv(size, C), 1) - 1) * H + 1) * (2 * C)
@@ -341,6 +383,10 @@ def walk_dimensions_kernel(
     q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, TILE)
     v_desc = describe(v, i_b, token, i_h // RV, size, stride_vb, stride_vt, stride_vh, C, V, PART, VALUES)
     o_desc = describe(o, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
+    # Something else stands for what is absent, and nobody reads it.
+    e_desc = o_desc
+    if SAVE:
+        e_desc = describe(errors, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, PART, VALUES)
     n_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [rows, C], [C, 1], [C, C], SQUARE)
     p_desc = tma.make_tensor_descriptor(pairs + first * (2 * C * C), [rows, C], [C, 1], [C, C], SQUARE)
     q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], TILE)
@@ -355,7 +401,7 @@ def walk_dimensions_kernel(
     outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
     sums_s = gl.allocate_shared_memory(gl.float32, [BK // PART, BLOCKS, PART], VECTORS)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
-    strength_s = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
+    strength_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], VECTOR)
     alike_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], VECTOR)
     lengths_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * C], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -371,15 +417,17 @@ def walk_dimensions_kernel(
         mbarrier.init(free_late.index(i), count=WALKERS)
     fence_async_shared()
 
-    # Something else stands for what is absent, and nobody reads it.
     p_h0 = k
     p_ht = k
+    p_kept = k
     p_beta = k
     p_norms = near
     if INIT:
         p_h0 = h0 + (i_n.to(gl.int64) * H + i_h) * K * V
     if FINAL:
         p_ht = ht + (i_n.to(gl.int64) * H + i_h) * K * V
+    if SAVE:
+        p_kept = states + first * (V * K)
     if BETA:
         p_beta = beta + i_b.to(gl.int64) * stride_bb + token * stride_bt + (i_h // RB).to(gl.int64) * stride_bh
     if NORM:
@@ -390,15 +438,15 @@ def walk_dimensions_kernel(
     barriers = (full, full_late, ready, free, free_late)
     descriptors = (q_desc, k_desc, v_desc, n_desc, p_desc, g_desc)
     inputs = (p_beta, stride_bt, p_alike, p_norms)
-    goals = (outs_s, o_desc)
-    ends = (p_h0, p_ht)
+    goals = (outs_s, o_desc, e_desc)
+    ends = (p_h0, p_ht, p_kept)
     if WALKERS == 2:
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, K, V, BK, WALKERS, STAGES,
-                            REVERSE, NORM, INIT, FINAL)),
-                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 1, C, K, V, BK, WALKERS, STAGES,
-                            REVERSE, NORM, INIT, FINAL)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, H, K, V, BK, WALKERS,
+                            STAGES, REVERSE, BETA, NORM, INIT, FINAL, SAVE)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 1, C, H, K, V, BK, WALKERS,
+                            STAGES, REVERSE, BETA, NORM, INIT, FINAL, SAVE)),
                 (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE)),
             ],
@@ -408,8 +456,8 @@ def walk_dimensions_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, K, V, BK, WALKERS, STAGES,
-                            REVERSE, NORM, INIT, FINAL)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, H, K, V, BK, WALKERS,
+                            STAGES, REVERSE, BETA, NORM, INIT, FINAL, SAVE)),
                 (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM)),
                 (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE)),
             ],

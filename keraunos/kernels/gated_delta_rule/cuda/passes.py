@@ -217,9 +217,12 @@ def _prepare_dimensions_plan(call: _Call, q: Spec, k: Spec, g: Spec, fine: bool 
 
 
 @remember
-def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final: bool) -> Plan:
+def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final: bool, save: bool) -> Plan:
     beta, H, K, V = call.specs.beta, call.H, call.K, call.V
-    outputs = dict(o=((call.B, call.T, H, V), call.dtype), ht=((call.N, H, K, V), "float32") if final else None)
+    of_values = (call.B, call.T, H, V), call.dtype
+    outputs = dict(o=of_values, ht=((call.N, H, K, V), "float32") if final else None,
+                   errors=of_values if save else None,
+                   states=((call.chunks, H, V, K), call.dtype) if save else None)
     numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T)
     most = _STAGES if max(K, V) > LEAST_TILE else _STAGES_NARROW
     # A chunk whose keys are alike takes two.
@@ -229,8 +232,8 @@ def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final
     return Plan(walk_dimensions_kernel, (call.N * H,), numbers, outputs, constants)
 
 
-def _forward_of_dimensions(call: _Call, args: Args, final: bool) -> tuple[Any, Any]:
-    """The output and the final state with gates per token and dimension."""
+def _forward_of_dimensions(call: _Call, args: Args, final: bool, save: bool) -> tuple[Any, ...]:
+    """The output, the final state, and what gradients need, with gates per token and dimension."""
     q, k, v, g, beta, h0, cu_seqlens = args
     specs, of_gates = call.specs[:2], call.specs.g
     near, pairs, alike, of_rows, narrow = _prepare_dimensions_plan(call, *specs, of_gates).launch(
@@ -240,7 +243,7 @@ def _forward_of_dimensions(call: _Call, args: Args, final: bool) -> tuple[Any, A
     for fine in (False, True):
         near, pairs, alike = _prepare_dimensions_plan(call, *specs, of_gates, fine).launch(
             q=q, k=k, g=g, beta=beta, near_given=near, pairs_given=pairs, alike_given=alike, cu_seqlens=cu_seqlens)
-    return _walk_dimensions_plan(call, *call.specs[:3], of_gates, final).launch(
+    return _walk_dimensions_plan(call, *call.specs[:3], of_gates, final, save).launch(
         q=q, k=k, v=v, g=g, beta=beta, near=near, pairs=pairs, alike=alike, norms=of_rows, h0=h0,
         cu_seqlens=cu_seqlens)
 
@@ -316,7 +319,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple]:
     call = _call_of(Args(*map(spec_of, args)), opts)
     if _per_dimension(args):
         none = (None,) * len(forward.residuals)  # type: ignore[attr-defined]
-        return _forward_of_dimensions(call, args, opts.state), none
+        return _forward_of_dimensions(call, args, opts.state, False)[:2], none
     ready = _prepared(call, args)
     output, final, *kept = _walked(call, args, ready, opts.state, opts.kept)
     return (output, final), (*ready, *kept)
