@@ -10,6 +10,7 @@ import torch
 from keraunos.kernels.gated_delta_rule.contract import Args, Options
 from keraunos.kernels.gated_delta_rule.cuda import passes
 from keraunos.kernels.gated_delta_rule.reference import EPSILON
+from keraunos.kernels.host.arrays import spec_of
 from keraunos.ops.invocation import Config
 from tests.cuda.builds import launched
 from tests.cuda.platform import emulated
@@ -89,16 +90,34 @@ def in_torch():
 def run(case, *, mode="late", seed=0, replaced=None, segments=None, stages=3):
     """The output, the final state and the gradients of a case, whose sequences are cut into so many segments.
 
-    With gates per dimension there are no gradients: those are another platform's.
+    With gates per dimension the gradients are another platform's: see :func:`walks`.
     """
     args, *grads = case.arrays
     args, opts = Args(*map(torch_tensor, args)), options(case, stages)
     with emulated(mode, seed, replaced), in_torch(), mock.patch.object(passes, "_SEGMENTS", segments):
         results, residuals = passes.forward(args, opts)
-        if case.gate == "vector":
-            return [None if x is None else tensor_array(x) for x in results]
         made = passes.backward(args, residuals, tuple(map(torch_tensor, grads)), opts)
     return [None if x is None else tensor_array(x) for x in (*results, *made[:6])]
+
+
+def there_and_back(args, opts, grads, kept=None):
+    """The results of the walks with gates per dimension, the last ones first, and what the forward one has kept."""
+    args, results = passes._all_aligned(args), ()
+    call = passes._call_of(Args(*map(spec_of, args)), opts)
+    if kept is None:
+        results, kept = passes._forward_of_dimensions(call, args, True, True)
+    back = passes._walked_back_of_dimensions(call, args, kept, *grads)
+    _, _, _, errors, _, states, *_ = kept
+    return (*back, errors, states, *results), kept
+
+
+def walks(case, *, mode="late", seed=0, replaced=None, stages=3, kept=None):
+    """The arrays of :func:`there_and_back` of a case; ``kept``: by another run, then only the adjoint one walks."""
+    args, *grads = case.arrays
+    with emulated(mode, seed, replaced):
+        args, grads = Args(*map(torch_tensor, args)), [*map(torch_tensor, grads)]
+        made, kept = there_and_back(args, options(case, stages), grads, kept)
+    return [None if x is None else tensor_array(x) for x in made], kept
 
 
 def check(case, **how):
@@ -113,7 +132,9 @@ def build(case, gradients=True):
 
     def call():
         passes.forward(args, options(case)._replace(kept=False))
-        if gradients and case.gate != "vector":
+        if gradients and case.gate == "vector":
+            there_and_back(args, options(case), (torch.empty_like(args.value), None))
+        elif gradients:
             outputs, residuals = passes.forward(args, options(case))
             passes.backward(args, residuals, outputs, options(case))
 

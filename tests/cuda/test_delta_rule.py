@@ -22,7 +22,7 @@ from keraunos.kernels.gluon import RUN
 from tests.cuda import mutants
 from tests.cuda.builds import DELTA_PREFILLS, launched, of
 from tests.cuda.compile import known
-from tests.cuda.delta_rule import BUILDS, build, check, joined, options, run, small
+from tests.cuda.delta_rule import BUILDS, build, check, joined, options, run, small, walks
 from tests.cuda.emulator import EmulatorError
 from tests.cuda.platform import emulated
 from tests.cuda.test_gpu import handed
@@ -66,7 +66,7 @@ CASES = [
 
 
 PER_DIMENSION = dict(gate="vector", state=True)
-CASES += [
+DIMENSIONS_CASES = [
     *(small(**PER_DIMENSION, T=130, decay=decay, reverse=reverse, gate_dtype="bfloat16")
       for decay in (0.1, 40.0) for reverse in (False, True)),
     small(**PER_DIMENSION, **WIDE, T=70, decay=3.0, HG=1, H=2, norm=True),
@@ -83,6 +83,14 @@ CASES += [
 def test_values(number):
     mode, seed = SCHEDULES[number % len(SCHEDULES)]
     check(CASES[number], mode=mode, seed=seed)
+
+
+@pytest.mark.parametrize("number", range(len(DIMENSIONS_CASES)))
+def test_values_per_dimension(number):
+    """Of the output, the final state, and the gradient of the initial one."""
+    case, (mode, seed) = DIMENSIONS_CASES[number], SCHEDULES[number % len(SCHEDULES)]
+    (_, dstate, *_, output, state), _ = walks(case, mode=mode, seed=seed)
+    case.hold([output, state, *case.reference()[2:7], dstate])
 
 
 SEGMENTS = [
@@ -157,22 +165,46 @@ FAULTY = {"others": (small(T=5 * CHUNK + 3, state=True), 1),
 UNHARMED = {}
 
 
-DIMENSIONS = tuple(f"keraunos.kernels.gated_delta_rule.cuda.{name}" for name in ("dimensions", "dimensions_walk"))
-FAULTY_DIMENSIONS = {
-    "others": (small(gate="vector", gate_dtype="bfloat16", T=4 * CHUNK + 3, norm=True), 1),
-    "strong": (small(gate="vector", gate_dtype="bfloat16", T=3, H=2, decay=40.0), 1),
-    "alike": (small(gate="vector", T=2 * CHUNK + 3, keys="equal", beta=1.0, decay=0.01), 1),
-    "alike, wide": (small(gate="vector", K=128, T=5, keys="equal", beta=1.0, decay=0.01), 1),
-    "wide": (small(gate="vector", K=128, T=5), 1),
-}
+DIMENSIONS = tuple(f"keraunos.kernels.gated_delta_rule.cuda.{name}" for name in (
+    "dimensions", "dimensions_walk", "dimensions_adjoint",
+))
+# With the stages of the walks.
+FAULTY_DIMENSIONS = [
+    (small(gate="vector", gate_dtype="bfloat16", T=4 * CHUNK + 3, norm=True), 3),
+    (small(gate="vector", gate_dtype="bfloat16", T=3, H=2, decay=40.0), 3),
+    (small(gate="vector", T=2 * CHUNK + 3, keys="equal", beta=1.0, decay=0.01), 3),
+    (small(gate="vector", K=128, T=5, keys="equal", beta=1.0, decay=0.01), 3),
+    (small(gate="vector", K=128, T=5), 3),
+    (small(gate="vector", T=CHUNK + 2, keys="equal", beta=1.0, decay=0.01), 2),
+]
 
 
-@pytest.mark.parametrize("step", [*mutants.steps(DELTA), *mutants.steps(DIMENSIONS)], ids=mutants.label)
+@pytest.mark.parametrize("step", mutants.steps(DIMENSIONS), ids=mutants.label)
+def test_each_missing_step_per_dimension_is_found(step, tmp_path):
+    replaced = mutants.kernels(DIMENSIONS, step, tmp_path)
+    backward_only = [*replaced] == ["adjoint_dimensions_kernel"]
+
+    def check():
+        for key, how in hows.items():
+            wanted, kept = UNHARMED[key]
+            got, _ = walks(key[0], **how, replaced=replaced, kept=kept if backward_only else None)
+            for x, y in zip(got, wanted, strict=not backward_only):
+                np.testing.assert_array_equal(x, y)
+
+    hows = {(case, mode): dict(mode=mode, stages=stages) for case, stages in FAULTY_DIMENSIONS
+            for mode in ("late", "early")}
+    for key, how in hows.items():
+        if key not in UNHARMED:
+            UNHARMED[key] = walks(key[0], **how)
+    with pytest.raises((EmulatorError, AssertionError)):
+        check()
+
+
+@pytest.mark.parametrize("step", mutants.steps(DELTA), ids=mutants.label)
 def test_each_missing_step_is_found(step, tmp_path):
-    modules, faulty = (DIMENSIONS, FAULTY_DIMENSIONS) if step[0] in DIMENSIONS else (DELTA, FAULTY)
-    replaced = mutants.kernels(modules, step, tmp_path)
+    replaced = mutants.kernels(DELTA, step, tmp_path)
     hows = {(case, mode): dict(mode=mode, segments=segments, stages=2 if name == "segments" else 3)
-            for name, (case, segments) in faulty.items() for mode in ("late", "early")}
+            for name, (case, segments) in FAULTY.items() for mode in ("late", "early")}
 
     def check():
         for key, how in hows.items():
@@ -196,7 +228,8 @@ def test_functions_that_racecheck_does_not_follow_exist(attention):
 
 
 STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 168, "gradients_kernel": 88,
-         "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 136}
+         "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 168,
+         "adjoint_dimensions_kernel": 136}
 
 
 @pytest.mark.parametrize("name", ["delta rule", "delta rule, everything", "delta rule, dimensions"])

@@ -24,6 +24,7 @@ from keraunos.kernels.gated_delta_rule import norms
 from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.cuda.adjoint import adjoint_kernel
 from keraunos.kernels.gated_delta_rule.cuda.dimensions import prepare_dimensions_kernel, remake_dimensions_kernel
+from keraunos.kernels.gated_delta_rule.cuda.dimensions_adjoint import adjoint_dimensions_kernel
 from keraunos.kernels.gated_delta_rule.cuda.dimensions_walk import walk_dimensions_kernel
 from keraunos.kernels.gated_delta_rule.cuda.gradients import gradients_kernel
 from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
@@ -216,6 +217,12 @@ def _prepare_dimensions_plan(call: _Call, q: Spec, k: Spec, g: Spec, fine: bool 
                 constants | dict(MAXNREG=_REGISTERS_DIMENSIONS))
 
 
+def _stages(call: _Call) -> int:
+    """The stages of walks with gates per token and dimension. A chunk whose keys are alike takes two."""
+    most = _STAGES if max(call.K, call.V) > LEAST_TILE else _STAGES_NARROW
+    return max(min(most, call.cfg.num_stages), 2)
+
+
 @remember
 def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final: bool, save: bool) -> Plan:
     beta, H, K, V = call.specs.beta, call.H, call.K, call.V
@@ -224,28 +231,45 @@ def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final
                    errors=of_values if save else None,
                    states=((call.chunks, H, V, K), call.dtype) if save else None)
     numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T)
-    most = _STAGES if max(K, V) > LEAST_TILE else _STAGES_NARROW
-    # A chunk whose keys are alike takes two.
-    stages = max(min(most, call.cfg.num_stages), 2)
-    constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK,
-                     STAGES=stages, REVERSE=call.reverse, PACKED=call.packed)
+    constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK, STAGES=_stages(call),
+                     REVERSE=call.reverse, PACKED=call.packed)
     return Plan(walk_dimensions_kernel, (call.N * H,), numbers, outputs, constants)
 
 
-def _forward_of_dimensions(call: _Call, args: Args, final: bool, save: bool) -> tuple[Any, ...]:
-    """The output, the final state, and what gradients need, with gates per token and dimension."""
+@remember
+def _adjoint_dimensions_plan(call: _Call, q: Spec, k: Spec, do: Spec, g: Spec) -> Plan:
+    """The adjoint walk with gates per token and dimension, which are of 16 bits."""
+    (beta, h0), H, K, V = call.specs[4:6], call.H, call.K, call.V
+    outputs = dict(du=((call.B, call.T, H, V), call.dtype), dh0=((call.N, H, K, V), h0.dtype) if h0 else None,
+                   dstates=((call.chunks, H, V, K), call.dtype))
+    numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T)
+    constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, STAGES=_stages(call),
+                     REVERSE=call.reverse, PACKED=call.packed)
+    return Plan(adjoint_dimensions_kernel, (call.N * H,), numbers, outputs, constants)
+
+
+def _forward_of_dimensions(call: _Call, args: Args, final: bool, save: bool) -> tuple[tuple[Any, Any], tuple]:
+    """The output, the final state and the residuals with gates per token and dimension."""
     q, k, v, g, beta, h0, cu_seqlens = args
-    specs, of_gates = call.specs[:2], call.specs.g
-    near, pairs, alike, of_rows, narrow = _prepare_dimensions_plan(call, *specs, of_gates).launch(
+    near, pairs, alike, of_rows, narrow = _prepare_dimensions_plan(call, *call.specs[:2], call.specs.g).launch(
         q=q, k=k, g=g, beta=beta, cu_seqlens=cu_seqlens)
-    if narrow is not None:
-        g, of_gates = narrow, Spec(of_gates.shape, contiguous(of_gates.shape), "float16")
+    g = g if narrow is None else narrow
     for fine in (False, True):
-        near, pairs, alike = _prepare_dimensions_plan(call, *specs, of_gates, fine).launch(
+        near, pairs, alike = _prepare_dimensions_plan(call, *call.specs[:2], spec_of(g), fine).launch(
             q=q, k=k, g=g, beta=beta, near_given=near, pairs_given=pairs, alike_given=alike, cu_seqlens=cu_seqlens)
-    return _walk_dimensions_plan(call, *call.specs[:3], of_gates, final, save).launch(
+    output, state, errors, states = _walk_dimensions_plan(call, *call.specs[:3], spec_of(g), final, save).launch(
         q=q, k=k, v=v, g=g, beta=beta, near=near, pairs=pairs, alike=alike, norms=of_rows, h0=h0,
         cu_seqlens=cu_seqlens)
+    return (output, state), (near, alike, of_rows, errors, None, states, None, pairs, narrow)
+
+
+def _walked_back_of_dimensions(call: _Call, args: Args, residuals: Sequence[Any], do: Any, dfinal: Any) -> tuple:
+    """The results of ``adjoint_dimensions_kernel``."""
+    near, alike, of_rows, _, _, _, _, pairs, narrow = residuals
+    g = args.g if narrow is None else narrow
+    return _adjoint_dimensions_plan(call, *call.specs[:2], spec_of(do), spec_of(g)).launch(
+        q=args.query, k=args.key, do=do, g=g, beta=args.beta, near=near, pairs=pairs, alike=alike, norms=of_rows,
+        dht=dfinal, cu_seqlens=args.cu_seqlens)
 
 
 def _prepared(call: _Call, args: Args) -> tuple[Any, Any, Any]:
@@ -319,7 +343,7 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple]:
     call = _call_of(Args(*map(spec_of, args)), opts)
     if _per_dimension(args):
         none = (None,) * len(forward.residuals)  # type: ignore[attr-defined]
-        return _forward_of_dimensions(call, args, opts.state, False)[:2], none
+        return _forward_of_dimensions(call, args, opts.state, False)[0], none
     ready = _prepared(call, args)
     output, final, *kept = _walked(call, args, ready, opts.state, opts.kept)
     return (output, final), (*ready, *kept)
