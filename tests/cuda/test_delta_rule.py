@@ -227,7 +227,7 @@ def test_functions_that_racecheck_does_not_follow_exist(attention):
 # Launches
 
 
-STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 168, "gradients_kernel": 88,
+STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 168, "gradients_kernel": 72,
          "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 168,
          "adjoint_dimensions_kernel": 136}
 

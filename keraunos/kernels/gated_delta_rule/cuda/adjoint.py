@@ -11,8 +11,8 @@ after a chunk and P without beta:
 ``dV = beta Z`` and L go to ``gradients.py``, which makes the other gradients, but for ``dbeta_i = E_i . Z_i``. Where
 keys are alike, P, N, dU and Z have two parts.
 
-A warpgroup has 64 of the values' dimensions: none waits for another. One more makes P, a chunk ahead, and L, a warp
-makes what depends on gates alone and dbeta, one copies.
+A warpgroup has 64 of the values' dimensions; two are one partition, which is compiled once. One more makes P and L, a
+warp makes what depends on gates alone and dbeta, one copies.
 """
 
 from __future__ import annotations
@@ -49,73 +49,69 @@ def place(i, count, REVERSE: gl.constexpr):
 
 
 @gluon.jit
-def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, PART: gl.constexpr,
-         WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, OUTPUT: gl.constexpr):
-    """A partition of one warp: copies chunks into the ring of stages, then the errors of the one before."""
+def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+         REVERSE: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of one warp: copies chunks into the ring of stages, and errors when their tile is free."""
     q_s, k_s, do_s, e_s, t_s, r_s, _, _ = tiles
-    full, _, empty, _, _, _, e_full, _, e_empty = barriers
+    full, _, empty, _, e_full, _, e_empty = barriers
     q_desc, k_desc, o_desc, e_desc, t_desc = descriptors
-    BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + WALKERS * o_desc.block_type.nbytes + t_desc.block_type.nbytes
+    BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + o_desc.block_type.nbytes + t_desc.block_type.nbytes
     REST: gl.constexpr = t_desc.block_type.nbytes
     count = gl.cdiv(size, C)
-    for i in range((count + 1) if OUTPUT else count):
-        if i < count:
-            slot = i % STAGES
-            at = place(i, count, REVERSE)
-            fine = gl.load(alike + at * H) != 0
-            mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-            arrived = full.index(slot)
-            if fine:
-                mbarrier.expect(arrived, BYTES + REST)
-            else:
-                mbarrier.expect(arrived, BYTES)
-            copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
-            copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
-            for j in gl.static_range(WALKERS):
-                copy_in(o_desc, [at * C, j * PART], arrived, do_s.index(slot * WALKERS + j))
-            copy_in(t_desc, [at * H * 2 * C, 0], arrived, t_s.index(slot))
-            if fine:
-                copy_in(t_desc, [at * H * 2 * C + C, 0], arrived, r_s.index(slot))
-        if OUTPUT:  # noqa: SIM102
-            if i > 0:
-                mbarrier.wait(e_empty, ((i - 1) & 1) ^ 1)
-                mbarrier.expect(e_full, e_desc.block_type.nbytes)
-                copy_in(e_desc, [place(i - 1, count, REVERSE) * C, 0], e_full, e_s)
+    for i in range(count):
+        slot = i % STAGES
+        at = place(i, count, REVERSE)
+        fine = gl.load(alike + at * H) != 0
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        arrived = full.index(slot)
+        if fine:
+            mbarrier.expect(arrived, BYTES + REST)
+        else:
+            mbarrier.expect(arrived, BYTES)
+        copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
+        copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
+        copy_in(o_desc, [at * C, 0], arrived, do_s.index(slot))
+        copy_in(t_desc, [at * H * 2 * C, 0], arrived, t_s.index(slot))
+        if fine:
+            copy_in(t_desc, [at * H * 2 * C + C, 0], arrived, r_s.index(slot))
+        if OUTPUT:
+            mbarrier.wait(e_empty.index(slot), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(e_full.index(slot), e_desc.block_type.nbytes)
+            copy_in(e_desc, [at * C, 0], e_full.index(slot), e_s.index(slot))
 
 
 @gluon.jit
-def leave(tiles, barriers, late, l_s, l_desc, i, at, C: gl.constexpr, BK: gl.constexpr):
-    """L of the i-th chunk of the walk, in the place of its errors; ``late``: the factors of its rows."""
+def leave(tiles, barriers, late, l_desc, i, at, C: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):
+    """L of the i-th chunk of the walk, in the place of D; ``late``: the factors of its rows."""
     k_s, _, _, e_s, _, _, _, d_s = tiles
-    _, _, _, _, d_full, d_empty, e_full, e_read, e_empty = barriers
+    _, _, _, p_empty, e_full, e_read, _ = barriers
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     none = gl.zeros([C, BK], gl.float32, W)
-    mbarrier.wait(e_full, i & 1)
-    mbarrier.wait(d_full, i & 1)
-    x = warpgroup_mma(e_s, d_s, none, use_acc=False, is_async=True)
+    l_s = reinterpret(d_s, k_s.dtype, [C, BK], l_desc.layout)
+    mbarrier.wait(e_full.index(i % STAGES), (i // STAGES) & 1)
+    # Walkers leave D and what they need no more of P together.
+    mbarrier.wait(p_empty, i & 1)
+    x = warpgroup_mma(e_s.index(i % STAGES), d_s, none, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(0, deps=[x])
     thread_barrier()
-    mbarrier.arrive(d_empty, count=1)
-    mbarrier.wait(e_read, i & 1)
+    mbarrier.arrive(e_read, count=1)
     l_s.store((x * gl.convert_layout(late, gl.SliceLayout(1, W))[:, None]).to(k_s.dtype))
     fence_async_shared()
     thread_barrier()
     copy_out(l_desc, [at * C, 0], l_s)
     tma.store_wait(0)
-    mbarrier.arrive(e_empty, count=1)
 
 
 @gluon.jit
-def gates(vectors, barriers, inputs, dbeta, size, scale, H: gl.constexpr, C: gl.constexpr, WALKERS: gl.constexpr,
-          STAGES: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr,
-          OUTPUT: gl.constexpr):
+def gates(vectors, barriers, inputs, dbeta, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+          REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, OUTPUT: gl.constexpr):
     """A partition of one warp: what depends on gates alone, as soon as a stage is free, and dbeta of its former chunk.
 
     For each stage: ``exp2(G_C - G)`` and ``-beta exp2(G)`` of keys as long as they are, ``scale exp2(G)``, beta, G, and
     ``beta exp2(G_C - G)``, with norms those of keys, too; ``exp2(G_C)``; and whether keys are alike.
     """
     factors_s, scalars_s, parts_s = vectors
-    full, _, empty, _, _, _, _, _, _ = barriers
+    full, _, empty, _, _, _, _ = barriers
     FACTORS: gl.constexpr = 7 if NORM else 6
     EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -138,7 +134,7 @@ def gates(vectors, barriers, inputs, dbeta, size, scale, H: gl.constexpr, C: gl.
             if i >= STAGES:
                 ended = place(i - STAGES, count, REVERSE) * C
                 gl.store(dbeta + (ended + t).to(gl.int64) * H,
-                         of_tokens(parts_s, slot, C, WALKERS).to(dbeta.dtype.element_ty), mask=t < size - ended)
+                         of_tokens(parts_s.index(slot)).to(dbeta.dtype.element_ty), mask=t < size - ended)
         if i < count:
             factors_s.index(of).store(late * of_keys)
             factors_s.index(of + 1).store(enter * scale)
@@ -155,12 +151,12 @@ def gates(vectors, barriers, inputs, dbeta, size, scale, H: gl.constexpr, C: gl.
 
 
 @gluon.jit
-def pair(tiles, vectors, barriers, l_s, l_desc, size, scale, H: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
-         STAGES: gl.constexpr, REVERSE: gl.constexpr, NORM: gl.constexpr, OUTPUT: gl.constexpr):
-    """A partition of one warpgroup: P of each chunk, with norms the factors of queries, then L of the one before."""
+def pair(tiles, vectors, barriers, l_desc, size, scale, C: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+         REVERSE: gl.constexpr, NORM: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of one warpgroup: P of each chunk, with norms the factors of queries, and L."""
     q_s, k_s, _, _, _, _, p_s, _ = tiles
     factors_s, scalars_s, _ = vectors
-    full, ready, empty, p_empty, _, _, _, _, _ = barriers
+    full, ready, empty, p_empty, _, _, _ = barriers
     FACTORS: gl.constexpr = 7 if NORM else 6
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
@@ -172,76 +168,70 @@ def pair(tiles, vectors, barriers, l_s, l_desc, size, scale, H: gl.constexpr, C:
     seen = (columns >= rows) if REVERSE else (columns <= rows)
     none = gl.zeros([C, C], gl.float32, W)
     count = gl.cdiv(size, C)
-    late = gl.zeros([C], gl.float32, OF_ROWS)
-    for i in range(count + 1):
-        late_before = late
-        if i < count:
-            slot = i % STAGES
-            of = slot * FACTORS
-            mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-            q = q_s.index(slot)
-            if NORM:
-                squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
-                squares = warpgroup_mma_wait(0, deps=[squares])
-                of_queries = gl.rsqrt(gl.sum(gl.where(rows == columns, squares, 0.0), 1) + EPSILON)
-                factors_s.index(of + 1).store(factors_s.index(of + 1).load(OF_ROWS) * of_queries)
-            a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
-            apart = factors_s.index(of + 4).load(OF_ROWS)[:, None] - factors_s.index(of + 4).load(OF_COLUMNS)[None, :]
-            reach = gl.exp2(gl.where(seen, apart, -float("inf")))
-            a = warpgroup_mma_wait(0, deps=[a])
-            if NORM:
-                reach *= factors_s.index(of + 6).load(OF_COLUMNS)[None, :]
-                a *= (of_queries * scale)[:, None] * reach
-            else:
-                a *= reach * scale
-            fine = gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0
-            late = factors_s.index(of + 5).load(OF_ROWS)
-            mbarrier.wait(p_empty, (i & 1) ^ 1)
-            p_s.index(0).store(a.to(dtype))
-            if fine:
-                p_s.index(1).store((a - wide(a.to(dtype))).to(dtype))
-            fence_async_shared()
-            thread_barrier()
-            mbarrier.arrive(ready.index(slot), count=1)
-            mbarrier.arrive(empty.index(slot), count=1)
-        if OUTPUT:  # noqa: SIM102
-            if i > 0:
-                leave(tiles, barriers, late_before, l_s, l_desc, i - 1, place(i - 1, count, REVERSE), C, BK)
+    for i in range(count):
+        slot = i % STAGES
+        of = slot * FACTORS
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        q = q_s.index(slot)
+        if NORM:
+            squares = warpgroup_mma(q, q.permute((1, 0)), none, use_acc=False, is_async=True)
+            squares = warpgroup_mma_wait(0, deps=[squares])
+            of_queries = gl.rsqrt(gl.sum(gl.where(rows == columns, squares, 0.0), 1) + EPSILON)
+            factors_s.index(of + 1).store(factors_s.index(of + 1).load(OF_ROWS) * of_queries)
+        a = warpgroup_mma(q, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
+        apart = factors_s.index(of + 4).load(OF_ROWS)[:, None] - factors_s.index(of + 4).load(OF_COLUMNS)[None, :]
+        reach = gl.exp2(gl.where(seen, apart, -float("inf")))
+        a = warpgroup_mma_wait(0, deps=[a])
+        if NORM:
+            reach *= factors_s.index(of + 6).load(OF_COLUMNS)[None, :]
+            a *= (of_queries * scale)[:, None] * reach
+        else:
+            a *= reach * scale
+        fine = gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0
+        late = factors_s.index(of + 5).load(OF_ROWS)
+        mbarrier.wait(p_empty, (i & 1) ^ 1)
+        p_s.index(0).store(a.to(dtype))
+        if fine:
+            p_s.index(1).store((a - wide(a.to(dtype))).to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(ready.index(slot), count=1)
+        mbarrier.arrive(empty.index(slot), count=1)
+        if OUTPUT:
+            leave(tiles, barriers, late, l_desc, i, place(i, count, REVERSE), C, BK, STAGES)
 
 
 @gluon.jit
-def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: gl.constexpr, H: gl.constexpr,
-             C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
-             WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
-             BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SPLIT: gl.constexpr,
-             OUTPUT: gl.constexpr):
-    """A partition of one warpgroup: PART of the values' dimensions, for which it has the state's gradient.
+def multiply(tiles, vectors, barriers, dv_desc, ends, size, last, before, H: gl.constexpr, C: gl.constexpr,
+             K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+             GROUP: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr,
+             FINAL: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of a warpgroup for each 64 of the values' dimensions, for which it has the state's gradient.
 
     before: the chunks of the sequence before these; last: whether these are the last ones.
     """
     q_s, k_s, do_s, e_s, t_s, r_s, p_s, d_s = tiles
     factors_s, scalars_s, parts_s = vectors
-    full, ready, empty, p_empty, d_full, d_empty, e_full, e_read, _ = barriers
-    outs_s, dv_desc = goal
-    dv_s = outs_s.index(WALKER)
+    full, ready, empty, p_empty, e_full, e_read, e_empty = barriers
+    WARPS: gl.constexpr = BV // 16
     dht, dh0, kept = ends
     FACTORS: gl.constexpr = 7 if NORM else 6
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BK, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
     LEFT_S: gl.constexpr = gl.DotOperandLayout(0, WS, 2)
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     dtype: gl.constexpr = k_s.dtype
-    o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(1, WS))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
     o_state = o_v[:, None] + (o_k * V)[None, :]
-    none = gl.zeros([PART, C], gl.float32, W)
-    state = gl.zeros([PART, BK], gl.float32, WS)
+    none = gl.zeros([BV, C], gl.float32, W)
+    state = gl.zeros([BV, BK], gl.float32, WS)
     if INIT:
         if OUTPUT:
-            state = load_state(dht + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
+            state = load_state(dht + o_state, o_v, o_k, V, K, BV, BK)
         else:
             ends = (o_v < gl.where(last, V, 0))[:, None] & (o_k < K)[None, :]
             state = gl.load(dht + o_state, mask=ends, other=0.0).to(gl.float32)
@@ -253,23 +243,26 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
         phase = (i // STAGES) & 1
         mbarrier.wait(full.index(slot), phase)
         k = k_s.index(slot)
-        do = do_s.index(slot * WALKERS + WALKER).permute((1, 0))
+        do = do_s.index(slot).permute((1, 0))
         b_state = state.to(dtype)
         u = warpgroup_mma(gl.convert_layout(b_state, LEFT), k.permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(ready.index(slot), phase)
         z = warpgroup_mma(do, p_s.index(0), none, use_acc=False, is_async=True)
         if OUTPUT:
-            mbarrier.wait(d_empty, (i & 1) ^ 1)
-            d_s.slice(WALKER * PART, PART, 0).store(b_state)
+            # That of the chunk before, and L there, are no more needed: P is made after them.
+            d_s.store(b_state)
             fence_async_shared()
-            thread_barrier()
-            mbarrier.arrive(d_full, count=1)
+            tma.store_wait(0)
         fine = gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0
         u, z = warpgroup_mma_wait(0, deps=[u, z])
         if fine:
             z = warpgroup_mma(do, p_s.index(1), z)
         thread_barrier()
         mbarrier.arrive(p_empty, count=1)
+        if OUTPUT:  # noqa: SIM102
+            if i > 0:
+                # dV of the chunk before has been copied out.
+                mbarrier.arrive(e_empty.index((i - 1) % STAGES), count=1)
         u = u * factors_s.index(of).load(OF_TOKENS)[None, :] + z
         w = u * factors_s.index(of + 3).load(OF_TOKENS)[None, :] if BETA else u
         left = gl.convert_layout(w.to(dtype), LEFT)
@@ -285,15 +278,16 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
         y = z * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
         state = warpgroup_mma(gl.convert_layout(y.to(dtype), LEFT_S), k, state, is_async=True)
         if OUTPUT:
+            # dV takes the place of the errors.
+            own_e = e_s.index(slot).permute((1, 0))
             dv = z
             if BETA:
-                mbarrier.wait(e_full, i & 1)
-                e = e_s.slice(WALKER * PART, PART, 1).permute((1, 0)).load(W)
+                mbarrier.wait(e_full.index(slot), phase)
                 # Each warp has the sums over its own rows.
-                parts_s.index(slot * WALKERS + WALKER).store(gl.sum(of_lanes(z * wide(e)), 1))
+                parts_s.index(slot).store(gl.sum(of_lanes(z * wide(own_e.load(W))), 1))
                 dv = z * factors_s.index(of + 3).load(OF_TOKENS)[None, :]
-            tma.store_wait(0)
-            dv_s.permute((1, 0)).store(dv.to(dtype))
+            mbarrier.wait(e_read, i & 1)
+            own_e.store(dv.to(dtype))
         state = warpgroup_mma_wait(0, deps=[state])
         if fine:
             # Made anew: there are no registers to hold it.
@@ -303,8 +297,7 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
         fence_async_shared()
         thread_barrier()
         if OUTPUT:
-            copy_out(dv_desc, [at * C, WALKER * PART], dv_s)
-            mbarrier.arrive(e_read, count=1)
+            copy_out(dv_desc, [at * C, 0], e_s.index(slot))
         mbarrier.arrive(empty.index(slot), count=1)
         if OUTPUT:
             step = count - 1 - i
@@ -313,11 +306,11 @@ def multiply(tiles, vectors, barriers, goal, ends, size, last, before, WALKER: g
             if (step > 0) & (step % GROUP == 0):
                 p_kept = kept + (step // GROUP).to(gl.int64) * (H * V * K)
                 store_state(p_kept + (o_v * K)[:, None] + o_k[None, :], state.to(dtype), i >= 0, o_v, o_k, V, K,
-                            WALKERS * PART, BK)
+                            BV, BK)
     tma.store_wait(0)
     if FINAL:
         begins = (before == 0) if SPLIT and OUTPUT else (size >= 0)
-        store_state(dh0 + o_state, state.to(dh0.dtype.element_ty), begins, o_v, o_k, V, K, WALKERS * PART, BK)
+        store_state(dh0 + o_state, state.to(dh0.dtype.element_ty), begins, o_v, o_k, V, K, BV, BK)
 
 
 @gluon.jit(do_not_specialize=lengths("qkogb", "T", "L"))
@@ -351,13 +344,10 @@ def adjoint_kernel(
         before = before // C
     else:
         i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
-    PART: gl.constexpr = 64
-    WALKERS: gl.constexpr = BV // PART
     dtype: gl.constexpr = k.dtype.element_ty
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
-    ERRORS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
     STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BV, BK], dtype)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, PART], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -372,59 +362,49 @@ def adjoint_kernel(
     stride_b = T.to(gl.int64) * H
     q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
     k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, BLOCK)
-    o_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, PART, VALUES)
+    o_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, BV, VALUES)
     # Something else stands for what is absent, and nobody reads it.
     e_desc = o_desc
     dv_desc = o_desc
     l_desc = k_desc
     if OUTPUT:
-        e_desc = describe(errors, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, ERRORS)
-        dv_desc = describe(dv, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, PART, VALUES)
+        e_desc = describe(errors, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
+        dv_desc = describe(dv, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
         l_desc = describe(dlate, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, BLOCK)
     t_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [((chunks - 1) * H + 1) * (2 * C), C], [C, 1],
                                         [C, C], SQUARE)
     q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], BLOCK)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, PART], VALUES)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
     t_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
     r_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
     p_s = gl.allocate_shared_memory(dtype, [2, C, C], SQUARE)
     e_s = k_s
     d_s = k_s
-    outs_s = do_s
-    l_s = k_s
     if OUTPUT:
-        # Errors, and what is made of them.
-        wider_s = gl.allocate_shared_memory(dtype, [C, max(BK, BV)], BLOCK if BK > BV else ERRORS)
-        e_s = reinterpret(wider_s, dtype, [C, BV], ERRORS)
-        l_s = reinterpret(wider_s, dtype, [C, BK], BLOCK)
+        e_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
         d_s = gl.allocate_shared_memory(dtype, [BV, BK], STATE)
-        outs_s = gl.allocate_shared_memory(dtype, [WALKERS, C, PART], VALUES)
     factors_s = gl.allocate_shared_memory(gl.float32, [(7 if NORM else 6) * STAGES, C], VECTOR)
     scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
     parts_s = scalars_s
     if OUTPUT and BETA:
-        parts_s = gl.allocate_shared_memory(gl.float32, [STAGES * WALKERS, 4, C],
+        parts_s = gl.allocate_shared_memory(gl.float32, [STAGES, BV // 16, C],
                                             gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    d_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    d_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    e_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    e_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     e_read = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    e_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    e_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WALKERS + 1)
-    mbarrier.init(p_empty, count=WALKERS)
-    mbarrier.init(d_full, count=WALKERS)
-    mbarrier.init(d_empty, count=1)
-    mbarrier.init(e_full, count=1)
-    mbarrier.init(e_read, count=WALKERS)
-    mbarrier.init(e_empty, count=1)
+        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(e_full.index(i), count=1)
+        mbarrier.init(e_empty.index(i), count=1)
+    mbarrier.init(p_empty, count=1)
+    mbarrier.init(e_read, count=1)
     fence_async_shared()
 
     p_dht = k
@@ -454,39 +434,21 @@ def adjoint_kernel(
         p_kept = dstates + (first_group * H + i_h) * (V * K)
     tiles = (q_s, k_s, do_s, e_s, t_s, r_s, p_s, d_s)
     vectors = (factors_s, scalars_s, parts_s)
-    barriers = (full, ready, empty, p_empty, d_full, d_empty, e_full, e_read, e_empty)
+    barriers = (full, ready, empty, p_empty, e_full, e_read, e_empty)
     descriptors = (q_desc, k_desc, o_desc, e_desc, t_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
-    goal = (outs_s, dv_desc)
     ends = (p_dht, p_dh0, p_kept)
-    if WALKERS == 2:
-        gl.warp_specialize(
-            [
-                (multiply, (tiles, vectors, barriers, goal, ends, size, last, before, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SPLIT,
-                            OUTPUT)),
-                (multiply, (tiles, vectors, barriers, goal, ends, size, last, before, 1, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SPLIT,
-                            OUTPUT)),
-                (pair, (tiles, vectors, barriers, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, NORM, OUTPUT)),
-                (gates, (vectors, barriers, inputs, p_dbeta, size, scale, H, C, WALKERS, STAGES, REVERSE, GATED, BETA,
-                         NORM, OUTPUT)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE, OUTPUT)),
-            ],
-            [4, 4, 1, 1],
-            [192, 104, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (tiles, vectors, barriers, goal, ends, size, last, before, 0, H, C, K, V, BK, PART,
-                            WALKERS, STAGES, GROUP, REVERSE, BETA, NORM, INIT, FINAL, SPLIT,
-                            OUTPUT)),
-                (pair, (tiles, vectors, barriers, l_s, l_desc, size, scale, H, C, BK, STAGES, REVERSE, NORM, OUTPUT)),
-                (gates, (vectors, barriers, inputs, p_dbeta, size, scale, H, C, WALKERS, STAGES, REVERSE, GATED, BETA,
-                         NORM, OUTPUT)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, PART, WALKERS, STAGES, REVERSE, OUTPUT)),
-            ],
-            [4, 1, 1],
-            [216, 24, 24],
-        )
+    # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
+    WIDE: gl.constexpr = BV == 128
+    gl.warp_specialize(
+        [
+            (pair, (tiles, vectors, barriers, l_desc, size, scale, C, BK, STAGES, REVERSE, NORM, OUTPUT)),
+            (multiply, (tiles, vectors, barriers, dv_desc, ends, size, last, before, H, C, K, V, BK, BV, STAGES, GROUP,
+                        REVERSE, BETA, NORM, INIT, FINAL, SPLIT, OUTPUT)),
+            (gates, (vectors, barriers, inputs, p_dbeta, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
+                     OUTPUT)),
+            (copy, (tiles, barriers, descriptors, p_alike, size, H, C, STAGES, REVERSE, OUTPUT)),
+        ],
+        [8 if WIDE else 4, 1, 1],
+        [192 if WIDE else 216, 24, 24],
+    )

@@ -18,8 +18,8 @@ dQ and dK have their own, which is divided out at last.
 
 Where keys are alike, E, dP and the keys that change S have two parts.
 
-A warpgroup has 64 of the keys' dimensions: of S, dQ and dK. One more makes dP and dA, a warp makes what depends
-on gates alone and dg, one copies.
+A warpgroup has 64 of the keys' dimensions, of S, dQ and dK; two are one partition, which is compiled once. One more
+makes dP and dA, a warp makes what depends on gates alone and dg, one copies.
 """
 
 from __future__ import annotations
@@ -69,13 +69,12 @@ def place(i, size, C: gl.constexpr, REVERSE: gl.constexpr):
 
 
 @gluon.jit
-def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, WALKERS: gl.constexpr, STAGES: gl.constexpr,
-         REVERSE: gl.constexpr):
+def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr):
     """A partition of one warp: copies chunks into the ring of stages; queries and L when their tiles are free."""
     k_s, e_s, o_s, dv_s, q_s, l_s, _, _ = tiles
-    full, _, empty, _, q_full, q_empty, _ = barriers
+    full, _, empty, q_full, q_empty, _ = barriers
     q_desc, k_desc, o_desc, e_desc, dv_desc, l_desc = descriptors
-    BYTES: gl.constexpr = WALKERS * k_desc.block_type.nbytes + 3 * e_desc.block_type.nbytes
+    BYTES: gl.constexpr = k_desc.block_type.nbytes + 3 * e_desc.block_type.nbytes
     for i in range(end - begin):
         at = place(begin + i, size, C, REVERSE) * C
         slot = i % STAGES
@@ -85,14 +84,11 @@ def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, WALKER
         copy_in(dv_desc, [at, 0], arrived, dv_s.index(slot))
         copy_in(e_desc, [at, 0], arrived, e_s.index(slot))
         copy_in(o_desc, [at, 0], arrived, o_s.index(slot))
-        for j in gl.static_range(WALKERS):
-            copy_in(k_desc, [at, j * 64], arrived, k_s.index(slot * WALKERS + j))
+        copy_in(k_desc, [at, 0], arrived, k_s.index(slot))
         mbarrier.wait(q_empty, (i & 1) ^ 1)
-        mbarrier.expect(q_full, 2 * WALKERS * q_desc.block_type.nbytes)
-        for j in gl.static_range(WALKERS):
-            copy_in(q_desc, [at, j * 64], q_full, q_s.index(j))
-        for j in gl.static_range(WALKERS):
-            copy_in(l_desc, [at, j * 64], q_full, l_s.index(j))
+        mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+        copy_in(q_desc, [at, 0], q_full, q_s.index(0))
+        copy_in(l_desc, [at, 0], q_full, l_s.index(0))
 
 
 @gluon.jit
@@ -103,15 +99,15 @@ def power(x):
 
 @gluon.jit
 def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
-          WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
-          GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, NEED_G: gl.constexpr):
+          STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
+          NORM: gl.constexpr, NEED_G: gl.constexpr):
     """A partition of one warp: what depends on gates alone, as soon as a stage is free, and dg of its former chunk.
 
     For each stage: ``scale exp2(G)``, ``-exp2(G)``, ``beta exp2(G_C - G)``, G and beta, with norms those of keys,
     too; ``exp2(G_C)``, and whether keys are alike.
     """
     factors_s, scalars_s, x_s, begin_s = vectors
-    full, _, empty, _, _, _, _ = barriers
+    full, _, empty, _, _, _ = barriers
     FACTORS: gl.constexpr = 10 if NORM else 5
     EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -131,11 +127,8 @@ def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexp
             if i >= STAGES:
                 ended = begin + i - STAGES
                 if ended % GROUP == 0:
-                    start = gl.zeros([1], gl.float32, FLAG)
-                    for j in gl.static_range(WALKERS):
-                        start += begin_s.index((ended // GROUP & 1) * WALKERS + j).load(FLAG)
-                    left = gl.max(start, 0)
-                each = of_tokens(x_s, slot, C, WALKERS)
+                    left = gl.max(begin_s.index(ended // GROUP & 1).load(FLAG), 0)
+                each = of_tokens(x_s.index(slot))
                 sums = gl.associative_scan(each, 0, add, reverse=REVERSE)
                 of_ended = place(ended, size, C, REVERSE) * C
                 gl.store(dg + (of_ended + t).to(gl.int64) * H, (left - (sums - each)).to(dg.dtype.element_ty),
@@ -157,7 +150,7 @@ def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexp
 
 
 @gluon.jit
-def take_lengths(tiles, factors_s, of, slot, scale, WALKERS: gl.constexpr):
+def take_lengths(tiles, factors_s, of, slot, scale):
     """Adds the lengths of queries and keys to a chunk's factors; of float16, scales its tiles.
 
     Then there are also one over lengths of queries and of keys, and these in turn of queries, ``scale`` times, and of
@@ -167,19 +160,21 @@ def take_lengths(tiles, factors_s, of, slot, scale, WALKERS: gl.constexpr):
     k_s, _, _, _, q_s, _, _, _ = tiles
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     EACH: gl.constexpr = gl.SliceLayout(1, ROWS)
+    PARTS: gl.constexpr = q_s.shape[2] // 64
     dtype: gl.constexpr = q_s.dtype
     of_keys = factors_s.index(of + 5).load(EACH)
     squares = of_keys * 0.0
-    for j in gl.static_range(WALKERS):
-        q = wide(q_s.index(j).load(ROWS))
+    # No more at a time than there are registers for.
+    for j in gl.static_range(PARTS):
+        q = wide(q_s.index(0).slice(j * 64, 64, 1).load(ROWS))
         squares += gl.sum(q * q, 1)
     of_queries = gl.rsqrt(squares + EPSILON)
     if dtype == gl.float16:
         q_power = power(of_queries)
         k_power = power(of_keys)
-        for j in gl.static_range(WALKERS):
-            q_j = q_s.index(j)
-            k_j = k_s.index(slot * WALKERS + j)
+        for j in gl.static_range(PARTS):
+            q_j = q_s.index(0).slice(j * 64, 64, 1)
+            k_j = k_s.index(slot).slice(j * 64, 64, 1)
             q_j.store((wide(q_j.load(ROWS)) * q_power[:, None]).to(dtype))
             k_j.store((wide(k_j.load(ROWS)) * k_power[:, None]).to(dtype))
         of_queries = of_queries / q_power
@@ -212,12 +207,12 @@ def reach(factors_s, of, OF_KEYS: gl.constexpr, SELF: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def pair(tiles, vectors, barriers, r_desc, size, begin, end, scale, C: gl.constexpr, WALKERS: gl.constexpr,
-         STAGES: gl.constexpr, REVERSE: gl.constexpr, NORM: gl.constexpr):
+def pair(tiles, vectors, barriers, r_desc, size, begin, end, scale, C: gl.constexpr, STAGES: gl.constexpr,
+         REVERSE: gl.constexpr, NORM: gl.constexpr):
     """A partition of one warpgroup: dP and dA of each chunk."""
     _, e_s, o_s, dv_s, _, _, p_s, a_s = tiles
     factors_s, scalars_s, _, _ = vectors
-    full, ready, empty, p_empty, q_full, _, rest_full = barriers
+    full, ready, empty, q_full, q_empty, rest_full = barriers
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -234,17 +229,17 @@ def pair(tiles, vectors, barriers, r_desc, size, begin, end, scale, C: gl.conste
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if NORM:
             mbarrier.wait(q_full, i & 1)
-            take_lengths(tiles, factors_s, of, slot, scale, WALKERS)
+            take_lengths(tiles, factors_s, of, slot, scale)
         # A product in two branches might read anywhere: the rest of E is one more turn.
         parts = 1 + (gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0).to(gl.int32)
         a = none
         for part in range(parts):
             if part > 0:
                 # It comes where dA will be.
-                mbarrier.wait(p_empty, (i & 1) ^ 1)
-                mbarrier.expect(rest_full.index(WALKERS), r_desc.block_type.nbytes)
-                copy_in(r_desc, [at * C, 0], rest_full.index(WALKERS), e_s.index(STAGES))
-                mbarrier.wait(rest_full.index(WALKERS), rests & 1)
+                mbarrier.wait(q_empty, (i & 1) ^ 1)
+                mbarrier.expect(rest_full.index(1), r_desc.block_type.nbytes)
+                copy_in(r_desc, [at * C, 0], rest_full.index(1), e_s.index(STAGES))
+                mbarrier.wait(rest_full.index(1), rests & 1)
                 rests += 1
             e = e_s.index(slot + part * (STAGES - slot)).permute((1, 0))
             a = warpgroup_mma(dv_s.index(slot), e, a, use_acc=part > 0, is_async=True)
@@ -261,7 +256,7 @@ def pair(tiles, vectors, barriers, r_desc, size, begin, end, scale, C: gl.conste
         p *= reach(factors_s, of, OF_KEYS, 0, C, W, REVERSE) * of_query
         b_p = p.to(dtype)
         # Walkers wait for no more than the stores, once the tiles are free.
-        mbarrier.wait(p_empty, (i & 1) ^ 1)
+        mbarrier.wait(q_empty, (i & 1) ^ 1)
         if parts > 1:
             thread_barrier()
         a_s.index(squares).store(b_a)
@@ -279,7 +274,7 @@ def start(starts, step, begin_s, o_k, o_v, H: gl.constexpr, K: gl.constexpr, V: 
           BV: gl.constexpr, GROUP: gl.constexpr, INIT: gl.constexpr, NEED_G: gl.constexpr):
     """The state before a group, which begins with chunk ``step``; stores the sum of its products with its gradient."""
     states, dstates, h0, dh0 = starts
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [BK // 16], [0])
     given = o_k[:, None] * V + o_v[None, :]
     left_there = o_k[:, None] + (o_v * K)[None, :]
     state = (o_k[:, None] * 0.0) + (o_v[None, :] * 0.0)
@@ -300,27 +295,28 @@ def start(starts, step, begin_s, o_k, o_v, H: gl.constexpr, K: gl.constexpr, V: 
 
 
 @gluon.jit
-def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, WALKER: gl.constexpr, H: gl.constexpr,
-             C: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
-             WALKERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr,
-             INIT: gl.constexpr, NORM: gl.constexpr, NEED_G: gl.constexpr):
-    """A partition of one warpgroup: 64 of the keys' dimensions, for which it has the state."""
+def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, H: gl.constexpr, C: gl.constexpr,
+             K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+             GROUP: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, NORM: gl.constexpr,
+             NEED_G: gl.constexpr):
+    """A partition of a warpgroup for each 64 of the keys' dimensions, for which it has the state."""
     k_s, e_s, o_s, dv_s, q_s, l_s, p_s, a_s = tiles
     factors_s, scalars_s, x_s, begin_s = vectors
-    full, ready, empty, p_empty, q_full, q_empty, rest_full = barriers
+    full, ready, empty, q_full, q_empty, rest_full = barriers
+    WARPS: gl.constexpr = BK // 16
     dq, dk, outs_s = goals
     FACTORS: gl.constexpr = 10 if NORM else 5
     # A chunk's tokens are columns; so are the dimensions of values of a state.
-    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BV, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, W, 2)
     LEFT_S: gl.constexpr = gl.DotOperandLayout(0, WS, 2)
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     dtype: gl.constexpr = k_s.dtype
     squares: gl.constexpr = STAGES * BV // C
-    none = gl.zeros([64, C], gl.float32, W)
-    state = gl.zeros([64, BV], gl.float32, WS)
+    none = gl.zeros([BK, C], gl.float32, W)
+    state = gl.zeros([BK, BV], gl.float32, WS)
     rests = begin * 0
     for i in range(end - begin):
         at = place(begin + i, size, C, REVERSE)
@@ -330,17 +326,17 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         zero = anew(i)
         dq_s = outs_s.index(zero)
         dk_s = outs_s.index(zero + 1)
-        q = q_s.index(zero + WALKER).permute((1, 0))
-        given_k = l_s.index(zero + WALKER).permute((1, 0))
+        q = q_s.index(zero).permute((1, 0))
+        given_k = l_s.index(zero).permute((1, 0))
         p = p_s.index(zero)
         a = a_s.index(zero + squares)
         if (begin + i) % GROUP == 0:
-            o_k = zero + WALKER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WS))
+            o_k = zero + gl.arange(0, BK, layout=gl.SliceLayout(1, WS))
             o_v = zero + gl.arange(0, BV, layout=gl.SliceLayout(0, WS))
-            of_begin = ((begin + i) // GROUP & 1) * WALKERS + WALKER
-            state = start(starts, begin + i, begin_s.index(of_begin), o_k, o_v, H, K, V, BK, BV, GROUP, INIT, NEED_G)
+            begin_i = begin_s.index((begin + i) // GROUP & 1)
+            state = start(starts, begin + i, begin_i, o_k, o_v, H, K, V, BK, BV, GROUP, INIT, NEED_G)
         mbarrier.wait(full.index(slot), phase)
-        k = k_s.index(slot * WALKERS + WALKER).permute((1, 0))
+        k = k_s.index(slot).permute((1, 0))
         left = gl.convert_layout(state.to(dtype), LEFT)
         dq_t = warpgroup_mma(left, o_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         dk_t = warpgroup_mma(left, dv_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -353,13 +349,13 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
             # The tiles of both results hold the rest of the errors, first.
             r_s = reinterpret(outs_s, dtype, [C, BV], r_desc.layout)
             tma.store_wait(0)
-            mbarrier.expect(rest_full.index(WALKER), r_desc.block_type.nbytes)
-            copy_in(r_desc, [at * C, 0], rest_full.index(WALKER), r_s)
+            mbarrier.expect(rest_full.index(0), r_desc.block_type.nbytes)
+            copy_in(r_desc, [at * C, 0], rest_full.index(0), r_s)
             dq_t = warpgroup_mma(k, a_s.index(zero + squares + 1).permute((1, 0)), dq_t)
             late = wide(k.load(W)) * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
             low = gl.convert_layout((late - wide(late.to(dtype))).to(dtype), LEFT_S)
             state = warpgroup_mma(low, e_s.index(slot), state)
-            mbarrier.wait(rest_full.index(WALKER), rests & 1)
+            mbarrier.wait(rest_full.index(0), rests & 1)
             rests += 1
             state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), r_s, state)
         dq_t = warpgroup_mma(k, p.permute((1, 0)), dq_t, is_async=True)
@@ -386,20 +382,19 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         dk_t = warpgroup_mma_wait(0, deps=[dk_t])
         thread_barrier()
         # Copies out go before those into what they make free.
-        copy_out(dq, [at * C, WALKER * 64], dq_s)
-        mbarrier.arrive(p_empty, count=1)
+        copy_out(dq, [at * C, 0], dq_s)
         mbarrier.arrive(q_empty, count=1)
         if NEED_G:
             x -= of_lanes(dk_t * wide(k.load(W)))
             # Each warp has the sums over its own rows.
-            x_s.index(slot * WALKERS + WALKER).store(gl.sum(x, 1))
+            x_s.index(slot).store(gl.sum(x, 1))
         if NORM:
             dk_t *= factors_s.index(of + 7).load(OF_TOKENS)[None, :]
         tma.store_wait(1)
         dk_s.permute((1, 0)).store(dk_t.to(dtype))
         fence_async_shared()
         thread_barrier()
-        copy_out(dk, [at * C, WALKER * 64], dk_s)
+        copy_out(dk, [at * C, 0], dk_s)
         mbarrier.arrive(empty.index(slot), count=1)
     tma.store_wait(0)
 
@@ -431,9 +426,8 @@ def gradients_kernel(
     end = gl.minimum(begin + L // C, gl.cdiv(size, C))
     if end <= begin:
         return
-    WALKERS: gl.constexpr = BK // 64
     dtype: gl.constexpr = k.dtype.element_ty
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 64], dtype)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -446,41 +440,39 @@ def gradients_kernel(
 
     first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
     stride_b = T.to(gl.int64) * H
-    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, 64, KEYS)
-    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, 64, KEYS)
+    q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, KEYS)
+    k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, KEYS)
     o_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, BV, VALUES)
     e_desc = describe(errors, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
     dv_desc = describe(dv, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
-    l_desc = describe(dk_given, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES * WALKERS, C, 64], KEYS)
+    l_desc = describe(dk_given, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, KEYS)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], KEYS)
     e_s = gl.allocate_shared_memory(dtype, [STAGES + 2 * C // BV, C, BV], VALUES)
     o_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
     dv_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
-    q_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
-    l_s = gl.allocate_shared_memory(dtype, [WALKERS, C, 64], KEYS)
+    q_s = gl.allocate_shared_memory(dtype, [1, C, BK], KEYS)
+    l_s = gl.allocate_shared_memory(dtype, [1, C, BK], KEYS)
     # dA has the last two tiles of squares.
     a_s = reinterpret(e_s, dtype, [STAGES * BV // C + 2, C, C], SQUARE)
     p_s = gl.allocate_shared_memory(dtype, [1, C, C], SQUARE)
     factors_s = gl.allocate_shared_memory(gl.float32, [(10 if NORM else 5) * STAGES, C], VECTOR)
     scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
-    x_s = gl.allocate_shared_memory(gl.float32, [STAGES * WALKERS, 4, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    begin_s = gl.allocate_shared_memory(gl.float32, [2 * WALKERS, 1], VECTOR)
+    x_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK // 16, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    begin_s = gl.allocate_shared_memory(gl.float32, [2, 1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    p_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    rest_full = gl.allocate_shared_memory(gl.int64, [WALKERS + 1, 1], BARRIER)
+    rest_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WALKERS + 1)
-    for i in gl.static_range(WALKERS + 1):
-        mbarrier.init(rest_full.index(i), count=1)
-    mbarrier.init(p_empty, count=WALKERS)
+        mbarrier.init(empty.index(i), count=2)
     mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=WALKERS)
+    mbarrier.init(q_empty, count=1)
+    mbarrier.init(rest_full.index(0), count=1)
+    mbarrier.init(rest_full.index(1), count=1)
     fence_async_shared()
 
     # Something else stands for an absent array, and nobody reads it.
@@ -504,44 +496,28 @@ def gradients_kernel(
     if NEED_G:
         p_dg = dg + (i_b.to(gl.int64) * T + token) * H + i_h
     r_desc = describe(rest, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
-    goal_q = describe(dq, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
-    goal_k = describe(dk, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, 64, KEYS)
+    goal_q = describe(dq, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, KEYS)
+    goal_k = describe(dk, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, KEYS)
     i_left = (first_slot(i_n, token, size, T, GROUP * C, PACKED) * H + i_h) * (V * K)
     tiles = (k_s, e_s, o_s, dv_s, q_s, l_s, p_s, a_s)
     vectors = (factors_s, scalars_s, x_s, begin_s)
-    barriers = (full, ready, empty, p_empty, q_full, q_empty, rest_full)
+    barriers = (full, ready, empty, q_full, q_empty, rest_full)
     descriptors = (q_desc, k_desc, o_desc, e_desc, dv_desc, l_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, alike + first, p_norms)
     starts = (states + i_left, dstates + i_left, p_h0, p_dh0)
-    outs_s = gl.allocate_shared_memory(dtype, [2, C, 64], KEYS)
+    outs_s = gl.allocate_shared_memory(dtype, [2, C, BK], KEYS)
     results = (goal_q, goal_k, outs_s)
-    if WALKERS == 2:
-        others_s = gl.allocate_shared_memory(dtype, [2, C, 64], KEYS)
-        others = (goal_q, goal_k, others_s)
-        gl.warp_specialize(
-            [
-                (pair, (tiles, vectors, barriers, r_desc, size, begin, end, scale, C, WALKERS, STAGES, REVERSE, NORM)),
-                (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK, BV,
-                            WALKERS, STAGES, GROUP, REVERSE, INIT, NORM, NEED_G)),
-                (multiply, (tiles, vectors, barriers, others, starts, r_desc, size, begin, end, 1, H, C, K, V, BK, BV,
-                            WALKERS, STAGES, GROUP, REVERSE, INIT, NORM, NEED_G)),
-                (gates, (vectors, barriers, inputs, p_dg, size, begin, end, scale, H, C, WALKERS, STAGES, GROUP,
-                         REVERSE, GATED, BETA, NORM, NEED_G)),
-                (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
-            ],
-            [4, 4, 1, 1],
-            [192, 192, 32, 32],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, 0, H, C, K, V, BK, BV,
-                            WALKERS, STAGES, GROUP, REVERSE, INIT, NORM, NEED_G)),
-                (pair, (tiles, vectors, barriers, r_desc, size, begin, end, scale, C, WALKERS, STAGES, REVERSE, NORM)),
-                (gates, (vectors, barriers, inputs, p_dg, size, begin, end, scale, H, C, WALKERS, STAGES, GROUP,
-                         REVERSE, GATED, BETA, NORM, NEED_G)),
-                (copy, (tiles, barriers, descriptors, size, begin, end, C, WALKERS, STAGES, REVERSE)),
-            ],
-            [4, 1, 1],
-            [208, 32, 32],
-        )
+    # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
+    WIDE: gl.constexpr = BK == 128
+    gl.warp_specialize(
+        [
+            (pair, (tiles, vectors, barriers, r_desc, size, begin, end, scale, C, STAGES, REVERSE, NORM)),
+            (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, H, C, K, V, BK, BV, STAGES,
+                        GROUP, REVERSE, INIT, NORM, NEED_G)),
+            (gates, (vectors, barriers, inputs, p_dg, size, begin, end, scale, H, C, STAGES, GROUP, REVERSE, GATED,
+                     BETA, NORM, NEED_G)),
+            (copy, (tiles, barriers, descriptors, size, begin, end, C, STAGES, REVERSE)),
+        ],
+        [8 if WIDE else 4, 1, 1],
+        [192 if WIDE else 208, 32, 32],
+    )

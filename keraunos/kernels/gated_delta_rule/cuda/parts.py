@@ -31,16 +31,13 @@ def read(inputs, at, size, H: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr
 
 @gluon.jit
 def of_lanes(x):
-    """Sums ``[4, 8, C]`` over the rows of a tile ``[64, C]`` that a thread has, of which a warp has 16."""
-    return gl.sum(x.reshape([4, 2, 8, x.shape[1]]), 1)
+    """Sums ``[warps, 8, C]`` over the rows of a tile that a thread has, of which a warp has 16."""
+    return gl.sum(x.reshape([x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
 
 
 @gluon.jit
-def of_tokens(parts_s, slot, C: gl.constexpr, WALKERS: gl.constexpr):
-    """Sums over all rows of tiles from those that warps have left in a stage ``[4, C]``, by one warp."""
-    PARTS: gl.constexpr = gl.BlockedLayout([4, 2], [1, 32], [1, 1], [1, 0])
+def of_tokens(parts_s):
+    """Sums over all rows of a tile from those that warps have left ``[warps, C]``, by one warp."""
+    PARTS: gl.constexpr = gl.BlockedLayout([parts_s.shape[0], 2], [1, 32], [1, 1], [1, 0])
     EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    found = gl.zeros([C], gl.float32, EACH)
-    for j in gl.static_range(WALKERS):
-        found += gl.convert_layout(gl.sum(parts_s.index(slot * WALKERS + j).load(PARTS), 0), EACH)
-    return found
+    return gl.convert_layout(gl.sum(parts_s.load(PARTS), 0), EACH)
