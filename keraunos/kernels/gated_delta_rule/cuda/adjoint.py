@@ -37,7 +37,7 @@ from keraunos.kernels.device.hopper import (
     store_state,
     wide,
 )
-from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, read
+from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, of_warps, read
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
@@ -284,7 +284,7 @@ def multiply(tiles, vectors, barriers, dv_desc, ends, size, last, before, H: gl.
             if BETA:
                 mbarrier.wait(e_full.index(slot), phase)
                 # Each warp has the sums over its own rows.
-                parts_s.index(slot).store(gl.sum(of_lanes(z * wide(own_e.load(W))), 1))
+                parts_s.index(slot).store(of_warps(of_lanes(z * wide(own_e.load(W)))))
                 dv = z * factors_s.index(of + 3).load(OF_TOKENS)[None, :]
             mbarrier.wait(e_read, i & 1)
             own_e.store(dv.to(dtype))

@@ -44,7 +44,7 @@ from keraunos.kernels.device.hopper import (
     owner,
     wide,
 )
-from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, read
+from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, of_warps, read
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
@@ -341,8 +341,9 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         dq_t = warpgroup_mma(left, o_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         dk_t = warpgroup_mma(left, dv_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(ready.index(slot), phase)
-        dq_t, dk_t = warpgroup_mma_wait(0, deps=[dq_t, dk_t])
+        dq_t = warpgroup_mma_wait(1, deps=[dq_t])
         dq_t = dq_t * factors_s.index(of + 0).load(OF_TOKENS)[None, :]
+        dk_t = warpgroup_mma_wait(0, deps=[dk_t])
         dk_t = dk_t * factors_s.index(of + 1).load(OF_TOKENS)[None, :]
         state = state * gl.max(scalars_s.index(slot * 2).load(FLAG), 0)
         if gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0:
@@ -363,7 +364,8 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         late = wide(k.load(W)) * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
         high = gl.convert_layout(late.to(dtype), LEFT_S)
         state = warpgroup_mma(high, e_s.index(slot), state, is_async=True)
-        dq_t, dk_t, state = warpgroup_mma_wait(0, deps=[dq_t, dk_t, state])
+        # The state may be late: it is needed no sooner than for the next chunk.
+        dq_t, dk_t = warpgroup_mma_wait(1, deps=[dq_t, dk_t])
         # What ends at a token counts, and what begins there is subtracted: twice what ends, minus all of it.
         x = of_lanes(dk_t * wide(k.load(W))) * 2.0
         mbarrier.wait(q_full, i & 1)
@@ -371,6 +373,7 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
             dk_t += wide(given_k.load(W)) * factors_s.index(of + 5).load(OF_TOKENS)[None, :]
         else:
             dk_t += wide(given_k.load(W))
+        state = warpgroup_mma_wait(0, deps=[state])
         dk_t = warpgroup_mma(q, p, dk_t, is_async=True)
         dk_t = warpgroup_mma(k, a, dk_t, is_async=True)
         x += of_lanes(dq_t * wide(q.load(W)))
@@ -387,7 +390,7 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         if NEED_G:
             x -= of_lanes(dk_t * wide(k.load(W)))
             # Each warp has the sums over its own rows.
-            x_s.index(slot).store(gl.sum(x, 1))
+            x_s.index(slot).store(of_warps(x))
         if NORM:
             dk_t *= factors_s.index(of + 7).load(OF_TOKENS)[None, :]
         tma.store_wait(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from keraunos.kernels.device.hopper import FAINT, LOG2E
+from keraunos.kernels.device.hopper import FAINT, LOG2E, now
 
 
 @gluon.jit
@@ -33,6 +33,36 @@ def read(inputs, at, size, H: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr
 def of_lanes(x):
     """Sums ``[warps, 8, C]`` over the rows of a tile that a thread has, of which a warp has 16."""
     return gl.sum(x.reshape([x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
+
+
+@gluon.constexpr_function
+def halves(warps, rows):
+    """The layout of ``[warps, 2, rows, 64]`` whose threads have both halves of rows, and fewer columns for it."""
+    columns = [8, 16, 32]
+    lanes = rows.bit_length() - 1
+    return gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], *([0, 0, 0, x] for x in columns[:lanes]), [0, 1, 0, 0]],
+        [[0, 0, 0, 2], [0, 0, 0, 4], *([0, 0, 1 << j, 0] for j in range(lanes)),
+         *([0, 0, 0, x] for x in columns[lanes:])],
+        [[1 << j, 0, 0, 0] for j in range(warps.bit_length() - 1)], [], [warps, 2, rows, 64])
+
+
+@gluon.jit
+def add_halves(x):
+    """The sums ``[warps, rows / 2, 64]`` of a warp's rows and those that are half of all further."""
+    HALVES: gl.constexpr = halves(x.shape[0], x.shape[1] // 2)
+    return gl.sum(gl.convert_layout(x.reshape(HALVES.shape), HALVES), 1)
+
+
+@gluon.jit
+def of_warps(x):
+    """Sums ``[warps, 64]`` over the rows of a tile that a warp has, from those of its lanes.
+
+    Pairs of lanes give each other columns for rows, three times: so 14 values move, not 48 as if each had all sums.
+    """
+    # Made now: else the compiler moves values ahead of the products before, where registers are few.
+    x = now(x.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+    return add_halves(add_halves(add_halves(x))).reshape([x.shape[0], 64])
 
 
 @gluon.jit
