@@ -48,10 +48,12 @@ from keraunos.kernels.gluon import lengths, reinterpret, thread_barrier
 # Dimensions of a key that are worked on at a time.
 PART = gl.constexpr(64)
 NANS_TOO = gl.constexpr(PropagateNan.ALL)
-# What marks chunks: their results have two parts; they are left, as keys are alike; as gates are strong.
+# What marks chunks: results have two parts; they have one, but gates are strong; they are left, as keys are alike; as
+# gates are strong.
 IS_FINE = gl.constexpr(1)
-IS_ALIKE = gl.constexpr(2)
-IS_STRONG = gl.constexpr(3)
+IS_REMADE = gl.constexpr(2)
+IS_ALIKE = gl.constexpr(3)
+IS_STRONG = gl.constexpr(4)
 
 
 @gluon.jit
@@ -318,7 +320,7 @@ def prepare_dimensions_kernel(
 ):
     """``near`` and ``pairs`` ``[slots, H, 2, C, C]``: N and P of a chunk and head, and what their dtype leaves.
 
-    ``alike`` ``[slots, H]``: 0 where the first are stored; where nothing is, what leaves a chunk to
+    ``alike`` ``[slots, H]``: 0 where the first are stored; where nothing is, why a chunk is left to
     ``remake_dimensions_kernel``: IS_STRONG where ``G - m`` is farther from 0 than LEAST, IS_ALIKE. ``norms``
     ``[slots, H, 2, C]``: one over the length of each query and each key, where they are to be divided by it. ``gates``:
     float32 gates as float16, contiguous, for all that runs after this. stride_q, stride_k, stride_g: in UNIT values.
@@ -369,10 +371,10 @@ def remake_dimensions_kernel(
     REVERSE: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr, MOST: gl.constexpr, FINE: gl.constexpr,
     MAXNREG: gl.constexpr,
 ):
-    """The results of chunks that were left as IS_STRONG or, FINE, as IS_ALIKE: in two parts, and they become IS_FINE.
+    """The results of chunks that were left as IS_STRONG, which become IS_REMADE or are left as IS_ALIKE.
 
-    A program sees to EACH of all SLOTS, of chunks and heads, at most to MOST. The arrays that are given are those that
-    are made.
+    Or, FINE, of those that were left as IS_ALIKE: in two parts, and they become IS_FINE. A program sees to EACH of all
+    SLOTS, of chunks and heads, at most to MOST. The arrays that are given are those that are made.
     """
     KIND: gl.constexpr = IS_ALIKE if FINE else IS_STRONG
     first = gl.program_id(0) * EACH
@@ -423,4 +425,4 @@ def remake_dimensions_kernel(
                     gl.store(alike + slot, IS_ALIKE)
                 else:
                     store_usual(a, p, squares, vectors, p_near, p_pairs, scale, NORM, REVERSE)
-                    gl.store(alike + slot, 0)
+                    gl.store(alike + slot, IS_REMADE)

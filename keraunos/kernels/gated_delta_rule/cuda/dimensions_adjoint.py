@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from keraunos.kernels.device.hopper import LOG2E, describe, first_slot, load_state, locate, store_state, wide
 from keraunos.kernels.gated_delta_rule.cuda.adjoint import place
+from keraunos.kernels.gated_delta_rule.cuda.dimensions import IS_FINE
 from keraunos.kernels.gated_delta_rule.cuda.dimensions_walk import (
     BLOCKS,
     PART,
@@ -58,7 +59,7 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
     for i in range(count):
         slot = i % STAGES
         at = place(i, count, REVERSE)
-        fine = gl.load(alike + at * H) != 0
+        fine = gl.load(alike + at * H) == IS_FINE
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         if (i > 0) & (fine | held):
             # A chunk in two parts has two stages to itself.
@@ -108,7 +109,7 @@ def work_in(tiles, vectors, barriers, inputs, size, scale, H: gl.constexpr, C: g
         if NORM:
             of_queries = gl.load(norms + at * (H * 2 * C) + t)
             of_keys = gl.load(norms + at * (H * 2 * C) + C + t)
-        fine = gl.load(alike + at * H)
+        fine = (gl.load(alike + at * H) == IS_FINE).to(gl.int32)
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         alike_s.index(slot).store(gl.full([1], 1, gl.int32, EACH) * fine)
         if BETA:

@@ -36,6 +36,7 @@ from keraunos.kernels.device.hopper import (
     wide,
     within,
 )
+from keraunos.kernels.gated_delta_rule.cuda.dimensions import IS_FINE
 from keraunos.kernels.gated_delta_rule.cuda.prepare import BLOCK
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
@@ -136,7 +137,7 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
     for i in range(count):
         slot = i % STAGES
         at = (count - 1 - i) if REVERSE else i
-        fine = gl.load(alike + at * H) != 0
+        fine = gl.load(alike + at * H) == IS_FINE
         mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
         arrived = full.index(slot)
         mbarrier.expect(arrived, 3 * k_desc.block_type.nbytes)
@@ -191,7 +192,7 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
             strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=t < left, other=0.0).to(gl.float32)
         if NORM:
             both = gl.load(norms + at * (H * 2 * C) + t_of_both)
-        fine = gl.load(alike + at * H)
+        fine = (gl.load(alike + at * H) == IS_FINE).to(gl.int32)
         rest_slot = (m + 1) % STAGES
         mbarrier.wait(free_late.index(late_slot), ((m // STAGES) & 1) ^ 1)
         if fine != 0:
