@@ -1,5 +1,7 @@
 """Triton kernels of the gated delta rule that are parallel over chunks of tokens: what walks read, and the gradients.
 
+Those with gates per dimension are in ``dimension_gradients.py``.
+
 Rows of a chunk are tokens in the order in which the recurrence meets them: with REVERSE from the last to the first.
 Decays are products with 0/1 matrices, as in ``device/recurrence.py``.
 """
@@ -293,8 +295,8 @@ def queries_gradient_kernel(
     dq, dg,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr,
     UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    GATE: tl.constexpr, NEED_G: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr,
-    DG_TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, NEED_G: tl.constexpr, EXACT: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """The gradients of BK dimensions of a chunk's queries, and the parts of its gates' that they make.
 
@@ -313,8 +315,6 @@ def queries_gradient_kernel(
     m_t = o_r < left
     o_k = i_k * BK + tl.arange(0, BK)
     m_k = m_t[:, None] & (o_k < K)[None, :]
-    dtype: tl.constexpr = k.dtype.element_ty
-    m_upto = o_r[:, None] >= o_r[None, :]
     p_q = q + (i_b * stride_qb + token * stride_qt + i_hq.to(tl.int64) * stride_qh) * UNIT
     b_q = tl.load(p_q + o_t[:, None] * (stride_qt * UNIT) + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
@@ -336,33 +336,13 @@ def queries_gradient_kernel(
         b_d *= scale
         b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
         b_w = tl.load(dpairs + i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :])  # [BT (i), BT (j)]
-        o_row = row * K + o_t[:, None] * (H * K) + o_k[None, :]
-        if GATE == 2:
-            b_kf = b_k.to(tl.float32)
-            b_g = load_gate(g + o_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
-            b_d *= decay(ones_dot(m_upto, b_g, TERMS), EXACT)
-            # A gate decays what rows from it on read from before it.
-            b_dg = ones_dot(o_r[:, None] <= o_r[None, :], b_q * b_d, DG_TERMS)
-            b_d += tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_w.to(tl.float32), 0.0), 1)[:, None] * b_kf
-            m = 1
-            while m < BT:
-                later, m_sum, m_pair = level(o_r, m)
-                b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
-                b_wm = tl.where(m_pair & later[:, None], b_w, 0.0).to(dtype)
-                b_y = tl.dot(b_wm, (b_kf * b_e).to(dtype), input_precision=PRECISION) * b_e
-                b_d += b_y
-                b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_q * b_y, DG_TERMS)
-                m *= 2
+        if GATE == 1:
+            b_d *= enter_decay(g + o_g, o_t, stride_gt, o_r, left, EXACT)[:, None]
             if NEED_G:
-                tl.store(dg + o_row, b_dg, mask=m_k)
-        else:
-            if GATE == 1:
-                b_d *= enter_decay(g + o_g, o_t, stride_gt, o_r, left, EXACT)[:, None]
-                if NEED_G:
-                    b_dg1 = tl.cumsum(tl.sum(b_q * b_d, 1), 0, reverse=True)
-                    b_dg1 += tl.load(dg_given + row + o_t * H, mask=m_t & (i_k == 0), other=0.0)
-                    tl.store(dg + i_k * (ROWS * H).to(tl.int64) + row + o_t * H, b_dg1, mask=m_t)
-            b_d = tl.dot(b_w, b_k, b_d, input_precision=PRECISION)
+                b_dg = tl.cumsum(tl.sum(b_q * b_d, 1), 0, reverse=True)
+                b_dg += tl.load(dg_given + row + o_t * H, mask=m_t & (i_k == 0), other=0.0)
+                tl.store(dg + i_k * (ROWS * H).to(tl.int64) + row + o_t * H, b_dg, mask=m_t)
+        b_d = tl.dot(b_w, b_k, b_d, input_precision=PRECISION)
         b_dq += b_d
     tl.store(dq + ((i_b * T + token) * (H // RQ) + i_hq) * K + o_t[:, None] * (H // RQ * K) + o_k[None, :],
              b_dq.to(dq.dtype.element_ty), mask=m_k)
@@ -376,8 +356,8 @@ def keys_gradient_kernel(
     dk, dg,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr,
     RB: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    GATE: tl.constexpr, BETA: tl.constexpr, NEED_G: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr,
-    DG_TERMS: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, BETA: tl.constexpr, NEED_G: tl.constexpr, EXACT: tl.constexpr, REVERSE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """The gradients of BK dimensions of a chunk's keys, and of its gates, added to the parts that queries have made.
 
@@ -396,8 +376,6 @@ def keys_gradient_kernel(
     m_t = o_r < left
     o_k = i_k * BK + tl.arange(0, BK)
     m_k = m_t[:, None] & (o_k < K)[None, :]
-    dtype: tl.constexpr = k.dtype.element_ty
-    m_lower = o_r[:, None] > o_r[None, :]
     p_k = k + (i_b * stride_kb + token * stride_kt + i_hk.to(tl.int64) * stride_kh) * UNIT
     b_k = tl.load(p_k + o_t[:, None] * (stride_kt * UNIT) + o_k[None, :], mask=m_k, other=0.0)  # [BT, BK]
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
@@ -438,48 +416,20 @@ def keys_gradient_kernel(
         o_p = i_slot * (BT * BT) + o_r[:, None] * BT + o_r[None, :]
         b_w = tl.trans(tl.load(dpairs + o_p))  # [BT (j), BT (i)]
         b_x = tl.load(dkeys + o_p)
-        o_row = row * K + o_t[:, None] * (H * K) + o_k[None, :]
-        if GATE == 2:
-            b_qf = b_q.to(tl.float32)
+        if GATE == 1:
             b_kf = b_k.to(tl.float32)
-            b_g = load_gate(g + o_g + o_t[:, None] * stride_gt + o_k[None, :], m_k, CLOSED)
-            b_d *= decay(ones_dot(o_r[:, None] >= o_r[None, :], b_g, TERMS), EXACT)
-            b_dl *= decay(ones_dot(o_r[:, None] < o_r[None, :], b_g, TERMS), EXACT)
-            # A gate decays what rows from it on read from before it, and what rows before it leave to after the chunk.
-            b_dg = ones_dot(o_r[:, None] <= o_r[None, :], b_kf * b_d, DG_TERMS)
-            b_dg += ones_dot(m_lower, b_kf * b_dl, DG_TERMS)
-            b_dg += (b_across * decay(tl.sum(b_g, 0), EXACT))[None, :]
-            b_d += b_dl
-            b_d += tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_w.to(tl.float32), 0.0), 1)[:, None] * b_qf
-            m = 1
-            while m < BT:
-                later, m_sum, m_pair = level(o_r, m)
-                b_e = decay(ones_dot(m_sum, b_g, TERMS), EXACT)
-                b_wm = tl.where(m_pair & later[None, :], b_w, 0.0).to(dtype)
-                b_z = tl.dot(b_wm, (b_qf * b_e).to(dtype), input_precision=PRECISION)
-                b_xm = tl.where(m_pair, b_x, 0.0).to(dtype)
-                b_z = tl.dot(b_xm, (b_kf * b_e).to(dtype), b_z, input_precision=PRECISION) * b_e
-                b_d += b_z
-                b_dg += ones_dot(tl.trans(m_sum.to(tl.int32)), b_kf * b_z, DG_TERMS)
-                m *= 2
+            b_enter = enter_decay(g + o_g, o_t, stride_gt, o_r, left, EXACT)
+            b_d *= b_enter[:, None]
+            b_dl *= leave_decay(g + o_g, o_t, stride_gt, o_r, left, BT, REVERSE, EXACT)[:, None]
             if NEED_G:
-                b_dg += tl.load(dg_given + o_row, mask=m_k, other=0.0)
-                tl.store(dg + o_row, b_dg.to(dg.dtype.element_ty), mask=m_k)
-        else:
-            if GATE == 1:
-                b_kf = b_k.to(tl.float32)
-                b_enter = enter_decay(g + o_g, o_t, stride_gt, o_r, left, EXACT)
-                b_d *= b_enter[:, None]
-                b_dl *= leave_decay(g + o_g, o_t, stride_gt, o_r, left, BT, REVERSE, EXACT)[:, None]
-                if NEED_G:
-                    b_later = tl.sum(b_kf * b_dl, 1)
-                    b_dg1 = tl.cumsum(tl.sum(b_kf * b_d, 1), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
-                    b_dg1 += tl.sum(b_across, 0) * tl.sum(tl.where(o_r == BT - 1, b_enter, 0.0), 0)
-                    p_dg = i_k * (ROWS * H).to(tl.int64) + row + o_t * H
-                    b_dg1 += tl.load(dg_given + p_dg, mask=m_t, other=0.0)
-                    tl.store(dg + p_dg, b_dg1, mask=m_t)
-            b_d = tl.dot(b_w, b_q, b_d + b_dl, input_precision=PRECISION)
-            b_d = tl.dot(b_x, b_k, b_d, input_precision=PRECISION)
+                b_later = tl.sum(b_kf * b_dl, 1)
+                b_dg = tl.cumsum(tl.sum(b_kf * b_d, 1), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
+                b_dg += tl.sum(b_across, 0) * tl.sum(tl.where(o_r == BT - 1, b_enter, 0.0), 0)
+                p_dg = i_k * (ROWS * H).to(tl.int64) + row + o_t * H
+                b_dg += tl.load(dg_given + p_dg, mask=m_t, other=0.0)
+                tl.store(dg + p_dg, b_dg, mask=m_t)
+        b_d = tl.dot(b_w, b_q, b_d + b_dl, input_precision=PRECISION)
+        b_d = tl.dot(b_x, b_k, b_d, input_precision=PRECISION)
         b_dk += b_d
     tl.store(dk + ((i_b * T + token) * (H // RK) + i_hk) * K + o_t[:, None] * (H // RK * K) + o_k[None, :],
              b_dk.to(dk.dtype.element_ty), mask=m_k)

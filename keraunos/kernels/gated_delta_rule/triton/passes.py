@@ -6,7 +6,8 @@ segments: a walk over all of them at once gives each one's own state and its mat
 the one after; ``join_kernel`` makes from these the states that segments start from, exactly.
 
 Backward: nothing is kept. The forward walk is done again, and leaves the state before each chunk; the adjoint walk
-leaves the gradient of the state after it; from both, kernels that are parallel over chunks make the gradients.
+leaves the gradient of the state after it; from both, kernels that are parallel over chunks make the gradients. With
+gates per dimension one makes them all.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from keraunos.kernels.device.limits import four_warps, precision
 from keraunos.kernels.device.sums import over_shared, summed
 from keraunos.kernels.gated_delta_rule import norms
 from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
+from keraunos.kernels.gated_delta_rule.dimension_gradients import dimension_gradients_plan
 from keraunos.kernels.gated_delta_rule.joins import join_plan
 from keraunos.kernels.gated_delta_rule.stretches import joined
 from keraunos.kernels.gated_delta_rule.triton import chunks, walks
@@ -65,8 +67,10 @@ class Call(Sizes):
         # Tokens of a segment; 0: sequences are not cut.
         programs = self.N * self.H * -(-self.V // self.BV)
         count = min(_PROGRAMS // max(programs, 1), self.T // _MIN_SEGMENT)
-        # Tokens that programs of gradients take at once: more than a walk's chunks, so that fewer states are kept.
-        self.BG = self.BT if self.exact or self.gate == 2 else max(self.BT, 64)
+        # Tokens that programs of gradients take at once: more than a walk's chunks, so that fewer states are kept. With
+        # gates per dimension registers hold these only where products take no operands from them.
+        few = 32 if self.gate == 2 else self.BT
+        self.BG = max(self.BT, few if self.exact or (self.gate == 2 and shared < limits.ENOUGH) else 64)
         self.L = -(-self.T // (count * self.BG)) * self.BG if count > 3 else 0
         self.chunks, self.segments = self.slots(self.BT), self.slots(self.L) if self.L else self.N
 
@@ -271,18 +275,18 @@ def gradient_left(args: Args, opts: Options, doutput: Array, end: Any) -> Any:
 
 @remember
 def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
-    """The launch that makes the gradients of "pairs", "queries" or "keys"."""
-    H, K, V, g, beta = call.H, call.K, call.V, call.specs.g, call.specs.beta
-    tokens, parts, vector = (call.B, call.T, H), -(-K // _DIMENSIONS), call.gate == 2
+    """The launch that makes the gradients of "pairs", "queries" or "keys", where gates are of tokens."""
+    H, K, V, beta = call.H, call.K, call.V, call.specs.beta
+    tokens, parts = (call.B, call.T, H), -(-K // _DIMENSIONS)
     query, key, value = call.specs[:3]
     chunks = call.slots(call.BG)
     square = (chunks, H, call.BG, call.BG), call.dtype
     outputs: dict[str, dict[str, Any]] = dict(
         pairs=dict(dpairs=square, dkeys=square, dv=((*tokens, V), call.dtype_of_each(value)),
                    dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
-                   dg=None if vector else (tokens, "float32")),
-        queries=dict(dq=(query.shape, query.dtype), dg=((*tokens, K) if vector else (parts, *tokens), "float32")),
-        keys=dict(dk=(key.shape, key.dtype), dg=((*tokens, K), call.dtype_of_each(g)) if vector else "dg_given"),
+                   dg=(tokens, "float32")),
+        queries=dict(dq=(query.shape, query.dtype), dg=((parts, *tokens), "float32")),
+        keys=dict(dk=(key.shape, key.dtype), dg="dg_given"),
     )
     if not call.opts.needs(call.specs, "g"):
         outputs[name]["dg"] = None
@@ -290,6 +294,39 @@ def _gradient_plan(call: Call, name: str, q: Spec, k: Spec, do: Spec) -> Plan:
     programs = chunks * H // shared * (1 if name == "pairs" else parts)
     constants, num_warps = dict(BT=call.BG, BK=_DIMENSIONS, BV=_DIMENSIONS), 4 if call.BG == 64 else 2
     return _plan(call, _GRADIENTS[name], programs, outputs[name], constants, num_warps, 2, q=q, k=k, o=do)
+
+
+def _gradients_of_tokens(call: Call, args: Args, do: Array, errors: Array, rights: Array, hs: Array,
+                         dhs: Array) -> tuple:
+    """The gradients of queries, keys, values, gates and beta without gates or with one per token.
+
+    Those of queries and keys are summed over the heads that share them, the others are of each head.
+    """
+    q, k, g, beta, cu = args.query, args.key, args.g, args.beta, args.cu_seqlens
+    specs = [spec_of(x) for x in (q, k, do)]
+    dpairs, dkeys, dv, dbeta, dg = _gradient_plan(call, "pairs", *specs).launch(
+        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rights=rights, cu_seqlens=cu)
+    dq, dg = _gradient_plan(call, "queries", *specs).launch(
+        q=q, k=k, g=g, do=do, hs=hs, dpairs=dpairs, dg_given=dg, cu_seqlens=cu)
+    dk, dg = _gradient_plan(call, "keys", *specs).launch(
+        q=q, k=k, g=g, beta=beta, errors=errors, rights=rights, hs=hs, dhs=dhs, dpairs=dpairs, dkeys=dkeys,
+        dg_given=dg, cu_seqlens=cu)
+    if dg is not None and call.gate == 1:
+        whole = (call.B, call.T, call.H)
+        dg = summed(dg, 1, dg.shape[0], math.prod(whole), whole, call.dtype_of_each(call.specs.g))
+    return dq, dk, dv, dg, dbeta
+
+
+def _gradients_of_dimensions(call: Call, args: Args, do: Array, errors: Array, rights: Array, hs: Array,
+                             dhs: Array) -> tuple:
+    """The gradients with gates per dimension, likewise."""
+    q, k, g = args.query, args.key, args.g
+    plan = dimension_gradients_plan(call, spec_of(q), spec_of(k), call.specs.g, spec_of(do), call.slots(call.BG),
+                                    call.BG, values_first=False, from_first=False)
+    dq, dk, dv, dg, dbeta = plan.launch(
+        q=q, k=k, g=g, beta=args.beta, do=do, errors=errors, rights=rights, states=hs, dstates=dhs, norms=None,
+        wanted=None, cu_seqlens=args.cu_seqlens)
+    return over_shared(call, dq, call.specs.query), over_shared(call, dk, call.specs.key), dv, dg, dbeta
 
 
 def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
@@ -304,18 +341,10 @@ def backward(args: Args, residuals: tuple, grads: tuple, opts: Options) -> Args:
     ends = ends_of(call, args, ready, do, dfinal, matrices)
     rights, dhs, dh0 = adjoint(call, args, ready, do, ends, split=split, save=True,
                                final=int(args.initial_state is not None))
-    specs = [spec_of(x) for x in (args.query, args.key, do)]
-    q, k, g, beta, cu = args.query, args.key, args.g, args.beta, args.cu_seqlens
-    dpairs, dkeys, dv, dbeta, dg = _gradient_plan(call, "pairs", *specs).launch(
-        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rights=rights, cu_seqlens=cu)
-    dq, dg = _gradient_plan(call, "queries", *specs).launch(
-        q=q, k=k, g=g, do=do, hs=hs, dpairs=dpairs, dg_given=dg, cu_seqlens=cu)
-    dk, dg = _gradient_plan(call, "keys", *specs).launch(
-        q=q, k=k, g=g, beta=beta, errors=errors, rights=rights, hs=hs, dhs=dhs, dpairs=dpairs, dkeys=dkeys,
-        dg_given=dg, cu_seqlens=cu)
-    if dg is not None and call.gate == 1:
-        whole = (call.B, call.T, call.H)
-        dg = summed(dg, 1, dg.shape[0], math.prod(whole), whole, call.dtype_of_each(call.specs.g))
+    if call.gate == 2:
+        dq, dk, dv, dg, dbeta = _gradients_of_dimensions(call, args, do, errors, rights, hs, dhs)
+    else:
+        dq, dk, dv, dg, dbeta = _gradients_of_tokens(call, args, do, errors, rights, hs, dhs)
     dv, dg, dbeta = (over_shared(call, *x) for x in zip((dv, dg, dbeta), call.specs[2:5], strict=True))
     if opts.use_qk_l2norm:
         dq, dk = norms.gradient(given.query, dq), norms.gradient(given.key, dk)
