@@ -6,8 +6,10 @@ import contextlib
 from unittest import mock
 
 import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from keraunos import frontends
+from keraunos.frontends import interpreter
 from keraunos.kernels.gated_delta_rule.cuda import passes as delta_passes
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
@@ -29,15 +31,22 @@ def poisoned(shape, dtype):
 
 
 def launcher(mode="late", seed=0, replaced=None):
-    """Like the front ends' ``launch``, on the CPU; ``replaced`` has other kernels in place of some, by their names."""
+    """Like the front ends' ``launch``, on the CPU; ``replaced`` has other kernels in place of some, by their names.
+
+    Kernels of Triton run where its interpreter is on.
+    """
 
     def launch(kernel, grid, inputs, outputs, constants, *, num_warps, num_stages):
         kernel = (replaced or {}).get(kernel.fn.__name__, kernel)
         assert [*inputs, *outputs, *constants] == kernel.arg_names
         made = tuple(inputs[x] if isinstance(x, str) else x and poisoned(*x) for x in outputs.values())
         if 0 not in grid:
-            given = (*inputs.values(), *made, *constants.values())
-            emulator.launch(kernel, grid, *given, mode=mode, seed=seed, num_warps=num_warps)
+            given = *inputs.values(), *made
+            if interpreter.ON and not isinstance(kernel, GluonJITFunction):
+                alone = dict(OVERLAP=0) if "OVERLAP" in constants else {}
+                kernel[grid](*given, **{**constants, **alone})
+            else:
+                emulator.launch(kernel, grid, *given, *constants.values(), mode=mode, seed=seed, num_warps=num_warps)
         return made
 
     return launch

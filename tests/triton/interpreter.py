@@ -74,8 +74,10 @@ def _constexpr(self, value):
     self.value = value.value if isinstance(value, tl.constexpr) else value
 
 
-def _block_type(cls, element, shape):
-    """There is one of each, which also has what tensors of it are asked for."""
+def _block_type(cls, element, shape, *layout):
+    """There is one of each, which also has what tensors of it are asked for; but for those of Gluon's."""
+    if layout:
+        return object.__new__(cls)
     key = id(element), *[n.value if isinstance(n, tl.constexpr) else n for n in shape]
     if (known := _BLOCK_TYPES.get(key)) is None:
         # It holds the element's type, so that no other gets that id.
@@ -86,6 +88,8 @@ def _block_type(cls, element, shape):
 
 
 def _tensor(self, handle, type):
+    if type.is_block() and type.__class__ is not tl.block_type:
+        return _TENSOR(self, handle, type)
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = type.sizes if type.is_block() else _NO_SIZES
 
@@ -114,9 +118,10 @@ interpreter._patch_attr, _CHECKED = _patch_attr, tl.load.__code__
 tl.core.tuple.__init__, tl.core.tuple.type = _tuple, property(_type)
 tl.constexpr.__init__, tl.constexpr.type = _constexpr, property(lambda self: tl.core.constexpr_type(self.value))
 _BLOCK_TYPES, _NO_SIZES, _BARE = {}, (tl.core.tuple([]), tl.constexpr(1)), (int, tl.dtype)
-_BLOCK_TYPE, tl.block_type.__init__ = tl.block_type.__init__, lambda *given: None
+_BLOCK_TYPE = tl.block_type.__init__
+tl.block_type.__init__ = lambda self, *given: None if self.__class__ is tl.block_type else _BLOCK_TYPE(self, *given)
 tl.block_type.__new__ = staticmethod(_block_type)
-tl.tensor.__init__ = _tensor
+tl.tensor.__init__, _TENSOR = _tensor, tl.tensor.__init__
 tl.dtype.__eq__, _EQUAL = lambda self, other: self is other or _EQUAL(self, other), tl.dtype.__eq__
 tl.core._unwrap_if_constexpr, _UNWRAP = _unwrap, tl.core._unwrap_if_constexpr
 semantic = interpreter.TritonSemantic

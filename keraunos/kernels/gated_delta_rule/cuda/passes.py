@@ -10,18 +10,19 @@ a walk the other way, with the gradient of the state, leaves what depends on tha
 the same states. From there all groups of chunks are walked at once, which make their states again: they have the rest.
 
 With gates per token and dimension one kernel prepares most chunks, and a second one those with strong gates, and those
-that need more digits; sequences stay whole. Platform ``triton`` makes the gradients, from the inputs only.
+that need more digits; sequences stay whole. The walks, forward and backward, leave the state before each chunk and the
+gradient of the state after it, from which one kernel in Triton makes all gradients of a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from keraunos.kernels.device.sums import over_shared
 from keraunos.kernels.gated_delta_rule import norms
-from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args, Options, kernel
+from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.cuda.adjoint import adjoint_kernel
 from keraunos.kernels.gated_delta_rule.cuda.dimensions import prepare_dimensions_kernel, remake_dimensions_kernel
 from keraunos.kernels.gated_delta_rule.cuda.dimensions_adjoint import adjoint_dimensions_kernel
@@ -29,6 +30,7 @@ from keraunos.kernels.gated_delta_rule.cuda.dimensions_walk import walk_dimensio
 from keraunos.kernels.gated_delta_rule.cuda.gradients import gradients_kernel
 from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
 from keraunos.kernels.gated_delta_rule.cuda.walk import walk_kernel
+from keraunos.kernels.gated_delta_rule.dimension_gradients import dimension_gradients_plan
 from keraunos.kernels.gated_delta_rule.joins import join_plan
 from keraunos.kernels.gluon import was_not_measured
 from keraunos.kernels.host.arrays import Spec, contiguous, dtype_of, spec_of, state_strides
@@ -38,8 +40,7 @@ from keraunos.kernels.host.pool import NO_STATES, Pool
 from keraunos.kernels.host.sequences import Sizes, cut
 from keraunos.kernels.recurrent.contract import no_gradients, no_tokens
 from keraunos.kernels.state_pool import contract as pool_contract
-from keraunos.ops.invocation import Config, Invocation, Platform
-from keraunos.ops.registry import kernel_registry
+from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("num_stages",)
 
@@ -272,6 +273,19 @@ def _walked_back_of_dimensions(call: _Call, args: Args, residuals: Sequence[Any]
         dht=dfinal, cu_seqlens=args.cu_seqlens)
 
 
+def _gradients_of_dimensions(call: _Call, args: Args, residuals: Sequence[Any], do: Any, dfinal: Any) -> Args:
+    """The gradients with gates per token and dimension, of each head."""
+    _, _, of_rows, errors, _, states, _, _, narrow = residuals
+    g = args.g if narrow is None else narrow
+    du, dh0, dstates = _walked_back_of_dimensions(call, args, residuals, do, dfinal)
+    plan = dimension_gradients_plan(call, *call.specs[:2], spec_of(g), spec_of(do), call.chunks, CHUNK,
+                                    values_first=True, from_first=True, norm=call.norm)
+    dq, dk, dv, dg, dbeta = plan.launch(
+        q=args.query, k=args.key, g=g, beta=args.beta, do=do, errors=errors, rights=du, states=states,
+        dstates=dstates, norms=of_rows, wanted=None, cu_seqlens=args.cu_seqlens)
+    return Args(dq, dk, dv, dg, dbeta, dh0)
+
+
 def _prepared(call: _Call, args: Args) -> tuple[Any, Any, Any]:
     """The results of ``prepare_kernel``."""
     return _prepare_plan(call, call.specs.key).launch(k=args.key, g=args.g, beta=args.beta, cu_seqlens=args.cu_seqlens)
@@ -308,7 +322,7 @@ def _walked(call: _Call, args: Args, ready: tuple[Any, Any, Any], final: bool, s
 
 def _walked_back(call: _Call, args: Args, do: Any, dfinal: Any, residuals: Sequence[Any]) -> tuple[Any, ...]:
     """The results of ``adjoint_kernel``."""
-    near, alike, of_keys, errors, _, _, matrices = residuals
+    near, alike, of_keys, errors, _, _, matrices, *_ = residuals
 
     def walk(ends: Any, local: bool) -> tuple[Any, ...]:
         return _adjoint_plan(call, *call.specs[:2], spec_of(do), local).launch(
@@ -319,6 +333,17 @@ def _walked_back(call: _Call, args: Args, do: Any, dfinal: Any, residuals: Seque
     if call.L:
         ends = _joined(call, args, walk(ends, True)[3], matrices, ends, True)
     return walk(ends, False)
+
+
+def _gradients_of_scalars(call: _Call, args: Args, residuals: Sequence[Any], do: Any, dfinal: Any) -> Args:
+    """The gradients without gates, or with one per token, of each head."""
+    _, alike, of_keys, errors, rest, states, *_ = residuals
+    q, k, _, g, beta, h0, cu_seqlens = args
+    dv, dbeta, dlate, dh0, dstates = _walked_back(call, args, do, dfinal, residuals)
+    dq, dk, dg = _gradients_plan(call, *call.specs[:2], spec_of(do)).launch(
+        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rest=rest, dv=dv, dk_given=dlate, alike=alike, norms=of_keys,
+        states=states, dstates=dstates, h0=h0, dh0=dh0, cu_seqlens=cu_seqlens)
+    return Args(dq, dk, dv, dg, dbeta, dh0)
 
 
 def _per_dimension(args: Args) -> bool:
@@ -333,20 +358,16 @@ def _all_aligned(args: Args) -> Args:
 
 
 def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple]:
-    """``((output, final_state), residuals)``: what ``prepare_kernel`` has made, the errors, and some states.
-
-    With gates per token and dimension there are no residuals.
-    """
+    """``((output, final_state), residuals)``: what needs no state, the errors, and some states, or all."""
     if not args.query.shape[1]:
         return no_tokens(args), (None,) * len(forward.residuals)  # type: ignore[attr-defined]
     args = _all_aligned(args)
     call = _call_of(Args(*map(spec_of, args)), opts)
     if _per_dimension(args):
-        none = (None,) * len(forward.residuals)  # type: ignore[attr-defined]
-        return _forward_of_dimensions(call, args, opts.state, False)[0], none
+        return _forward_of_dimensions(call, args, opts.state, opts.kept)
     ready = _prepared(call, args)
     output, final, *kept = _walked(call, args, ready, opts.state, opts.kept)
-    return (output, final), (*ready, *kept)
+    return (output, final), (*ready, *kept, None, None)
 
 
 def _prefill(given: pool_contract.Args, options: pool_contract.Options) -> tuple[Any, Any]:
@@ -381,48 +402,59 @@ def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     return ((N * most, args.heads, K, V + K), "float32") if most > 1 else None
 
 
+def _of_scalars(shape: Callable) -> Callable:
+    """Of a residual, which there is not with gates per token and dimension."""
+    return lambda args, opts: None if _per_dimension(args) else shape(args, opts)
+
+
+def _of_dimensions(shape: Callable) -> Callable:
+    """Of a residual, which there is only with gates per token and dimension."""
+    return lambda args, opts: shape(args, opts) if _per_dimension(args) else None
+
+
+def _of_pairs(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
+    return (_parts(args, CHUNK), args.heads, 2, CHUNK, CHUNK), dtype_of(args.query)
+
+
+def _of_norms(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
+    each = (2, CHUNK) if _per_dimension(args) else (CHUNK,)
+    return ((_parts(args, CHUNK), args.heads, *each), "float32") if opts.use_qk_l2norm else None
+
+
+def _of_states(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
+    tokens = CHUNK if _per_dimension(args) else _GROUP * CHUNK
+    return (_parts(args, tokens), args.heads, args.value.shape[3], args.query.shape[3]), dtype_of(args.query)
+
+
+def _of_gates(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
+    return (tuple(args.g.shape), "float16") if dtype_of(args.g) == "float32" else None
+
+
 # Their shapes and dtypes.
 forward.residuals = dict(  # type: ignore[attr-defined]
-    near=lambda args, opts: ((_parts(args, CHUNK), args.heads, 2, CHUNK, CHUNK), dtype_of(args.query)),
+    near=_of_pairs,
     alike=lambda args, opts: ((_parts(args, CHUNK), args.heads), "int32"),
-    norms=lambda args, opts: ((_parts(args, CHUNK), args.heads, CHUNK), "float32") if opts.use_qk_l2norm else None,
-    errors=_of_values, rest=_of_values,
-    states=lambda args, opts: ((_parts(args, _GROUP * CHUNK), args.heads, args.value.shape[3], args.query.shape[3]),
-                               dtype_of(args.query)),
-    matrices=_room,
+    norms=_of_norms, errors=_of_values, rest=_of_scalars(_of_values), states=_of_states, matrices=_of_scalars(_room),
+    pairs=_of_dimensions(_of_pairs), gates=_of_dimensions(_of_gates),
 )
 forward.rehearsed = True  # type: ignore[attr-defined]
-
-
-def _triton_backward(args: Args, grads: Sequence[Any], opts: Options) -> Args:
-    """The gradients as platform ``triton`` has them, which needs the inputs only."""
-    _, gradients = kernel_registry.passes("gated_delta_rule", Platform.TRITON)
-    heuristic = kernel_registry.get("gated_delta_rule", Platform.TRITON).heuristic
-    inv = GATED_DELTA_RULE.describe(args, opts.softmax_scale, use_qk_l2norm=opts.use_qk_l2norm, reverse=opts.reverse)
-    return gradients(args, (), grads, opts._replace(cfg=heuristic(inv, Config())))
 
 
 def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: Options) -> Args:
     """The gradients of ``args``, from those of the output and of the final state (None: zero)."""
     if not args.query.shape[1]:
         return no_gradients(args, grads[1])
-    if _per_dimension(args):
-        return _triton_backward(args, grads, opts)
     given, args = args, _all_aligned(args)
     do, dfinal = aligned(grads[0]), grads[1]
     call = _call_of(Args(*map(spec_of, args)), opts)
-    _, alike, of_keys, errors, rest, states, _ = residuals
-    q, k, _, g, beta, h0, cu_seqlens = args
-    specs = *call.specs[:2], spec_of(do)
-    dv, dbeta, dlate, dh0, dstates = _walked_back(call, args, do, dfinal, residuals)
-    dq, dk, dg = _gradients_plan(call, *specs).launch(
-        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rest=rest, dv=dv, dk_given=dlate, alike=alike, norms=of_keys,
-        states=states, dstates=dstates, h0=h0, dh0=dh0, cu_seqlens=cu_seqlens)
-    dq, dk, dv, dg, dbeta = (over_shared(call, *x)
-                             for x in zip((dq, dk, dv, dg, dbeta), call.specs[:5], strict=True))
+    of_heads = _gradients_of_dimensions if _per_dimension(args) else _gradients_of_scalars
+    found = of_heads(call, args, residuals, do, dfinal)
+    of_arrays = [over_shared(call, *x) for x in zip(found.tokens, call.specs.tokens, strict=True)]
+    found = Args(*of_arrays)._replace(initial_state=found.initial_state)
     if opts.use_qk_l2norm:
-        dq, dk = norms.gradient(given.query, dq), norms.gradient(given.key, dk)
-    return Args(dq, dk, dv, dg, dbeta, dh0)
+        dq, dk = norms.gradient(given.query, found.query), norms.gradient(given.key, found.key)
+        found = found._replace(query=dq, key=dk)
+    return found
 
 
 def loses(inv: Invocation) -> str | None:
