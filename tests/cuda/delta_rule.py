@@ -105,9 +105,9 @@ def run(case, *, mode="late", seed=0, replaced=None, segments=None, stages=3):
 
 
 def walks(case, *, mode="late", seed=0, replaced=None, stages=3, kept=None):
-    """The results of the walks with gates per dimension, the last ones first, and what the forward one has kept.
+    """The results with gates per dimension, the last ones first, and what the forward walk has kept.
 
-    kept: by another run; then only the adjoint one walks.
+    Of gradients only those that no kernel of Triton makes. kept: by another run; then nothing is done forward.
     """
     args, *grads = case.arrays
     args = passes._all_aligned(Args(*map(torch_tensor, args)))
@@ -115,9 +115,11 @@ def walks(case, *, mode="late", seed=0, replaced=None, stages=3, kept=None):
     with emulated(mode, seed, replaced):
         if kept is None:
             results, kept = passes._forward_of_dimensions(call, args, True, True)
-        back = passes._walked_back_of_dimensions(call, args, kept, *map(torch_tensor, grads))
+        do, dfinal = map(torch_tensor, grads)
+        back = passes._walked_back_of_dimensions(call, args, kept, do, dfinal)
+        made = passes._gradients_of_chunks(call, args, kept, do, back)
     _, _, _, errors, _, states, *_ = kept
-    return [None if x is None else tensor_array(x) for x in (*back, errors, states, *results)], kept
+    return [None if x is None else tensor_array(x) for x in (*made[:5], *back, errors, states, *results)], kept
 
 
 def check(case, **how):

@@ -49,9 +49,9 @@ def test_forward_and_gradients(gla, shape):
     assert launches(jax.value_and_grad(loss, range(6)), TOKENS, TOKENS, TOKENS, gates, gamma, state) == wanted
 
 
-@pytest.mark.parametrize(("shape", "wanted"), [(SHAPE[:3], 4), (SHAPE, 6)], ids=["a gate per token", "per dimension"])
+@pytest.mark.parametrize(("shape", "wanted"), [(SHAPE[:3], 4), (SHAPE, 7)], ids=["a gate per token", "per dimension"])
 def test_the_delta_rule_and_its_gradients(shape, wanted, monkeypatch):
-    """With gates per dimension two more are for chunks that are left."""
+    """With gates per dimension three more are for chunks that are left."""
     launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
     monkeypatch.setattr(launch.jax_triton, "triton_call",
                         functools.partial(launch.jax_triton.triton_call, compute_capability=90))

@@ -11,7 +11,8 @@ the same states. From there all groups of chunks are walked at once, which make 
 
 With gates per token and dimension one kernel prepares most chunks, and a second one those with strong gates, and those
 that need more digits; sequences stay whole. The walks, forward and backward, leave the state before each chunk and the
-gradient of the state after it, from which one kernel in Triton makes all gradients of a chunk.
+gradient of the state after it, from which one kernel makes all gradients of a chunk, and one in Triton those of chunks
+that the first kernel has left.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
 from keraunos.kernels.gated_delta_rule.cuda.adjoint import adjoint_kernel
 from keraunos.kernels.gated_delta_rule.cuda.dimensions import prepare_dimensions_kernel, remake_dimensions_kernel
 from keraunos.kernels.gated_delta_rule.cuda.dimensions_adjoint import adjoint_dimensions_kernel
+from keraunos.kernels.gated_delta_rule.cuda.dimensions_gradients import gradients_dimensions_kernel
 from keraunos.kernels.gated_delta_rule.cuda.dimensions_walk import walk_dimensions_kernel
 from keraunos.kernels.gated_delta_rule.cuda.gradients import gradients_kernel
 from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
@@ -249,6 +251,19 @@ def _adjoint_dimensions_plan(call: _Call, q: Spec, k: Spec, do: Spec, g: Spec) -
     return Plan(adjoint_dimensions_kernel, (call.N * H,), numbers, outputs, constants)
 
 
+@remember
+def _gradients_dimensions_plan(call: _Call, q: Spec, k: Spec, do: Spec, g: Spec) -> Plan:
+    """The gradients of usual chunks; g: the gates, of 16 bits."""
+    gates, beta = call.specs[3:5]
+    outputs: dict[str, Any] = {name: f"{name}_given" for name in ("dq", "dk", "dv", "dg", "dbeta")}
+    outputs |= {} if call.opts.needs(call.specs, "g") else dict(dg=None)
+    outputs |= {} if beta else dict(dbeta=None)
+    numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.part)
+    constants = dict(H=call.H, **call.ratios(q=q, k=k, g=gates, b=beta), **call.tiles, C=CHUNK, REVERSE=call.reverse,
+                     PACKED=call.packed)
+    return Plan(gradients_dimensions_kernel, (call.slots(call.part) * call.H,), numbers, outputs, constants)
+
+
 def _forward_of_dimensions(call: _Call, args: Args, final: bool, save: bool) -> tuple[tuple[Any, Any], tuple]:
     """The output, the final state and the residuals with gates per token and dimension."""
     q, k, v, g, beta, h0, cu_seqlens = args
@@ -273,17 +288,28 @@ def _walked_back_of_dimensions(call: _Call, args: Args, residuals: Sequence[Any]
         dht=dfinal, cu_seqlens=args.cu_seqlens)
 
 
+def _gradients_of_chunks(call: _Call, args: Args, residuals: Sequence[Any], do: Any, back: Sequence[Any]) -> Args:
+    """The gradients of each head from what both walks have left: of chunks that were left, then of usual ones."""
+    _, alike, of_rows, errors, _, states, _, _, narrow = residuals
+    du, dh0, dstates = back
+    g = args.g if narrow is None else narrow
+    q, k, beta, cu_seqlens = args.query, args.key, args.beta, args.cu_seqlens
+    specs, of_output, of_gates = call.specs[:2], spec_of(do), spec_of(g)
+    plan = dimension_gradients_plan(call, *specs, of_gates, of_output, call.chunks, CHUNK, values_first=True,
+                                    from_first=True, norm=call.norm, some=True)
+    dq, dk, dv, dg, dbeta = plan.launch(
+        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rights=du, states=states, dstates=dstates, norms=of_rows,
+        wanted=alike, cu_seqlens=cu_seqlens)
+    dq, dk, dv, dg, dbeta = _gradients_dimensions_plan(call, *specs, of_output, of_gates).launch(
+        q=q, k=k, do=do, g=g, beta=beta, errors=errors, du=du, alike=alike, norms=of_rows, states=states,
+        dstates=dstates, dq_given=dq, dk_given=dk, dv_given=dv, dg_given=dg, dbeta_given=dbeta, cu_seqlens=cu_seqlens)
+    return Args(dq, dk, dv, dg, dbeta, dh0)
+
+
 def _gradients_of_dimensions(call: _Call, args: Args, residuals: Sequence[Any], do: Any, dfinal: Any) -> Args:
     """The gradients with gates per token and dimension, of each head."""
-    _, _, of_rows, errors, _, states, _, _, narrow = residuals
-    g = args.g if narrow is None else narrow
-    du, dh0, dstates = _walked_back_of_dimensions(call, args, residuals, do, dfinal)
-    plan = dimension_gradients_plan(call, *call.specs[:2], spec_of(g), spec_of(do), call.chunks, CHUNK,
-                                    values_first=True, from_first=True, norm=call.norm)
-    dq, dk, dv, dg, dbeta = plan.launch(
-        q=args.query, k=args.key, g=g, beta=args.beta, do=do, errors=errors, rights=du, states=states,
-        dstates=dstates, norms=of_rows, wanted=None, cu_seqlens=args.cu_seqlens)
-    return Args(dq, dk, dv, dg, dbeta, dh0)
+    back = _walked_back_of_dimensions(call, args, residuals, do, dfinal)
+    return _gradients_of_chunks(call, args, residuals, do, back)
 
 
 def _prepared(call: _Call, args: Args) -> tuple[Any, Any, Any]:
