@@ -115,10 +115,12 @@ def test_segments(number):
     check(case, mode=mode, seed=seed, segments=segments)
 
 
-def test_a_program_makes_gradients_of_several_groups(monkeypatch):
+@pytest.mark.parametrize(("chunks", "segments"), [(5, 1), (7, 2)])
+def test_a_program_makes_gradients_of_several_groups(chunks, segments, monkeypatch):
+    """Where there are two segments, a group begins with the second."""
     monkeypatch.setattr(passes, "_GROUP", 2)
     monkeypatch.setattr(passes, "_AT_ONCE", 1)
-    check(small(T=5 * CHUNK + 7, state=True, decay=0.01), mode="random", seed=1)
+    check(small(T=chunks * CHUNK + 7, state=True, decay=0.01), mode="random", seed=1, segments=segments)
 
 
 def test_packed_sequences_are_cut_where_no_gradient_follows():
@@ -208,7 +210,10 @@ def test_each_missing_step_per_dimension_is_found(step, tmp_path):
 
 
 @pytest.mark.parametrize("step", mutants.steps(DELTA), ids=mutants.label)
-def test_each_missing_step_is_found(step, tmp_path):
+def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
+    # Programs that make gradients have several groups.
+    monkeypatch.setattr(passes, "_GROUP", 2)
+    monkeypatch.setattr(passes, "_AT_ONCE", 1)
     replaced = mutants.kernels(DELTA, step, tmp_path)
     hows = {(case, mode): dict(mode=mode, segments=segments, stages=2 if name == "segments" else 3)
             for name, (case, segments) in FAULTY.items() for mode in ("late", "early")}
@@ -234,7 +239,7 @@ def test_functions_that_racecheck_does_not_follow_exist(attention):
 # Launches
 
 
-STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 168, "gradients_kernel": 72,
+STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 128, "gradients_kernel": 64,
          "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 168,
          "adjoint_dimensions_kernel": 136, "gradients_dimensions_kernel": 272}
 

@@ -36,6 +36,7 @@ from keraunos.kernels.device.hopper import (
     locate_segment,
     store_state,
     wide,
+    within,
 )
 from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, of_warps, read
 from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
@@ -78,6 +79,22 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
             mbarrier.wait(e_empty.index(slot), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(e_full.index(slot), e_desc.block_type.nbytes)
             copy_in(e_desc, [at * C, 0], e_full.index(slot), e_s.index(slot))
+
+
+@gluon.jit
+def add_products(begins, state, d_s, d_full, phase, K: gl.constexpr, V: gl.constexpr):
+    """Stores the sum of products of a state that the forward walk has left with its gradient, D."""
+    BV: gl.constexpr = d_s.shape[0]
+    BK: gl.constexpr = d_s.shape[1]
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [4, 1], [1, 0])
+    o_v = gl.arange(0, BV, layout=gl.SliceLayout(1, ROWS))
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, ROWS))
+    inside = within(within(o_v[:, None] >= 0, o_v[:, None], V, BV), o_k[None, :], K, BK)
+    # Copied while the walkers make what is waited for.
+    b_state = gl.load(state + (o_v * K)[:, None] + o_k[None, :], mask=inside, other=0.0)
+    mbarrier.wait(d_full, phase)
+    products = wide(b_state) * wide(d_s.load(ROWS))
+    gl.store(begins, gl.sum(products.reshape([BV * BK]), 0))
 
 
 @gluon.jit
@@ -151,10 +168,12 @@ def gates(vectors, barriers, inputs, dbeta, size, scale, H: gl.constexpr, C: gl.
 
 
 @gluon.jit
-def pair(tiles, vectors, barriers, l_desc, size, scale, C: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-         REVERSE: gl.constexpr, NORM: gl.constexpr, OUTPUT: gl.constexpr):
-    """A partition of one warpgroup: P of each chunk, with norms the factors of queries, and L."""
-    q_s, k_s, _, _, _, _, p_s, _ = tiles
+def pair(tiles, vectors, barriers, l_desc, lefts, size, scale, last, before, H: gl.constexpr, C: gl.constexpr,
+         K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+         REVERSE: gl.constexpr, NORM: gl.constexpr, SPLIT: gl.constexpr, NEED_G: gl.constexpr, OUTPUT: gl.constexpr):
+    """A partition of one warpgroup: P of each chunk, with norms the factors of queries, L, and ``begins``."""
+    q_s, k_s, _, _, _, _, p_s, d_s = tiles
+    states, begins = lefts
     factors_s, scalars_s, _ = vectors
     full, ready, empty, p_empty, _, _, _ = barriers
     FACTORS: gl.constexpr = 7 if NORM else 6
@@ -197,6 +216,16 @@ def pair(tiles, vectors, barriers, l_desc, size, scale, C: gl.constexpr, BK: gl.
         thread_barrier()
         mbarrier.arrive(ready.index(slot), count=1)
         mbarrier.arrive(empty.index(slot), count=1)
+        if NEED_G:
+            # D of the i-th chunk of the walk is that of the state after it.
+            step = count - i
+            within_walk = i > 0
+            if SPLIT:
+                step += before
+                within_walk = within_walk | (last == 0)
+            if within_walk & (step % GROUP == 0):
+                group = (step // GROUP).to(gl.int64) * H
+                add_products(begins + group, states + group * (V * K), d_s, p_empty, i & 1, K, V)
         if OUTPUT:
             leave(tiles, barriers, late, l_desc, i, place(i, count, REVERSE), C, BK, STAGES)
 
@@ -204,8 +233,8 @@ def pair(tiles, vectors, barriers, l_desc, size, scale, C: gl.constexpr, BK: gl.
 @gluon.jit
 def multiply(tiles, vectors, barriers, dv_desc, ends, size, last, before, H: gl.constexpr, C: gl.constexpr,
              K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-             GROUP: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr,
-             FINAL: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr):
+             REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr,
+             FINAL: gl.constexpr, SPLIT: gl.constexpr, NEED_G: gl.constexpr, OUTPUT: gl.constexpr):
     """A partition of a warpgroup for each 64 of the values' dimensions, for which it has the state's gradient.
 
     before: the chunks of the sequence before these; last: whether these are the last ones.
@@ -214,7 +243,7 @@ def multiply(tiles, vectors, barriers, dv_desc, ends, size, last, before, H: gl.
     factors_s, scalars_s, parts_s = vectors
     full, ready, empty, p_empty, e_full, e_read, e_empty = barriers
     WARPS: gl.constexpr = BV // 16
-    dht, dh0, kept = ends
+    dht, h0, dh0, begins = ends
     FACTORS: gl.constexpr = 7 if NORM else 6
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
@@ -299,26 +328,21 @@ def multiply(tiles, vectors, barriers, dv_desc, ends, size, last, before, H: gl.
         if OUTPUT:
             copy_out(dv_desc, [at * C, 0], e_s.index(slot))
         mbarrier.arrive(empty.index(slot), count=1)
-        if OUTPUT:
-            step = count - 1 - i
-            if SPLIT:
-                step += before
-            if (step > 0) & (step % GROUP == 0):
-                p_kept = kept + (step // GROUP).to(gl.int64) * (H * V * K)
-                store_state(p_kept + (o_v * K)[:, None] + o_k[None, :], state.to(dtype), i >= 0, o_v, o_k, V, K,
-                            BV, BK)
     tma.store_wait(0)
     if FINAL:
-        begins = (before == 0) if SPLIT and OUTPUT else (size >= 0)
-        store_state(dh0 + o_state, state.to(dh0.dtype.element_ty), begins, o_v, o_k, V, K, BV, BK)
+        is_first = (before == 0) if SPLIT and OUTPUT else (size >= 0)
+        store_state(dh0 + o_state, state.to(dh0.dtype.element_ty), is_first, o_v, o_k, V, K, BV, BK)
+        if NEED_G:  # noqa: SIM102
+            if is_first & (size > 0):
+                gl.store(begins, gl.sum(gl.sum(state * load_state(h0 + o_state, o_v, o_k, V, K, BV, BK), 1), 0))
 
 
 @gluon.jit(do_not_specialize=lengths("qkogb", "T", "L"))
 def adjoint_kernel(
-    q, k, do, g, beta, errors, near, alike, norms, dht, cu_seqlens,
+    q, k, do, g, beta, errors, near, alike, norms, states, h0, dht, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
     stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, L,
-    dv, dbeta, dlate, dh0, dstates,
+    dv, dbeta, dlate, dh0, begins,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
@@ -327,8 +351,9 @@ def adjoint_kernel(
 
     A program has one head of one sequence.
 
-    near, alike, norms: see ``prepare_kernel``. dht: gradients of final states, None: zeros; dh0: those of initial ones.
-    ``dstates`` ``[groups, H, V, K]``: those of the states before every GROUP chunks, but for the first.
+    near, alike, norms: see ``prepare_kernel``; errors, states: see ``walk_kernel``. dht: gradients of final states,
+    None: zeros; dh0: those of initial ones, h0. ``begins`` ``[groups, H]``: the sums of products of the states before
+    every GROUP chunks with their gradients, without initial states but for the first.
 
     SPLIT: a program walks over one segment of L tokens, from its own dht ``[segments, H, K, V]``. dv None: dh0, of the
     same shape, is what segments, but for the first, leave: the last one from dht ``[N, H, K, V]``, others from zeros.
@@ -356,6 +381,7 @@ def adjoint_kernel(
     GATED: gl.constexpr = g is not None
     BETA: gl.constexpr = beta is not None
     NORM: gl.constexpr = norms is not None
+    NEED_G: gl.constexpr = begins is not None
 
     first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
     chunks = gl.maximum(gl.cdiv(size, C), 1)
@@ -428,23 +454,30 @@ def adjoint_kernel(
     if NORM:
         p_norms = norms + first * C
     p_alike = alike + first
-    p_kept = k
-    if OUTPUT:
-        first_group = first_slot(i_n, token * 0 if SPLIT else token, size, T, GROUP * C, PACKED)
-        p_kept = dstates + (first_group * H + i_h) * (V * K)
+    p_h0 = k
+    p_states = k
+    p_begins = k
+    if NEED_G:
+        first_group = first_slot(i_n, token * 0 if SPLIT else token, size, T, GROUP * C, PACKED) * H + i_h
+        p_states = states + first_group * (V * K)
+        p_begins = begins + first_group
+        if FINAL:
+            p_h0 = h0 + (i_n.to(gl.int64) * H + i_h) * K * V
     tiles = (q_s, k_s, do_s, e_s, t_s, r_s, p_s, d_s)
     vectors = (factors_s, scalars_s, parts_s)
     barriers = (full, ready, empty, p_empty, e_full, e_read, e_empty)
     descriptors = (q_desc, k_desc, o_desc, e_desc, t_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
-    ends = (p_dht, p_dh0, p_kept)
+    ends = (p_dht, p_h0, p_dh0, p_begins)
+    lefts = (p_states, p_begins)
     # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
     WIDE: gl.constexpr = BV == 128
     gl.warp_specialize(
         [
-            (pair, (tiles, vectors, barriers, l_desc, size, scale, C, BK, STAGES, REVERSE, NORM, OUTPUT)),
-            (multiply, (tiles, vectors, barriers, dv_desc, ends, size, last, before, H, C, K, V, BK, BV, STAGES, GROUP,
-                        REVERSE, BETA, NORM, INIT, FINAL, SPLIT, OUTPUT)),
+            (pair, (tiles, vectors, barriers, l_desc, lefts, size, scale, last, before, H, C, K, V, BK, STAGES, GROUP,
+                    REVERSE, NORM, SPLIT, NEED_G, OUTPUT)),
+            (multiply, (tiles, vectors, barriers, dv_desc, ends, size, last, before, H, C, K, V, BK, BV, STAGES,
+                        REVERSE, BETA, NORM, INIT, FINAL, SPLIT, NEED_G, OUTPUT)),
             (gates, (vectors, barriers, inputs, p_dbeta, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
                      OUTPUT)),
             (copy, (tiles, barriers, descriptors, p_alike, size, H, C, STAGES, REVERSE, OUTPUT)),

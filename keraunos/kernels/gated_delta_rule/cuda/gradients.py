@@ -69,11 +69,21 @@ def place(i, size, C: gl.constexpr, REVERSE: gl.constexpr):
 
 
 @gluon.jit
-def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr):
-    """A partition of one warp: copies chunks into the ring of stages; queries and L when their tiles are free."""
-    k_s, e_s, o_s, dv_s, q_s, l_s, _, _ = tiles
-    full, _, empty, q_full, q_empty, _ = barriers
-    q_desc, k_desc, o_desc, e_desc, dv_desc, l_desc = descriptors
+def turn_of(i, begin, GROUP: gl.constexpr):
+    """The phase in which the state comes that the i-th chunk of a walk begins from; the first of all is not copied."""
+    return (i // GROUP + (begin == 0).to(gl.int32)) & 1
+
+
+@gluon.jit
+def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+         REVERSE: gl.constexpr):
+    """A partition of one warp: copies chunks into the ring of stages; queries and L when their tiles are free.
+
+    There comes, first, the state that a group begins from.
+    """
+    k_s, e_s, o_s, dv_s, q_s, s_s, _, _ = tiles
+    full, _, empty, q_full, q_empty, s_full, s_empty, _ = barriers
+    q_desc, k_desc, o_desc, e_desc, dv_desc, l_desc, s_desc = descriptors
     BYTES: gl.constexpr = k_desc.block_type.nbytes + 3 * e_desc.block_type.nbytes
     for i in range(end - begin):
         at = place(begin + i, size, C, REVERSE) * C
@@ -86,9 +96,14 @@ def copy(tiles, barriers, descriptors, size, begin, end, C: gl.constexpr, STAGES
         copy_in(o_desc, [at, 0], arrived, o_s.index(slot))
         copy_in(k_desc, [at, 0], arrived, k_s.index(slot))
         mbarrier.wait(q_empty, (i & 1) ^ 1)
+        step = begin + i
+        if (step > 0) & (step % GROUP == 0):
+            mbarrier.expect(s_full, s_desc.block_type.nbytes)
+            copy_in(s_desc, [step // GROUP, 0, 0], s_full, s_s)
+            mbarrier.wait(s_empty, turn_of(i, begin, GROUP))
         mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
         copy_in(q_desc, [at, 0], q_full, q_s.index(0))
-        copy_in(l_desc, [at, 0], q_full, l_s.index(0))
+        copy_in(l_desc, [at, 0], q_full, q_s.index(1))
 
 
 @gluon.jit
@@ -98,16 +113,16 @@ def power(x):
 
 
 @gluon.jit
-def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
+def gates(vectors, barriers, inputs, begins, dg, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
           STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
-          NORM: gl.constexpr, NEED_G: gl.constexpr):
+          NORM: gl.constexpr, INIT: gl.constexpr, NEED_G: gl.constexpr):
     """A partition of one warp: what depends on gates alone, as soon as a stage is free, and dg of its former chunk.
 
     For each stage: ``scale exp2(G)``, ``-exp2(G)``, ``beta exp2(G_C - G)``, G and beta, with norms those of keys,
     too; ``exp2(G_C)``, and whether keys are alike.
     """
-    factors_s, scalars_s, x_s, begin_s = vectors
-    full, _, empty, _, _, _ = barriers
+    factors_s, scalars_s, x_s = vectors
+    full, _, empty, _, _, _, _, _ = barriers
     FACTORS: gl.constexpr = 10 if NORM else 5
     EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -127,7 +142,7 @@ def gates(vectors, barriers, inputs, dg, size, begin, end, scale, H: gl.constexp
             if i >= STAGES:
                 ended = begin + i - STAGES
                 if ended % GROUP == 0:
-                    left = gl.max(begin_s.index(ended // GROUP & 1).load(FLAG), 0)
+                    left = gl.load(begins + (ended // GROUP).to(gl.int64) * H, mask=(ended > 0) | INIT, other=0.0)
                 each = of_tokens(x_s.index(slot))
                 sums = gl.associative_scan(each, 0, add, reverse=REVERSE)
                 of_ended = place(ended, size, C, REVERSE) * C
@@ -211,8 +226,8 @@ def pair(tiles, vectors, barriers, r_desc, size, begin, end, scale, C: gl.conste
          REVERSE: gl.constexpr, NORM: gl.constexpr):
     """A partition of one warpgroup: dP and dA of each chunk."""
     _, e_s, o_s, dv_s, _, _, p_s, a_s = tiles
-    factors_s, scalars_s, _, _ = vectors
-    full, ready, empty, q_full, q_empty, rest_full = barriers
+    factors_s, scalars_s, _ = vectors
+    full, ready, empty, q_full, q_empty, _, _, rest_full = barriers
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, W)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -270,39 +285,14 @@ def pair(tiles, vectors, barriers, r_desc, size, begin, end, scale, C: gl.conste
 
 
 @gluon.jit
-def start(starts, step, begin_s, o_k, o_v, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr,
-          BV: gl.constexpr, GROUP: gl.constexpr, INIT: gl.constexpr, NEED_G: gl.constexpr):
-    """The state before a group, which begins with chunk ``step``; stores the sum of its products with its gradient."""
-    states, dstates, h0, dh0 = starts
-    FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [BK // 16], [0])
-    given = o_k[:, None] * V + o_v[None, :]
-    left_there = o_k[:, None] + (o_v * K)[None, :]
-    state = (o_k[:, None] * 0.0) + (o_v[None, :] * 0.0)
-    product = state
-    if step > 0:
-        of_group = (step // GROUP).to(gl.int64) * (H * V * K)
-        state = load_state(states + of_group + left_there, o_k, o_v, K, V, BK, BV)
-        if NEED_G:
-            product = state * load_state(dstates + of_group + left_there, o_k, o_v, K, V, BK, BV)
-    else:
-        if INIT:
-            state = load_state(h0 + given, o_k, o_v, K, V, BK, BV)
-            if NEED_G:
-                product = state * load_state(dh0 + given, o_k, o_v, K, V, BK, BV)
-    if NEED_G:
-        begin_s.store(gl.full([1], 1.0, gl.float32, FLAG) * gl.sum(gl.sum(product, 1), 0))
-    return state
-
-
-@gluon.jit
-def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, H: gl.constexpr, C: gl.constexpr,
+def multiply(tiles, vectors, barriers, goals, h0, r_desc, size, begin, end, H: gl.constexpr, C: gl.constexpr,
              K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
              GROUP: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, NORM: gl.constexpr,
              NEED_G: gl.constexpr):
     """A partition of a warpgroup for each 64 of the keys' dimensions, for which it has the state."""
-    k_s, e_s, o_s, dv_s, q_s, l_s, p_s, a_s = tiles
-    factors_s, scalars_s, x_s, begin_s = vectors
-    full, ready, empty, q_full, q_empty, rest_full = barriers
+    k_s, e_s, o_s, dv_s, q_s, s_s, p_s, a_s = tiles
+    factors_s, scalars_s, x_s = vectors
+    full, ready, empty, q_full, q_empty, s_full, s_empty, rest_full = barriers
     WARPS: gl.constexpr = BK // 16
     dq, dk, outs_s = goals
     FACTORS: gl.constexpr = 10 if NORM else 5
@@ -327,14 +317,19 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
         dq_s = outs_s.index(zero)
         dk_s = outs_s.index(zero + 1)
         q = q_s.index(zero).permute((1, 0))
-        given_k = l_s.index(zero).permute((1, 0))
+        given_k = q_s.index(zero + 1).permute((1, 0))
         p = p_s.index(zero)
         a = a_s.index(zero + squares)
         if (begin + i) % GROUP == 0:
-            o_k = zero + gl.arange(0, BK, layout=gl.SliceLayout(1, WS))
-            o_v = zero + gl.arange(0, BV, layout=gl.SliceLayout(0, WS))
-            begin_i = begin_s.index((begin + i) // GROUP & 1)
-            state = start(starts, begin + i, begin_i, o_k, o_v, H, K, V, BK, BV, GROUP, INIT, NEED_G)
+            if begin + i > 0:
+                mbarrier.wait(s_full, turn_of(i, begin, GROUP))
+                state = wide(s_s.reshape((BV, BK)).permute((1, 0)).load(WS))
+                thread_barrier()
+                mbarrier.arrive(s_empty, count=1)
+            elif INIT:
+                o_k = zero + gl.arange(0, BK, layout=gl.SliceLayout(1, WS))
+                o_v = zero + gl.arange(0, BV, layout=gl.SliceLayout(0, WS))
+                state = load_state(h0 + o_k[:, None] * V + o_v[None, :], o_k, o_v, K, V, BK, BV)
         mbarrier.wait(full.index(slot), phase)
         k = k_s.index(slot).permute((1, 0))
         left = gl.convert_layout(state.to(dtype), LEFT)
@@ -404,7 +399,7 @@ def multiply(tiles, vectors, barriers, goals, starts, r_desc, size, begin, end, 
 
 @gluon.jit(do_not_specialize=lengths("qkogb", "T", "N", "L"))
 def gradients_kernel(
-    q, k, g, beta, do, errors, rest, dv, dk_given, alike, norms, states, dstates, h0, dh0, cu_seqlens,
+    q, k, g, beta, do, errors, rest, dv, dk_given, alike, norms, states, begins, h0, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
     stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, N, L,
     dq, dk, dg,
@@ -415,9 +410,8 @@ def gradients_kernel(
     """``dq`` and ``dk`` ``[B, T, H, K]`` and ``dg`` ``[B, T, H]`` of each head.
 
     A program has L tokens of one head of one sequence, which are whole groups of GROUP chunks, but for the end. dv,
-    dk_given: dV and L of ``adjoint_kernel``; errors, rest, states: see ``walk_kernel``; dstates: the gradients of
-    ``states``. alike, norms: see ``prepare_kernel``; with norms, dq and dk are those of queries and keys of length 1.
-    h0, dh0: initial states and their gradients.
+    dk_given, begins: dV, L and sums of ``adjoint_kernel``; errors, rest, states: see ``walk_kernel``. alike, norms: see
+    ``prepare_kernel``; with norms, dq and dk are those of queries and keys of length 1. h0: initial states.
 
     K, V: the dimensions of q and k, and of values, in tiles of BK and BV. RQ, RK, RG, RB: how many heads share each of
     an array's.
@@ -433,6 +427,7 @@ def gradients_kernel(
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BV, BK], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     INIT: gl.constexpr = h0 is not None
@@ -453,20 +448,22 @@ def gradients_kernel(
     e_s = gl.allocate_shared_memory(dtype, [STAGES + 2 * C // BV, C, BV], VALUES)
     o_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
     dv_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
-    q_s = gl.allocate_shared_memory(dtype, [1, C, BK], KEYS)
-    l_s = gl.allocate_shared_memory(dtype, [1, C, BK], KEYS)
+    # Queries and L, or a state.
+    q_s = gl.allocate_shared_memory(dtype, [2, C, BK], KEYS)
+    s_s = reinterpret(q_s, dtype, [1, BV, BK], STATE)
     # dA has the last two tiles of squares.
     a_s = reinterpret(e_s, dtype, [STAGES * BV // C + 2, C, C], SQUARE)
     p_s = gl.allocate_shared_memory(dtype, [1, C, C], SQUARE)
     factors_s = gl.allocate_shared_memory(gl.float32, [(10 if NORM else 5) * STAGES, C], VECTOR)
     scalars_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1], VECTOR)
     x_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK // 16, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    begin_s = gl.allocate_shared_memory(gl.float32, [2, 1], VECTOR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    s_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    s_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     rest_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
@@ -474,40 +471,41 @@ def gradients_kernel(
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
+    mbarrier.init(s_full, count=1)
+    mbarrier.init(s_empty, count=1)
     mbarrier.init(rest_full.index(0), count=1)
     mbarrier.init(rest_full.index(1), count=1)
     fence_async_shared()
 
     # Something else stands for an absent array, and nobody reads it.
     p_h0 = errors
-    p_dh0 = errors
     p_g = errors
     p_beta = errors
     p_norms = errors
     p_dg = errors
-    i_state = (i_n.to(gl.int64) * H + i_h) * K * V
+    p_begins = errors
     if INIT:
-        p_h0 = h0 + i_state
-        if NEED_G:
-            p_dh0 = dh0 + i_state
+        p_h0 = h0 + (i_n.to(gl.int64) * H + i_h) * K * V
     if GATED:
         p_g = g + i_b.to(gl.int64) * stride_gb + token * stride_gt + (i_h // RG).to(gl.int64) * stride_gh
     if BETA:
         p_beta = beta + i_b.to(gl.int64) * stride_bb + token * stride_bt + (i_h // RB).to(gl.int64) * stride_bh
     if NORM:
         p_norms = norms + first * C
+    first_group = first_slot(i_n, token, size, T, GROUP * C, PACKED) * H + i_h
     if NEED_G:
         p_dg = dg + (i_b.to(gl.int64) * T + token) * H + i_h
+        p_begins = begins + first_group
     r_desc = describe(rest, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
     goal_q = describe(dq, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, KEYS)
     goal_k = describe(dk, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, KEYS)
-    i_left = (first_slot(i_n, token, size, T, GROUP * C, PACKED) * H + i_h) * (V * K)
-    tiles = (k_s, e_s, o_s, dv_s, q_s, l_s, p_s, a_s)
-    vectors = (factors_s, scalars_s, x_s, begin_s)
-    barriers = (full, ready, empty, q_full, q_empty, rest_full)
-    descriptors = (q_desc, k_desc, o_desc, e_desc, dv_desc, l_desc)
+    s_desc = tma.make_tensor_descriptor(states + first_group * (V * K), [gl.cdiv(size, GROUP * C), V, K],
+                                        [H * V * K, K, 1], [1, BV, BK], STATE)
+    tiles = (k_s, e_s, o_s, dv_s, q_s, s_s, p_s, a_s)
+    vectors = (factors_s, scalars_s, x_s)
+    barriers = (full, ready, empty, q_full, q_empty, s_full, s_empty, rest_full)
+    descriptors = (q_desc, k_desc, o_desc, e_desc, dv_desc, l_desc, s_desc)
     inputs = (p_g, stride_gt, p_beta, stride_bt, alike + first, p_norms)
-    starts = (states + i_left, dstates + i_left, p_h0, p_dh0)
     outs_s = gl.allocate_shared_memory(dtype, [2, C, BK], KEYS)
     results = (goal_q, goal_k, outs_s)
     # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
@@ -515,11 +513,11 @@ def gradients_kernel(
     gl.warp_specialize(
         [
             (pair, (tiles, vectors, barriers, r_desc, size, begin, end, scale, C, STAGES, REVERSE, NORM)),
-            (multiply, (tiles, vectors, barriers, results, starts, r_desc, size, begin, end, H, C, K, V, BK, BV, STAGES,
+            (multiply, (tiles, vectors, barriers, results, p_h0, r_desc, size, begin, end, H, C, K, V, BK, BV, STAGES,
                         GROUP, REVERSE, INIT, NORM, NEED_G)),
-            (gates, (vectors, barriers, inputs, p_dg, size, begin, end, scale, H, C, STAGES, GROUP, REVERSE, GATED,
-                     BETA, NORM, NEED_G)),
-            (copy, (tiles, barriers, descriptors, size, begin, end, C, STAGES, REVERSE)),
+            (gates, (vectors, barriers, inputs, p_begins, p_dg, size, begin, end, scale, H, C, STAGES, GROUP, REVERSE,
+                     GATED, BETA, NORM, INIT, NEED_G)),
+            (copy, (tiles, barriers, descriptors, size, begin, end, C, STAGES, GROUP, REVERSE)),
         ],
         [8 if WIDE else 4, 1, 1],
         [192 if WIDE else 208, 32, 32],

@@ -90,6 +90,7 @@ class _Call(Sizes):
     def __init__(self, specs: Args, opts: Options, segments: int | None):
         super().__init__(specs, opts)
         self.norm = opts.use_qk_l2norm
+        self.need_g = specs.g is not None and opts.needs(specs, "g")
         self.chunks, self.groups = self.slots(CHUNK), self.slots(_GROUP * CHUNK)
         self.tiles = tiles_of(self.K, self.V)
         # Programs that make a segment's matrix; tokens of a segment, 0 where sequences stay whole; segments, or these.
@@ -172,7 +173,7 @@ def _adjoint_plan(call: _Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
     outputs: dict[str, Any] = dict(dv=((*tokens, V), call.dtype),
                                    dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
                                    dlate=((*tokens, K), call.dtype), dh0=((call.N, H, K, V), h0.dtype) if h0 else None,
-                                   dstates=((call.groups, H, V, K), call.dtype))
+                                   begins=((call.groups, H), "float32") if call.need_g else None)
     if local:
         outputs = dict.fromkeys(outputs) | dict(dh0=((call.segments, H, K, V), "float32"))
         programs, most = call.segments - call.N, _STAGES_NARROW
@@ -190,7 +191,7 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
     outputs = dict(
         # One of them takes the place of what it is made of.
         dq=((*tokens, K), call.dtype), dk="dk_given",
-        dg=(tokens, call.dtype_of_each(g)) if g is not None and call.opts.needs(call.specs, "g") else None)
+        dg=(tokens, call.dtype_of_each(g)) if call.need_g else None)
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.part)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=_GROUP,
                      STAGES=min(_STAGES, call.cfg.num_stages), REVERSE=call.reverse,
@@ -348,12 +349,13 @@ def _walked(call: _Call, args: Args, ready: tuple[Any, Any, Any], final: bool, s
 
 def _walked_back(call: _Call, args: Args, do: Any, dfinal: Any, residuals: Sequence[Any]) -> tuple[Any, ...]:
     """The results of ``adjoint_kernel``."""
-    near, alike, of_keys, errors, _, _, matrices, *_ = residuals
+    near, alike, of_keys, errors, _, states, matrices, *_ = residuals
 
     def walk(ends: Any, local: bool) -> tuple[Any, ...]:
+        kept = (None, None, None) if local else (errors, states, args.initial_state)
         return _adjoint_plan(call, *call.specs[:2], spec_of(do), local).launch(
-            q=args.query, k=args.key, do=do, g=args.g, beta=args.beta, errors=None if local else errors, near=near,
-            alike=alike, norms=of_keys, dht=ends, cu_seqlens=args.cu_seqlens)
+            q=args.query, k=args.key, do=do, g=args.g, beta=args.beta, errors=kept[0], near=near, alike=alike,
+            norms=of_keys, states=kept[1], h0=kept[2], dht=ends, cu_seqlens=args.cu_seqlens)
 
     ends = dfinal
     if call.L:
@@ -365,10 +367,10 @@ def _gradients_of_scalars(call: _Call, args: Args, residuals: Sequence[Any], do:
     """The gradients without gates, or with one per token, of each head."""
     _, alike, of_keys, errors, rest, states, *_ = residuals
     q, k, _, g, beta, h0, cu_seqlens = args
-    dv, dbeta, dlate, dh0, dstates = _walked_back(call, args, do, dfinal, residuals)
+    dv, dbeta, dlate, dh0, begins = _walked_back(call, args, do, dfinal, residuals)
     dq, dk, dg = _gradients_plan(call, *call.specs[:2], spec_of(do)).launch(
         q=q, k=k, g=g, beta=beta, do=do, errors=errors, rest=rest, dv=dv, dk_given=dlate, alike=alike, norms=of_keys,
-        states=states, dstates=dstates, h0=h0, dh0=dh0, cu_seqlens=cu_seqlens)
+        states=states, begins=begins, h0=h0, cu_seqlens=cu_seqlens)
     return Args(dq, dk, dv, dg, dbeta, dh0)
 
 
