@@ -33,6 +33,7 @@ TESTS = Path(__file__).parents[1]
 SERVING = " ".join(f"tests/{folder}/{file.name}" for folder in ("serving", "compat")
                    for file in sorted((TESTS / folder).glob("test_*.py")) if file.stem not in LEFT_OUT)
 DELTA = "tests/gated_delta_rule/test_values.py"
+DELTA_DIMENSIONS = "tests/gated_delta_rule/test_dimension_gradients.py"
 # Platform cuda, whose own kernels run in the emulator.
 DELTA_CUDA = "tests/cuda/test_delta_rule.py"
 PREFILL = "tests/serving/test_values.py tests/serving/test_torch.py"
@@ -70,7 +71,7 @@ CHIPS = "tests/triton/test_chips.py"
     }),
     # The delta rule has parts of its own.
     ("", "1", {VALUES: "every_gate and not none or every_array and own", DELTA: "not same_bits",
-               DELTA_CUDA: "per_dimension and values"}),
+               DELTA_CUDA: "per_dimension and values", DELTA_DIMENSIONS: "gradients"}),
     ("64", "1", {VALUES: "group and (scalar or strong)"}),
 ], ids=["linear, softmax, stretches, peers", "serving, addresses, chips", "segments", "parts, delta rule", "pairs"])
 def test_in_the_interpreter(segment, parts, runs):

@@ -65,9 +65,9 @@ def load_state(p_s, i_v, m_d, V: tl.constexpr, BV: tl.constexpr, STATE_V: tl.con
 def rows_dot(b_x, b_e, p_x, p_e, m_t, V: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr):
     """The products ``[C (i), C (j)]`` of rows of values, which have been loaded up to dimension BV."""
     b_y = tl.dot(b_x, tl.trans(b_e), input_precision=PRECISION)
-    for i_v in tl.static_range(BV, V, BV):
-        b_e = tl.trans(load_rows(p_e, i_v, m_t, V, BV))
-        b_y = tl.dot(load_rows(p_x, i_v, m_t, V, BV), b_e, b_y, input_precision=PRECISION)
+    for i_v in tl.range(BV, V, BV, num_stages=1):
+        b_et = tl.trans(load_rows(p_e, i_v, m_t, V, BV))
+        b_y = tl.dot(load_rows(p_x, i_v, m_t, V, BV), b_et, b_y, input_precision=PRECISION)
     return b_y
 
 
@@ -76,10 +76,19 @@ def state_dot(b_x, b_s, p_x, p_s, m_t, m_d, V: tl.constexpr, BV: tl.constexpr, S
               PRECISION: tl.constexpr):
     """The product of rows of values with a state ``[C, BK]``, both of which have been loaded up to dimension BV."""
     b_y = tl.dot(b_x, b_s, input_precision=PRECISION)
-    for i_v in tl.static_range(BV, V, BV):
-        b_x = load_rows(p_x, i_v, m_t, V, BV)
-        b_y = tl.dot(b_x, load_state(p_s, i_v, m_d, V, BV, STATE_V), b_y, input_precision=PRECISION)
+    for i_v in tl.range(BV, V, BV, num_stages=1):
+        b_xv = load_rows(p_x, i_v, m_t, V, BV)
+        b_y = tl.dot(b_xv, load_state(p_s, i_v, m_d, V, BV, STATE_V), b_y, input_precision=PRECISION)
     return b_y
+
+
+@triton.jit
+def store_values(dv, o_row, b_z, b_e, b_beta, i_v, m_t, V: tl.constexpr, BV: tl.constexpr):
+    """Stores BV dimensions of the gradients of values; returns their part of those of beta."""
+    o_v = i_v + tl.arange(0, BV)
+    b_zf = b_z.to(tl.float32)
+    tl.store(dv + o_row + o_v[None, :], (b_beta * b_zf).to(dv.dtype.element_ty), mask=m_t[:, None] & (o_v < V)[None, :])
+    return tl.sum(b_e.to(tl.float32) * b_zf, 1)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -162,27 +171,25 @@ def dimension_gradients_kernel(
         b_k = b_k.to(tl.float32) * tl.load(p_norm + C)[:, None]
     if NEED_G:
         b_dg = tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32), 0)[None, :]
-        for i_v in tl.static_range(BV, V, BV):
+        for i_v in tl.range(BV, V, BV, num_stages=1):
             b_sd = load_state(p_s, i_v, m_d, V, BV, STATE_V).to(tl.float32)
             b_sd *= load_state(p_d, i_v, m_d, V, BV, STATE_V).to(tl.float32)
             b_dg += tl.sum(b_sd, 0)[None, :]
         b_dg *= decay(b_first + b_all, EXACT)
     if i_k == 0:
-        b_db = tl.zeros([C], dtype=tl.float32)
-        for i_v in tl.static_range(0, V, BV):
-            o_v = i_v + tl.arange(0, BV)
-            b_zf = (b_z if i_v == 0 else load_rows(p_z, i_v, m_t, V, BV)).to(tl.float32)
-            b_db += tl.sum((b_e if i_v == 0 else load_rows(p_e, i_v, m_t, V, BV)).to(tl.float32) * b_zf, 1)
-            tl.store(dv + row * V + o_row + o_v[None, :], (b_beta * b_zf).to(dv.dtype.element_ty),
-                     mask=m_t[:, None] & (o_v < V)[None, :])
+        b_db = store_values(dv, row * V + o_row, b_z, b_e, b_beta, 0, m_t, V, BV)
+        for i_v in tl.range(BV, V, BV, num_stages=1):
+            b_zv = load_rows(p_z, i_v, m_t, V, BV)
+            b_db += store_values(dv, row * V + o_row, b_zv, load_rows(p_e, i_v, m_t, V, BV), b_beta, i_v, m_t, V, BV)
         if BETA:
             tl.store(dbeta + row + o_t * H, b_db.to(dbeta.dtype.element_ty), mask=m_t)
     o_out = row * K + (o_t[:, None] * (H * K) + o_k[None, :])
     m_upto = o_r[:, None] >= o_r[None, :]
     m_lower = o_r[:, None] > o_r[None, :]
     m_own = o_r[:, None] == o_r[None, :]
-    is_mild = False
-    if not EXACT:
+    if EXACT:
+        is_mild: tl.constexpr = False
+    else:
         is_mild = tl.min(b_all) >= -2 * FAR
     if is_mild:
         # Half of the sum of gates after the first row is m.
