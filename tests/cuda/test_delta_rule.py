@@ -239,7 +239,7 @@ def test_functions_that_racecheck_does_not_follow_exist(attention):
 # Launches
 
 
-STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 128, "gradients_kernel": 64,
+STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 144, "gradients_kernel": 64,
          "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 168,
          "adjoint_dimensions_kernel": 136, "gradients_dimensions_kernel": 272}
 
