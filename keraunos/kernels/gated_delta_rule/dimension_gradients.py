@@ -32,9 +32,9 @@ from keraunos.kernels.host.arrays import Spec, pow2, strides_by_name, tile, unit
 from keraunos.kernels.host.plan import Plan, remember
 from keraunos.kernels.host.sequences import Sizes
 
-# Dimensions of K that a program takes, of 16 bits and of float32: with 64 of 16 bits registers do not hold the tiles;
-# with 16 of float32, Triton 3.6 builds code for Hopper that writes elsewhere.
-_DIMENSIONS, _DIMENSIONS_EXACT = 32, 64
+# Dimensions of K that a program takes, by the tokens of a chunk: registers hold no more. Tiles of float32 must not have
+# 16: Triton 3.6 builds code for Hopper then that writes elsewhere.
+_DIMENSIONS = {32: 64, 64: 32}
 # The logarithm of the greatest factor of a pair: half of the dtype's exponents are left to what it multiplies.
 _FAR = {"bfloat16": 55.0, "float16": 5.5, "float32": 0.0}
 
@@ -283,7 +283,7 @@ def dimension_gradients_plan(call: Sizes, q: Spec, k: Spec, g: Spec, do: Spec, s
         from_first, norm, some: FROM_FIRST, NORM and SOME.
     """
     (query, key, value, gates, beta), H, K, V, exact = call.specs[:5], call.H, call.K, call.V, call.dtype == "float32"
-    tokens, unit, BK = (call.B, call.T, H), unit_of(q, k, g, do), _DIMENSIONS_EXACT if exact else _DIMENSIONS
+    tokens, unit, BK = (call.B, call.T, H), unit_of(q, k, g, do), _DIMENSIONS[chunk]
     numbers = strides_by_name(unit, q=q, k=k, g=g) | strides_by_name(b=beta) | strides_by_name(unit, o=do)
     numbers |= dict(scale=call.scale, T=call.T, N=call.N)
     outputs: dict[str, Any] = dict(
@@ -300,4 +300,4 @@ def dimension_gradients_plan(call: Sizes, q: Spec, k: Spec, g: Spec, do: Spec, s
         DG_TERMS={"bfloat16": 1, "float16": 2, "float32": 3}[call.dtype], REVERSE=call.reverse, FROM_FIRST=from_first,
         PACKED=call.packed, PRECISION=precision(exact),
     )
-    return Plan(dimension_gradients_kernel, (slots * H * -(-K // BK),), numbers, outputs, constants, 4, 2)
+    return Plan(dimension_gradients_kernel, (slots * H * -(-K // BK),), numbers, outputs, constants)

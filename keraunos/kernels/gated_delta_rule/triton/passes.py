@@ -67,10 +67,9 @@ class Call(Sizes):
         # Tokens of a segment; 0: sequences are not cut.
         programs = self.N * self.H * -(-self.V // self.BV)
         count = min(_PROGRAMS // max(programs, 1), self.T // _MIN_SEGMENT)
-        # Tokens that programs of gradients take at once: more than a walk's chunks, so that fewer states are kept. With
-        # gates per dimension registers hold these only where products take no operands from them.
-        few = 32 if self.gate == 2 else self.BT
-        self.BG = max(self.BT, few if self.exact or (self.gate == 2 and shared < limits.ENOUGH) else 64)
+        # Tokens that programs of gradients take at once: more than a walk's chunks, so that fewer states are kept; with
+        # gates per dimension 32, so that strong gates have fewer steps.
+        self.BG = max(self.BT, 32 if self.gate == 2 else self.BT if self.exact else 64)
         self.L = -(-self.T // (count * self.BG)) * self.BG if count > 3 else 0
         self.chunks, self.segments = self.slots(self.BT), self.slots(self.L) if self.L else self.N
 
