@@ -354,9 +354,11 @@ def multiply(tiles, vectors, barriers, goals, h0, r_desc, size, begin, end, H: g
             mbarrier.wait(rest_full.index(0), rests & 1)
             rests += 1
             state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), r_s, state)
-        dq_t = warpgroup_mma(k, p.permute((1, 0)), dq_t, is_async=True)
-        dk_t = warpgroup_mma(k, a.permute((1, 0)), dk_t, is_async=True)
-        late = wide(k.load(W)) * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
+        own_k = k.load(W)
+        left_k = gl.convert_layout(own_k, LEFT)
+        dq_t = warpgroup_mma(left_k, p.permute((1, 0)), dq_t, is_async=True)
+        dk_t = warpgroup_mma(left_k, a.permute((1, 0)), dk_t, is_async=True)
+        late = wide(now(own_k)) * factors_s.index(of + 2).load(OF_TOKENS)[None, :]
         high = gl.convert_layout(late.to(dtype), LEFT_S)
         state = warpgroup_mma(high, e_s.index(slot), state, is_async=True)
         # The state may be late: it is needed no sooner than for the next chunk.
