@@ -228,15 +228,15 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, before, part, 
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         k = k_s.index(slot)
         left = gl.convert_layout(state.to(dtype), LEFT)
+        y = warpgroup_mma(left, k.permute((1, 0)), none, use_acc=False, is_async=True)
+        if OUTPUT:
+            o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         if SAVE:
             step = (before + i) if SPLIT else i
             if (step > 0) & (step % GROUP == 0):
                 p_kept = kept + (step // GROUP).to(gl.int64) * (H * V * K)
                 store_state(p_kept + (o_v * K)[:, None] + o_k[None, :], state.to(dtype), i >= 0, o_v, o_k, V, K,
                             BV, BK)
-        y = warpgroup_mma(left, k.permute((1, 0)), none, use_acc=False, is_async=True)
-        if OUTPUT:
-            o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         if OUTPUT:
             y, o = warpgroup_mma_wait(0, deps=[y, o])
         else:
