@@ -91,8 +91,8 @@ def store_values(dv, o_row, b_z, b_e, b_beta, i_v, m_t, V: tl.constexpr, BV: tl.
     return tl.sum(b_e.to(tl.float32) * b_zf, 1)
 
 
-@triton.jit(do_not_specialize=["N"])
-def dimension_gradients_kernel(
+def part_of_chunk(
+    i_s, i_h, i_k,
     q, k, g, beta, do, errors, rights, states, dstates, norms, wanted, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
     stride_bb, stride_bt, stride_bh, stride_ob, stride_ot, stride_oh, scale, T, N,
@@ -103,18 +103,7 @@ def dimension_gradients_kernel(
     NEED_G: tl.constexpr, FAR: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr,
     REVERSE: tl.constexpr, FROM_FIRST: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """The gradients of a chunk's tokens for BK dimensions of a head's keys; of values and beta with the first of them.
-
-    ``errors`` and ``rights`` ``[B, T, H, V]`` are E and Z. ``states`` and ``dstates``, of a slot for each chunk and
-    head, have strides STATE_K and STATE_V. NORM: ``norms`` ``[slots, H, 2, C]`` are one over the lengths of the queries
-    and of the keys, in the order of memory, and gradients are those of vectors of length 1. FROM_FIRST: chunks are
-    counted from a sequence's first token with REVERSE, too; else from the one that the recurrence meets first. SOME: of
-    chunks and heads with ``wanted`` ``[slots, H]`` not 0; nothing is written for the others.
-    """
-    NK: tl.constexpr = (K + BK - 1) // BK
-    i_k = tl.program_id(0) % NK
-    i_h = tl.program_id(0) // NK % H
-    i_s = tl.program_id(0) // (NK * H)
+    """The gradients of one chunk and head for the i_k-th BK dimensions of keys."""
     i_n, begin, length, i_c = locate(cu_seqlens, i_s, T, N, C, PACKED, True, BN)
     i_b = begin * 0 if PACKED else begin * 0 + i_n
     first = i_c * C
@@ -122,9 +111,6 @@ def dimension_gradients_kernel(
     if left <= 0:
         return
     i_slot = i_s.to(tl.int64) * H + i_h
-    if SOME:  # noqa: SIM102 - an array that is absent otherwise
-        if tl.load(wanted + i_slot) == 0:
-            return
     # Rows are tokens in the order in which the recurrence meets them.
     o_r = tl.arange(0, C)
     o_t = -o_r if REVERSE else o_r
@@ -270,6 +256,56 @@ def dimension_gradients_kernel(
         tl.store(dg + o_out, b_dg.to(dg.dtype.element_ty), mask=m_k)
 
 
+inlined = triton.jit(part_of_chunk)
+# Not inlined: from a loop that it saw Triton 3.6 built accesses to memory that is not there.
+called = triton.jit(noinline=True)(part_of_chunk)
+
+
+@triton.jit(do_not_specialize=["N"])
+def dimension_gradients_kernel(
+    q, k, g, beta, do, errors, rights, states, dstates, norms, wanted, cu_seqlens,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
+    stride_bb, stride_bt, stride_bh, stride_ob, stride_ot, stride_oh, scale, T, N,
+    dq, dk, dv, dg, dbeta,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RQ: tl.constexpr, RK: tl.constexpr, RG: tl.constexpr,
+    RB: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    STATE_K: tl.constexpr, STATE_V: tl.constexpr, BETA: tl.constexpr, NORM: tl.constexpr, SOME: tl.constexpr,
+    NEED_G: tl.constexpr, FAR: tl.constexpr, EXACT: tl.constexpr, TERMS: tl.constexpr, DG_TERMS: tl.constexpr,
+    REVERSE: tl.constexpr, FROM_FIRST: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """The gradients of a chunk's tokens for BK dimensions of a head's keys; of values and beta with the first of them.
+
+    ``errors`` and ``rights`` ``[B, T, H, V]`` are E and Z. ``states`` and ``dstates``, of a slot for each chunk and
+    head, have strides STATE_K and STATE_V. NORM: ``norms`` ``[slots, H, 2, C]`` are one over the lengths of the queries
+    and of the keys, in the order of memory, and gradients are those of vectors of length 1. FROM_FIRST: chunks are
+    counted from a sequence's first token with REVERSE, too; else from the one that the recurrence meets first. SOME: of
+    chunks and heads with ``wanted`` ``[slots, H]`` not 0; nothing is written for the others.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    if SOME:
+        i_h = tl.program_id(0) % H
+        i_s = tl.program_id(0) // H
+        if tl.load(wanted + i_s.to(tl.int64) * H + i_h) == 0:
+            return
+        for i_k in range(0, NK):
+            called(
+                i_s, i_h, i_k, q, k, g, beta, do, errors, rights, states, dstates, norms, wanted, cu_seqlens,
+                stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh,
+                stride_bb, stride_bt, stride_bh, stride_ob, stride_ot, stride_oh, scale, T, N, dq, dk, dv, dg, dbeta,
+                H, K, V, RQ, RK, RG, RB, UNIT, C, BK, BV, BN, STATE_K, STATE_V, BETA, NORM, SOME, NEED_G, FAR, EXACT,
+                TERMS, DG_TERMS, REVERSE, FROM_FIRST, PACKED, PRECISION)
+    else:
+        i_k = tl.program_id(0) % NK
+        i_h = tl.program_id(0) // NK % H
+        i_s = tl.program_id(0) // (NK * H)
+        inlined(
+            i_s, i_h, i_k, q, k, g, beta, do, errors, rights, states, dstates, norms, wanted, cu_seqlens, stride_qb,
+            stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_gb, stride_gt, stride_gh, stride_bb,
+            stride_bt, stride_bh, stride_ob, stride_ot, stride_oh, scale, T, N, dq, dk, dv, dg, dbeta, H, K, V, RQ, RK,
+            RG, RB, UNIT, C, BK, BV, BN, STATE_K, STATE_V, BETA, NORM, SOME, NEED_G, FAR, EXACT, TERMS, DG_TERMS,
+            REVERSE, FROM_FIRST, PACKED, PRECISION)
+
+
 @remember
 def dimension_gradients_plan(call: Sizes, q: Spec, k: Spec, g: Spec, do: Spec, slots: int, chunk: int,
                              values_first: bool, from_first: bool, norm: bool = False, some: bool = False) -> Plan:
@@ -300,4 +336,4 @@ def dimension_gradients_plan(call: Sizes, q: Spec, k: Spec, g: Spec, do: Spec, s
         DG_TERMS={"bfloat16": 1, "float16": 2, "float32": 3}[call.dtype], REVERSE=call.reverse, FROM_FIRST=from_first,
         PACKED=call.packed, PRECISION=precision(exact),
     )
-    return Plan(dimension_gradients_kernel, (slots * H * -(-K // BK),), numbers, outputs, constants)
+    return Plan(dimension_gradients_kernel, (slots * H * (1 if some else -(-K // BK)),), numbers, outputs, constants)
