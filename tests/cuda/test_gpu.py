@@ -239,7 +239,7 @@ def handed(attention):
     for all, which have met before. The emulator follows both, and finds each of our barriers that is left out.
     """
     from keraunos.kernels.device.pipeline import pipeline
-    from keraunos.kernels.gated_delta_rule.cuda import adjoint
+    from keraunos.kernels.gated_delta_rule.cuda import adjoint, parts
     from keraunos.kernels.gated_delta_rule.cuda import gradients as delta_gradients
     from keraunos.kernels.gated_delta_rule.cuda import walk as delta
     from keraunos.kernels.linear_attention.cuda import (
@@ -255,8 +255,9 @@ def handed(attention):
 
     if attention == "delta":
         kernels = delta.walk_kernel, adjoint.adjoint_kernel, delta_gradients.gradients_kernel
-        return kernels, (delta.gates, delta.pair, adjoint.gates, adjoint.pair, adjoint.leave, delta_gradients.gates,
-                         delta_gradients.take_lengths, delta_gradients.pair, delta_gradients.multiply)
+        return kernels, (delta.gates, delta.pair, adjoint.gates, adjoint.pair, adjoint.add_products, adjoint.leave,
+                         parts.of_tokens, delta_gradients.gates, delta_gradients.take_lengths, delta_gradients.pair,
+                         delta_gradients.multiply)
     if attention == "linear":
         kernels = (pipeline, outputs.outputs_kernel, gradients.gradients_kernel, dimensions.dimensions_kernel,
                    dimensions_queries.queries_kernel, dimensions_keys.keys_kernel)
