@@ -35,6 +35,7 @@ BUILDS = {
     "delta rule, dimensions": small(K=128, V=128, H=4, gate="vector"),
     "delta rule, dimensions, everything": small(K=128, V=128, H=4, gate="vector", lengths=(60, 40), state=True,
                                                 norm=True, reverse=True),
+    "delta rule, dimensions, many heads": small(K=128, V=128, H=128, gate="vector", T=64),
     "delta rule, dimensions, 64": small(H=4, gate="vector", state=True),
 }
 

@@ -1,7 +1,8 @@
 """Run the kernels of the platform ``cuda`` on small shapes, for compute-sanitizer to watch.
 
 ``python -m tests.cuda.sanitize linear`` runs those of linear attention forward and backward, and prefills; ``delta``
-those of the gated delta rule, likewise; ``softmax`` those of softmax attention, also with few queries.
+those of the gated delta rule, likewise, and ``delta-dimensions`` those with gates per dimension; ``softmax`` those of
+softmax attention, also with few queries.
 """
 
 from __future__ import annotations
@@ -54,6 +55,15 @@ DELTA = [
     delta_rule.small(B=2, T=300, H=2, gate="none", state=True),
     delta_rule.small(K=96, V=40, lengths=(65, 0, 9), H=4, HQ=2, G=1, HV=4, HG=2, HB=1, state=True),
 ]
+DELTA_DIMENSIONS = [
+    delta_rule.small(**WIDE, B=2, T=150, H=2, gate="vector", gate_dtype="bfloat16", state=True),
+    delta_rule.small(**WIDE, H=2, lengths=(70, 0, 1, 129), gate="vector", decay=None, state=True, reverse=True,
+                     norm=True),
+    delta_rule.small(**WIDE, T=150, gate="vector", keys="equal", beta=1.0),
+    delta_rule.small(K=96, V=40, lengths=(65, 0, 9), H=4, HQ=2, G=1, HV=4, HG=2, HB=1, gate="vector", state=True),
+]
+DIMENSIONS = {"prepare_dimensions_kernel", "remake_dimensions_kernel", "walk_dimensions_kernel",
+              "adjoint_dimensions_kernel", "gradients_dimensions_kernel"}
 DELTA_PREFILLS = [
     delta_prefill(**WIDE, lengths=(70, 0, 129, 1), fresh=(1,), tail=70, norm=True),
     delta_prefill(K=96, V=40, slots=(-1, 3), lengths=(65, 3), pool="bfloat16", gate="none"),
@@ -113,16 +123,28 @@ def _prefill(case) -> None:
     serving.prefill(*given, **options, **case.options, platform="cuda")
 
 
-def delta() -> None:
-    """The gated delta rule: outputs, gradients, prefill."""
-    for case in DELTA:
+def _run_delta(cases) -> None:
+    for case in cases:
         args, *grads = case.arrays
         args, grads = ([x if x is None else torch_tensor(x).cuda() for x in group] for group in (args, grads))
         with mock.patch.object(delta_passes, "_SEGMENTS", 3 if case.T == 300 else None):
             _, residuals = delta_passes.forward(delta_contract.Args(*args), delta_rule.options(case))
             delta_passes.backward(delta_contract.Args(*args), residuals, grads, delta_rule.options(case))
+
+
+def delta() -> None:
+    """The gated delta rule: outputs, gradients, prefill."""
+    _run_delta(DELTA)
     for case in DELTA_PREFILLS:
         _prefill(case)
+
+
+def dimensions() -> None:
+    """The gated delta rule with gates per dimension: outputs, gradients."""
+    _run_delta(DELTA_DIMENSIONS)
+    # A program has all values of a head.
+    with mock.patch.object(delta_passes, "_AT_ONCE", 1):
+        _run_delta(DELTA_DIMENSIONS[:1])
 
 
 def softmax() -> None:
@@ -134,7 +156,8 @@ def softmax() -> None:
 if __name__ == "__main__":
     limit_time()
     run, kernels = {
-        "linear": (linear, LINEAR), "delta": (delta, DELTAS), "softmax": (softmax, SOFTMAX),
+        "linear": (linear, LINEAR), "delta": (delta, DELTAS), "delta-dimensions": (dimensions, DIMENSIONS),
+        "softmax": (softmax, SOFTMAX),
     }[sys.argv[1]]
     with launching(kernels):
         run()

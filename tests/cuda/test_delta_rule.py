@@ -75,7 +75,7 @@ DIMENSIONS_CASES = [
     small(**PER_DIMENSION, **WIDE, T=130, keys="equal", beta=1.0, decay=0.01, norm=True),
     small(**PER_DIMENSION, T=70, H=4, HQ=2, G=1, HV=4, HG=2, HB=1, B=2, scale=-0.3),
     small(**PER_DIMENSION, K=96, V=40, lengths=(70, 0, 1, 64), norm=True),
-    small(gate="vector", K=40, V=72, lengths=(0, 65, 0), beta=None, reverse=True),
+    small(**PER_DIMENSION, K=40, V=72, lengths=(0, 65, 0), beta=None, reverse=True),
     small(**PER_DIMENSION, dtype="float16", T=70, decay=1.0),
 ]
 
@@ -91,6 +91,17 @@ def test_values(number):
 def test_values_per_dimension(number):
     mode, seed = SCHEDULES[number % len(SCHEDULES)]
     check(DIMENSIONS_CASES[number], mode=mode, seed=seed)
+
+
+@pytest.mark.skipif(not interpreter.ON, reason="a kernel of Triton makes the gradients: test_in_the_interpreter")
+@pytest.mark.parametrize("case", [
+    small(**PER_DIMENSION, **WIDE, T=71, decay=3.0, HG=1, H=2, norm=True),
+    small(**PER_DIMENSION, **WIDE, T=131, keys="equal", beta=1.0, decay=0.01),
+    small(**PER_DIMENSION, K=40, V=72, lengths=(3, 66), reverse=True),
+])
+def test_values_per_dimension_where_a_program_has_whole_heads(case, monkeypatch):
+    monkeypatch.setattr(passes, "_AT_ONCE", 1)
+    check(case, mode="random", seed=2)
 
 
 def test_outputs_of_errors_that_cancel():
@@ -230,7 +241,7 @@ def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
         check()
 
 
-@pytest.mark.parametrize("attention", ["linear", "delta", "softmax"])
+@pytest.mark.parametrize("attention", ["linear", "delta", "delta-dimensions", "softmax"])
 def test_functions_that_racecheck_does_not_follow_exist(attention):
     """They are read on a GPU only."""
     assert all(isinstance(x, JITFunction) for functions in handed(attention) for x in functions)

@@ -239,7 +239,8 @@ def handed(attention):
     for all, which have met before. The emulator follows both, and finds each of our barriers that is left out.
     """
     from keraunos.kernels.device.pipeline import pipeline
-    from keraunos.kernels.gated_delta_rule.cuda import adjoint, parts
+    from keraunos.kernels.gated_delta_rule.cuda import adjoint, dimensions_adjoint, dimensions_gradients, parts
+    from keraunos.kernels.gated_delta_rule.cuda import dimensions_walk as delta_dimensions
     from keraunos.kernels.gated_delta_rule.cuda import gradients as delta_gradients
     from keraunos.kernels.gated_delta_rule.cuda import walk as delta
     from keraunos.kernels.linear_attention.cuda import (
@@ -258,6 +259,10 @@ def handed(attention):
         return kernels, (delta.gates, delta.pair, adjoint.gates, adjoint.pair, adjoint.add_products, adjoint.leave,
                          parts.of_tokens, delta_gradients.gates, delta_gradients.take_lengths, delta_gradients.pair,
                          delta_gradients.multiply)
+    if attention == "delta-dimensions":
+        kernels = (delta_dimensions.walk_dimensions_kernel, dimensions_adjoint.adjoint_dimensions_kernel,
+                   dimensions_gradients.gradients_dimensions_kernel)
+        return kernels, (delta_dimensions.work_in, dimensions_gradients.pair)
     if attention == "linear":
         kernels = (pipeline, outputs.outputs_kernel, gradients.gradients_kernel, dimensions.dimensions_kernel,
                    dimensions_queries.queries_kernel, dimensions_keys.keys_kernel)
@@ -284,7 +289,7 @@ def known(first, second, attention):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("attention", ["linear", "delta", "softmax"])
+@pytest.mark.parametrize("attention", ["linear", "delta", "delta-dimensions", "softmax"])
 def test_compute_sanitizer_finds_nothing(check, attention):
     """``tests/triton`` sees that it finds planted faults."""
     subprocess.run([sys.executable, "-m", "tests.cuda.sanitize", attention], check=True)

@@ -43,7 +43,7 @@ from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thre
 
 
 @gluon.jit
-def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+def copy(tiles, barriers, descriptors, alike, size, first, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
          REVERSE: gl.constexpr):
     """A partition of one warp: copies chunks into the ring of stages.
 
@@ -75,7 +75,7 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
         copy_in(g_desc, [at * C, 0], arrived, g_s.index(slot))
         copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
         copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
-        copy_in(o_desc, [at * C, 0], arrived, do_s.index(slot))
+        copy_in(o_desc, [at * C, first], arrived, do_s.index(slot))
         copy_in(p_desc, [at * H * 2 * C, 0], arrived, p_s.index(slot))
         copy_in(n_desc, [at * H * 2 * C, 0], arrived, n_s.index(slot))
         held = fine
@@ -153,16 +153,19 @@ def work_in(tiles, vectors, barriers, inputs, size, scale, H: gl.constexpr, C: g
 
 
 @gluon.jit
-def multiply(tiles, vectors, barriers, goals, ends, size, last, C: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-             BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr,
-             INIT: gl.constexpr, FINAL: gl.constexpr):
-    """A partition of a warpgroup for each 64 of the values' dimensions, for which it has the state's gradient."""
+def multiply(tiles, vectors, barriers, goals, ends, size, last, first, C: gl.constexpr, K: gl.constexpr,
+             V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, OWN: gl.constexpr, STAGES: gl.constexpr,
+             REVERSE: gl.constexpr, BETA: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr):
+    """A partition of a warpgroup for each 64 of the values' dimensions, for which it has the state's gradient.
+
+    first: the program's first dimension of values, of which it has OWN; BV: those of all programs.
+    """
     q_s, k_s, x_s, _, do_s, n_s, p_s = tiles
     _, _, decay_s, strength_s, alike_s = vectors
     _, ready, empty = barriers
     z_s, z_desc, d_s, d_desc = goals
     dht, dh0 = ends
-    WARPS: gl.constexpr = BV // 16
+    WARPS: gl.constexpr = OWN // 16
     # A chunk's tokens are columns; so are the dimensions of keys of a state.
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
     WS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BK, 16])
@@ -171,11 +174,11 @@ def multiply(tiles, vectors, barriers, goals, ends, size, last, C: gl.constexpr,
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     dtype: gl.constexpr = k_s.dtype
-    o_v = gl.arange(0, BV, layout=gl.SliceLayout(1, WS))
+    o_v = first + gl.arange(0, OWN, layout=gl.SliceLayout(1, WS))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
     o_state = o_v[:, None] + (o_k * V)[None, :]
-    none = gl.zeros([BV, C], gl.float32, W)
-    state = gl.zeros([BV, BK], gl.float32, WS)
+    none = gl.zeros([OWN, C], gl.float32, W)
+    state = gl.zeros([OWN, BK], gl.float32, WS)
     if INIT:
         state = load_state(dht + o_state, o_v, o_k, V, K, BV, BK)
     count = gl.cdiv(size, C)
@@ -190,10 +193,10 @@ def multiply(tiles, vectors, barriers, goals, ends, size, last, C: gl.constexpr,
         left = gl.convert_layout(b_state, LEFT)
         u = warpgroup_mma(left, x_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         u = warpgroup_mma(do, p_s.index(slot), u, is_async=True)
-        d_s.reshape((BV, BK)).store(b_state)
+        d_s.reshape((OWN, BK)).store(b_state)
         fence_async_shared()
         thread_barrier()
-        copy_out(d_desc, [at, 0, 0], d_s)
+        copy_out(d_desc, [at, first, 0], d_s)
         fine = gl.max(alike_s.index(slot).load(FLAG), 0) != 0
         u = warpgroup_mma_wait(0, deps=[u])
         if fine:
@@ -221,7 +224,7 @@ def multiply(tiles, vectors, barriers, goals, ends, size, last, C: gl.constexpr,
         fence_async_shared()
         thread_barrier()
         # Copies out go before those into what becomes free.
-        copy_out(z_desc, [at * C, 0], z_s)
+        copy_out(z_desc, [at * C, first], z_s)
         mbarrier.arrive(empty.index(slot), count=1)
     tma.store_wait(0)
     if FINAL:
@@ -236,9 +239,11 @@ def adjoint_dimensions_kernel(
     du, dh0, dstates,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
-    REVERSE: gl.constexpr, PACKED: gl.constexpr,
+    REVERSE: gl.constexpr, PACKED: gl.constexpr, SHARES: gl.constexpr,
 ):
-    """``du`` ``[B, T, H, V]``, Z, and ``dh0``, of one head of one sequence for each program.
+    """``du`` ``[B, T, H, V]``, Z, and ``dh0``.
+
+    SHARES programs have one head of one sequence: each has as many of the values' dimensions, which need no others.
 
     ``dstates`` ``[slots, H, V, K]``: the gradients of the states after each chunk.
 
@@ -246,16 +251,18 @@ def adjoint_dimensions_kernel(
     those of initial ones. beta None: ones. K, V, BK, BV, RQ, RK, RG, RB: see ``walk_dimensions_kernel``; STAGES: 2 or
     more.
     """
-    i_h = gl.program_id(0) % H
-    i_o = gl.program_id(0) // H
+    i_h = gl.program_id(0) // SHARES % H
+    i_o = gl.program_id(0) // (SHARES * H)
+    OWN: gl.constexpr = BV // SHARES
+    first_value = gl.program_id(0) % SHARES * OWN
     i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
     dtype: gl.constexpr = k.dtype.element_ty
     g_dtype: gl.constexpr = g.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
     GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], g_dtype)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, OWN], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
-    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BV, BK], dtype)
+    STATE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, OWN, BK], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     VECTORS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -270,21 +277,21 @@ def adjoint_dimensions_kernel(
     q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, TILE)
     k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, TILE)
     g_desc = describe(g, i_b, token, i_h // RG, size, stride_gb, stride_gt, stride_gh, C, K, BK, GATES)
-    o_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, BV, VALUES)
-    z_desc = describe(du, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, BV, VALUES)
+    o_desc = describe(do, i_b, token, i_h, size, stride_ob, stride_ot, stride_oh, C, V, OWN, VALUES)
+    z_desc = describe(du, i_b, token, i_h, size, T.to(gl.int64) * (H * V), H * V, V, C, V, OWN, VALUES)
     n_desc = tma.make_tensor_descriptor(near + first * (2 * C * C), [rows, C], [C, 1], [C, C], SQUARE)
     p_desc = tma.make_tensor_descriptor(pairs + first * (2 * C * C), [rows, C], [C, 1], [C, C], SQUARE)
-    d_desc = tma.make_tensor_descriptor(dstates + first * (V * K), [chunks, V, K], [H * V * K, K, 1], [1, BV, BK],
+    d_desc = tma.make_tensor_descriptor(dstates + first * (V * K), [chunks, V, K], [H * V * K, K, 1], [1, OWN, BK],
                                         STATE)
     q_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], TILE)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], TILE)
     x_s = gl.allocate_shared_memory(dtype, [STAGES, C, BK], TILE)
     g_s = reinterpret(x_s, g_dtype, [STAGES, C, BK], GATES)
-    do_s = gl.allocate_shared_memory(dtype, [STAGES, C, BV], VALUES)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, C, OWN], VALUES)
     n_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
     p_s = gl.allocate_shared_memory(dtype, [STAGES, C, C], SQUARE)
-    z_s = gl.allocate_shared_memory(dtype, [C, BV], VALUES)
-    d_s = gl.allocate_shared_memory(dtype, [1, BV, BK], STATE)
+    z_s = gl.allocate_shared_memory(dtype, [C, OWN], VALUES)
+    d_s = gl.allocate_shared_memory(dtype, [1, OWN, BK], STATE)
     sums_s = gl.allocate_shared_memory(gl.float32, [BK // PART, BLOCKS, PART], VECTORS)
     factors_s = gl.allocate_shared_memory(gl.float32, [2, C], VECTOR)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, BK], VECTOR)
@@ -323,10 +330,10 @@ def adjoint_dimensions_kernel(
     gl.warp_specialize(
         [
             (work_in, (tiles, vectors, barriers, inputs, size, scale, H, C, BK, STAGES, REVERSE, BETA, NORM)),
-            (multiply, (tiles, vectors, barriers, goals, ends, size, last, C, K, V, BK, BV, STAGES, REVERSE, BETA,
-                        INIT, FINAL)),
-            (copy, (tiles, barriers, descriptors, p_alike, size, H, C, STAGES, REVERSE)),
+            (multiply, (tiles, vectors, barriers, goals, ends, size, last, first_value, C, K, V, BK, BV, OWN, STAGES,
+                        REVERSE, BETA, INIT, FINAL)),
+            (copy, (tiles, barriers, descriptors, p_alike, size, first_value, H, C, STAGES, REVERSE)),
         ],
-        [8 if BV == 128 else 4, 1],
-        [192 if BV == 128 else 200, 24],
+        [8 if OWN == 128 else 4, 1],
+        [192 if OWN == 128 else 200, 24],
     )

@@ -110,18 +110,18 @@ def of_rows(BK):
 
 
 @gluon.jit
-def store_kept(p_kept, state, WALKER: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
-    """Stores PART rows of a state ``[V, K]``."""
+def store_kept(p_kept, state, first, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+    """Stores PART rows of a state ``[V, K]``, from the given one on."""
     BK: gl.constexpr = state.shape[1]
     ROWS: gl.constexpr = of_rows(BK)
-    o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, ROWS))
+    o_v = first + gl.arange(0, PART, layout=gl.SliceLayout(1, ROWS))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, ROWS))
     mask = within(within((o_v >= 0)[:, None], o_v[:, None], V, BV), o_k[None, :], K, BK)
     gl.store(p_kept + (o_v * K)[:, None] + o_k[None, :], gl.convert_layout(state, ROWS), mask=mask)
 
 
 @gluon.jit
-def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.constexpr, WALKERS: gl.constexpr,
+def copy(tiles, barriers, descriptors, alike, size, first, H: gl.constexpr, C: gl.constexpr, WALKERS: gl.constexpr,
          STAGES: gl.constexpr, REVERSE: gl.constexpr):
     """A partition of one warp: copies chunks into the rings of stages.
 
@@ -150,7 +150,7 @@ def copy(tiles, barriers, descriptors, alike, size, H: gl.constexpr, C: gl.const
         mbarrier.expect(arrived, WALKERS * v_desc.block_type.nbytes + SQUARES)
         copy_in(n_desc, [at * H * 2 * C, 0], arrived, n_s.index(slot))
         for j in gl.static_range(WALKERS):
-            copy_in(v_desc, [at * C, j * PART], arrived, v_s.index(slot * WALKERS + j))
+            copy_in(v_desc, [at * C, first + j * PART], arrived, v_s.index(slot * WALKERS + j))
         copy_in(p_desc, [at * H * 2 * C, 0], arrived, p_s.index(slot))
         m += 1
         if fine:
@@ -238,11 +238,14 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
 
 
 @gluon.jit
-def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER: gl.constexpr, C: gl.constexpr,
-             H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, WALKERS: gl.constexpr,
-             STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, INIT: gl.constexpr,
-             FINAL: gl.constexpr, SAVE: gl.constexpr):
-    """A partition of one warpgroup: PART of the values' dimensions, for which it has the state."""
+def multiply(tiles, vectors, barriers, goals, states, size, last, first, scale, WALKER: gl.constexpr,
+             C: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
+             WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr,
+             NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SAVE: gl.constexpr):
+    """A partition of one warpgroup: PART of the values' dimensions, for which it has the state.
+
+    first: the program's first dimension of values; BV: those of all programs.
+    """
     q_s, k_s, _, x_s, v_s, n_s, p_s = tiles
     _, decay_s, strength_s, alike_s, lengths_s = vectors
     _, _, ready, free, free_late = barriers
@@ -257,13 +260,14 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = k_s.dtype
-    o_v = WALKER * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
+    own = first + WALKER * PART
+    o_v = own + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
     o_state = o_v[:, None] + (o_k * V)[None, :]
     none = gl.zeros([PART, C], gl.float32, W)
     state = gl.zeros([PART, BK], gl.float32, WS)
     if INIT:
-        state = load_state(h0 + o_state, o_v, o_k, V, K, WALKERS * PART, BK)
+        state = load_state(h0 + o_state, o_v, o_k, V, K, BV, BK)
     count = gl.cdiv(size, C)
     m = size * 0
     for i in range(count):
@@ -279,7 +283,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
         y = warpgroup_mma(left, k_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         o = warpgroup_mma(left, q_s.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
         if SAVE:
-            store_kept(kept + (size * 0 + at).to(gl.int64) * (H * V * K), state.to(dtype), WALKER, K, V, WALKERS * PART)
+            store_kept(kept + (size * 0 + at).to(gl.int64) * (H * V * K), state.to(dtype), own, K, V, BV)
         y, o = warpgroup_mma_wait(0, deps=[y, o])
         thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)
@@ -315,7 +319,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
         if SAVE:
             fence_async_shared()
             thread_barrier()
-            copy_out(e_desc, [at * C, WALKER * PART], v_s.index(late_slot * WALKERS + WALKER))
+            copy_out(e_desc, [at * C, own], v_s.index(late_slot * WALKERS + WALKER))
         tma.store_wait(1 if SAVE else 0)
         state, o = warpgroup_mma_wait(0, deps=[state, o])
         if fine:
@@ -328,7 +332,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
         o_s.permute((1, 0)).store(o.to(dtype))
         fence_async_shared()
         thread_barrier()
-        copy_out(o_desc, [at * C, WALKER * PART], o_s)
+        copy_out(o_desc, [at * C, own], o_s)
         if SAVE:
             tma.store_wait(1)
         mbarrier.arrive(free_late.index(late_slot), count=1)
@@ -338,7 +342,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, scale, WALKER:
             m += 1
     tma.store_wait(0)
     if FINAL:
-        store_state(ht + o_state, state, last, o_v, o_k, V, K, WALKERS * PART, BK)
+        store_state(ht + o_state, state, last, o_v, o_k, V, K, BV, BK)
 
 
 @gluon.jit(do_not_specialize=lengths("qkvgb", "T"))
@@ -349,9 +353,11 @@ def walk_dimensions_kernel(
     o, ht, errors, states,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RV: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
-    REVERSE: gl.constexpr, PACKED: gl.constexpr,
+    REVERSE: gl.constexpr, PACKED: gl.constexpr, SHARES: gl.constexpr,
 ):
-    """``o`` ``[B, T, H, V]`` and the final states ``ht``, of one head of one sequence for each program.
+    """``o`` ``[B, T, H, V]`` and the final states ``ht``.
+
+    SHARES programs have one head of one sequence: each has as many of the values' dimensions, which need no others.
 
     For gradients: ``errors`` ``[B, T, H, V]``, E, and ``states`` ``[slots, H, V, K]``, those before each chunk.
 
@@ -360,10 +366,11 @@ def walk_dimensions_kernel(
     K, V: the dimensions of q and k, and of v and o, in tiles of BK and BV. RQ, RK, RV, RG, RB: how many heads
     share each of an array's.
     """
-    i_h = gl.program_id(0) % H
-    i_o = gl.program_id(0) // H
+    i_h = gl.program_id(0) // SHARES % H
+    i_o = gl.program_id(0) // (SHARES * H)
     i_n, i_b, token, size, last = locate(cu_seqlens, i_o, T, T, PACKED, False, REVERSE)
-    WALKERS: gl.constexpr = BV // PART
+    WALKERS: gl.constexpr = BV // PART // SHARES
+    first_value = gl.program_id(0) % SHARES * (BV // SHARES)
     dtype: gl.constexpr = k.dtype.element_ty
     g_dtype: gl.constexpr = g.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], dtype)
@@ -444,12 +451,12 @@ def walk_dimensions_kernel(
     if WALKERS == 2:
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, H, K, V, BK, WALKERS,
-                            STAGES, REVERSE, BETA, NORM, INIT, FINAL, SAVE)),
-                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 1, C, H, K, V, BK, WALKERS,
-                            STAGES, REVERSE, BETA, NORM, INIT, FINAL, SAVE)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, first_value, scale, 0, C, H, K, V, BK,
+                            BV, WALKERS, STAGES, REVERSE, BETA, NORM, INIT, FINAL, SAVE)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, first_value, scale, 1, C, H, K, V, BK,
+                            BV, WALKERS, STAGES, REVERSE, BETA, NORM, INIT, FINAL, SAVE)),
                 (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, first_value, H, C, WALKERS, STAGES, REVERSE)),
             ],
             [4, 4, 1],
             [200, 88, 24],
@@ -457,10 +464,10 @@ def walk_dimensions_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (tiles, vectors, barriers, goals, ends, size, last, scale, 0, C, H, K, V, BK, WALKERS,
-                            STAGES, REVERSE, BETA, NORM, INIT, FINAL, SAVE)),
+                (multiply, (tiles, vectors, barriers, goals, ends, size, last, first_value, scale, 0, C, H, K, V, BK,
+                            BV, WALKERS, STAGES, REVERSE, BETA, NORM, INIT, FINAL, SAVE)),
                 (work_in, (tiles, vectors, barriers, inputs, size, H, C, K, BK, STAGES, REVERSE, BETA, NORM)),
-                (copy, (tiles, barriers, descriptors, p_alike, size, H, C, WALKERS, STAGES, REVERSE)),
+                (copy, (tiles, barriers, descriptors, p_alike, size, first_value, H, C, WALKERS, STAGES, REVERSE)),
             ],
             [4, 1],
             [104, 24],

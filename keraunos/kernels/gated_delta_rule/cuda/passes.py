@@ -85,14 +85,19 @@ def _cost(T: int, heads: int, matrices: int, count: int) -> float:
 
 
 class _Call(Sizes):
-    """One call as these kernels see it; one object for all that are alike."""
+    """One call as these kernels see it; one object for all that are alike.
 
-    def __init__(self, specs: Args, opts: Options, segments: int | None):
+    constants: those of this module that it is made with, which tests change.
+    """
+
+    def __init__(self, specs: Args, opts: Options, segments: int | None, constants: tuple[int, ...]):
         super().__init__(specs, opts)
         self.norm = opts.use_qk_l2norm
         self.need_g = specs.g is not None and opts.needs(specs, "g")
         self.chunks, self.groups = self.slots(CHUNK), self.slots(_GROUP * CHUNK)
         self.tiles = tiles_of(self.K, self.V)
+        # With gates per token and dimension: programs that share the values of a head in a walk.
+        self.shares = 2 if self.V > LEAST_TILE and 2 * self.N * self.H <= _AT_ONCE else 1
         # Programs that make a segment's matrix; tokens of a segment, 0 where sequences stay whole; segments, or these.
         self.matrices = max(self.tiles["BK"] // self.tiles["BV"], 1)
         # Packed sequences as if all were as long, and not where gradients follow.
@@ -121,7 +126,7 @@ _call = remember(_Call)
 
 def _call_of(specs: Args, opts: Options) -> _Call:
     """The call; the same object for all that are alike."""
-    return _call(specs, opts, _SEGMENTS)
+    return _call(specs, opts, _SEGMENTS, (_GROUP, _AT_ONCE))
 
 
 @remember
@@ -236,8 +241,8 @@ def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final
                    states=((call.chunks, H, V, K), call.dtype) if save else None)
     numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T)
     constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK, STAGES=_stages(call),
-                     REVERSE=call.reverse, PACKED=call.packed)
-    return Plan(walk_dimensions_kernel, (call.N * H,), numbers, outputs, constants)
+                     REVERSE=call.reverse, PACKED=call.packed, SHARES=call.shares)
+    return Plan(walk_dimensions_kernel, (call.N * H * call.shares,), numbers, outputs, constants)
 
 
 @remember
@@ -248,8 +253,8 @@ def _adjoint_dimensions_plan(call: _Call, q: Spec, k: Spec, do: Spec, g: Spec) -
                    dstates=((call.chunks, H, V, K), call.dtype))
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, STAGES=_stages(call),
-                     REVERSE=call.reverse, PACKED=call.packed)
-    return Plan(adjoint_dimensions_kernel, (call.N * H,), numbers, outputs, constants)
+                     REVERSE=call.reverse, PACKED=call.packed, SHARES=call.shares)
+    return Plan(adjoint_dimensions_kernel, (call.N * H * call.shares,), numbers, outputs, constants)
 
 
 @remember
