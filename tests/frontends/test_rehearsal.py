@@ -18,24 +18,27 @@ def test_what_fails_in_a_rehearsal_does_not_end_the_call():
 
 def test_filters_of_warnings_stay_as_they_were():
     """Triton changes them for a while in each thread, and one thread's while ends within another's."""
-    changed, kept, back = threading.Event(), threading.Event(), threading.Event()
+    changed, kept, back, ended = (threading.Event() for _ in range(4))
 
     def first():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             changed.set()
             was_read()
-            kept.wait(10)
+            assert kept.wait(10)
         back.set()
 
     def second():
-        changed.wait(10)
+        was_read()
+        assert changed.wait(10)
         with warnings.catch_warnings():
             kept.set()
-            back.wait(10)
+            assert back.wait(10)
+        ended.set()
 
     before = warnings.filters[:]
     Rehearsal(lambda: [current().build(fn) for fn in (first, second)])
+    assert ended.is_set()
     assert warnings.filters == before
 
 
