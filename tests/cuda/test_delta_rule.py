@@ -345,6 +345,7 @@ def test_auto_takes_it_where_walks_fill_a_gpu(framework, monkeypatch):
         return kernel_registry.choose(inv)[0].platform
 
     assert chosen(2, 16384, 64) == chosen(8, 4096, 32) == chosen(1, 8192, 32, G=16) == "cuda"
-    assert chosen(2, 16384, 64, gate="vector") == "cuda"
+    assert chosen(2, 16384, 64, gate="vector") == chosen(1, 8192, 16, gate="vector") == "cuda"
+    assert chosen(1, 8192, 8, gate="vector") == chosen(1, 8192, 16, gate="vector", V=64) == "triton"
     assert chosen(1, 8192, 16) == chosen(2, 16384, 64, K=32) == "triton"
     assert chosen(2, 16384, 64, gate="vector", dtype="float16") == "triton"

@@ -59,7 +59,8 @@ _LEAST = {"bfloat16": -100.0, "float16": -8.0}
 # Programs that look for chunks that were left: two or three times those that run at once, if no more than so many
 # chunks come to one.
 _PROGRAMS_LEFT, _MOST_LEFT = 792, 64
-# Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few.
+# Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few; of
+# gates per token and dimension also halves of values.
 _PROGRAMS = 32
 # Programs that run at once; tokens that make a segment worth its while. In tokens of a walk, by time: what a program
 # begins with, and what it takes to join segments, and one more. What a walk without outputs takes of one with them.
@@ -494,10 +495,12 @@ def loses(inv: Invocation) -> str | None:
     """Why ``"auto"`` should prefer others, or None: what was not measured to be faster."""
     if reason := was_not_measured():
         return reason
-    if inv.arrays.get("g", ("", 0))[1] == 4 and inv.arrays["query"][0] == "float16":
+    dimensions = inv.arrays.get("g", ("", 0))[1] == 4
+    if dimensions and inv.arrays["query"][0] == "float16":
         return "with gates per token and dimension, was measured to be faster in bfloat16, which has more exponents"
-    if inv.dims["N"] * inv.dims["H"] < _PROGRAMS:
-        return f"has a walk for each sequence and head, and was measured to be faster with {_PROGRAMS} of them or more"
+    walks = inv.dims["N"] * inv.dims["H"] * (1 + (dimensions and inv.dims["V"] > LEAST_TILE))
+    if walks < _PROGRAMS:
+        return f"has {walks} walks over sequences and heads, and was measured to be faster with {_PROGRAMS} or more"
     return None
 
 
