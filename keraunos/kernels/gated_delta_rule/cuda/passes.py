@@ -10,9 +10,9 @@ a walk the other way, with the gradient of the state, leaves what depends on tha
 the same states. From there all groups of chunks are walked at once, which make their states again: they have the rest.
 
 With gates per token and dimension one kernel prepares most chunks, and a second one those with strong gates, and those
-that need more digits; sequences stay whole. The walks, forward and backward, leave the state before each chunk and the
-gradient of the state after it, from which one kernel makes all gradients of a chunk, and one in Triton those of chunks
-that the first kernel has left.
+that need more digits. Sequences stay whole: where walks are few, two programs share the values of a head. The walks,
+forward and backward, leave the state before each chunk and the gradient of the state after it, from which one kernel
+makes all gradients of a chunk, and one in Triton those of chunks that the first kernel has left.
 """
 
 from __future__ import annotations
