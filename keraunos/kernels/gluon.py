@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterable
 from typing import Any, dataclass_transform
@@ -19,6 +20,7 @@ if ".".join(triton.__version__.split(".")[:2]) not in (KNOWN := ("3.6", "3.7", "
 from triton._C.libtriton.ir import DESCRIPTOR_REDUCE_KIND
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate, base_value
 
@@ -29,6 +31,7 @@ RUN = ("3.6",)
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+copy_of_threads = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @builtin
@@ -41,10 +44,24 @@ def _add_out(tensor_desc, coord, src, _semantic=None):
 add_out = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add_out
 
 
+# Whether a view of shared memory must have all of it.
+_WHOLE = not triton.__version__.startswith(("3.6", "3.7"))
+
+
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """Shared memory, or the first part of it, with another dtype, shape and layout."""
+    """Shared memory, or the first part of it, with another dtype, shape and layout.
+
+    Where an axis in front has no place in the layout, it may be longer than asked for.
+    """
     view = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
+    if _WHOLE:
+        shape, kind, of = [gl.constexpr(x).value for x in shape], gl.constexpr(dtype).value, gl.constexpr(layout).value
+        bits = math.prod(shape) * kind.primitive_bitwidth
+        parts = math.prod(memory.shape) * memory.dtype.primitive_bitwidth // bits
+        if parts > 1 and (of.rank if hasattr(of, "rank") else len(of.order)) == len(shape):
+            return view(dtype, [parts, *shape], layout, _semantic=_semantic).index(0, _semantic=_semantic)
+        shape[0] *= parts
     return view(dtype, shape, layout, _semantic=_semantic)
 
 

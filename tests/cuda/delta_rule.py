@@ -6,7 +6,9 @@ import contextlib
 from unittest import mock
 
 import torch
+import triton
 
+from keraunos import frontends
 from keraunos.frontends import interpreter
 from keraunos.kernels.gated_delta_rule.contract import Args, Options
 from keraunos.kernels.gated_delta_rule.cuda import passes
@@ -38,6 +40,32 @@ BUILDS = {
     "delta rule, dimensions, many heads": small(K=128, V=128, H=128, gate="vector", T=64),
     "delta rule, dimensions, 64": small(H=4, gate="vector", state=True),
 }
+
+
+# Bytes of stack of each kernel: what waits outside of the loop over chunks, or is read where keys are alike. With gates
+# per dimension a step that strong ones need has the results of those before.
+STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 144, "gradients_kernel": 64,
+         "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 168,
+         "adjoint_dimensions_kernel": 136, "gradients_dimensions_kernel": 272}
+# What newer versions take, where it is more: as measured; and kernels whose products wait for each other. No GPU has
+# run these, and "auto" does not take them.
+NEWER_STACK = {
+    "3.7": dict(adjoint_kernel=184, remake_dimensions_kernel=760),
+    "3.8": dict(prepare_kernel=128, gradients_kernel=112, remake_dimensions_kernel=760,
+                gradients_dimensions_kernel=744),
+    "3.9": dict(prepare_kernel=72, walk_kernel=288, adjoint_kernel=192, gradients_kernel=120,
+                prepare_dimensions_kernel=176, remake_dimensions_kernel=912, walk_dimensions_kernel=208,
+                gradients_dimensions_kernel=512),
+}
+NEWER_WAITS = {"3.9": ("walk_kernel", "gradients_kernel")}
+
+
+def most(kernel):
+    """The budget of a kernel, by its name."""
+    version = ".".join(triton.__version__.split(".")[:2])
+    return dict(registers=255 if kernel == "remake_dimensions_kernel" else 168,
+                stack=(STACK | NEWER_STACK.get(version, {}))[kernel],
+                shared=frontends.SHARED_MEMORY, waits=int(kernel in NEWER_WAITS.get(version, ())))
 
 
 def options(case, stages=3):

@@ -16,8 +16,8 @@ LINEAR = ("keraunos.kernels.device.pipeline", *(f"keraunos.kernels.linear_attent
 DECODE = ("keraunos.kernels.softmax_attention.cuda.decode",)
 _STEP = re.compile(
     r"^( +)(?:fence_async_shared\(\)|thread_barrier\(\)|mbarrier\.(?:arrive|init)\(.*\)|"
-    r"[\w.]+\.(?:acquire|expect|commit|wait|release|copy|async_copy_global_to_shared|commit_group|wait_group)\(.*\)|"
-    r"tma\.store_wait\((?:\d)\)|copy_(?:in|out)\(.*\)|[a-z_, ]+ = warpgroup_mma_wait\((\d), deps=\[.*\]\))$",
+    r"[\w.]+\.(?:acquire|expect|commit|wait|release|copy|commit_group|wait_group)\(.*\)|"
+    r"tma\.store_wait\((?:\d)\)|copy_(?:in|out|of_threads)\(.*\)|[a-z_, ]+ = warpgroup_mma_wait\((\d), deps=\[.*\]\))$",
     re.MULTILINE,
 )
 

@@ -23,7 +23,7 @@ from keraunos.kernels.gluon import RUN
 from tests.cuda import mutants
 from tests.cuda.builds import DELTA_PREFILLS, launched, of
 from tests.cuda.compile import known
-from tests.cuda.delta_rule import BUILDS, build, check, joined, options, run, small, walks
+from tests.cuda.delta_rule import BUILDS, build, check, joined, most, options, run, small, walks
 from tests.cuda.emulator import EmulatorError
 from tests.cuda.platform import emulated
 from tests.cuda.test_gpu import handed
@@ -250,11 +250,6 @@ def test_functions_that_racecheck_does_not_follow_exist(attention):
 # Launches
 
 
-STACK = {"prepare_kernel": 24, "walk_kernel": 184, "adjoint_kernel": 144, "gradients_kernel": 64,
-         "prepare_dimensions_kernel": 96, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 168,
-         "adjoint_dimensions_kernel": 136, "gradients_dimensions_kernel": 272}
-
-
 @pytest.mark.parametrize("name", ["delta rule", "delta rule, everything", "delta rule, dimensions"])
 def test_a_first_call_in_pytorch_builds_all_that_it_launches(name):
     """An error of a rehearsal shows only as a first call that is slow."""
@@ -287,15 +282,9 @@ def test_residuals_are_those_that_compilers_are_told_of(case):
 
 @pytest.mark.parametrize("name", [*BUILDS, *DELTA_PREFILLS])
 def test_kernels_stay_within_their_budgets(name):
-    """Bytes of stack are what waits outside of the loop over chunks, or is read where keys are alike.
-
-    With gates per dimension a step that strong ones need has the results of those before.
-    """
     for kernel, *built in build(BUILDS[name]) if name in BUILDS else of(name):
-        registers = 255 if kernel.fn.__name__ == "remake_dimensions_kernel" else 168
-        most = dict(registers=registers, stack=STACK[kernel.fn.__name__], shared=frontends.SHARED_MEMORY, waits=0)
-        used = known(kernel, *built)
-        assert {key: used[key] for key in most if used[key] > most[key]} == {}, (kernel.fn.__name__, used)
+        budget, used = most(kernel.fn.__name__), known(kernel, *built)
+        assert {key: used[key] for key in budget if used[key] > budget[key]} == {}, (kernel.fn.__name__, used)
 
 
 def test_no_kernel_is_compiled_for_a_length():

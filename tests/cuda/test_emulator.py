@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.device.pipeline import Pipeline, pipeline
-from keraunos.kernels.gluon import aggregate, copy_in, copy_out, reinterpret, thread_barrier
+from keraunos.kernels.gluon import aggregate, copy_in, copy_of_threads, copy_out, reinterpret, thread_barrier
 from tests.cuda import attention
 from tests.cuda.compile import descriptor as signature
 from tests.cuda.compile import resources
@@ -440,7 +440,7 @@ def copied_by_threads(x_ptr, o_ptr, rows, FAULT: gl.constexpr):
     x_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
     at = r * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
-    async_copy.async_copy_global_to_shared(x_s, x_ptr + at, mask=r < rows)
+    copy_of_threads(x_s, x_ptr + at, mask=r < rows)
     if FAULT != "commit":
         async_copy.commit_group()
     if FAULT == "read":

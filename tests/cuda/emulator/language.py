@@ -130,7 +130,7 @@ _OTHERS = {
         "max_constancy": lambda input, values: input, "static_print": printed, "device_print": printed,
         "constexpr": lambda x: x, "inline_asm_elementwise": inline_asm,
     },
-    ampere.async_copy: {"async_copy_global_to_shared": copies.copy_of_threads},
+    ampere.async_copy: {"async_copy_global_to_shared": copies.copy_of_threads, "async_load": copies.copy_of_threads},
     tma: {
         "async_copy_global_to_shared": copies.copy_in, "async_load": copies.copy_in,
         "async_copy_shared_to_global": copies.copy_out, "async_store": copies.copy_out,

@@ -43,7 +43,7 @@ from keraunos.kernels.gated_delta_rule.cuda.prepare import (
     spread,
     store_tile,
 )
-from keraunos.kernels.gluon import lengths, reinterpret, thread_barrier
+from keraunos.kernels.gluon import copy_of_threads, lengths, reinterpret, thread_barrier
 
 # Dimensions of a key that are worked on at a time.
 PART = gl.constexpr(64)
@@ -157,10 +157,10 @@ def meet(half, zero, chunk, arrays, strides, tiles, rests, narrow, lengths_s, RA
     o_k = ((t * UNIT).to(gl.int64) * stride_k[1])[:, None] + d[None, :]
     o_g = ((t * UNIT).to(gl.int64) * stride_g[1])[:, None] + d[None, :]
     if narrow is None:
-        async_copy.async_copy_global_to_shared(g_s, p_g + o_g, mask=mask)
+        copy_of_threads(g_s, p_g + o_g, mask=mask)
         async_copy.commit_group()
-    async_copy.async_copy_global_to_shared(k_s, p_k + o_k, mask=mask)
-    async_copy.async_copy_global_to_shared(q_s, p_q + o_q, mask=mask)
+    copy_of_threads(k_s, p_k + o_k, mask=mask)
+    copy_of_threads(q_s, p_q + o_q, mask=mask)
     async_copy.commit_group()
     if narrow is not None:
         x = gl.maximum(gl.load(p_g + o_g, mask=mask, other=0.0), FAINT).to(g_dtype)

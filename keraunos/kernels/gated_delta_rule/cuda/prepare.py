@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.device.hopper import FAINT, LOG2E, add, locate_chunk, wide, within
-from keraunos.kernels.gluon import lengths, reinterpret, thread_barrier
+from keraunos.kernels.gluon import copy_of_threads, lengths, reinterpret, thread_barrier
 
 EPSILON = gl.constexpr(1e-6)
 # Keys are alike from this sum of squares of a row of A beta on: errors cancel, and products count with more digits.
@@ -229,7 +229,7 @@ def prepare_kernel(
     d = gl.arange(0, BK, layout=gl.SliceLayout(0, LOADED))
     p_k = k + (i_b.to(gl.int64) * stride_kb + token * stride_kt + (i_h // RK).to(gl.int64) * stride_kh) * UNIT
     o_k = ((t * UNIT).to(gl.int64) * stride_kt)[:, None] + d[None, :]
-    async_copy.async_copy_global_to_shared(k_s, p_k + o_k, mask=within((t < left)[:, None], d[None, :], K, BK))
+    copy_of_threads(k_s, p_k + o_k, mask=within((t < left)[:, None], d[None, :], K, BK))
     async_copy.commit_group()
     # Half of the threads load gates, the other half strengths.
     n = gl.arange(0, 2 * C, layout=BOTH)
