@@ -43,7 +43,7 @@ from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thre
 
 
 @gluon.jit
-def copy(tiles, barriers, descriptors, alike, size, first, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+def copy(tiles, barriers, descriptors, alike, size, first_value, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
          REVERSE: gl.constexpr):
     """A partition of one warp: copies chunks into the ring of stages.
 
@@ -75,7 +75,7 @@ def copy(tiles, barriers, descriptors, alike, size, first, H: gl.constexpr, C: g
         copy_in(g_desc, [at * C, 0], arrived, g_s.index(slot))
         copy_in(k_desc, [at * C, 0], arrived, k_s.index(slot))
         copy_in(q_desc, [at * C, 0], arrived, q_s.index(slot))
-        copy_in(o_desc, [at * C, first], arrived, do_s.index(slot))
+        copy_in(o_desc, [at * C, first_value], arrived, do_s.index(slot))
         copy_in(p_desc, [at * H * 2 * C, 0], arrived, p_s.index(slot))
         copy_in(n_desc, [at * H * 2 * C, 0], arrived, n_s.index(slot))
         held = fine
@@ -153,12 +153,12 @@ def work_in(tiles, vectors, barriers, inputs, size, scale, H: gl.constexpr, C: g
 
 
 @gluon.jit
-def multiply(tiles, vectors, barriers, goals, ends, size, last, first, C: gl.constexpr, K: gl.constexpr,
+def multiply(tiles, vectors, barriers, goals, ends, size, last, first_value, C: gl.constexpr, K: gl.constexpr,
              V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, OWN: gl.constexpr, STAGES: gl.constexpr,
              REVERSE: gl.constexpr, BETA: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr):
     """A partition of a warpgroup for each 64 of the values' dimensions, for which it has the state's gradient.
 
-    first: the program's first dimension of values, of which it has OWN; BV: those of all programs.
+    first_value: the program's first dimension of values, of which it has OWN; BV: those of all programs.
     """
     q_s, k_s, x_s, _, do_s, n_s, p_s = tiles
     _, _, decay_s, strength_s, alike_s = vectors
@@ -174,7 +174,7 @@ def multiply(tiles, vectors, barriers, goals, ends, size, last, first, C: gl.con
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     dtype: gl.constexpr = k_s.dtype
-    o_v = first + gl.arange(0, OWN, layout=gl.SliceLayout(1, WS))
+    o_v = first_value + gl.arange(0, OWN, layout=gl.SliceLayout(1, WS))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
     o_state = o_v[:, None] + (o_k * V)[None, :]
     none = gl.zeros([OWN, C], gl.float32, W)
@@ -196,7 +196,7 @@ def multiply(tiles, vectors, barriers, goals, ends, size, last, first, C: gl.con
         d_s.reshape((OWN, BK)).store(b_state)
         fence_async_shared()
         thread_barrier()
-        copy_out(d_desc, [at, first, 0], d_s)
+        copy_out(d_desc, [at, first_value, 0], d_s)
         fine = gl.max(alike_s.index(slot).load(FLAG), 0) != 0
         u = warpgroup_mma_wait(0, deps=[u])
         if fine:
@@ -224,7 +224,7 @@ def multiply(tiles, vectors, barriers, goals, ends, size, last, first, C: gl.con
         fence_async_shared()
         thread_barrier()
         # Copies out go before those into what becomes free.
-        copy_out(z_desc, [at * C, first], z_s)
+        copy_out(z_desc, [at * C, first_value], z_s)
         mbarrier.arrive(empty.index(slot), count=1)
     tma.store_wait(0)
     if FINAL:

@@ -121,8 +121,8 @@ def store_kept(p_kept, state, first, K: gl.constexpr, V: gl.constexpr, BV: gl.co
 
 
 @gluon.jit
-def copy(tiles, barriers, descriptors, alike, size, first, H: gl.constexpr, C: gl.constexpr, WALKERS: gl.constexpr,
-         STAGES: gl.constexpr, REVERSE: gl.constexpr):
+def copy(tiles, barriers, descriptors, alike, size, first_value, H: gl.constexpr, C: gl.constexpr,
+         WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr):
     """A partition of one warp: copies chunks into the rings of stages.
 
     One has queries, keys and gates, the other what is read later: v, N, P, and what ``work_in`` puts there. Where keys
@@ -150,7 +150,7 @@ def copy(tiles, barriers, descriptors, alike, size, first, H: gl.constexpr, C: g
         mbarrier.expect(arrived, WALKERS * v_desc.block_type.nbytes + SQUARES)
         copy_in(n_desc, [at * H * 2 * C, 0], arrived, n_s.index(slot))
         for j in gl.static_range(WALKERS):
-            copy_in(v_desc, [at * C, first + j * PART], arrived, v_s.index(slot * WALKERS + j))
+            copy_in(v_desc, [at * C, first_value + j * PART], arrived, v_s.index(slot * WALKERS + j))
         copy_in(p_desc, [at * H * 2 * C, 0], arrived, p_s.index(slot))
         m += 1
         if fine:
@@ -238,13 +238,13 @@ def work_in(tiles, vectors, barriers, inputs, size, H: gl.constexpr, C: gl.const
 
 
 @gluon.jit
-def multiply(tiles, vectors, barriers, goals, states, size, last, first, scale, WALKER: gl.constexpr,
+def multiply(tiles, vectors, barriers, goals, states, size, last, first_value, scale, WALKER: gl.constexpr,
              C: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr,
              WALKERS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr, BETA: gl.constexpr,
              NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, SAVE: gl.constexpr):
     """A partition of one warpgroup: PART of the values' dimensions, for which it has the state.
 
-    first: the program's first dimension of values; BV: those of all programs.
+    first_value: the program's first dimension of values; BV: those of all programs.
     """
     q_s, k_s, _, x_s, v_s, n_s, p_s = tiles
     _, decay_s, strength_s, alike_s, lengths_s = vectors
@@ -260,7 +260,7 @@ def multiply(tiles, vectors, barriers, goals, states, size, last, first, scale, 
     OF_TOKENS: gl.constexpr = gl.SliceLayout(0, W)
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = k_s.dtype
-    own = first + WALKER * PART
+    own = first_value + WALKER * PART
     o_v = own + gl.arange(0, PART, layout=gl.SliceLayout(1, WS))
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, WS))
     o_state = o_v[:, None] + (o_k * V)[None, :]

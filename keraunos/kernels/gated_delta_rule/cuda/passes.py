@@ -88,17 +88,19 @@ def _cost(T: int, heads: int, matrices: int, count: int) -> float:
 class _Call(Sizes):
     """One call as these kernels see it; one object for all that are alike.
 
-    constants: those of this module that it is made with, which tests change.
+    The numbers are those of this module, such as ``_GROUP``, that the call is made for.
     """
 
-    def __init__(self, specs: Args, opts: Options, segments: int | None, constants: tuple[int, ...]):
+    def __init__(self, specs: Args, opts: Options, segments: int | None, group: int, at_once: int):
         super().__init__(specs, opts)
+        self.group, self.at_once = group, at_once
         self.norm = opts.use_qk_l2norm
         self.need_g = specs.g is not None and opts.needs(specs, "g")
-        self.chunks, self.groups = self.slots(CHUNK), self.slots(_GROUP * CHUNK)
+        self.chunks, self.groups = self.slots(CHUNK), self.slots(group * CHUNK)
         self.tiles = tiles_of(self.K, self.V)
         # With gates per token and dimension: programs that share the values of a head in a walk.
-        self.shares = 2 if self.V > LEAST_TILE and 2 * self.N * self.H <= _AT_ONCE else 1
+        shared = self.V > LEAST_TILE and at_once >= 2 * self.N * self.H
+        self.shares = 2 if shared else 1
         # Programs that make a segment's matrix; tokens of a segment, 0 where sequences stay whole; segments, or these.
         self.matrices = max(self.tiles["BK"] // self.tiles["BV"], 1)
         # Packed sequences as if all were as long, and not where gradients follow.
@@ -110,12 +112,13 @@ class _Call(Sizes):
         self.L = 0 if whole or L >= self.T else L
         self.segments = self.slots(self.L) if self.L else self.N
         # Tokens of a program that makes gradients.
-        groups = range(1, max(-(-self.T // (_GROUP * CHUNK)), 1) + 1)
-        self.part = _GROUP * CHUNK * min(groups, key=self._cost_of_groups)
+        groups = range(1, max(-(-self.T // (group * CHUNK)), 1) + 1)
+        self.part = group * CHUNK * min(groups, key=self._cost_of_groups)
 
     def _cost_of_groups(self, count: int) -> int:
         """The time of programs that make gradients of so many groups each, in chunks."""
-        return -(-self.slots(count * _GROUP * CHUNK) * self.H // _AT_ONCE) * (count * _GROUP + _BEGIN // CHUNK)
+        programs = self.slots(count * self.group * CHUNK) * self.H
+        return -(-programs // self.at_once) * (count * self.group + _BEGIN // CHUNK)
 
     def slots(self, tokens: int) -> int:
         """Of all sequences' parts of so many tokens."""
@@ -127,7 +130,7 @@ _call = remember(_Call)
 
 def _call_of(specs: Args, opts: Options) -> _Call:
     """The call; the same object for all that are alike."""
-    return _call(specs, opts, _SEGMENTS, (_GROUP, _AT_ONCE))
+    return _call(specs, opts, _SEGMENTS, _GROUP, _AT_ONCE)
 
 
 @remember
@@ -166,7 +169,7 @@ def _walk_plan(call: _Call, q: Spec | None, k: Spec, v: Spec, final: bool, save:
         programs = (programs - (0 if call.packed else call.N)) * parts
     numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.L)
     constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK,
-                     STAGES=min(_STAGES_NARROW, call.cfg.num_stages), GROUP=_GROUP, REVERSE=call.reverse,
+                     STAGES=min(_STAGES_NARROW, call.cfg.num_stages), GROUP=call.group, REVERSE=call.reverse,
                      PACKED=call.packed, SPLIT=call.L > 0, PARTS=parts, **state_strides(states), STORED=stored)
     return Plan(walk_kernel, (programs * H,), numbers, outputs, constants)
 
@@ -185,7 +188,7 @@ def _adjoint_plan(call: _Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
         programs, most = call.segments - call.N, _STAGES_NARROW
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, L=call.L)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK,
-                     STAGES=min(most, call.cfg.num_stages), GROUP=_GROUP, REVERSE=call.reverse, PACKED=call.packed,
+                     STAGES=min(most, call.cfg.num_stages), GROUP=call.group, REVERSE=call.reverse, PACKED=call.packed,
                      SPLIT=call.L > 0)
     return Plan(adjoint_kernel, (programs * H,), numbers, outputs, constants)
 
@@ -199,7 +202,7 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
         dq=((*tokens, K), call.dtype), dk="dk_given",
         dg=(tokens, call.dtype_of_each(g)) if call.need_g else None)
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.part)
-    constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=_GROUP,
+    constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=call.group,
                      STAGES=min(_STAGES, call.cfg.num_stages), REVERSE=call.reverse,
                      PACKED=call.packed)
     return Plan(gradients_kernel, (call.slots(call.part) * H,), numbers, outputs, constants)
@@ -500,7 +503,7 @@ def loses(inv: Invocation) -> str | None:
         return "with gates per token and dimension, was measured to be faster in bfloat16, which has more exponents"
     walks = inv.dims["N"] * inv.dims["H"] * (1 + (dimensions and inv.dims["V"] > LEAST_TILE))
     if walks < _PROGRAMS:
-        return f"has {walks} walks over sequences and heads, and was measured to be faster with {_PROGRAMS} or more"
+        return f"has {walks} programs for the call's walks, and was measured to be faster with {_PROGRAMS} or more"
     return None
 
 
