@@ -23,6 +23,8 @@ CACHES = 1 << 28
 _MOST_SETS = 8
 # Calls whose host time and latency are taken.
 _CALLS = 20
+# Calls in a row, where a contestant has the device without a pause.
+_UNDER_LOAD = 100
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,12 @@ class Effort:
     Attributes:
         rounds: times each contestant is timed, at most; on a GPU each time is the mean of ten runs.
         seconds: after that long, no further round of one workload begins.
+        load: seconds for which the first contestant then runs without a pause, of which the last times are "hot".
     """
 
     rounds: int = 20
     seconds: float = 4.0
+    load: float = 0.0
 
 
 @functools.cache
@@ -197,6 +201,22 @@ def _time_in_turns(entries: dict[str, _Entry], reports: dict[str, dict], effort:
                 reports[name].setdefault("seconds", []).append(took)
         if n and time.monotonic() > end:
             break
+    if effort.load and entries:
+        name, entry = next(iter(entries.items()))
+        reports[name]["hot_s"] = statistics.median(_under_load(entry, effort))
+
+
+def _under_load(entry: _Entry, effort: Effort) -> list[float]:
+    """The last times, by the host's clock, of one contestant that has run for so long without a pause."""
+    found: list[float] = []
+    end = time.monotonic() + effort.load
+    while time.monotonic() < end or len(found) < effort.rounds:
+        start = time.perf_counter()
+        for _ in range(_UNDER_LOAD):
+            results = entry.rotating()
+        entry.finish(results)
+        found.append((time.perf_counter() - start) / _UNDER_LOAD / entry.sets)
+    return found[-effort.rounds :]
 
 
 class _Entry:

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import time
 
 import compare
 import contestants
@@ -255,6 +256,17 @@ def test_a_failure_does_not_end_the_others(monkeypatch):
                              measuring.Effort(rounds=2))
     assert case["contestants"]["torch (torch)"]["skipped"] == "RuntimeError: out of order"
     assert case["contestants"]["xla (jax)"]["median_s"] > 0
+
+
+def test_the_first_is_timed_again_under_load(monkeypatch):
+    monkeypatch.setattr(measuring, "_UNDER_LOAD", 2)
+    workload = Workload("lightning_attention", Shape(1, 16, 1, 16, 16), "float32")
+    first, second = contestants.find(workload.operation, ["xla", "torch"], [])[:2]
+    began = time.monotonic()
+    case = measuring.measure(workload, [first, second], 1e9, measuring.Effort(rounds=2, load=0.3))
+    assert time.monotonic() - began > 0.3
+    assert 0 < case["contestants"][contestants.label(first)]["hot_s"] < 0.3
+    assert "hot_s" not in case["contestants"][contestants.label(second)]
 
 
 @pytest.mark.parametrize(
