@@ -11,7 +11,8 @@ import triton
 from keraunos import frontends
 from keraunos.frontends import interpreter
 from keraunos.kernels.gated_delta_rule.contract import Args, Options
-from keraunos.kernels.gated_delta_rule.cuda import passes
+from keraunos.kernels.gated_delta_rule.cuda import call as calls
+from keraunos.kernels.gated_delta_rule.cuda import dimensions_passes, passes
 from keraunos.kernels.gated_delta_rule.reference import EPSILON
 from keraunos.kernels.host.arrays import spec_of
 from keraunos.ops.invocation import Config
@@ -127,7 +128,7 @@ def run(case, *, mode="late", seed=0, replaced=None, segments=None, stages=3):
     """
     args, *grads = case.arrays
     args, opts = Args(*map(torch_tensor, args)), options(case, stages)
-    with emulated(mode, seed, replaced), in_torch(), mock.patch.object(passes, "_SEGMENTS", segments):
+    with emulated(mode, seed, replaced), in_torch(), mock.patch.object(calls, "SEGMENTS", segments):
         results, residuals = passes.forward(args, opts)
         made = passes.backward(args, residuals, tuple(map(torch_tensor, grads)), opts)
     return [None if x is None else tensor_array(x) for x in (*results, *made[:6])]
@@ -140,13 +141,13 @@ def walks(case, *, mode="late", seed=0, replaced=None, stages=3, kept=None):
     """
     args, *grads = case.arrays
     args = passes._all_aligned(Args(*map(torch_tensor, args)))
-    call, results = passes._call_of(Args(*map(spec_of, args)), options(case, stages)), ()
+    call, results = calls.call_of(Args(*map(spec_of, args)), options(case, stages)), ()
     with emulated(mode, seed, replaced):
         if kept is None:
-            results, kept = passes._forward_of_dimensions(call, args, True, True)
+            results, kept = dimensions_passes.forward(call, args, True, True)
         do, dfinal = map(torch_tensor, grads)
-        back = passes._walked_back_of_dimensions(call, args, kept, do, dfinal)
-        made = passes._gradients_of_chunks(call, args, kept, do, back)
+        back = dimensions_passes.walked_back(call, args, kept, do, dfinal)
+        made = dimensions_passes.gradients_of_chunks(call, args, kept, do, back)
     _, _, _, errors, _, states, *_ = kept
     return [None if x is None else tensor_array(x) for x in (*made[:5], *back, errors, states, *results)], kept
 

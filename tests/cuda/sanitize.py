@@ -16,6 +16,7 @@ import torch
 
 from keraunos import frontends, serving
 from keraunos.kernels.gated_delta_rule import contract as delta_contract
+from keraunos.kernels.gated_delta_rule.cuda import call as delta_calls
 from keraunos.kernels.gated_delta_rule.cuda import passes as delta_passes
 from keraunos.kernels.linear_attention.contract import Args, Options
 from keraunos.kernels.linear_attention.cuda import passes
@@ -127,7 +128,7 @@ def _run_delta(cases) -> None:
     for case in cases:
         args, *grads = case.arrays
         args, grads = ([x if x is None else torch_tensor(x).cuda() for x in group] for group in (args, grads))
-        with mock.patch.object(delta_passes, "_SEGMENTS", 3 if case.T == 300 else None):
+        with mock.patch.object(delta_calls, "SEGMENTS", 3 if case.T == 300 else None):
             _, residuals = delta_passes.forward(delta_contract.Args(*args), delta_rule.options(case))
             delta_passes.backward(delta_contract.Args(*args), residuals, grads, delta_rule.options(case))
 
@@ -143,7 +144,7 @@ def dimensions() -> None:
     """The gated delta rule with gates per dimension: outputs, gradients."""
     _run_delta(DELTA_DIMENSIONS)
     # A program has all values of a head.
-    with mock.patch.object(delta_passes, "_AT_ONCE", 1):
+    with mock.patch.object(delta_calls, "AT_ONCE", 1):
         _run_delta(DELTA_DIMENSIONS[:1])
 
 

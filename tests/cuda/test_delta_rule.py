@@ -18,6 +18,7 @@ from keraunos.frontends import interpreter
 from keraunos.frontends.torch import launch as torch_launch
 from keraunos.kernels import kernel_registry
 from keraunos.kernels.gated_delta_rule.contract import GATED_DELTA_RULE, Args
+from keraunos.kernels.gated_delta_rule.cuda import call as calls
 from keraunos.kernels.gated_delta_rule.cuda import passes
 from keraunos.kernels.gluon import RUN
 from tests.cuda import mutants
@@ -100,7 +101,7 @@ def test_values_per_dimension(number):
     small(**PER_DIMENSION, K=40, V=72, lengths=(3, 66), reverse=True),
 ])
 def test_values_per_dimension_where_a_program_has_whole_heads(case, monkeypatch):
-    monkeypatch.setattr(passes, "_AT_ONCE", 1)
+    monkeypatch.setattr(calls, "AT_ONCE", 1)
     check(case, mode="random", seed=2)
 
 
@@ -129,15 +130,15 @@ def test_segments(number):
 @pytest.mark.parametrize(("chunks", "segments"), [(5, 1), (7, 2)])
 def test_a_program_makes_gradients_of_several_groups(chunks, segments, monkeypatch):
     """Where there are two segments, a group begins with the second."""
-    monkeypatch.setattr(passes, "_GROUP", 2)
-    monkeypatch.setattr(passes, "_AT_ONCE", 1)
+    monkeypatch.setattr(calls, "GROUP", 2)
+    monkeypatch.setattr(calls, "AT_ONCE", 1)
     check(small(T=chunks * CHUNK + 7, state=True, decay=0.01), mode="random", seed=1, segments=segments)
 
 
 def test_packed_sequences_are_cut_where_no_gradient_follows():
     case = small(lengths=(130, 0, 3, 200), decay=0.01, state=True, reverse=True, norm=True)
     args, opts = Args(*map(torch_tensor, case.arrays[0])), options(case)._replace(kept=False)
-    with (emulated("random", 5), mock.patch.object(passes, "_SEGMENTS", 64),
+    with (emulated("random", 5), mock.patch.object(calls, "SEGMENTS", 64),
           mock.patch.object(passes, "_joined", side_effect=joined) as joins):
         results, _ = passes.forward(args, opts)
     joins.assert_called_once()
@@ -223,8 +224,8 @@ def test_each_missing_step_per_dimension_is_found(step, tmp_path):
 @pytest.mark.parametrize("step", mutants.steps(DELTA), ids=mutants.label)
 def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
     # Programs that make gradients have several groups.
-    monkeypatch.setattr(passes, "_GROUP", 2)
-    monkeypatch.setattr(passes, "_AT_ONCE", 1)
+    monkeypatch.setattr(calls, "GROUP", 2)
+    monkeypatch.setattr(calls, "AT_ONCE", 1)
     replaced = mutants.kernels(DELTA, step, tmp_path)
     hows = {(case, mode): dict(mode=mode, segments=segments, stages=2 if name == "segments" else 3)
             for name, (case, segments) in FAULTY.items() for mode in ("late", "early")}
@@ -290,10 +291,10 @@ def test_kernels_stay_within_their_budgets(name):
 def test_no_kernel_is_compiled_for_a_length():
     alike = [[dict(T=T) for T in lengths] for lengths in ((1, 16, 64, 1000), (2048, 3333, 8192))]
     alike.append([dict(lengths=lengths) for lengths in ((3,), (5, 0, 7), (1,) * 9)])
-    for calls in alike:
+    for some in alike:
         found = {frozenset((kernel.fn.__name__, *types.items(), *constants.items())
                            for kernel, types, constants in build(small(**call, H=2, state=True)))
-                 for call in calls}
+                 for call in some}
         assert len(found) == 1
 
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from keraunos.frontends.torch import launch as torch_launch
 from keraunos.kernels import kernel_registry
 from keraunos.kernels.device.hopper import locate_walk
+from keraunos.kernels.gated_delta_rule.cuda import call as delta_calls
 from keraunos.kernels.gated_delta_rule.cuda import passes as delta_passes
 from keraunos.kernels.gluon import RUN
 from keraunos.kernels.linear_attention.cuda import passes
@@ -85,7 +86,8 @@ SEGMENTS = [
 @pytest.mark.parametrize("number", range(len(SEGMENTS)))
 def test_long_prompts_are_cut(number):
     mode, seed = SCHEDULES[number]
-    with mock.patch.multiple(delta_passes, _SEGMENTS=64, _joined=mock.Mock(side_effect=joined)):
+    with (mock.patch.object(delta_calls, "SEGMENTS", 64),
+          mock.patch.object(delta_passes, "_joined", side_effect=joined)):
         SEGMENTS[number].check(lambda case: prefill(case, mode=mode, seed=seed))
         delta_passes._joined.assert_called_once()
 

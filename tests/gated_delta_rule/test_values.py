@@ -119,9 +119,9 @@ def test_the_first_segment_needs_no_matrix(adjoint, monkeypatch):
     torch = pytest.importorskip("torch")
     from tests.cuda import delta_rule
 
-    monkeypatch.setattr(delta_rule.passes, "_SEGMENTS", 4)
+    monkeypatch.setattr(delta_rule.calls, "SEGMENTS", 4)
     args = Args(*(torch_tensor(x) for x in Case(T=250, K=40, V=40).arrays[0]))
-    call = delta_rule.passes._call_of(Args(*map(spec_of, args)), delta_rule.options(Case()))
+    call = delta_rule.calls.call_of(Args(*map(spec_of, args)), delta_rule.options(Case()))
     local, matrices = (torch.randn(8, 2, 40, D) for D in (40 if adjoint else 80, 80))
     matrices[:: 4] = matrices[3 :: 4] = torch.nan
     for start in (None, torch.randn(2, 2, 40, 40)):

@@ -9,10 +9,7 @@ Where gradients follow, the walk leaves the errors that tokens correct, and the 
 a walk the other way, with the gradient of the state, leaves what depends on that, of each token, and the gradients of
 the same states. From there all groups of chunks are walked at once, which make their states again: they have the rest.
 
-With gates per token and dimension one kernel prepares most chunks, and a second one those with strong gates, and those
-that need more digits. Sequences stay whole: where walks are few, two programs share the values of a head. The walks,
-forward and backward, leave the state before each chunk and the gradient of the state after it, from which one kernel
-makes all gradients of a chunk, and one in Triton those of chunks that the first kernel has left.
+Gates per token and dimension have kernels of their own: ``dimensions_passes.py``.
 """
 
 from __future__ import annotations
@@ -24,117 +21,40 @@ from typing import Any
 from keraunos.kernels.device.sums import over_shared
 from keraunos.kernels.gated_delta_rule import norms
 from keraunos.kernels.gated_delta_rule.contract import Args, Options, kernel
+from keraunos.kernels.gated_delta_rule.cuda import dimensions_passes
 from keraunos.kernels.gated_delta_rule.cuda.adjoint import adjoint_kernel
-from keraunos.kernels.gated_delta_rule.cuda.dimensions import prepare_dimensions_kernel, remake_dimensions_kernel
-from keraunos.kernels.gated_delta_rule.cuda.dimensions_adjoint import adjoint_dimensions_kernel
-from keraunos.kernels.gated_delta_rule.cuda.dimensions_gradients import gradients_dimensions_kernel
-from keraunos.kernels.gated_delta_rule.cuda.dimensions_walk import walk_dimensions_kernel
+from keraunos.kernels.gated_delta_rule.cuda.call import (
+    STAGES,
+    STAGES_NARROW,
+    Call,
+    call_of,
+    most_segments,
+    tokens_of_group,
+)
 from keraunos.kernels.gated_delta_rule.cuda.gradients import gradients_kernel
 from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
 from keraunos.kernels.gated_delta_rule.cuda.walk import walk_kernel
-from keraunos.kernels.gated_delta_rule.dimension_gradients import dimension_gradients_plan
 from keraunos.kernels.gated_delta_rule.joins import join_plan
 from keraunos.kernels.gluon import was_not_measured
 from keraunos.kernels.host.arrays import Spec, contiguous, dtype_of, spec_of, state_strides
-from keraunos.kernels.host.hopper import CHUNK, LEAST_TILE, ROW, aligned, cannot_walk, tiles_of, token_strides
+from keraunos.kernels.host.hopper import CHUNK, LEAST_TILE, ROW, aligned, cannot_walk, token_strides
 from keraunos.kernels.host.plan import Plan, remember
 from keraunos.kernels.host.pool import NO_STATES, Pool
-from keraunos.kernels.host.sequences import Sizes, cut
 from keraunos.kernels.recurrent.contract import no_gradients, no_tokens
 from keraunos.kernels.state_pool import contract as pool_contract
 from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("num_stages",)
 
-# Stages that the shared memory holds, where one of K and V is above 64, and where none is.
-_STAGES, _STAGES_NARROW = 2, 3
-# Chunks from one state that gradients begin from to the next: with more, errors of gradients grow without gates.
-_GROUP = 8
 # Registers of a thread that prepares chunks: five programs share a multiprocessor, with 24 bytes of stack at most.
 _REGISTERS = 96
-# The same with gates per dimension: four programs; three where gates are strong; two where keys are alike.
-_REGISTERS_DIMENSIONS, _REGISTERS_STRONG, _REGISTERS_ALIKE = 128, 168, 255
-# The least sum of gates, base 2, of which the dtype has the factors.
-_LEAST = {"bfloat16": -100.0, "float16": -8.0}
-# Programs that look for chunks that were left: two or three times those that run at once, if no more than so many
-# chunks come to one.
-_PROGRAMS_LEFT, _MOST_LEFT = 792, 64
 # Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few; of
 # gates per token and dimension also halves of values.
 _PROGRAMS = 32
-# Programs that run at once; tokens that make a segment worth its while. In tokens of a walk, by time: what a program
-# begins with, and what it takes to join segments, and one more. What a walk without outputs takes of one with them.
-_AT_ONCE, _MIN_SEGMENT = 132, 512
-_BEGIN, _JOIN, _JOIN_MORE, _LOCAL = 128, 130, 80, 0.7
-# Segments of a sequence, for tests and timing; None: as many as take the least time.
-_SEGMENTS: int | None = None
-
-
-def _most_segments(heads: int) -> int:
-    """How many segments a sequence is cut into at most, whatever its length, for so many heads of all sequences."""
-    return max(_AT_ONCE // max(heads, 1), _SEGMENTS or 1)
-
-
-def _cost(T: int, heads: int, matrices: int, count: int) -> float:
-    """The time of walks over so many segments of each sequence, in tokens; matrices: programs for each."""
-    size = T / count
-    walks = -(-heads * count // _AT_ONCE) * (size + _BEGIN)
-    if count == 1:
-        return walks
-    programs = heads * (count - 1 + (count - 2) * matrices)
-    return walks + -(-programs // _AT_ONCE) * (size * _LOCAL + _BEGIN) + _JOIN + (count - 2) * _JOIN_MORE
-
-
-class _Call(Sizes):
-    """One call as these kernels see it; one object for all that are alike.
-
-    The numbers are those of this module, such as ``_GROUP``, that the call is made for.
-    """
-
-    def __init__(self, specs: Args, opts: Options, segments: int | None, group: int, at_once: int):
-        super().__init__(specs, opts)
-        self.group, self.at_once = group, at_once
-        self.norm = opts.use_qk_l2norm
-        self.need_g = specs.g is not None and opts.needs(specs, "g")
-        self.chunks, self.groups = self.slots(CHUNK), self.slots(group * CHUNK)
-        self.tiles = tiles_of(self.K, self.V)
-        # With gates per token and dimension: programs that share the values of a head in a walk.
-        shared = self.V > LEAST_TILE and at_once >= 2 * self.N * self.H
-        self.shares = 2 if shared else 1
-        # Programs that make a segment's matrix; tokens of a segment, 0 where sequences stay whole; segments, or these.
-        self.matrices = max(self.tiles["BK"] // self.tiles["BV"], 1)
-        # Packed sequences as if all were as long, and not where gradients follow.
-        heads, T = self.N * self.H, self.T // self.N if self.packed else self.T
-        most = max(min(_most_segments(heads), T // _MIN_SEGMENT), 1)
-        count = segments or min(range(1, most + 1), key=lambda n: _cost(T, heads, self.matrices, n))
-        L, _ = cut(T, count, 1, 1, CHUNK)
-        whole = self.gate == 2 or count == 1 or (self.packed and opts.kept)
-        self.L = 0 if whole or L >= self.T else L
-        self.segments = self.slots(self.L) if self.L else self.N
-        # Tokens of a program that makes gradients.
-        groups = range(1, max(-(-self.T // (group * CHUNK)), 1) + 1)
-        self.part = group * CHUNK * min(groups, key=self._cost_of_groups)
-
-    def _cost_of_groups(self, count: int) -> int:
-        """The time of programs that make gradients of so many groups each, in chunks."""
-        programs = self.slots(count * self.group * CHUNK) * self.H
-        return -(-programs // self.at_once) * (count * self.group + _BEGIN // CHUNK)
-
-    def slots(self, tokens: int) -> int:
-        """Of all sequences' parts of so many tokens."""
-        return self.T // tokens + self.N if self.packed else self.N * -(-self.T // tokens)
-
-
-_call = remember(_Call)
-
-
-def _call_of(specs: Args, opts: Options) -> _Call:
-    """The call; the same object for all that are alike."""
-    return _call(specs, opts, _SEGMENTS, _GROUP, _AT_ONCE)
 
 
 @remember
-def _prepare_plan(call: _Call, k: Spec) -> Plan:
+def _prepare_plan(call: Call, k: Spec) -> Plan:
     g, beta, H, slots = call.specs.g, call.specs.beta, call.H, call.chunks
     outputs = dict(
         near=((slots, H, 2, CHUNK, CHUNK), call.dtype),
@@ -149,7 +69,7 @@ def _prepare_plan(call: _Call, k: Spec) -> Plan:
 
 
 @remember
-def _walk_plan(call: _Call, q: Spec | None, k: Spec, v: Spec, final: bool, save: bool, pool: Pool | None,
+def _walk_plan(call: Call, q: Spec | None, k: Spec, v: Spec, final: bool, save: bool, pool: Pool | None,
                stored: bool) -> Plan:
     """The walk; without q the one that only makes what segments leave. stored: copies cannot take the output."""
     g, beta, H, K, V = call.specs.g, call.specs.beta, call.H, call.K, call.V
@@ -169,23 +89,23 @@ def _walk_plan(call: _Call, q: Spec | None, k: Spec, v: Spec, final: bool, save:
         programs = (programs - (0 if call.packed else call.N)) * parts
     numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.L)
     constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK,
-                     STAGES=min(_STAGES_NARROW, call.cfg.num_stages), GROUP=call.group, REVERSE=call.reverse,
+                     STAGES=min(STAGES_NARROW, call.cfg.num_stages), GROUP=call.group, REVERSE=call.reverse,
                      PACKED=call.packed, SPLIT=call.L > 0, PARTS=parts, **state_strides(states), STORED=stored)
     return Plan(walk_kernel, (programs * H,), numbers, outputs, constants)
 
 
 @remember
-def _adjoint_plan(call: _Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
+def _adjoint_plan(call: Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
     """The adjoint walk; local: the one that only makes what segments leave."""
     (g, beta, h0), H, K, V = call.specs[3:6], call.H, call.K, call.V
-    tokens, programs, most = (call.B, call.T, H), call.segments, _STAGES
+    tokens, programs, most = (call.B, call.T, H), call.segments, STAGES
     outputs: dict[str, Any] = dict(dv=((*tokens, V), call.dtype),
                                    dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
                                    dlate=((*tokens, K), call.dtype), dh0=((call.N, H, K, V), h0.dtype) if h0 else None,
                                    begins=((call.groups, H), "float32") if call.need_g else None)
     if local:
         outputs = dict.fromkeys(outputs) | dict(dh0=((call.segments, H, K, V), "float32"))
-        programs, most = call.segments - call.N, _STAGES_NARROW
+        programs, most = call.segments - call.N, STAGES_NARROW
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, L=call.L)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK,
                      STAGES=min(most, call.cfg.num_stages), GROUP=call.group, REVERSE=call.reverse, PACKED=call.packed,
@@ -194,7 +114,7 @@ def _adjoint_plan(call: _Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
 
 
 @remember
-def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
+def _gradients_plan(call: Call, q: Spec, k: Spec, do: Spec) -> Plan:
     (g, beta), H, K = call.specs[3:5], call.H, call.K
     tokens = call.B, call.T, H
     outputs = dict(
@@ -203,131 +123,17 @@ def _gradients_plan(call: _Call, q: Spec, k: Spec, do: Spec) -> Plan:
         dg=(tokens, call.dtype_of_each(g)) if call.need_g else None)
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.part)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=call.group,
-                     STAGES=min(_STAGES, call.cfg.num_stages), REVERSE=call.reverse,
+                     STAGES=min(STAGES, call.cfg.num_stages), REVERSE=call.reverse,
                      PACKED=call.packed)
     return Plan(gradients_kernel, (call.slots(call.part) * H,), numbers, outputs, constants)
 
 
-@remember
-def _prepare_dimensions_plan(call: _Call, q: Spec, k: Spec, g: Spec, fine: bool | None = None) -> Plan:
-    """The launch that makes what needs no state; with fine, of chunks that another one has left."""
-    beta, H, slots = call.specs.beta, call.H, call.chunks
-    of_tokens = {name: stride // ROW for name, stride in token_strides(q=q, k=k, g=g).items()}
-    numbers = of_tokens | token_strides(b=beta) | dict(scale=call.scale, T=call.T, N=call.N)
-    constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), K=call.K, BK=call.tiles["BK"], C=CHUNK,
-                     UNIT=ROW, LEAST=_LEAST[call.dtype], REVERSE=call.reverse, PACKED=call.packed)
-    if fine is not None:
-        each = min(-(-slots * H // _PROGRAMS_LEFT), _MOST_LEFT)
-        return Plan(remake_dimensions_kernel, (-(-slots * H // each),), numbers | dict(SLOTS=slots * H, EACH=each),
-                    {name: f"{name}_given" for name in ("near", "pairs", "alike")},
-                    constants | dict(NORM=call.norm, MOST=_MOST_LEFT, FINE=fine,
-                                     MAXNREG=_REGISTERS_ALIKE if fine else _REGISTERS_STRONG))
-    square = (slots, H, 2, CHUNK, CHUNK), call.dtype
-    outputs = dict(near=square, pairs=square, alike=((slots, H), "int32"),
-                   norms=((slots, H, 2, CHUNK), "float32") if call.norm else None,
-                   gates=(g.shape, "float16") if g.dtype == "float32" else None)
-    return Plan(prepare_dimensions_kernel, (slots * H,), numbers, outputs,
-                constants | dict(MAXNREG=_REGISTERS_DIMENSIONS))
-
-
-def _stages(call: _Call) -> int:
-    """The stages of walks with gates per token and dimension. A chunk whose keys are alike takes two."""
-    most = _STAGES if max(call.K, call.V) > LEAST_TILE else _STAGES_NARROW
-    return max(min(most, call.cfg.num_stages), 2)
-
-
-@remember
-def _walk_dimensions_plan(call: _Call, q: Spec, k: Spec, v: Spec, g: Spec, final: bool, save: bool) -> Plan:
-    beta, H, K, V = call.specs.beta, call.H, call.K, call.V
-    of_values = (call.B, call.T, H, V), call.dtype
-    outputs = dict(o=of_values, ht=((call.N, H, K, V), "float32") if final else None,
-                   errors=of_values if save else None,
-                   states=((call.chunks, H, V, K), call.dtype) if save else None)
-    numbers = token_strides(q=q, k=k, v=v, g=g, b=beta) | dict(scale=call.scale, T=call.T)
-    constants = dict(H=H, **call.ratios(q=q, k=k, v=v, g=g, b=beta), **call.tiles, C=CHUNK, STAGES=_stages(call),
-                     REVERSE=call.reverse, PACKED=call.packed, SHARES=call.shares)
-    return Plan(walk_dimensions_kernel, (call.N * H * call.shares,), numbers, outputs, constants)
-
-
-@remember
-def _adjoint_dimensions_plan(call: _Call, q: Spec, k: Spec, do: Spec, g: Spec) -> Plan:
-    """The adjoint walk with gates per token and dimension, which are of 16 bits."""
-    (beta, h0), H, K, V = call.specs[4:6], call.H, call.K, call.V
-    outputs = dict(du=((call.B, call.T, H, V), call.dtype), dh0=((call.N, H, K, V), h0.dtype) if h0 else None,
-                   dstates=((call.chunks, H, V, K), call.dtype))
-    numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T)
-    constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, STAGES=_stages(call),
-                     REVERSE=call.reverse, PACKED=call.packed, SHARES=call.shares)
-    return Plan(adjoint_dimensions_kernel, (call.N * H * call.shares,), numbers, outputs, constants)
-
-
-@remember
-def _gradients_dimensions_plan(call: _Call, q: Spec, k: Spec, do: Spec, g: Spec) -> Plan:
-    """The gradients of usual chunks; g: the gates, of 16 bits."""
-    gates, beta = call.specs[3:5]
-    outputs: dict[str, Any] = {name: f"{name}_given" for name in ("dq", "dk", "dv", "dg", "dbeta")}
-    outputs |= {} if call.opts.needs(call.specs, "g") else dict(dg=None)
-    outputs |= {} if beta else dict(dbeta=None)
-    numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.part)
-    constants = dict(H=call.H, **call.ratios(q=q, k=k, g=gates, b=beta), **call.tiles, C=CHUNK, REVERSE=call.reverse,
-                     PACKED=call.packed)
-    return Plan(gradients_dimensions_kernel, (call.slots(call.part) * call.H,), numbers, outputs, constants)
-
-
-def _forward_of_dimensions(call: _Call, args: Args, final: bool, save: bool) -> tuple[tuple[Any, Any], tuple]:
-    """The output, the final state and the residuals with gates per token and dimension."""
-    q, k, v, g, beta, h0, cu_seqlens = args
-    near, pairs, alike, of_rows, narrow = _prepare_dimensions_plan(call, *call.specs[:2], call.specs.g).launch(
-        q=q, k=k, g=g, beta=beta, cu_seqlens=cu_seqlens)
-    g = g if narrow is None else narrow
-    for fine in (False, True):
-        near, pairs, alike = _prepare_dimensions_plan(call, *call.specs[:2], spec_of(g), fine).launch(
-            q=q, k=k, g=g, beta=beta, near_given=near, pairs_given=pairs, alike_given=alike, cu_seqlens=cu_seqlens)
-    output, state, errors, states = _walk_dimensions_plan(call, *call.specs[:3], spec_of(g), final, save).launch(
-        q=q, k=k, v=v, g=g, beta=beta, near=near, pairs=pairs, alike=alike, norms=of_rows, h0=h0,
-        cu_seqlens=cu_seqlens)
-    return (output, state), (near, alike, of_rows, errors, None, states, None, pairs, narrow)
-
-
-def _walked_back_of_dimensions(call: _Call, args: Args, residuals: Sequence[Any], do: Any, dfinal: Any) -> tuple:
-    """The results of ``adjoint_dimensions_kernel``."""
-    near, alike, of_rows, _, _, _, _, pairs, narrow = residuals
-    g = args.g if narrow is None else narrow
-    return _adjoint_dimensions_plan(call, *call.specs[:2], spec_of(do), spec_of(g)).launch(
-        q=args.query, k=args.key, do=do, g=g, beta=args.beta, near=near, pairs=pairs, alike=alike, norms=of_rows,
-        dht=dfinal, cu_seqlens=args.cu_seqlens)
-
-
-def _gradients_of_chunks(call: _Call, args: Args, residuals: Sequence[Any], do: Any, back: Sequence[Any]) -> Args:
-    """The gradients of each head from what both walks have left: of chunks that were left, then of usual ones."""
-    _, alike, of_rows, errors, _, states, _, _, narrow = residuals
-    du, dh0, dstates = back
-    g = args.g if narrow is None else narrow
-    q, k, beta, cu_seqlens = args.query, args.key, args.beta, args.cu_seqlens
-    specs, of_output, of_gates = call.specs[:2], spec_of(do), spec_of(g)
-    plan = dimension_gradients_plan(call, *specs, of_gates, of_output, call.chunks, CHUNK, values_first=True,
-                                    from_first=True, norm=call.norm, some=True)
-    dq, dk, dv, dg, dbeta = plan.launch(
-        q=q, k=k, g=g, beta=beta, do=do, errors=errors, rights=du, states=states, dstates=dstates, norms=of_rows,
-        wanted=alike, cu_seqlens=cu_seqlens)
-    dq, dk, dv, dg, dbeta = _gradients_dimensions_plan(call, *specs, of_output, of_gates).launch(
-        q=q, k=k, do=do, g=g, beta=beta, errors=errors, du=du, alike=alike, norms=of_rows, states=states,
-        dstates=dstates, dq_given=dq, dk_given=dk, dv_given=dv, dg_given=dg, dbeta_given=dbeta, cu_seqlens=cu_seqlens)
-    return Args(dq, dk, dv, dg, dbeta, dh0)
-
-
-def _gradients_of_dimensions(call: _Call, args: Args, residuals: Sequence[Any], do: Any, dfinal: Any) -> Args:
-    """The gradients with gates per token and dimension, of each head."""
-    back = _walked_back_of_dimensions(call, args, residuals, do, dfinal)
-    return _gradients_of_chunks(call, args, residuals, do, back)
-
-
-def _prepared(call: _Call, args: Args) -> tuple[Any, Any, Any]:
+def _prepared(call: Call, args: Args) -> tuple[Any, Any, Any]:
     """The results of ``prepare_kernel``."""
     return _prepare_plan(call, call.specs.key).launch(k=args.key, g=args.g, beta=args.beta, cu_seqlens=args.cu_seqlens)
 
 
-def _joined(call: _Call, args: Args, local: Any, matrices: Any, start: Any, adjoint: bool,
+def _joined(call: Call, args: Args, local: Any, matrices: Any, start: Any, adjoint: bool,
             pool: Pool | None = None) -> Any:
     """The states that segments start from, or the gradients, from what they leave; see ``join_kernel``."""
     given = pool or NO_STATES
@@ -336,7 +142,7 @@ def _joined(call: _Call, args: Args, local: Any, matrices: Any, start: Any, adjo
         slots=given.slots, has_initial=given.has_initial)[0]
 
 
-def _walked(call: _Call, args: Args, ready: tuple[Any, Any, Any], final: bool, save: bool,
+def _walked(call: Call, args: Args, ready: tuple[Any, Any, Any], final: bool, save: bool,
             pool: Pool | None = None) -> tuple[Any, ...]:
     """The results of ``walk_kernel``, and what segments leave."""
     (near, alike, of_keys), given = ready, pool or NO_STATES
@@ -356,7 +162,7 @@ def _walked(call: _Call, args: Args, ready: tuple[Any, Any, Any], final: bool, s
     return *walk(args.query, starts, final, save), local
 
 
-def _walked_back(call: _Call, args: Args, do: Any, dfinal: Any, residuals: Sequence[Any]) -> tuple[Any, ...]:
+def _walked_back(call: Call, args: Args, do: Any, dfinal: Any, residuals: Sequence[Any]) -> tuple[Any, ...]:
     """The results of ``adjoint_kernel``."""
     near, alike, of_keys, errors, _, states, matrices, *_ = residuals
 
@@ -372,7 +178,7 @@ def _walked_back(call: _Call, args: Args, do: Any, dfinal: Any, residuals: Seque
     return walk(ends, False)
 
 
-def _gradients_of_scalars(call: _Call, args: Args, residuals: Sequence[Any], do: Any, dfinal: Any) -> Args:
+def _gradients_of_scalars(call: Call, args: Args, residuals: Sequence[Any], do: Any, dfinal: Any) -> Args:
     """The gradients without gates, or with one per token, of each head."""
     _, alike, of_keys, errors, rest, states, *_ = residuals
     q, k, _, g, beta, h0, cu_seqlens = args
@@ -399,9 +205,9 @@ def forward(args: Args, opts: Options) -> tuple[tuple[Any, Any], tuple]:
     if not args.query.shape[1]:
         return no_tokens(args), (None,) * len(forward.residuals)  # type: ignore[attr-defined]
     args = _all_aligned(args)
-    call = _call_of(Args(*map(spec_of, args)), opts)
+    call = call_of(Args(*map(spec_of, args)), opts)
     if _per_dimension(args):
-        return _forward_of_dimensions(call, args, opts.state, opts.kept)
+        return dimensions_passes.forward(call, args, opts.state, opts.kept)
     ready = _prepared(call, args)
     output, final, *kept = _walked(call, args, ready, opts.state, opts.kept)
     return (output, final), (*ready, *kept, None, None)
@@ -414,7 +220,7 @@ def _prefill(given: pool_contract.Args, options: pool_contract.Options) -> tuple
     specs = Args(*map(spec_of, args))
     rows = {name: x and x.row(x.shape[0]) for name, x in zip(Args._fields, specs.tokens, strict=False)}
     opts = Options(options.softmax_scale, False, options.cfg, kept=False, use_qk_l2norm=options.use_qk_l2norm)
-    call = _call_of(specs._replace(**rows), opts)
+    call = call_of(specs._replace(**rows), opts)
     pool = Pool(given.states, given.slots, given.has_initial, into=given.out)
     return _walked(call, args, _prepared(call, args), True, False, pool)[:2]
 
@@ -435,7 +241,7 @@ def _of_values(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
 def _room(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
     """Room for what segments leave, enough for all lengths; None: no length is cut."""
     N, K, V = args.query.shape[0], args.query.shape[3], args.value.shape[3]
-    most = 1 if args.cu_seqlens is not None else _most_segments(N * args.heads)
+    most = 1 if args.cu_seqlens is not None else most_segments(N * args.heads)
     return ((N * most, args.heads, K, V + K), "float32") if most > 1 else None
 
 
@@ -459,7 +265,7 @@ def _of_norms(args: Args, opts: Options) -> tuple[tuple[int, ...], str] | None:
 
 
 def _of_states(args: Args, opts: Options) -> tuple[tuple[int, ...], str]:
-    tokens = CHUNK if _per_dimension(args) else _GROUP * CHUNK
+    tokens = CHUNK if _per_dimension(args) else tokens_of_group()
     return (_parts(args, tokens), args.heads, args.value.shape[3], args.query.shape[3]), dtype_of(args.query)
 
 
@@ -483,8 +289,8 @@ def backward(args: Args, residuals: Sequence[Any], grads: Sequence[Any], opts: O
         return no_gradients(args, grads[1])
     given, args = args, _all_aligned(args)
     do, dfinal = aligned(grads[0]), grads[1]
-    call = _call_of(Args(*map(spec_of, args)), opts)
-    of_heads = _gradients_of_dimensions if _per_dimension(args) else _gradients_of_scalars
+    call = call_of(Args(*map(spec_of, args)), opts)
+    of_heads = dimensions_passes.gradients if _per_dimension(args) else _gradients_of_scalars
     found = of_heads(call, args, residuals, do, dfinal)
     of_arrays = [over_shared(call, *x) for x in zip(found.tokens, call.specs.tokens, strict=True)]
     found = Args(*of_arrays)._replace(initial_state=found.initial_state)
@@ -518,12 +324,12 @@ def _cannot_prefill(inv: Invocation) -> str | None:
 
 def heuristic(inv: Invocation, cfg: Config) -> Config:
     """As many stages as fit."""
-    return replace(cfg, num_stages=_STAGES_NARROW)
+    return replace(cfg, num_stages=STAGES_NARROW)
 
 
 def candidates(inv: Invocation, cfg: Config) -> list[Config]:
     """Two stages and as many as fit."""
-    return [replace(cfg, num_stages=n) for n in (2, _STAGES_NARROW)]
+    return [replace(cfg, num_stages=n) for n in (2, STAGES_NARROW)]
 
 
 gated_delta_rule = kernel("cuda", __file__, forward, backward, fields=FIELDS, heuristic=heuristic,
