@@ -211,11 +211,7 @@ def _under_load(entry: _Entry, effort: Effort) -> list[float]:
     found: list[float] = []
     end = time.monotonic() + effort.load
     while time.monotonic() < end or len(found) < effort.rounds:
-        start = time.perf_counter()
-        for _ in range(_UNDER_LOAD):
-            results = entry.rotating()
-        entry.finish(results)
-        found.append((time.perf_counter() - start) / _UNDER_LOAD / entry.sets)
+        found.append(entry.in_a_row(entry.rotating, _UNDER_LOAD) / entry.sets)
     return found[-effort.rounds :]
 
 
@@ -241,6 +237,14 @@ class _Entry:
         """Wait until the results are there."""
         finish(self.framework, results)
 
+    def in_a_row(self, run: Callable, calls: int) -> float:
+        """Seconds of each of so many calls without a pause, by the host's clock."""
+        start = time.perf_counter()
+        for _ in range(calls):
+            results = run()
+        self.finish(results)
+        return (time.perf_counter() - start) / calls
+
     def figures(self) -> dict[str, Any]:
         """First call, memory, and what the host sees of a call: to return, until its end, and each of many in a row."""
         returned, ended = [], []
@@ -259,12 +263,7 @@ class _Entry:
         results = [self.run() for _ in range(2)]
         self.finish(results)
         del results
-        start = time.perf_counter()
-        for _ in range(calls):
-            results = self.run()
-        self.finish(results)
-        in_a_row = (time.perf_counter() - start) / calls
-        del results
+        in_a_row = self.in_a_row(self.run, calls)
         peak = self._peak_memory()
         return {
             "first_call_s": self.first,
