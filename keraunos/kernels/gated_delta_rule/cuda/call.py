@@ -13,7 +13,7 @@ STAGES, STAGES_NARROW = 2, 3
 GROUP = 8
 # Programs that run at once; tokens that make a segment worth its while. In tokens of a walk, by time: what a program
 # begins with, and what it takes to join segments, and one more. What a walk without outputs takes of one with them.
-AT_ONCE, MIN_SEGMENT = 132, 512
+AT_ONCE, _MIN_SEGMENT = 132, 512
 _BEGIN, _JOIN, _JOIN_MORE, _LOCAL = 128, 130, 80, 0.7
 # Segments of a sequence, for tests and timing; None: as many as take the least time.
 SEGMENTS: int | None = None
@@ -59,7 +59,7 @@ class Call(Sizes):
         self.matrices = max(self.tiles["BK"] // self.tiles["BV"], 1)
         # Packed sequences as if all were as long, and not where gradients follow.
         heads, T = self.N * self.H, self.T // self.N if self.packed else self.T
-        most = max(min(most_segments(heads), T // MIN_SEGMENT), 1)
+        most = max(min(most_segments(heads), T // _MIN_SEGMENT), 1)
         count = segments or min(range(1, most + 1), key=lambda n: _cost(T, heads, self.matrices, n))
         L, _ = cut(T, count, 1, 1, CHUNK)
         whole = self.gate == 2 or count == 1 or (self.packed and opts.kept)
