@@ -393,6 +393,8 @@ def products_of_warps(x_ptr, o_ptr, FAULT: gl.constexpr):
     x_s = reinterpret(flat_s, gl.float16, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     at = gl.arange(0, 1024, layout=L)
     flat_s.store(gl.load(x_ptr + at))
+    if FAULT == "slice":
+        flat_s.slice(0, 512).reshape([2, 16, 16])
     x = x_s.load(W)
     left = gl.convert_layout(x, gl.DotOperandLayout(0, W, 1 if FAULT == "layout" else 2))
     right = gl.convert_layout(x.permute((0, 2, 1)), gl.DotOperandLayout(1, W, 2))
@@ -406,6 +408,8 @@ def test_products_of_warps():
     np.testing.assert_allclose(o, 1 + x.astype(np.float32) @ x.astype(np.float32).swapaxes(1, 2), rtol=1e-5, atol=1e-5)
     with pytest.raises(CompileError, match="operand 0 must be in DotOperandLayout"):
         launch(products_of_warps, (1,), x, o, "layout")
+    with pytest.raises(CompileError, match="is a slice"):
+        launch(products_of_warps, (1,), x, o, "slice")
 
 
 @gluon.jit

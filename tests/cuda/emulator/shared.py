@@ -70,7 +70,7 @@ class View:
 
     def __init__(self, allocation, name, data, dtype, layout, form):
         self.allocation, self.name, self.data, self.dtype, self.layout = allocation, name, data, dtype, layout
-        self.form = form
+        self.form, self.sliced = form, False
         self.views: dict = {}
         self._region = None
 
@@ -132,8 +132,13 @@ class View:
             if start % tile or length % tile:
                 raise CompileError(f"{self}.slice({start}, {length}, {dim}) cuts the layout's tiles of {tile}")
         key = tuple(slice(start, start + length) if i == dim else slice(None) for i in range(self.rank))
-        name = f".slice({start}, {length}, {dim})"
-        return self._view(("slice", start, length, dim), lambda: self._of(name, self.data[key], self.layout))
+
+        def make():
+            view = self._of(f".slice({start}, {length}, {dim})", self.data[key], self.layout)
+            view.sliced = True
+            return view
+
+        return self._view(("slice", start, length, dim), make)
 
     def permute(self, order):
         order = tuple(static(i, "permute's order") for i in order)
@@ -150,7 +155,7 @@ class View:
         shape = tuple(static(n, "reshape's shape") for n in shape)
 
         def make():
-            if math.prod(shape) != self.numel or not self.data.flags.c_contiguous:
+            if math.prod(shape) != self.numel or self.sliced or not self.data.flags.c_contiguous:
                 raise CompileError(
                     f"{self}.reshape({shape}): the shape is {self.shape}, or it is a slice or transposed"
                 )
