@@ -45,6 +45,12 @@ def now(x):
 
 
 @gluon.jit
+def uniform(x):
+    """x (an integer that was loaded), of which the compiler then knows that all threads have the same."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
 def longest_first(cu_seqlens, i_o, N):
     """The packed sequence that is the i_o-th in the order of lengths, of few; of many, who end together anyhow, i_o."""
     MOST: gl.constexpr = 32 * gl.num_warps()

@@ -80,6 +80,8 @@ def printed(*args, **_):
 # What instructions make, alone or of several elements in one block: a type, and the value of each element, exactly.
 _INSTRUCTIONS = {
     "movmatrix.sync.aligned.m8n8.trans.b16": (gl.float16, tensors.blocks_transposed),
+    # All threads have the same.
+    "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;": (gl.int32, lambda x: x),
     "rcp.approx.ftz.f32": (gl.float32, tensors.elementwise(lambda x: 1 / x)),
     "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": (gl.float32, lambda x: x.to(gl.float32)),
     # Programs run one after the other: none sees what another has not finished.

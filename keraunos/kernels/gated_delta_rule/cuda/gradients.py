@@ -42,6 +42,7 @@ from keraunos.kernels.device.hopper import (
     load_state,
     now,
     owner,
+    uniform,
     wide,
 )
 from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, of_warps, read
@@ -56,7 +57,8 @@ def locate_group(cu_seqlens, i_s, T, N, L, PACKED: gl.constexpr):
         i_n = owner(cu_seqlens, i_s, N, L)
         begin = gl.load(cu_seqlens + i_n).to(gl.int64)
         end = gl.load(cu_seqlens + i_n + 1).to(gl.int64)
-        return i_n, i_n * 0, begin, (end - begin).to(gl.int32), (i_s - (begin // L + i_n)).to(gl.int32)
+        slot = (i_s - (begin // L + i_n)).to(gl.int32)
+        return i_n, i_n * 0, begin, uniform((end - begin).to(gl.int32)), uniform(slot)
     groups = gl.cdiv(T, L)
     i_n = i_s // groups
     return i_n, i_n, (i_n * 0).to(gl.int64), T, i_s % groups
