@@ -24,7 +24,22 @@ from keraunos.kernels.gluon import RUN
 from tests.cuda import mutants
 from tests.cuda.builds import DELTA_PREFILLS, launched, of
 from tests.cuda.compile import known
-from tests.cuda.delta_rule import BUILDS, build, check, joined, most, options, run, small, walks
+from tests.cuda.delta_rule import (
+    BUILDS,
+    CASES,
+    CHUNK,
+    DIMENSIONS_CASES,
+    PER_DIMENSION,
+    WIDE,
+    build,
+    check,
+    joined,
+    most,
+    options,
+    run,
+    small,
+    walks,
+)
 from tests.cuda.emulator import EmulatorError
 from tests.cuda.platform import emulated
 from tests.cuda.test_gpu import handed
@@ -33,52 +48,8 @@ from tests.numerics import assert_within_rule
 
 pytestmark = pytest.mark.skipif(GPU, reason="needs no GPU: part of the run without --gpu")
 
-CHUNK = 64
 # What may run when, and in which order; see the emulator.
 SCHEDULES = [("late", 0), ("early", 0), ("random", 1), ("late", 2), ("early", 3), ("random", 4)]
-WIDE = dict(K=128, V=128)
-CASES = [
-    *(small(T=T, H=4 if T == 1 else 1, state=True, **kind) for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK + 5)
-      for kind in (dict(), dict(reverse=True))),
-    small(**WIDE, T=200, H=2, state=True),
-    small(**WIDE, T=130, B=2, gate="none", beta=None, reverse=True),
-    small(**WIDE, T=130, norm=True, state=True),
-    small(T=130, norm=True, reverse=True, state=True, scale=-0.3),
-    small(**WIDE, T=70, H=2, HQ=1, G=1, HV=2, HG=1, HB=1, state=True),
-    small(T=70, H=4, HQ=2, G=1, HV=4, HG=2, HB=1, B=2, state=True),
-    small(T=70, H=2, HQ=2, G=1, HV=1, HG=1, HB=2),
-    small(lengths=(70, 0, 1, 64, 63), state=True),
-    small(lengths=(0, 65, 0, 130, 0), reverse=True, state=True, norm=True),
-    small(**WIDE, lengths=(3, 66), gate="none", H=2),
-    *(small(T=200, decay=decay, reverse=reverse, state=True)
-      for decay in (0.0, 40.0, None) for reverse in (False, True)),
-    *(small(T=200, beta=beta, gate=gate, state=True) for beta in (0.0, 2.0) for gate in ("none", "scalar")),
-    *(small(**WIDE, T=200, keys="equal", beta=beta, gate=gate, state=gate == "scalar", reverse=beta == 1, decay=0.01)
-      for beta in (1.0, 2.0) for gate in ("none", "scalar")),
-    small(T=200, keys="equal", beta=1.0, decay=None, state=True),
-    small(T=200, keys="longer", state=True),
-    small(T=200, keys="longer", gate="none", beta=1.0),
-    small(K=128, V=64, T=70, state=True),
-    small(K=64, V=128, T=130, state=True, reverse=True),
-    small(K=96, V=40, T=70, H=2, norm=True, state=True),
-    small(K=40, V=72, lengths=(65, 0, 9), state=True, reverse=True),
-    small(dtype="float16", T=130, state=True),
-    small(dtype="float16", T=200, keys="equal", beta=1.0, gate="none"),
-]
-
-
-PER_DIMENSION = dict(gate="vector", state=True)
-DIMENSIONS_CASES = [
-    *(small(**PER_DIMENSION, T=130, decay=decay, reverse=reverse, gate_dtype="bfloat16")
-      for decay in (0.1, 40.0) for reverse in (False, True)),
-    small(**PER_DIMENSION, **WIDE, T=70, decay=3.0, HG=1, H=2, norm=True),
-    small(**PER_DIMENSION, T=130, decay=None, keys="equal", beta=1.0, gate_dtype="float16"),
-    small(**PER_DIMENSION, **WIDE, T=130, keys="equal", beta=1.0, decay=0.01, norm=True),
-    small(**PER_DIMENSION, T=70, H=4, HQ=2, G=1, HV=4, HG=2, HB=1, B=2, scale=-0.3),
-    small(**PER_DIMENSION, K=96, V=40, lengths=(70, 0, 1, 64), norm=True),
-    small(**PER_DIMENSION, K=40, V=72, lengths=(0, 65, 0), beta=None, reverse=True),
-    small(**PER_DIMENSION, dtype="float16", T=70, decay=1.0),
-]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -125,6 +96,14 @@ def test_segments(number):
     case, segments = SEGMENTS[number]
     mode, seed = SCHEDULES[number]
     check(case, mode=mode, seed=seed, segments=segments)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.keys == "some equal"])
+def test_a_program_prepares_chunks_of_both_kinds(case, monkeypatch):
+    for name in ("_PREPARING", "_PREPARING_REVERSE"):
+        monkeypatch.setattr(passes, name, (1, getattr(passes, name)[1]))
+    monkeypatch.setattr(calls, "AT_ONCE", 1)
+    check(case, mode="random", seed=3)
 
 
 @pytest.mark.parametrize(("chunks", "segments"), [(5, 1), (7, 2)])
@@ -223,7 +202,8 @@ def test_each_missing_step_per_dimension_is_found(step, tmp_path):
 
 @pytest.mark.parametrize("step", mutants.steps(DELTA), ids=mutants.label)
 def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
-    # Programs that make gradients have several groups.
+    # Programs that prepare chunks have all of a head, those that make gradients several groups.
+    monkeypatch.setattr(passes, "_PREPARING", (1, 64))
     monkeypatch.setattr(calls, "GROUP", 2)
     monkeypatch.setattr(calls, "AT_ONCE", 1)
     replaced = mutants.kernels(DELTA, step, tmp_path)

@@ -36,7 +36,9 @@ class Case:
     gate_dtype: str = "float32"
     decay: float | None = 0.1  # strength of the gates; None: every seventh is -inf
     beta: float | None = -1  # below 0: between 0 and 1; None: not given
-    keys: str = "unit"  # unit: of length 1; equal: all of them the same; longer: of length 1 to 1.4
+    # unit: of length 1; equal: all of them the same; some equal: those of 64 tokens, then 64 others, and again; longer:
+    # of length 1 to 1.4
+    keys: str = "unit"
     norm: bool = False
     state: bool = False
     reverse: bool = False
@@ -65,6 +67,8 @@ class Case:
             k /= np.sqrt((k * k).sum(-1, keepdims=True))
         if self.keys == "equal":
             k[:] = k[:, :1]
+        if self.keys == "some equal":
+            k[:, np.arange(T) // 64 % 2 == 0] = k[:, :1]
         if self.keys == "longer":
             k *= 1 + 0.4 * rng.random((*k.shape[:3], 1))
         g = None

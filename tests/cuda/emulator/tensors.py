@@ -136,6 +136,10 @@ def elementwise(function):
 
 def blocks_transposed(x):
     """Each block of eight by eight of 16 bits of a warp transposed: a thread has two values of one of its rows."""
+    if isinstance(x.layout, gl.NVMMADistributedLayout) and list(x.layout.version) == [2, 0]:
+        rows, columns = x.shape[-2:]
+        blocks = x.data.reshape(*x.shape[:-2], rows // 8, 8, columns // 8, 8).swapaxes(-3, -1)
+        return Tensor(np.ascontiguousarray(blocks).reshape(x.shape), x.dtype, x.layout)
     lanes = x.layout.threads_per_warp
     if x.shape[-2] != 32 or list(lanes) != [1] * (len(lanes) - 2) + [32, 1] or x.layout.size_per_thread[-1] % 2:
         raise UnsupportedError(f"blocks are transposed of threads in the last dimension but one: {x.layout}")

@@ -38,8 +38,8 @@ from keraunos.kernels.device.hopper import (
     wide,
     within,
 )
-from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, of_warps, read
-from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
+from keraunos.kernels.gated_delta_rule.cuda.inverse import EPSILON
+from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, of_warps, read, read_known
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
 
@@ -120,7 +120,7 @@ def leave(tiles, barriers, late, l_desc, i, at, C: gl.constexpr, BK: gl.constexp
 
 
 @gluon.jit
-def gates(vectors, barriers, inputs, dbeta, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+def gates(vectors, barriers, inputs, known, dbeta, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
           REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr, OUTPUT: gl.constexpr):
     """A partition of one warp: what depends on gates alone, as soon as a stage is free, and dbeta of its former chunk.
 
@@ -141,7 +141,8 @@ def gates(vectors, barriers, inputs, dbeta, size, scale, H: gl.constexpr, C: gl.
         slot = i % STAGES
         of = slot * FACTORS
         at = place(gl.minimum(i, count - 1), count, REVERSE)
-        x, strength, of_keys, fine = read(inputs, at, size, H, C, GATED, BETA, NORM)
+        x, strength = read(inputs, at, size, C, GATED, BETA)
+        of_keys, fine = read_known(known, at, H, C, NORM)
         G = gl.associative_scan(x, 0, add, reverse=REVERSE)
         total = gl.sum(x, 0)
         late = gl.exp2(gl.minimum(total - G, 0.0))
@@ -467,7 +468,8 @@ def adjoint_kernel(
     vectors = (factors_s, scalars_s, parts_s)
     barriers = (full, ready, empty, p_empty, e_full, e_read, e_empty)
     descriptors = (q_desc, k_desc, o_desc, e_desc, t_desc)
-    inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
+    inputs = (p_g, stride_gt, p_beta, stride_bt)
+    known = (p_alike, p_norms)
     ends = (p_dht, p_h0, p_dh0, p_begins)
     lefts = (p_states, p_begins)
     # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
@@ -478,7 +480,7 @@ def adjoint_kernel(
                     REVERSE, NORM, SPLIT, NEED_G, OUTPUT)),
             (multiply, (tiles, vectors, barriers, dv_desc, ends, size, last, before, H, C, K, V, BK, BV, STAGES,
                         REVERSE, BETA, NORM, INIT, FINAL, SPLIT, NEED_G, OUTPUT)),
-            (gates, (vectors, barriers, inputs, p_dbeta, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
+            (gates, (vectors, barriers, inputs, known, p_dbeta, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM,
                      OUTPUT)),
             (copy, (tiles, barriers, descriptors, p_alike, size, H, C, STAGES, REVERSE, OUTPUT)),
         ],

@@ -67,12 +67,11 @@ class Call(Sizes):
         self.segments = self.slots(self.L) if self.L else self.N
         # Tokens of a program that makes gradients.
         groups = range(1, max(-(-self.T // (group * CHUNK)), 1) + 1)
-        self.part = group * CHUNK * min(groups, key=self._cost_of_groups)
+        self.part = CHUNK * min((group * n for n in groups), key=lambda n: self.cost(n, at_once))
 
-    def _cost_of_groups(self, count: int) -> int:
-        """The time of programs that make gradients of so many groups each, in chunks."""
-        programs = self.slots(count * self.group * CHUNK) * self.H
-        return -(-programs // self.at_once) * (count * self.group + _BEGIN // CHUNK)
+    def cost(self, chunks: int, at_once: int) -> int:
+        """The time of programs of so many chunks each, in chunks; at_once: how many run at once."""
+        return -(-self.slots(chunks * CHUNK) * self.H // at_once) * (chunks + _BEGIN // CHUNK)
 
     def slots(self, tokens: int) -> int:
         """Of all sequences' parts of so many tokens."""

@@ -1,4 +1,4 @@
-"""N of ``prepare.py``, and P, of chunks with gates per token and dimension of the key, which need no state.
+"""N of ``inverse.py``, and P, of chunks with gates per token and dimension of the key, which need no state.
 
 ``G_i`` is, for each dimension, the sum of a chunk's gates up to and with token i, base 2:
 
@@ -32,15 +32,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import PropagateNan
 
 from keraunos.kernels.device.hopper import FAINT, LOG2E, locate_chunk, wide, within
-from keraunos.kernels.gated_delta_rule.cuda.prepare import (
+from keraunos.kernels.gated_delta_rule.cuda.inverse import (
     ALIKE,
     BLOCK,
     EPSILON,
+    blocks_inverted,
     by_substitution,
-    inverse_of_blocks,
     joined_once,
     own_block,
-    spread,
     store_tile,
 )
 from keraunos.kernels.gluon import copy_of_threads, lengths, reinterpret, thread_barrier
@@ -247,18 +246,11 @@ def store_usual(a, p, squares, vectors, near, pairs, scale, NORM: gl.constexpr, 
     W: gl.constexpr = a.type.layout
     SQUARES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, W))
-    columns = gl.arange(0, C, layout=gl.SliceLayout(0, W))
     p = of_seen(p, lengths_s, scale, NORM, REVERSE)
     store_tile(pairs, p.to(dtype), False)
-    i_r = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, SQUARES)))[None, :, None]
-    i_c = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, SQUARES)))[None, None, :]
-    below = -own_block(a, rows, SQUARES)
-    below *= strength_s.reshape([C // BLOCK, BLOCK]).load(gl.SliceLayout(1, SQUARES))[:, None, :]
-    above = gl.convert_layout(below.permute((0, 2, 1)), SQUARES)
-    unit = gl.where(i_r == i_c, 1.0, 0.0) + gl.zeros([C // BLOCK, BLOCK, BLOCK], gl.float32, SQUARES)
-    inverse = inverse_of_blocks(below, above, unit, SQUARES)
-    found = joined_once(spread(inverse - unit, rows, columns, W), a, strength_s, rows, columns,
-                        d_s.index(0), b_s.index(0), b_s.index(1), d_s.index(1))
+    own = blocks_inverted(own_block(a, rows, SQUARES), strength_s, SQUARES)
+    d_s.index(0).store(a.to(gl.float16))
+    found = joined_once(own, a, strength_s, d_s.index(0), d_s.index(1), b_s.index(0))
     store_tile(near, found.to(dtype), REVERSE)
 
 
@@ -302,7 +294,8 @@ def store_fine(a, p, squares, vectors, near, pairs, left, scale, NORM: gl.conste
     store_tile(pairs, p.to(dtype), False)
     store_tile(pairs + C * C, (p - wide(p.to(dtype))).to(dtype), False)
     # Three products each: of two tokens all are zero. A number that is not known here keeps them a loop.
-    x = by_substitution(-a, strength_s, rows // BLOCK == columns // BLOCK, d_s, b_s, gl.minimum(left, 3))
+    x = by_substitution(-a, strength_s, rows // BLOCK == columns // BLOCK, (d_s, 0, b_s, 0, 1),
+                        gl.minimum(left, 3))
     x = gl.where(rows > columns, x, 0.0)
     store_tile(near, x.to(dtype), REVERSE)
     store_tile(near + C * C, (x - wide(x.to(dtype))).to(dtype), REVERSE)

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from keraunos.kernels.device.hopper import LOG2E, anew, describe, first_slot, now, wide, within
-from keraunos.kernels.gated_delta_rule.cuda.gradients import locate_group
+from keraunos.kernels.gated_delta_rule.cuda.parts import locate_group
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
 # Chunks at a time of which there are vectors.

@@ -37,7 +37,7 @@ from keraunos.kernels.device.hopper import (
     within,
 )
 from keraunos.kernels.gated_delta_rule.cuda.dimensions import IS_FINE
-from keraunos.kernels.gated_delta_rule.cuda.prepare import BLOCK
+from keraunos.kernels.gated_delta_rule.cuda.inverse import BLOCK
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
 # Dimensions of a key that are worked on at a time.

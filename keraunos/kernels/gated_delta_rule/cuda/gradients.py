@@ -41,27 +41,11 @@ from keraunos.kernels.device.hopper import (
     first_slot,
     load_state,
     now,
-    owner,
-    uniform,
     wide,
 )
-from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, of_warps, read
-from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
+from keraunos.kernels.gated_delta_rule.cuda.inverse import EPSILON
+from keraunos.kernels.gated_delta_rule.cuda.parts import locate_group, of_lanes, of_tokens, of_warps, read, read_known
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
-
-
-@gluon.jit
-def locate_group(cu_seqlens, i_s, T, N, L, PACKED: gl.constexpr):
-    """Slot of L tokens -> (sequence, its row of the batch, first token in the row, tokens; which of its slots)."""
-    if PACKED:
-        i_n = owner(cu_seqlens, i_s, N, L)
-        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
-        end = gl.load(cu_seqlens + i_n + 1).to(gl.int64)
-        slot = (i_s - (begin // L + i_n)).to(gl.int32)
-        return i_n, i_n * 0, begin, uniform((end - begin).to(gl.int32)), uniform(slot)
-    groups = gl.cdiv(T, L)
-    i_n = i_s // groups
-    return i_n, i_n, (i_n * 0).to(gl.int64), T, i_s % groups
 
 
 @gluon.jit
@@ -115,7 +99,7 @@ def power(x):
 
 
 @gluon.jit
-def gates(vectors, barriers, inputs, begins, dg, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
+def gates(vectors, barriers, inputs, known, begins, dg, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
           STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
           NORM: gl.constexpr, INIT: gl.constexpr, NEED_G: gl.constexpr):
     """A partition of one warp: what depends on gates alone, as soon as a stage is free, and dg of its former chunk.
@@ -134,7 +118,8 @@ def gates(vectors, barriers, inputs, begins, dg, size, begin, end, scale, H: gl.
     for i in range(count + STAGES):
         slot = i % STAGES
         at = place(begin + gl.minimum(i, count - 1), size, C, REVERSE)
-        x, strength, of_keys, alike = read(inputs, at, size, H, C, GATED, BETA, NORM)
+        x, strength = read(inputs, at, size, C, GATED, BETA)
+        of_keys, alike = read_known(known, at, H, C, NORM)
         G = gl.associative_scan(x, 0, add, reverse=REVERSE)
         total = gl.sum(x, 0)
         enter = gl.exp2(G)
@@ -509,7 +494,8 @@ def gradients_kernel(
     vectors = (factors_s, scalars_s, x_s)
     barriers = (full, ready, empty, q_full, q_empty, s_full, s_empty, rest_full)
     descriptors = (q_desc, k_desc, o_desc, e_desc, dv_desc, l_desc, s_desc)
-    inputs = (p_g, stride_gt, p_beta, stride_bt, alike + first, p_norms)
+    inputs = (p_g, stride_gt, p_beta, stride_bt)
+    known = (alike + first, p_norms)
     outs_s = gl.allocate_shared_memory(dtype, [2, C, BK], KEYS)
     results = (goal_q, goal_k, outs_s)
     # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
@@ -519,8 +505,8 @@ def gradients_kernel(
             (pair, (tiles, vectors, barriers, r_desc, size, begin, end, scale, C, STAGES, REVERSE, NORM)),
             (multiply, (tiles, vectors, barriers, results, p_h0, r_desc, size, begin, end, H, C, K, V, BK, BV, STAGES,
                         GROUP, REVERSE, INIT, NORM, NEED_G)),
-            (gates, (vectors, barriers, inputs, p_begins, p_dg, size, begin, end, scale, H, C, STAGES, GROUP, REVERSE,
-                     GATED, BETA, NORM, INIT, NEED_G)),
+            (gates, (vectors, barriers, inputs, known, p_begins, p_dg, size, begin, end, scale, H, C, STAGES, GROUP,
+                     REVERSE, GATED, BETA, NORM, INIT, NEED_G)),
             (copy, (tiles, barriers, descriptors, size, begin, end, C, STAGES, GROUP, REVERSE)),
         ],
         [8 if WIDE else 4, 1, 1],

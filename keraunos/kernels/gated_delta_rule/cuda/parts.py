@@ -1,19 +1,32 @@
-"""Parts of all walks of the gated delta rule over a chunk."""
+"""Parts of the kernels of the gated delta rule: where they are, and what is known of a chunk."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from keraunos.kernels.device.hopper import FAINT, LOG2E, now
+from keraunos.kernels.device.hopper import FAINT, LOG2E, now, owner, uniform
 
 
 @gluon.jit
-def read(inputs, at, size, H: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
-         NORM: gl.constexpr):
-    """A chunk's gates, base 2, and beta; one over the lengths of its keys, by one warp; and whether they are alike."""
-    g, stride_g, beta, stride_beta, alike, norms = inputs
-    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+def locate_group(cu_seqlens, i_s, T, N, L, PACKED: gl.constexpr):
+    """Slot of L tokens -> (sequence, its row of the batch, first token in the row, tokens; which of its slots)."""
+    if PACKED:
+        i_n = owner(cu_seqlens, i_s, N, L)
+        begin = gl.load(cu_seqlens + i_n).to(gl.int64)
+        end = gl.load(cu_seqlens + i_n + 1).to(gl.int64)
+        slot = (i_s - (begin // L + i_n)).to(gl.int32)
+        return i_n, i_n * 0, begin, uniform((end - begin).to(gl.int32)), uniform(slot)
+    groups = gl.cdiv(T, L)
+    i_n = i_s // groups
+    return i_n, i_n, (i_n * 0).to(gl.int64), T, i_s % groups
+
+
+@gluon.jit
+def read(inputs, at, size, C: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr):
+    """A chunk's gates, base 2, and beta, each warp all of them."""
+    g, stride_g, beta, stride_beta = inputs
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     t = gl.arange(0, C, layout=EACH)
     inside = t < size - at * C
     x = gl.zeros([C], gl.float32, EACH)
@@ -23,10 +36,18 @@ def read(inputs, at, size, H: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr
     strength = gl.full([C], 1.0, gl.float32, EACH)
     if BETA:
         strength = gl.load(beta + (at * C + t).to(gl.int64) * stride_beta, mask=inside, other=0.0).to(gl.float32)
+    return x, strength
+
+
+@gluon.jit
+def read_known(known, at, H: gl.constexpr, C: gl.constexpr, NORM: gl.constexpr):
+    """One over the lengths of a chunk's keys, by one warp, and whether they are alike."""
+    alike, norms = known
+    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     of_keys = gl.full([C], 1.0, gl.float32, EACH)
     if NORM:
-        of_keys = gl.load(norms + at * (H * C) + t)
-    return x, strength, of_keys, gl.load(alike + at * H)
+        of_keys = gl.load(norms + at * (H * C) + gl.arange(0, C, layout=EACH))
+    return of_keys, gl.load(alike + at * H)
 
 
 @gluon.jit

@@ -32,12 +32,12 @@ from keraunos.kernels.gated_delta_rule.cuda.call import (
     tokens_of_group,
 )
 from keraunos.kernels.gated_delta_rule.cuda.gradients import gradients_kernel
-from keraunos.kernels.gated_delta_rule.cuda.prepare import prepare_kernel
+from keraunos.kernels.gated_delta_rule.cuda.prepare import MOST, prepare_kernel
 from keraunos.kernels.gated_delta_rule.cuda.walk import walk_kernel
 from keraunos.kernels.gated_delta_rule.joins import join_plan
 from keraunos.kernels.gluon import was_not_measured
 from keraunos.kernels.host.arrays import Spec, contiguous, dtype_of, spec_of, state_strides
-from keraunos.kernels.host.hopper import CHUNK, LEAST_TILE, ROW, aligned, cannot_walk, token_strides
+from keraunos.kernels.host.hopper import CHUNK, LEAST_TILE, aligned, cannot_walk, token_strides
 from keraunos.kernels.host.plan import Plan, remember
 from keraunos.kernels.host.pool import NO_STATES, Pool
 from keraunos.kernels.recurrent.contract import no_gradients, no_tokens
@@ -46,8 +46,9 @@ from keraunos.ops.invocation import Config, Invocation
 
 FIELDS = ("num_stages",)
 
-# Registers of a thread that prepares chunks: five programs share a multiprocessor, with 24 bytes of stack at most.
-_REGISTERS = 96
+# Programs that prepare chunks at once on a multiprocessor, and registers of a thread when they begin; in reverse sums
+# over columns take more of them.
+_PREPARING, _PREPARING_REVERSE = (4, 64), (3, 80)
 # Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few; of
 # gates per token and dimension also halves of values.
 _PROGRAMS = 32
@@ -61,11 +62,12 @@ def _prepare_plan(call: Call, k: Spec) -> Plan:
         alike=((slots, H), "int32"),
         norms=((slots, H, CHUNK), "float32") if call.norm else None,
     )
-    of_keys = {name: stride // ROW for name, stride in token_strides(k=k).items()}
-    numbers = of_keys | token_strides(g=g, b=beta) | dict(T=call.T, N=call.N)
-    constants = dict(H=H, **call.ratios(k=k, g=g, b=beta), K=call.K, BK=call.tiles["BK"], C=CHUNK,
-                     UNIT=ROW, REVERSE=call.reverse, PACKED=call.packed, MAXNREG=_REGISTERS)
-    return Plan(prepare_kernel, (slots * H,), numbers, outputs, constants)
+    programs, registers = _PREPARING_REVERSE if call.reverse else _PREPARING
+    run = CHUNK * min(range(MOST.value, 0, -1), key=lambda n: call.cost(n, programs * call.at_once))
+    numbers = token_strides(k=k, g=g, b=beta) | dict(T=call.T, N=call.N, L=run)
+    constants = dict(H=H, **call.ratios(k=k, g=g, b=beta), K=call.K, BK=call.tiles["BK"], C=CHUNK, STAGES=STAGES,
+                     REVERSE=call.reverse, PACKED=call.packed, MAXNREG=registers)
+    return Plan(prepare_kernel, (call.slots(run) * H,), numbers, outputs, constants)
 
 
 @remember

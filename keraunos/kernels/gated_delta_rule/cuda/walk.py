@@ -2,7 +2,7 @@
 
 The state of a chunk is kept transposed ``[V, K]``, so that it, and all that follows from it, is the left operand of
 each product and stays in registers. With S the state before a chunk, ``G_i`` the sum of its gates up to and with token
-i, base 2, and N of ``prepare.py``:
+i, base 2, and N of ``inverse.py``:
 
     Y = V - exp2(G) K S                     the errors before the chunk
     E = Y + N beta Y                        the errors that tokens correct
@@ -40,8 +40,8 @@ from keraunos.kernels.device.hopper import (
     wide,
     within,
 )
-from keraunos.kernels.gated_delta_rule.cuda.parts import read
-from keraunos.kernels.gated_delta_rule.cuda.prepare import EPSILON
+from keraunos.kernels.gated_delta_rule.cuda.inverse import EPSILON
+from keraunos.kernels.gated_delta_rule.cuda.parts import read, read_known
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
 # Chunks at a time whose values, N and P are in shared memory.
@@ -87,7 +87,7 @@ def copy(tiles, barriers, descriptors, alike, size, blank, H: gl.constexpr, C: g
 
 
 @gluon.jit
-def gates(vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
+def gates(vectors, barriers, inputs, known, size, scale, H: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
           REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr, NORM: gl.constexpr):
     """A partition of one warp: what depends on gates alone, as soon as a stage is free.
 
@@ -103,7 +103,8 @@ def gates(vectors, barriers, inputs, size, scale, H: gl.constexpr, C: gl.constex
         slot = i % STAGES
         of = slot * FACTORS
         at = (count - 1 - i) if REVERSE else i
-        x, strength, of_keys, fine = read(inputs, at, size, H, C, GATED, BETA, NORM)
+        x, strength = read(inputs, at, size, C, GATED, BETA)
+        of_keys, fine = read_known(known, at, H, C, NORM)
         G = gl.associative_scan(x, 0, add, reverse=REVERSE)
         total = gl.sum(x, 0)
         enter = gl.exp2(G)
@@ -491,7 +492,8 @@ def walk_kernel(
     vectors = (factors_s, alike_s, totals_s)
     barriers = (full, ready, empty, n_full, taken, v_full, v_empty)
     descriptors = (q_desc, k_desc, v_desc, n_desc)
-    inputs = (p_g, stride_gt, p_beta, stride_bt, p_alike, p_norms)
+    inputs = (p_g, stride_gt, p_beta, stride_bt)
+    known = (p_alike, p_norms)
     ends = (p_h0, p_ht, p_kept, begins)
     goals = (o_s, o_desc, e_desc, r_desc)
     # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
@@ -502,7 +504,7 @@ def walk_kernel(
             (multiply, (tiles, vectors, barriers, goals, ends, size, last, before, part, H, C, K, V, BK, BV, STAGES,
                         GROUP, REVERSE, BETA, NORM, INIT, FINAL, SAVE, SPLIT, OUTPUT, MAY_START, STORED, stride_sk,
                         stride_sv)),
-            (gates, (vectors, barriers, inputs, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
+            (gates, (vectors, barriers, inputs, known, size, scale, H, C, STAGES, REVERSE, GATED, BETA, NORM)),
             (copy, (tiles, barriers, descriptors, p_alike, size, blank, H, C, STAGES, REVERSE, OUTPUT)),
         ],
         [8 if WIDE else 4, 1, 1],
