@@ -47,7 +47,10 @@ class Absent:
 
 
 def workloads(operation: str) -> list[Workload]:
-    found = [Workload(operation, Shape.parse(text), backward=b) for text in SHAPES for b in (False, True)]
+    # A gate per key dimension as models begin with.
+    gates = "mild" if operation == "gla_attention" else ""
+    found = [Workload(operation, Shape.parse(text), backward=backward, variant=gates)
+             for text in SHAPES for backward in (False, True)]
     if operation == "lightning_attention":
         found.insert(2, Workload(operation, Shape.parse(LATENCY)))
     return found

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python3 benchmarks/variants.py              into benchmarks/results/variants/<gpu>.json
     PYTHONPATH=. python3 benchmarks/variants.py dimension    gates per dimension; the others' figures stay
-    PYTHONPATH=. python3 benchmarks/variants.py peers hot    mild ones with fla, and in JAX; after a minute of load
+    PYTHONPATH=. python3 benchmarks/variants.py hot          mild ones after a minute of load
 
 `cuda` and `triton` through PyTorch, with the gates that `compare.py` names. Written after every workload; what was left
 out, for the time or for another reason, is there with its reason.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import harness
 import measuring
-from compile_fla import compile_all
 from contestants import Contestant, find
 from workloads import Shape, Workload
 
@@ -30,22 +29,19 @@ CASES = {
         *(("gla_attention", times, ("2,16384,64",), BOTH) for times in ("x4", "x16", "x64")),
         ("gla_attention", "mild", DIMS, BOTH),
     ),
-    "peers": (("gla_attention", "mild", ("2,16384,64", "8,4096,32", "1,8192,64"), BOTH),),
+    "few": (("lightning_attention", "", ("1,8192,64", "1,32768,16", "1,65536,4"), BOTH),),
     "hot": (("gla_attention", "mild", ("2,16384,64", "8,4096,32"), BOTH),),
 }
 
 
-def contestants(name: str, workload: Workload, fla: dict[int, str]) -> list[Contestant]:
-    """Who computes a workload of some cases; fla: the numbers of heads for which fla is not ready."""
-    peers = name == "peers"
-    found = find(workload.operation, ["cuda"] if name == "hot" else ["cuda", "triton"],
-                 ["fla"] if peers and workload.shape.H not in fla else [])
-    return [c for c in found if c.framework == "torch" or (peers and c.name == "cuda")]
+def contestants(name: str, workload: Workload) -> list[Contestant]:
+    """Who computes a workload of some cases."""
+    found = find(workload.operation, ["cuda"] if name == "hot" else ["cuda", "triton"], [])
+    return [c for c in found if c.framework == "torch"]
 
 
 def main() -> None:
     parser = harness.parser(__doc__ or "", "variants", seconds=250.0, names=tuple(CASES))
-    parser.add_argument("--fla-seconds", type=float, default=200.0, help="for compiling fla; 0 leaves it out")
     parser.add_argument("--load", type=float, default=60.0, help="seconds of load before what is hot is timed")
     options = parser.parse_args()
     harness.require_gpu(parser)
@@ -57,15 +53,10 @@ def main() -> None:
     }
     # The times of gates change no kernel.
     harness.build([one for some in work.values() for one in some if one.variant in ("", "token", "mild")])
-    fla: dict[int, str] = {}
-    if "peers" in work:
-        heads = list(dict.fromkeys(one.shape.H for one in work["peers"]))
-        fla = compile_all(["gla_attention"], heads, options.fla_seconds, harness.say)["gla_attention"]
-        run.restart()
     for name, some in work.items():
         section = run.section(name)
-        calls = ((x, contestants(name, x, fla)) for x in some)
-        run.compare(section, calls, measuring.Effort(9, 1.0, options.load if name == "hot" else 0.0), ["fla"])
+        calls = ((x, contestants(name, x)) for x in some)
+        run.compare(section, calls, measuring.Effort(9, 1.0, options.load if name == "hot" else 0.0))
         harness.say(f"{section['left_out']}\nwritten: {run.path}")
 
 
