@@ -38,8 +38,7 @@ from keraunos.kernels.device.hopper import (
     wide,
     within,
 )
-from keraunos.kernels.gated_delta_rule.cuda.inverse import EPSILON
-from keraunos.kernels.gated_delta_rule.cuda.parts import of_lanes, of_tokens, of_warps, read, read_known
+from keraunos.kernels.gated_delta_rule.cuda.parts import EPSILON, of_lanes, of_tokens, of_warps, read, read_known
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
 

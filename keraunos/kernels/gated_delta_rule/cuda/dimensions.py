@@ -35,13 +35,12 @@ from keraunos.kernels.device.hopper import FAINT, LOG2E, locate_chunk, wide, wit
 from keraunos.kernels.gated_delta_rule.cuda.inverse import (
     ALIKE,
     BLOCK,
-    EPSILON,
     blocks_inverted,
     by_substitution,
     joined_once,
     own_block,
-    store_tile,
 )
+from keraunos.kernels.gated_delta_rule.cuda.parts import EPSILON
 from keraunos.kernels.gluon import copy_of_threads, lengths, reinterpret, thread_barrier
 
 # Dimensions of a key that are worked on at a time.
@@ -234,6 +233,17 @@ def is_alike(a, strength_s, REVERSE: gl.constexpr):
     else:
         strong = a * strength_s.load(gl.SliceLayout(0, a.type.layout))[None, :]
     return gl.max(gl.sum(strong * strong, 0 if REVERSE else 1), 0) > ALIKE
+
+
+@gluon.jit
+def store_tile(p, x, REVERSE: gl.constexpr):
+    """Stores a tile, transposed in reverse, to where it is contiguous."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    C: gl.constexpr = x.shape[0]
+    x = gl.convert_layout(x.permute((1, 0)) if REVERSE else x, FLAT)
+    r = gl.arange(0, C, layout=gl.SliceLayout(1, FLAT))
+    c = gl.arange(0, C, layout=gl.SliceLayout(0, FLAT))
+    gl.store(p + r[:, None] * C + c[None, :], x)
 
 
 @gluon.jit

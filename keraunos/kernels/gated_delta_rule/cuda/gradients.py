@@ -43,8 +43,15 @@ from keraunos.kernels.device.hopper import (
     now,
     wide,
 )
-from keraunos.kernels.gated_delta_rule.cuda.inverse import EPSILON
-from keraunos.kernels.gated_delta_rule.cuda.parts import locate_group, of_lanes, of_tokens, of_warps, read, read_known
+from keraunos.kernels.gated_delta_rule.cuda.parts import (
+    EPSILON,
+    locate_group,
+    of_lanes,
+    of_tokens,
+    of_warps,
+    read,
+    read_known,
+)
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
 

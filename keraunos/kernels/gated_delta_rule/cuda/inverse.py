@@ -25,11 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from keraunos.kernels.device.hopper import now
 from keraunos.kernels.gluon import reinterpret, thread_barrier
 
-EPSILON = gl.constexpr(1e-6)
 # Keys are alike from this sum of squares of a row of A beta on: errors cancel, and products count with more digits.
 ALIKE = gl.constexpr(1.0)
-# Without beta, from this sum on they are as good as the same: then all that gradients sum over a chunk cancels, too.
-SAME = gl.constexpr(24.0)
 # Tokens of a block on the diagonal.
 BLOCK = gl.constexpr(16)
 
@@ -45,6 +42,15 @@ def own_block(x, rows, BLOCKS: gl.constexpr):
     of = gl.convert_layout(rows, gl.SliceLayout(1, low.type.layout))[:, None]
     x = gl.where(of // BLOCK % 2 == 1, high, low)
     return gl.convert_layout(x.reshape([C // BLOCK, BLOCK, BLOCK]), BLOCKS)
+
+
+@gluon.jit
+def transposed(x, BLOCKS: gl.constexpr):
+    """Blocks ``[n, 16, 16]`` of 16-bit values transposed, in registers."""
+    n: gl.constexpr = x.shape[0]
+    x = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+    x = x.reshape([n, 2, BLOCK // 2, 2, BLOCK // 2]).permute((0, 3, 2, 1, 4)).reshape([n, BLOCK, BLOCK])
+    return gl.convert_layout(x, BLOCKS)
 
 
 @gluon.jit
@@ -65,6 +71,17 @@ def inverse_of_blocks(x, y, unit, BLOCKS: gl.constexpr):
     x, y = times(x, y, none, BLOCKS), times(y, x, none, BLOCKS)
     found = times(found, y, found, BLOCKS)
     return times(found, times(y, x, none, BLOCKS), found, BLOCKS)
+
+
+@gluon.jit
+def blocks_inverted(block, strength_s, BLOCKS: gl.constexpr):
+    """``(I + A beta)^-1 - I`` of the blocks on the diagonal, from those of -A."""
+    C: gl.constexpr = BLOCK * block.shape[0]
+    i_r = now(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS))))[None, :, None]
+    i_c = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
+    x = 0.0 - block * strength_s.reshape([C // BLOCK, BLOCK]).load(gl.SliceLayout(1, BLOCKS))[:, None, :]
+    unit = gl.where(i_r == i_c, 1.0, 0.0) + gl.zeros(block.shape, gl.float32, BLOCKS)
+    return inverse_of_blocks(x, transposed(x.to(gl.float16), BLOCKS), unit, BLOCKS) - unit
 
 
 @gluon.jit
@@ -172,34 +189,3 @@ def by_substitution(a, strength_s, own, tiles, terms):
     fence_async_shared()
     thread_barrier()
     return joined(tiles, rest, strength_s, terms)
-
-
-@gluon.jit
-def store_tile(p, x, REVERSE: gl.constexpr):
-    """Stores a tile, transposed in reverse, to where it is contiguous."""
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    C: gl.constexpr = x.shape[0]
-    x = gl.convert_layout(x.permute((1, 0)) if REVERSE else x, FLAT)
-    r = gl.arange(0, C, layout=gl.SliceLayout(1, FLAT))
-    c = gl.arange(0, C, layout=gl.SliceLayout(0, FLAT))
-    gl.store(p + r[:, None] * C + c[None, :], x)
-
-
-@gluon.jit
-def transposed(x, BLOCKS: gl.constexpr):
-    """Blocks ``[n, 16, 16]`` of 16-bit values transposed, in registers."""
-    n: gl.constexpr = x.shape[0]
-    x = gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], x.dtype, False, 2)
-    x = x.reshape([n, 2, BLOCK // 2, 2, BLOCK // 2]).permute((0, 3, 2, 1, 4)).reshape([n, BLOCK, BLOCK])
-    return gl.convert_layout(x, BLOCKS)
-
-
-@gluon.jit
-def blocks_inverted(block, strength_s, BLOCKS: gl.constexpr):
-    """``(I + A beta)^-1 - I`` of the blocks on the diagonal, from those of -A."""
-    C: gl.constexpr = BLOCK * block.shape[0]
-    i_r = now(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS))))[None, :, None]
-    i_c = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))[None, None, :]
-    x = 0.0 - block * strength_s.reshape([C // BLOCK, BLOCK]).load(gl.SliceLayout(1, BLOCKS))[:, None, :]
-    unit = gl.where(i_r == i_c, 1.0, 0.0) + gl.zeros(block.shape, gl.float32, BLOCKS)
-    return inverse_of_blocks(x, transposed(x.to(gl.float16), BLOCKS), unit, BLOCKS) - unit

@@ -7,6 +7,9 @@ from triton.experimental.gluon import language as gl
 
 from keraunos.kernels.device.hopper import FAINT, LOG2E, now, owner, uniform
 
+# Added to the squares of a key or query that is to be divided by its length.
+EPSILON = gl.constexpr(1e-6)
+
 
 @gluon.jit
 def locate_group(cu_seqlens, i_s, T, N, L, PACKED: gl.constexpr):

@@ -20,16 +20,17 @@ from keraunos.kernels.device.hopper import add, describe, first_slot, now, wide
 from keraunos.kernels.gated_delta_rule.cuda.inverse import (
     ALIKE,
     BLOCK,
-    EPSILON,
-    SAME,
     blocks_inverted,
     by_substitution,
     joined_once,
     own_block,
 )
-from keraunos.kernels.gated_delta_rule.cuda.parts import locate_group, read
+from keraunos.kernels.gated_delta_rule.cuda.parts import EPSILON, locate_group, read
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
 
+# From this sum of squares of a row of A on, keys are as good as the same: then all that gradients sum over a chunk
+# cancels, too.
+SAME = gl.constexpr(24.0)
 # A bit of an integer says of each chunk whether it is left.
 MOST = gl.constexpr(32)
 

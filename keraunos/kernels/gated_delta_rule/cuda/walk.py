@@ -40,8 +40,7 @@ from keraunos.kernels.device.hopper import (
     wide,
     within,
 )
-from keraunos.kernels.gated_delta_rule.cuda.inverse import EPSILON
-from keraunos.kernels.gated_delta_rule.cuda.parts import read, read_known
+from keraunos.kernels.gated_delta_rule.cuda.parts import EPSILON, read, read_known
 from keraunos.kernels.gluon import copy_in, copy_out, lengths, thread_barrier
 
 # Chunks at a time whose values, N and P are in shared memory.
