@@ -152,10 +152,9 @@ def test_tensors_may_be_slices():
 
 # Faults in the kernels themselves
 
-DELTA = tuple(f"keraunos.kernels.{name}" for name in (
-    "device.hopper", "gated_delta_rule.cuda.prepare", "gated_delta_rule.cuda.walk", "gated_delta_rule.cuda.adjoint",
-    "gated_delta_rule.cuda.gradients",
-))
+DELTA = ("keraunos.kernels.device.hopper", *(f"keraunos.kernels.gated_delta_rule.cuda.{name}" for name in (
+    "inverse", "parts", "prepare", "walk", "adjoint", "gradients",
+)))
 # The quickest first.
 ALIKE = dict(keys="equal", beta=1.0, decay=0.01, state=True)
 FAULTY = {"others": (small(T=5 * CHUNK + 3, state=True), 1),
