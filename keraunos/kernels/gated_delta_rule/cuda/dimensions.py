@@ -304,8 +304,7 @@ def store_fine(a, p, squares, vectors, near, pairs, left, scale, NORM: gl.conste
     store_tile(pairs, p.to(dtype), False)
     store_tile(pairs + C * C, (p - wide(p.to(dtype))).to(dtype), False)
     # Three products each: of two tokens all are zero. A number that is not known here keeps them a loop.
-    x = by_substitution(-a, strength_s, rows // BLOCK == columns // BLOCK, (d_s, 0, b_s, 0, 1),
-                        gl.minimum(left, 3))
+    x = by_substitution(-a, strength_s, rows // BLOCK == columns // BLOCK, d_s, b_s, gl.minimum(left, 3))
     x = gl.where(rows > columns, x, 0.0)
     store_tile(near, x.to(dtype), REVERSE)
     store_tile(near + C * C, (x - wide(x.to(dtype))).to(dtype), REVERSE)

@@ -121,58 +121,52 @@ def joined_once(own, minus, strength_s, a_s, x_s, m_s):
 
 
 @gluon.jit
-def put(x, x_s, first, step):
-    """Stores x for products in a tile; the digits that float16 does not hold go to another, ``step`` further."""
+def put(x, x_s):
+    """Stores x for products; the digits that float16 does not hold go to a second tile."""
     high = x.to(gl.float16)
-    x_s.index(first).store(high)
-    x_s.index(first + step).store((x - high.to(gl.float32)).to(gl.float16))
+    x_s.index(0).store(high)
+    x_s.index(1).store((x - high.to(gl.float32)).to(gl.float16))
 
 
 @gluon.jit
-def dot(x_s, x_first, x_step, y_s, y_first, y_step, out, terms):
+def dot(x_s, y_s, out, terms):
     """``out + x y`` of what was ``put``, of three products."""
     for i in range(terms):
-        x = x_s.index(x_first + i // 2 * x_step)
-        out = warpgroup_mma(x, y_s.index(y_first + i % 2 * y_step), out, is_async=True)
+        out = warpgroup_mma(x_s.index(i // 2), y_s.index(i % 2), out, is_async=True)
         out = warpgroup_mma_wait(0, deps=[out])
     return out
 
 
 @gluon.jit
-def joined(tiles, rest, strength_s, terms):
+def joined(d_s, b_s, rest, strength_s, terms):
     """N of the whole chunk, from the tiles of D and ``beta B``, and from B, which is ``rest``; strength_s: beta."""
-    d_s, d, b_s, b, step = tiles
-    m = -dot(d_s, d, 1, b_s, b, step, rest, terms)
-    x = d_s.index(d).load(rest.type.layout).to(gl.float32) + d_s.index(d + 1).load(rest.type.layout).to(gl.float32)
+    m = -dot(d_s, b_s, rest, terms)
+    x = d_s.index(0).load(rest.type.layout).to(gl.float32) + d_s.index(1).load(rest.type.layout).to(gl.float32)
     thread_barrier()
-    put(m, b_s, b, step)
+    put(m, b_s)
     m += x
     for _ in range(3):
-        put(x * strength_s.load(gl.SliceLayout(1, x.type.layout))[:, None], d_s, d, 1)
+        put(x * strength_s.load(gl.SliceLayout(1, x.type.layout))[:, None], d_s)
         fence_async_shared()
         thread_barrier()
-        x = dot(b_s, b, step, d_s, d, 1, m, terms)
+        x = dot(b_s, d_s, m, terms)
         thread_barrier()
     return x
 
 
 @gluon.jit
-def by_substitution(a, strength_s, own, tiles, terms):
-    """N of three products each; ``own``: what the blocks on the diagonal have of a tile.
-
-    tiles: an array and the first of two in it, for D; another one, the first, and how far the second is, for B.
-    """
-    d_s, d, b_s, b, step = tiles
+def by_substitution(a, strength_s, own, d_s, b_s, terms):
+    """N of three products each; ``own``: what the blocks on the diagonal have of a tile. Two tiles each: of D, of B."""
     C: gl.constexpr = a.shape[0]
     # A lane has a column of a block, of which a warp has one.
     COLUMNS: gl.constexpr = gl.BlockedLayout([1, BLOCK // 2, 1], [1, 2, 16], [4, 1, 1], [2, 1, 0])
     blocks = gl.sum(gl.where(own, a, 0.0).reshape([C // BLOCK, BLOCK, C // BLOCK, BLOCK]), 2)
-    blocks_s = reinterpret(d_s.index(d), gl.float32, [BLOCK, C // BLOCK, BLOCK],
+    blocks_s = reinterpret(d_s.index(0), gl.float32, [BLOCK, C // BLOCK, BLOCK],
                            gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     blocks_s.store(gl.permute(blocks, [1, 0, 2]))
     rest = gl.where(own, 0.0, a)
-    put(rest * strength_s.load(gl.SliceLayout(1, a.type.layout))[:, None], b_s, b, step)
-    rows_s = reinterpret(d_s.index(d), gl.float32, [BLOCK, C // BLOCK, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    put(rest * strength_s.load(gl.SliceLayout(1, a.type.layout))[:, None], b_s)
+    rows_s = reinterpret(d_s.index(0), gl.float32, [BLOCK, C // BLOCK, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     row = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
     of_blocks = strength_s.reshape([C // BLOCK, BLOCK]).load(gl.SliceLayout(2, COLUMNS))
     x = gl.zeros([C // BLOCK, BLOCK, BLOCK], gl.float32, COLUMNS)
@@ -185,7 +179,7 @@ def by_substitution(a, strength_s, own, tiles, terms):
     x = gl.convert_layout(x.reshape([C, BLOCK]), gl.SliceLayout(1, WIDE))
     block = gl.arange(0, C, layout=gl.SliceLayout(1, gl.SliceLayout(2, WIDE)))[:, None, None] // BLOCK
     other = gl.arange(0, C // BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, WIDE)))[None, :, None]
-    put(gl.where(block == other, x[:, None, :], 0.0).reshape([C, C]), d_s, d, 1)
+    put(gl.where(block == other, x[:, None, :], 0.0).reshape([C, C]), d_s)
     fence_async_shared()
     thread_barrier()
-    return joined(tiles, rest, strength_s, terms)
+    return joined(d_s, b_s, rest, strength_s, terms)

@@ -31,7 +31,7 @@ from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thre
 # From this sum of squares of a row of A on, keys are as good as the same: then all that gradients sum over a chunk
 # cancels, too.
 SAME = gl.constexpr(24.0)
-# A bit of an integer says of each chunk whether it is left.
+# Chunks of a program at most: a bit of an integer says of each whether it is left.
 MOST = gl.constexpr(32)
 
 
@@ -168,7 +168,7 @@ def invert(tiles, vectors, barriers, descriptors, inputs, known, size, begin, en
             thread_barrier()
             # Three products each: a number that is not known here keeps them a loop.
             found = by_substitution(a, strengths_s.index(0), rows[:, None] // BLOCK == columns[None, :] // BLOCK,
-                                    (d_s, 0, m_s, 0, 1), gl.minimum(size, 3))
+                                    d_s, m_s, gl.minimum(size, 3))
             found = gl.where(rows[:, None] > columns[None, :], found, 0.0)
             high = found.to(dtype)
             upright(n_s.index(0), REVERSE).store(high)
