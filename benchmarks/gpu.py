@@ -47,7 +47,7 @@ class Absent:
 
 
 def workloads(operation: str) -> list[Workload]:
-    # A gate per key dimension as models begin with.
+    # Gates per key dimension are as those of models before training.
     gates = "mild" if operation == "gla_attention" else ""
     found = [Workload(operation, Shape.parse(text), backward=backward, variant=gates)
              for text in SHAPES for backward in (False, True)]

@@ -1,4 +1,5 @@
-"""Linear attention on a GPU where calls are not those of the table: other gates, short sequences, other head dims.
+"""Linear attention on a GPU where calls are not those of the table: other gates, short sequences,
+other head dims; and of few heads.
 
     PYTHONPATH=. python3 benchmarks/variants.py              into benchmarks/results/variants/<gpu>.json
     PYTHONPATH=. python3 benchmarks/variants.py dimension    gates per dimension; the others' figures stay

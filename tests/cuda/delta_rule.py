@@ -28,8 +28,8 @@ def small(**fields):
 
 
 CHUNK = 64
-# Calls whose values are checked; the second, with gates per token and dimension.
 WIDE = dict(K=128, V=128)
+# Calls whose values are checked, in the emulator and on a GPU.
 CASES = [
     *(small(T=T, H=4 if T == 1 else 1, state=True, **kind) for T in (1, CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK + 5)
       for kind in (dict(), dict(reverse=True))),
@@ -60,6 +60,7 @@ CASES = [
     small(dtype="float16", T=130, state=True),
     small(dtype="float16", T=200, keys="equal", beta=1.0, gate="none"),
 ]
+# Calls with gates per token and dimension.
 PER_DIMENSION = dict(gate="vector", state=True)
 DIMENSIONS_CASES = [
     *(small(**PER_DIMENSION, T=130, decay=decay, reverse=reverse, gate_dtype="bfloat16")

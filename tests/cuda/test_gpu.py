@@ -114,13 +114,17 @@ def tokens(*shape):
 
 
 @pytest.mark.parametrize("number", range(len(delta_rule.CASES)))
-def test_the_delta_rule(number, request):
+def test_the_delta_rule(number):
     case = delta_rule.CASES[number]
-    if (case.keys, case.beta, case.gate) == ("equal", 2.0, "none"):
-        request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=False, reason=(
-            "nothing is ever forgotten, and each chunk rounds the state for its products: dbeta is off by 9.3e-3 where "
-            "the rule asks for 7.8e-3; in the emulator by 2e-3 to 8e-3, as the number of tokens is")))
-    case.check("cuda", "torch")
+    try:
+        case.check("cuda", "torch")
+    except AssertionError as error:
+        # Nothing is forgotten there, and each chunk rounds the state for its products: dbeta was off by 9.3e-3 where
+        # the rule asks for 7.8e-3, in the emulator by 2e-3 to 8e-3, as the number of tokens is. All else must hold.
+        only = re.fullmatch(r"dbeta: error 0\.00\d+ against float64; allowed [\d.]+", str(error))
+        if (case.keys, case.beta, case.gate) != ("equal", 2.0, "none") or only is None:
+            raise
+        pytest.xfail(str(error))
 
 
 @pytest.mark.parametrize("number", range(len(delta_rule.DIMENSIONS_CASES)))
