@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from keraunos.kernels.gluon import thread_barrier
+
 LOG2E = gl.constexpr(1.4426950408889634)
 # The log of less than any 16-bit value. Sums of a chunk's gates stay small enough that their differences are as good as
 # 16-bit inputs if no gate is below it.
@@ -219,3 +221,24 @@ def clear_padding(o, cu_seqlens, N, slot, i_o, i_h, token, size, T, H: gl.conste
     clear(o + (end * H + i_h) * V, i_o * C, (T - end).to(gl.int32), count * C, H, C, V, BV)
     if slot < 0:
         clear(o + (token * H + i_h) * V, 0, size, C, H, C, V, BV)
+
+
+@gluon.jit
+def await_turn(turn, number):
+    """Waits until another program tells this number."""
+    at = gl.atomic_add(turn, 0, sem="acquire", scope="gpu")
+    while at != number:
+        at = gl.atomic_add(turn, 0, sem="acquire", scope="gpu")
+
+
+@gluon.jit
+def tell(turn, number, PENDING: gl.constexpr):
+    """Writes whose turn has been, once all copies out but the last PENDING have arrived in memory."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    x = gl.full([1], 1, gl.int32, LINE) * number
+    if PENDING == 2:
+        x = gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+    else:
+        x = gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+    thread_barrier()
+    gl.atomic_xchg(turn, gl.max(x, 0), sem="release", scope="gpu")

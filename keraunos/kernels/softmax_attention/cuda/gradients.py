@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from keraunos.kernels.device.hopper import await_turn, tell
 from keraunos.kernels.gluon import add_out, copy_in, copy_out, lengths, thread_barrier
 from keraunos.kernels.softmax_attention.cuda.forward import (
     LANES,
@@ -189,19 +190,6 @@ def said(plan_s, r, at: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def tell(turn, number, PENDING: gl.constexpr):
-    """Writes whose turn has been, once all copies out but the last PENDING have arrived in memory."""
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    x = gl.full([1], 1, gl.int32, LINE) * number
-    if PENDING == 2:
-        x = gl.inline_asm_elementwise("cp.async.bulk.wait_group 2; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
-    else:
-        x = gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
-    thread_barrier()
-    gl.atomic_xchg(turn, gl.max(x, 0), sem="release", scope="gpu")
-
-
-@gluon.jit
 def add(dq_s, plan_s, held, summed, added, dq_desc, turns, sizes, first, tiles, M, H: gl.constexpr, R: gl.constexpr,
         N: gl.constexpr, BT: gl.constexpr):
     """A partition of one warp: adds a block's parts to the gradients of queries, when it is the block's turn.
@@ -230,9 +218,7 @@ def add(dq_s, plan_s, held, summed, added, dq_desc, turns, sizes, first, tiles, 
             turn = turns + i_bh.to(gl.int64) * NT + i_t
             follows = i_t >= behind
             if real & follows:
-                at = gl.atomic_add(turn, 0, sem="acquire", scope="gpu")
-                while at != number - 1:
-                    at = gl.atomic_add(turn, 0, sem="acquire", scope="gpu")
+                await_turn(turn, number - 1)
             mbarrier.wait(summed, c & 1)
             if real:
                 for w in gl.static_range(2):
