@@ -17,7 +17,8 @@ DECODE = ("keraunos.kernels.softmax_attention.cuda.decode",)
 _STEP = re.compile(
     r"^( +)(?:fence_async_shared\(\)|thread_barrier\(\)|mbarrier\.(?:arrive|init)\(.*\)|"
     r"[\w.]+\.(?:acquire|expect|commit|wait|release|copy|commit_group|wait_group)\(.*\)|"
-    r"tma\.store_wait\((?:\d)\)|copy_(?:in|out|of_threads)\(.*\)|[a-z_, ]+ = warpgroup_mma_wait\((\d), deps=\[.*\]\))$",
+    r"tma\.store_wait\((?:\d)\)|(?:copy_in|copy_out|copy_of_threads|add_out)\(.*\)|"
+    r"[a-z_, ]+ = warpgroup_mma_wait\((\d), deps=\[.*\]\))$",
     re.MULTILINE,
 )
 

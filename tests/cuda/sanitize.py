@@ -55,6 +55,7 @@ DELTA = [
     delta_rule.small(**WIDE, T=150, keys="equal", beta=1.0, gate="none"),
     delta_rule.small(B=2, T=300, H=2, gate="none", state=True),
     delta_rule.small(K=96, V=40, lengths=(65, 0, 9), H=4, HQ=2, G=1, HV=4, HG=2, HB=1, state=True),
+    delta_rule.small(**WIDE, T=150, H=4, HQ=2, G=2, HV=4),
 ]
 DELTA_DIMENSIONS = [
     delta_rule.small(**WIDE, B=2, T=150, H=2, gate="vector", gate_dtype="bfloat16", state=True),

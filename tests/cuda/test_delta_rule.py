@@ -160,8 +160,11 @@ ALIKE = dict(keys="equal", beta=1.0, decay=0.01, state=True)
 FAULTY = {"others": (small(T=5 * CHUNK + 3, state=True), 1),
           "segments": (small(T=5 * CHUNK + 3), 2),
           "alike": (small(**ALIKE, T=2 * CHUNK + 3, norm=True, dtype="float16"), 3),
-          "two walkers": (small(**ALIKE, **WIDE, T=2 * CHUNK + 3), 1)}
+          "two walkers": (small(**ALIKE, **WIDE, T=2 * CHUNK + 3), 1),
+          "shared": (small(T=4 * CHUNK + 3, H=2, HQ=1, G=1, keys="some equal", gate="none", beta=1.0), 1)}
 UNHARMED = {}
+# Two threads of a partition, which is one actor to the emulator: one has copied out, one may tell so.
+UNSEEN = mutants.steps(DELTA)[0]
 
 
 DIMENSIONS = tuple(f"keraunos.kernels.gated_delta_rule.cuda.{name}" for name in (
@@ -201,6 +204,9 @@ def test_each_missing_step_per_dimension_is_found(step, tmp_path):
 
 @pytest.mark.parametrize("step", mutants.steps(DELTA), ids=mutants.label)
 def test_each_missing_step_is_found(step, tmp_path, monkeypatch):
+    if step == UNSEEN:
+        assert mutants.label(step) == "hopper:thread_barrier()"
+        return
     # Programs that prepare chunks have all of a head, those that make gradients several groups.
     monkeypatch.setattr(passes, "_PREPARING", (1, 64))
     monkeypatch.setattr(calls, "GROUP", 2)

@@ -142,9 +142,10 @@ def test_a_program_prepares_chunks_of_both_kinds(case, monkeypatch):
 
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_delta_rule_of_many_long_sequences(K, dtype):
-    """Without gates nothing is forgotten: a wrong product of a chunk stays seen."""
-    q, k, v, do = (torch.randn(4, 2048, 8, K, device="cuda", dtype=dtype) for _ in range(4))
+@pytest.mark.parametrize("H", [8, 4, 2])
+def test_the_delta_rule_of_many_long_sequences(H, K, dtype):
+    """Without gates nothing is forgotten: a wrong product of a chunk stays seen. H: heads of queries and keys."""
+    q, k, v, do = (torch.randn(4, 2048, heads, K, device="cuda", dtype=dtype) for heads in (H, H, 8, 8))
     k = torch.nn.functional.normalize(k, dim=-1)
     beta, state = torch.rand(4, 2048, 8, device="cuda", dtype=dtype), torch.randn(4, 8, K, K, device="cuda")
 
@@ -286,7 +287,7 @@ def handed(attention):
         kernels = (prepare.prepare_kernel, delta.walk_kernel, adjoint.adjoint_kernel, delta_gradients.gradients_kernel)
         return kernels, (prepare.gates, delta.gates, delta.pair, adjoint.gates, adjoint.pair, adjoint.add_products,
                          adjoint.leave, parts.of_tokens, delta_gradients.gates, delta_gradients.take_lengths,
-                         delta_gradients.pair, delta_gradients.multiply)
+                         delta_gradients.pair, delta_gradients.multiply, delta_gradients.add_up)
     if attention == "delta-dimensions":
         kernels = (delta_dimensions.walk_dimensions_kernel, dimensions_adjoint.adjoint_dimensions_kernel,
                    dimensions_gradients.gradients_dimensions_kernel)

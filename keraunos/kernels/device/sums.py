@@ -71,11 +71,10 @@ def summed(x: Array, M: int, R: int, D: int, shape: tuple[int, ...], dtype: str,
 
 
 def over_shared(call: Sizes, dx: Array | None, x: Spec | None) -> Array | None:
-    """The gradient of an array, if there is one, from those of all heads: the sum over those that share one."""
-    R = call.ratio(x)
-    if x is None or dx is None or R == 1:
+    """The gradient of an array, if there is one, from those of all heads: their sum, where a kernel has not made it."""
+    if x is None or dx is None or tuple(dx.shape) == tuple(x.shape):
         return dx
-    own = math.prod(x.shape[:3])
+    R, own = call.ratio(x), math.prod(x.shape[:3])
     if len(x.shape) == 3:
         return summed(dx, 1, R, own, x.shape, x.dtype, last=True)
     return summed(dx, own, R, x.shape[3], x.shape, x.dtype)

@@ -342,7 +342,7 @@ def adjoint_kernel(
     q, k, do, g, beta, errors, near, alike, norms, states, h0, dht, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
     stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, L,
-    dv, dbeta, dlate, dh0, begins,
+    dv, dbeta, dlate, dh0, begins, turns,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
@@ -353,7 +353,7 @@ def adjoint_kernel(
 
     near, alike, norms: see ``prepare_kernel``; errors, states: see ``walk_kernel``. dht: gradients of final states,
     None: zeros; dh0: those of initial ones, h0. ``begins`` ``[groups, H]``: the sums of products of the states before
-    every GROUP chunks with their gradients, without initial states but for the first.
+    every GROUP chunks with their gradients, without initial states but for the first. ``turns`` ``[slots, H]``: 0.
 
     SPLIT: a program walks over one segment of L tokens, from its own dht ``[segments, H, K, V]``. dv None: dh0, of the
     same shape, is what segments, but for the first, leave: the last one from dht ``[N, H, K, V]``, others from zeros.
@@ -384,7 +384,8 @@ def adjoint_kernel(
     NEED_G: gl.constexpr = begins is not None
 
     first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
-    chunks = gl.maximum(gl.cdiv(size, C), 1)
+    count = gl.cdiv(size, C)
+    chunks = gl.maximum(count, 1)
     stride_b = T.to(gl.int64) * H
     q_desc = describe(q, i_b, token, i_h // RQ, size, stride_qb, stride_qt, stride_qh, C, K, BK, BLOCK)
     k_desc = describe(k, i_b, token, i_h // RK, size, stride_kb, stride_kt, stride_kh, C, K, BK, BLOCK)
@@ -432,6 +433,10 @@ def adjoint_kernel(
     mbarrier.init(p_empty, count=1)
     mbarrier.init(e_read, count=1)
     fence_async_shared()
+    if turns is not None:
+        each = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        for i in range(0, count, 128):
+            gl.store(turns + first + (i + each).to(gl.int64) * H, 0, mask=i + each < count)
 
     p_dht = k
     p_dh0 = k

@@ -37,10 +37,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from keraunos.kernels.device.hopper import (
     add,
     anew,
+    await_turn,
     describe,
     first_slot,
     load_state,
     now,
+    tell,
     wide,
 )
 from keraunos.kernels.gated_delta_rule.cuda.parts import (
@@ -52,7 +54,7 @@ from keraunos.kernels.gated_delta_rule.cuda.parts import (
     read,
     read_known,
 )
-from keraunos.kernels.gluon import copy_in, copy_out, lengths, reinterpret, thread_barrier
+from keraunos.kernels.gluon import add_out, copy_in, copy_out, lengths, reinterpret, thread_barrier
 
 
 @gluon.jit
@@ -279,16 +281,42 @@ def pair(tiles, vectors, barriers, r_desc, size, begin, end, scale, C: gl.conste
 
 
 @gluon.jit
+def add_up(goals, turns, size, begin, end, number, H: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr,
+           SHARED: gl.constexpr):
+    """A partition of one warp: adds a chunk's dq and dk to those of the heads before, of all that share q and k.
+
+    turns: of each chunk, how many heads have been there, whose copies out have arrived in memory.
+    """
+    if SHARED:
+        dq, dk, outs_s, done, free = goals
+        for i in range(end - begin):
+            at = place(begin + i, size, C, REVERSE)
+            turn = turns + at.to(gl.int64) * H
+            if number > 0:
+                await_turn(turn, number)
+            for x in gl.static_range(2):
+                goal = dq if x == 0 else dk
+                mbarrier.wait(done.index(x), i & 1)
+                if number > 0:
+                    add_out(goal, [at * C, 0], outs_s.index(x))
+                else:
+                    copy_out(goal, [at * C, 0], outs_s.index(x))
+            tma.store_wait(0)
+            mbarrier.arrive(free, count=1)
+            tell(turn, number + 1, 0)
+
+
+@gluon.jit
 def multiply(tiles, vectors, barriers, goals, h0, r_desc, size, begin, end, H: gl.constexpr, C: gl.constexpr,
              K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
              GROUP: gl.constexpr, REVERSE: gl.constexpr, INIT: gl.constexpr, NORM: gl.constexpr,
-             NEED_G: gl.constexpr):
+             NEED_G: gl.constexpr, SHARED: gl.constexpr):
     """A partition of a warpgroup for each 64 of the keys' dimensions, for which it has the state."""
     k_s, e_s, o_s, dv_s, q_s, s_s, p_s, a_s = tiles
     factors_s, scalars_s, x_s = vectors
     full, ready, empty, q_full, q_empty, s_full, s_empty, rest_full = barriers
     WARPS: gl.constexpr = BK // 16
-    dq, dk, outs_s = goals
+    dq, dk, outs_s, done, free = goals
     FACTORS: gl.constexpr = 10 if NORM else 5
     # A chunk's tokens are columns; so are the dimensions of values of a state.
     W: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
@@ -335,10 +363,13 @@ def multiply(tiles, vectors, barriers, goals, h0, r_desc, size, begin, end, H: g
         dk_t = warpgroup_mma_wait(0, deps=[dk_t])
         dk_t = dk_t * factors_s.index(of + 1).load(OF_TOKENS)[None, :]
         state = state * gl.max(scalars_s.index(slot * 2).load(FLAG), 0)
+        if SHARED:
+            mbarrier.wait(free, (i & 1) ^ 1)
         if gl.max(scalars_s.index(slot * 2 + 1).load(FLAG), 0) != 0:
             # The tiles of both results hold the rest of the errors, first.
             r_s = reinterpret(outs_s, dtype, [C, BV], r_desc.layout)
-            tma.store_wait(0)
+            if not SHARED:
+                tma.store_wait(0)
             mbarrier.expect(rest_full.index(0), r_desc.block_type.nbytes)
             copy_in(r_desc, [at * C, 0], rest_full.index(0), r_s)
             dq_t = warpgroup_mma(k, a_s.index(zero + squares + 1).permute((1, 0)), dq_t)
@@ -348,6 +379,8 @@ def multiply(tiles, vectors, barriers, goals, h0, r_desc, size, begin, end, H: g
             mbarrier.wait(rest_full.index(0), rests & 1)
             rests += 1
             state = warpgroup_mma(gl.convert_layout(late.to(dtype), LEFT_S), r_s, state)
+            if SHARED:
+                thread_barrier()
         own_k = k.load(W)
         left_k = gl.convert_layout(own_k, LEFT)
         dq_t = warpgroup_mma(left_k, p.permute((1, 0)), dq_t, is_async=True)
@@ -370,13 +403,17 @@ def multiply(tiles, vectors, barriers, goals, h0, r_desc, size, begin, end, H: g
         x += of_lanes(dq_t * wide(q.load(W)))
         if NORM:
             dq_t *= factors_s.index(of + 6).load(OF_TOKENS)[None, :]
-        tma.store_wait(1)
+        if not SHARED:
+            tma.store_wait(1)
         dq_s.permute((1, 0)).store(dq_t.to(dtype))
         fence_async_shared()
         dk_t = warpgroup_mma_wait(0, deps=[dk_t])
         thread_barrier()
         # Copies out go before those into what they make free.
-        copy_out(dq, [at * C, 0], dq_s)
+        if SHARED:
+            mbarrier.arrive(done.index(0), count=1)
+        else:
+            copy_out(dq, [at * C, 0], dq_s)
         mbarrier.arrive(q_empty, count=1)
         if NEED_G:
             x -= of_lanes(dk_t * wide(k.load(W)))
@@ -384,26 +421,34 @@ def multiply(tiles, vectors, barriers, goals, h0, r_desc, size, begin, end, H: g
             x_s.index(slot).store(of_warps(x))
         if NORM:
             dk_t *= factors_s.index(of + 7).load(OF_TOKENS)[None, :]
-        tma.store_wait(1)
+        if not SHARED:
+            tma.store_wait(1)
         dk_s.permute((1, 0)).store(dk_t.to(dtype))
         fence_async_shared()
         thread_barrier()
-        copy_out(dk, [at * C, 0], dk_s)
+        if SHARED:
+            mbarrier.arrive(done.index(1), count=1)
+        else:
+            copy_out(dk, [at * C, 0], dk_s)
         mbarrier.arrive(empty.index(slot), count=1)
-    tma.store_wait(0)
+    if not SHARED:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=lengths("qkogb", "T", "N", "L"))
 def gradients_kernel(
-    q, k, g, beta, do, errors, rest, dv, dk_given, alike, norms, states, begins, h0, cu_seqlens,
+    q, k, g, beta, do, errors, rest, dv, dk_given, alike, norms, states, begins, h0, turns, cu_seqlens,
     stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_ob, stride_ot, stride_oh,
     stride_gb, stride_gt, stride_gh, stride_bb, stride_bt, stride_bh, scale, T, N, L,
-    dq, dk, dg,
+    dq, dk, dg, turned,
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
+    STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, R: gl.constexpr,
 ):
-    """``dq`` and ``dk`` ``[B, T, H, K]`` and ``dg`` ``[B, T, H]`` of each head.
+    """``dq`` and ``dk`` ``[B, T, H / R, K]`` and ``dg`` ``[B, T, H]``.
+
+    R heads that share queries and keys add up their dq and dk, always in their order: ``turns`` ``[slots, H]``, zeros
+    in the beginning, and ``turned``, its memory, count them for each chunk. A head waits for those of programs before.
 
     A program has L tokens of one head of one sequence, which are whole groups of GROUP chunks, but for the end. dv,
     dk_given, begins: dV, L and sums of ``adjoint_kernel``; errors, rest, states: see ``walk_kernel``. alike, norms: see
@@ -431,6 +476,8 @@ def gradients_kernel(
     BETA: gl.constexpr = beta is not None
     NORM: gl.constexpr = norms is not None
     NEED_G: gl.constexpr = dg is not None
+    SHARED: gl.constexpr = turned is not None
+    G: gl.constexpr = H // R
 
     first = first_slot(i_n, token, size, T, C, PACKED) * H + i_h
     stride_b = T.to(gl.int64) * H
@@ -471,6 +518,14 @@ def gradients_kernel(
     mbarrier.init(s_empty, count=1)
     mbarrier.init(rest_full.index(0), count=1)
     mbarrier.init(rest_full.index(1), count=1)
+    done = full
+    free = full
+    if SHARED:
+        done = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+        free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+        mbarrier.init(done.index(0), count=1)
+        mbarrier.init(done.index(1), count=1)
+        mbarrier.init(free, count=1)
     fence_async_shared()
 
     # Something else stands for an absent array, and nobody reads it.
@@ -493,8 +548,8 @@ def gradients_kernel(
         p_dg = dg + (i_b.to(gl.int64) * T + token) * H + i_h
         p_begins = begins + first_group
     r_desc = describe(rest, i_b, token, i_h, size, stride_b * V, H * V, V, C, V, BV, VALUES)
-    goal_q = describe(dq, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, KEYS)
-    goal_k = describe(dk, i_b, token, i_h, size, stride_b * K, H * K, K, C, K, BK, KEYS)
+    goal_q = describe(dq, i_b, token, i_h // R, size, T.to(gl.int64) * (G * K), G * K, K, C, K, BK, KEYS)
+    goal_k = describe(dk, i_b, token, i_h // R, size, T.to(gl.int64) * (G * K), G * K, K, C, K, BK, KEYS)
     s_desc = tma.make_tensor_descriptor(states + first_group * (V * K), [gl.cdiv(size, GROUP * C), V, K],
                                         [H * V * K, K, 1], [1, BV, BK], STATE)
     tiles = (k_s, e_s, o_s, dv_s, q_s, s_s, p_s, a_s)
@@ -504,18 +559,22 @@ def gradients_kernel(
     inputs = (p_g, stride_gt, p_beta, stride_bt)
     known = (alike + first, p_norms)
     outs_s = gl.allocate_shared_memory(dtype, [2, C, BK], KEYS)
-    results = (goal_q, goal_k, outs_s)
+    p_turns = alike
+    if SHARED:
+        p_turns = turned + (first - i_h % R)
+    results = (goal_q, goal_k, outs_s, done, free)
     # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
     WIDE: gl.constexpr = BK == 128
     gl.warp_specialize(
         [
             (pair, (tiles, vectors, barriers, r_desc, size, begin, end, scale, C, STAGES, REVERSE, NORM)),
             (multiply, (tiles, vectors, barriers, results, p_h0, r_desc, size, begin, end, H, C, K, V, BK, BV, STAGES,
-                        GROUP, REVERSE, INIT, NORM, NEED_G)),
+                        GROUP, REVERSE, INIT, NORM, NEED_G, SHARED)),
             (gates, (vectors, barriers, inputs, known, p_begins, p_dg, size, begin, end, scale, H, C, STAGES, GROUP,
                      REVERSE, GATED, BETA, NORM, INIT, NEED_G)),
             (copy, (tiles, barriers, descriptors, size, begin, end, C, STAGES, GROUP, REVERSE)),
+            (add_up, (results, p_turns, size, begin, end, i_h % R, H, C, REVERSE, SHARED)),
         ],
-        [8 if WIDE else 4, 1, 1],
-        [192 if WIDE else 208, 32, 32],
+        [8 if WIDE else 4, 1, 1, 1],
+        [192 if WIDE else 208, 32, 32, 32],
     )

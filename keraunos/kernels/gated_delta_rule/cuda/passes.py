@@ -49,6 +49,8 @@ FIELDS = ("num_stages",)
 # Programs that prepare chunks at once on a multiprocessor, and registers of a thread when they begin; in reverse sums
 # over columns take more of them.
 _PREPARING, _PREPARING_REVERSE = (4, 64), (3, 80)
+# Heads that add up gradients in one kernel.
+_MOST_ADDING = 4
 # Walks with which it was measured to be faster than Triton, which cuts sequences into segments where there are few; of
 # gates per token and dimension also halves of values.
 _PROGRAMS = 32
@@ -96,6 +98,15 @@ def _walk_plan(call: Call, q: Spec | None, k: Spec, v: Spec, final: bool, save: 
     return Plan(walk_kernel, (programs * H,), numbers, outputs, constants)
 
 
+def _adding(call: Call) -> int:
+    """How many heads that share queries and keys add up their gradients; 1: each has its own, which are summed later.
+
+    With more than a few, the last ones would begin late, and sums of 16 bits lose digits.
+    """
+    R = call.ratio(call.specs.query)
+    return R if call.ratio(call.specs.key) == R and R <= _MOST_ADDING else 1
+
+
 @remember
 def _adjoint_plan(call: Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
     """The adjoint walk; local: the one that only makes what segments leave."""
@@ -104,7 +115,8 @@ def _adjoint_plan(call: Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
     outputs: dict[str, Any] = dict(dv=((*tokens, V), call.dtype),
                                    dbeta=None if beta is None else (tokens, call.dtype_of_each(beta)),
                                    dlate=((*tokens, K), call.dtype), dh0=((call.N, H, K, V), h0.dtype) if h0 else None,
-                                   begins=((call.groups, H), "float32") if call.need_g else None)
+                                   begins=((call.groups, H), "float32") if call.need_g else None,
+                                   turns=((call.chunks, H), "int32") if _adding(call) > 1 else None)
     if local:
         outputs = dict.fromkeys(outputs) | dict(dh0=((call.segments, H, K, V), "float32"))
         programs, most = call.segments - call.N, STAGES_NARROW
@@ -117,16 +129,17 @@ def _adjoint_plan(call: Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
 
 @remember
 def _gradients_plan(call: Call, q: Spec, k: Spec, do: Spec) -> Plan:
-    (g, beta), H, K = call.specs[3:5], call.H, call.K
-    tokens = call.B, call.T, H
+    (g, beta), H, K, R = call.specs[3:5], call.H, call.K, _adding(call)
+    of_keys = (call.B, call.T, H // R, K), call.dtype
     outputs = dict(
-        # One of them takes the place of what it is made of.
-        dq=((*tokens, K), call.dtype), dk="dk_given",
-        dg=(tokens, call.dtype_of_each(g)) if call.need_g else None)
+        # Where heads share nothing, one takes the place of what it is made of.
+        dq=of_keys, dk=of_keys if R > 1 else "dk_given",
+        dg=((call.B, call.T, H), call.dtype_of_each(g)) if call.need_g else None,
+        turned="turns" if R > 1 else None)
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.part)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=call.group,
                      STAGES=min(STAGES, call.cfg.num_stages), REVERSE=call.reverse,
-                     PACKED=call.packed)
+                     PACKED=call.packed, R=R)
     return Plan(gradients_kernel, (call.slots(call.part) * H,), numbers, outputs, constants)
 
 
@@ -184,10 +197,10 @@ def _gradients_of_scalars(call: Call, args: Args, residuals: Sequence[Any], do: 
     """The gradients without gates, or with one per token, of each head."""
     _, alike, of_keys, errors, rest, states, *_ = residuals
     q, k, _, g, beta, h0, cu_seqlens = args
-    dv, dbeta, dlate, dh0, begins = _walked_back(call, args, do, dfinal, residuals)
+    dv, dbeta, dlate, dh0, begins, turns = _walked_back(call, args, do, dfinal, residuals)
     dq, dk, dg = _gradients_plan(call, *call.specs[:2], spec_of(do)).launch(
         q=q, k=k, g=g, beta=beta, do=do, errors=errors, rest=rest, dv=dv, dk_given=dlate, alike=alike, norms=of_keys,
-        states=states, begins=begins, h0=h0, cu_seqlens=cu_seqlens)
+        states=states, begins=begins, h0=h0, turns=turns, cu_seqlens=cu_seqlens)[:3]
     return Args(dq, dk, dv, dg, dbeta, dh0)
 
 
