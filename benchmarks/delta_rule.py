@@ -5,11 +5,11 @@
 A shape is batch, tokens, heads of queries and keys, heads of values; ``v`` after it: gates per dimension. ``packed`` in
 place of batch and tokens: 32 sequences of 16 to 4,096 tokens. All is bfloat16, K = V = 128, gates are
 ``logsigmoid / 16``, beta a sigmoid, keys of length 1. Each is checked first, on 300 tokens in float64: what is wrong is
-not timed. Times are medians of calls that follow each other, all contestants in turn, and again between calls that load
-the GPU ("hot"). The floor counts what must be read and written once: query, key, value, g, beta and output, and for
-gradients these, the output's gradient and the five that come of it. Decoding is one launch from raw gates on a pool of
-float32 states; its floor is that of reading and writing the states. It is compared with the kernel of an engine,
-SGLang, where its package is there.
+not timed. Times are medians of calls that follow each other, all contestants in turn; last, of calls that have loaded
+the GPU for a minute ("hot"). The floor counts what must be read and written once: query, key, value, g, beta and
+output, and for gradients these, the output's gradient and the five that come of it. Decoding is one launch from raw
+gates on a pool of float32 states; its floor is that of reading and writing the states. It is compared with the kernel
+of an engine, SGLang, where its package is there.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ SHAPES = ("2,16384,64,64", "8,4096,32,32", "4,8192,16,32", "1,32768,16,64", "1,8
           "2,16384,64,64,v", "4,4096,32,32,v", "1,8192,64,64,v")
 # Of these: with fla, which compiles for minutes; hot; and in JAX.
 FLA, HOT, JAX = ("2,16384,64,64", "4,8192,16,32", "4,4096,32,32,v"), SHAPES[:1], ("2,16384,64,64", "4,8192,16,32")
+STAGES = ("forward", False), ("forward + backward", True)
 NAMES = ("query", "key", "value", "g", "beta")
 
 
@@ -127,9 +128,9 @@ def floor_of(shape: str, gradients: bool, bandwidth: float) -> float:
     return bytes_of(inputs(B, T, H, HV, vector), B * T * HV * V * 2, gradients) / bandwidth
 
 
-def one(report: Callable, shape: str, names: list[str], bandwidth: float, rounds: int, load: float) -> None:
-    """Check and time a shape. load: seconds of it before the first contestant is timed again, if any."""
-    for stage, gradients in (("forward", False), ("forward + backward", True)):
+def one(report: Callable, shape: str, names: list[str], bandwidth: float, rounds: int) -> None:
+    """Check and time a shape."""
+    for stage, gradients in STAGES:
         calls = {}
         for name in names:
             try:
@@ -147,12 +148,17 @@ def one(report: Callable, shape: str, names: list[str], bandwidth: float, rounds
             peak = torch.cuda.max_memory_allocated() - before
             report(f"{shape}, {stage}, {name}", milliseconds=median * 1e3, floor_milliseconds=floor * 1e3,
                    times_floor=median / floor, peak_bytes_beside_inputs=peak)
-        if load and names[0] in calls:
-            run, begin, found = calls[names[0]], time.monotonic(), []
-            while time.monotonic() - begin < load or len(found) < rounds:
-                found.append(seconds(run, 100))
-            median = statistics.median(found[-rounds:])
-            report(f"{shape}, {stage}, {names[0]}, hot", milliseconds=median * 1e3, times_floor=median / floor)
+
+
+def loaded(report: Callable, shape: str, name: str, bandwidth: float, rounds: int, load: float) -> None:
+    """Time a shape at the end of seconds of load."""
+    for stage, gradients in STAGES:
+        run, floor = ready(name, shape, gradients), floor_of(shape, gradients, bandwidth)
+        begin, found = time.monotonic(), []
+        while time.monotonic() - begin < load or len(found) < rounds:
+            found.append(seconds(run, 100))
+        median = statistics.median(found[-rounds:])
+        report(f"{shape}, {stage}, {name}, hot", milliseconds=median * 1e3, times_floor=median / floor)
 
 
 def with_jax(report: Callable, shape: str, platforms: list[str], bandwidth: float) -> None:
@@ -176,7 +182,7 @@ def with_jax(report: Callable, shape: str, platforms: list[str], bandwidth: floa
             output, pull = jax.vjp(forward, *arrays)
             return output, pull(output)
 
-        for stage, call, floor in zip(("forward", "forward + backward"), (forward, gradients), floors, strict=True):
+        for (stage, _), call, floor in zip(STAGES, (forward, gradients), floors, strict=True):
             try:
                 _, found = profiler.measure(jax.jit(call), iterations=10)(*arrays)
                 median = statistics.median(found)
@@ -270,11 +276,14 @@ def main() -> None:
         torch.cuda.empty_cache()
     for shape in options.shapes:
         if not run.late:
-            load = options.load if shape in options.hot else 0.0
-            one(report, shape, names[shape], bandwidth, options.rounds, load)
+            one(report, shape, names[shape], bandwidth, options.rounds)
     for shape in options.jax:
         if not run.late:
             with_jax(report, shape, options.platforms[:1], bandwidth)
+    # Last: it heats the GPU.
+    for shape in options.hot:
+        if not run.late:
+            loaded(report, shape, options.platforms[0], bandwidth, options.rounds, options.load)
 
 
 if __name__ == "__main__":
