@@ -158,10 +158,10 @@ DELTA = ("keraunos.kernels.device.hopper", *(f"keraunos.kernels.gated_delta_rule
 # The quickest first.
 ALIKE = dict(keys="equal", beta=1.0, decay=0.01, state=True)
 FAULTY = {"others": (small(T=5 * CHUNK + 3, state=True), 1),
-          "segments": (small(T=5 * CHUNK + 3), 2),
           "alike": (small(**ALIKE, T=2 * CHUNK + 3, norm=True, dtype="float16"), 3),
           "two walkers": (small(**ALIKE, **WIDE, T=2 * CHUNK + 3), 1),
-          "shared": (small(T=4 * CHUNK + 3, H=2, HQ=1, G=1, keys="some equal", gate="none", beta=1.0), 1)}
+          "shared": (small(T=4 * CHUNK + 3, H=2, HQ=1, G=1, keys="some equal", gate="none", beta=1.0), 1),
+          "segments": (small(T=5 * CHUNK + 3), 2)}
 UNHARMED = {}
 # Two threads of a partition, which is one actor to the emulator: one has copied out, one may tell so.
 UNSEEN = mutants.steps(DELTA)[0]
