@@ -127,6 +127,11 @@ def test_the_delta_rule(number):
         pytest.xfail(str(error))
 
 
+@pytest.mark.parametrize("case", [case for case in delta_rule.CASES if case.HQ and case.H > case.HQ == case.G])
+def test_the_delta_rule_adds_up_shared_heads_in_jax(case):
+    case.check("cuda", "jax")
+
+
 @pytest.mark.parametrize("number", range(len(delta_rule.DIMENSIONS_CASES)))
 def test_the_delta_rule_per_dimension(number):
     delta_rule.DIMENSIONS_CASES[number].check("cuda", "torch")

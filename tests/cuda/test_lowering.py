@@ -49,9 +49,10 @@ def test_forward_and_gradients(gla, shape):
     assert launches(jax.value_and_grad(loss, range(6)), TOKENS, TOKENS, TOKENS, gates, gamma, state) == wanted
 
 
-@pytest.mark.parametrize(("shape", "wanted"), [(SHAPE[:3], 4), (SHAPE, 7)], ids=["a gate per token", "per dimension"])
-def test_the_delta_rule_and_its_gradients(shape, wanted, monkeypatch):
-    """With gates per dimension three more are for chunks that are left."""
+@pytest.mark.parametrize(("shape", "H", "wanted"), [(SHAPE[:3], 4, 4), (SHAPE[:3], 2, 4), (SHAPE, 4, 7)],
+                         ids=["a gate per token", "shared heads", "per dimension"])
+def test_the_delta_rule_and_its_gradients(shape, H, wanted, monkeypatch):
+    """With gates per dimension three more are for chunks that are left. Heads that share add up without a launch."""
     launch = pytest.importorskip("keraunos.frontends.jax.launch", exc_type=ImportError)
     monkeypatch.setattr(launch.jax_triton, "triton_call",
                         functools.partial(launch.jax_triton.triton_call, compute_capability=90))
@@ -61,7 +62,8 @@ def test_the_delta_rule_and_its_gradients(shape, wanted, monkeypatch):
         return rule(*arrays)[0].astype(jnp.float32).sum()
 
     gates, beta = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (shape, SHAPE[:3]))
-    assert launches(jax.value_and_grad(loss, range(5)), TOKENS, TOKENS, TOKENS, gates, beta) == wanted
+    shared = jax.ShapeDtypeStruct((2, 200, H, 128), jnp.bfloat16)
+    assert launches(jax.value_and_grad(loss, range(5)), shared, shared, TOKENS, gates, beta) == wanted
 
 
 def test_vmap_is_one_launch(gla):
