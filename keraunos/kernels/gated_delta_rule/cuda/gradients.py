@@ -19,7 +19,8 @@ dQ and dK have their own, which is divided out at last.
 Where keys are alike, E, dP and the keys that change S have two parts.
 
 A warpgroup has 64 of the keys' dimensions, of S, dQ and dK; two are one partition, which is compiled once. One more
-makes dP and dA, a warp makes what depends on gates alone and dg, one copies.
+makes dP and dA, a warp makes what depends on gates alone and dg, one copies, and where heads share queries and keys one
+adds up their dQ and dK.
 """
 
 from __future__ import annotations
