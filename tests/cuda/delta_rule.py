@@ -95,16 +95,16 @@ BUILDS = {
 
 # Bytes of stack of each kernel: what waits outside of the loop over chunks, or is read where keys are alike. With gates
 # per dimension a step that strong ones need has the results of those before.
-STACK = {"prepare_kernel": 80, "walk_kernel": 184, "adjoint_kernel": 144, "gradients_kernel": 64,
+STACK = {"prepare_kernel": 80, "walk_kernel": 184, "adjoint_kernel": 144, "gradients_kernel": 24,
          "prepare_dimensions_kernel": 112, "remake_dimensions_kernel": 752, "walk_dimensions_kernel": 168,
          "adjoint_dimensions_kernel": 136, "gradients_dimensions_kernel": 272}
 # What newer versions take, where it is more: as measured; and kernels whose products wait for each other. No GPU has
 # run these, and "auto" does not take them.
 NEWER_STACK = {
     "3.7": dict(prepare_kernel=88, adjoint_kernel=184, remake_dimensions_kernel=760),
-    "3.8": dict(prepare_kernel=128, gradients_kernel=112, remake_dimensions_kernel=760,
+    "3.8": dict(prepare_kernel=128, gradients_kernel=88, remake_dimensions_kernel=760,
                 gradients_dimensions_kernel=744),
-    "3.9": dict(prepare_kernel=168, walk_kernel=288, adjoint_kernel=192, gradients_kernel=120,
+    "3.9": dict(prepare_kernel=168, walk_kernel=288, adjoint_kernel=192, gradients_kernel=144,
                 prepare_dimensions_kernel=176, remake_dimensions_kernel=912, walk_dimensions_kernel=208,
                 gradients_dimensions_kernel=512),
 }

@@ -33,6 +33,7 @@ from tests.cuda.delta_rule import (
     WIDE,
     build,
     check,
+    in_torch,
     joined,
     most,
     options,
@@ -127,6 +128,23 @@ def test_packed_sequences_are_cut_where_no_gradient_follows():
 
 def test_no_tokens():
     check(small(T=0, state=True))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_of_gates_collect_no_errors(reverse):
+    """Along the tokens of a group; what they end with is known. They were off by 1e-2."""
+    q, k, v, do = (torch.randn(1, 582, 2, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4))
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    g = torch.nn.functional.logsigmoid(v[..., 0].float()) / 16
+    args = Args(q, k, v, g, do[..., 0].sigmoid())
+    opts = options(small(reverse=reverse))
+    with emulated(), in_torch():
+        _, residuals = passes.forward(args, opts)
+        dg = passes.backward(args, residuals, (do, None), opts).g
+    wide = [x.double().requires_grad_() for x in args if x is not None]
+    output = keraunos.gated_delta_rule(*wide, reverse=reverse, platform="torch")
+    (wanted,) = torch.autograd.grad(output, wide[3], do.double())
+    assert torch.linalg.norm(dg - wanted) < 6e-3 * torch.linalg.norm(wanted)
 
 
 def test_gates_and_beta_may_be_expanded():

@@ -109,10 +109,28 @@ def power(x):
 
 
 @gluon.jit
+def put_gates(dg, held, error, i, size, H: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr):
+    """Stores dg of a group's chunks up to the i-th of a walk, each token without its share in the error at the end."""
+    GROUP: gl.constexpr = held.shape[0]
+    last = i % GROUP
+    share = error / ((last + 1) * C)
+    row = gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(1, held.type.layout)), 1)
+    t = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, held.type.layout)), 0)
+    at = place(i - last + row, size, C, REVERSE) * C
+    before = row * C + ((C - 1 - t) if REVERSE else t)
+    x = held - share * before.to(gl.float32)
+    gl.store(dg + (at + t).to(gl.int64) * H, x.to(dg.dtype.element_ty), mask=(row <= last) & (t < size - at))
+
+
+@gluon.jit
 def gates(vectors, barriers, inputs, known, begins, dg, size, begin, end, scale, H: gl.constexpr, C: gl.constexpr,
           STAGES: gl.constexpr, GROUP: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, BETA: gl.constexpr,
-          NORM: gl.constexpr, INIT: gl.constexpr, NEED_G: gl.constexpr):
+          NORM: gl.constexpr, INIT: gl.constexpr, FINAL: gl.constexpr, NEED_G: gl.constexpr):
     """A partition of one warp: what depends on gates alone, as soon as a stage is free, and dg of its former chunk.
+
+    dg is a sum over the tokens from a group's first one, and collects errors. Its value after the group's last token is
+    known: the next group begins with it, and without a gradient of the final state it is 0 in the end. So dg is held
+    until its group ends, in registers: beside so much shared memory there is little L1 for what is spilled.
 
     For each stage: ``scale exp2(G)``, ``-exp2(G)``, ``beta exp2(G_C - G)``, G and beta, with norms those of keys,
     too; ``exp2(G_C)``, and whether keys are alike.
@@ -120,10 +138,13 @@ def gates(vectors, barriers, inputs, known, begins, dg, size, begin, end, scale,
     factors_s, scalars_s, x_s = vectors
     full, _, empty, _, _, _, _, _ = barriers
     FACTORS: gl.constexpr = 10 if NORM else 5
-    EACH: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     FLAG: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    t = gl.arange(0, C, layout=EACH)
+    HELD: gl.constexpr = gl.BlockedLayout([GROUP, 2], [1, 32], [1, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(1, HELD)), 1)
+    held = gl.zeros([GROUP, C], gl.float32, HELD)
     left = scale * 0.0
+    if NEED_G:
+        left = gl.load(begins + (begin // GROUP).to(gl.int64) * H, mask=(begin > 0) | INIT, other=0.0)
     count = end - begin
     for i in range(count + STAGES):
         slot = i % STAGES
@@ -138,14 +159,20 @@ def gates(vectors, barriers, inputs, known, begins, dg, size, begin, end, scale,
         if NEED_G:  # noqa: SIM102
             if i >= STAGES:
                 ended = begin + i - STAGES
-                if ended % GROUP == 0:
-                    left = gl.load(begins + (ended // GROUP).to(gl.int64) * H, mask=(ended > 0) | INIT, other=0.0)
+                after = ended + 1
                 each = of_tokens(x_s.index(slot))
                 sums = gl.associative_scan(each, 0, add, reverse=REVERSE)
-                of_ended = place(ended, size, C, REVERSE) * C
-                gl.store(dg + (of_ended + t).to(gl.int64) * H, (left - (sums - each)).to(dg.dtype.element_ty),
-                         mask=t < size - of_ended)
+                of_chunk = gl.convert_layout(left - (sums - each), gl.SliceLayout(0, HELD), assert_trivial=True)
+                held = gl.where(row == ended % GROUP, gl.expand_dims(of_chunk, 0), held)
                 left -= gl.sum(each, 0)
+                if (after % GROUP == 0) | (after == end):
+                    more = after < gl.cdiv(size, C)
+                    begun = gl.load(begins + (after // GROUP).to(gl.int64) * H, mask=more, other=0.0)
+                    error = left - begun
+                    if FINAL:
+                        error = gl.where(more, error, 0.0)
+                    put_gates(dg, held, error, ended, size, H, C, REVERSE)
+                    left = begun
         if i < count:
             of = slot * FACTORS
             factors_s.index(of + 0).store(enter * scale)
@@ -445,6 +472,7 @@ def gradients_kernel(
     H: gl.constexpr, RQ: gl.constexpr, RK: gl.constexpr, RG: gl.constexpr, RB: gl.constexpr, K: gl.constexpr,
     V: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
     STAGES: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, R: gl.constexpr,
+    FINAL: gl.constexpr,
 ):
     """``dq`` and ``dk`` ``[B, T, H / R, K]`` and ``dg`` ``[B, T, H]``.
 
@@ -564,7 +592,8 @@ def gradients_kernel(
     if SHARED:
         p_turns = turned + (first - i_h % R)
     results = (goal_q, goal_k, outs_s, done, free)
-    # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs.
+    # Two warpgroups of walkers leave the registers of a multiprocessor for as much as the pair warpgroup needs, and for
+    # the dg of a group.
     WIDE: gl.constexpr = BK == 128
     gl.warp_specialize(
         [
@@ -572,10 +601,10 @@ def gradients_kernel(
             (multiply, (tiles, vectors, barriers, results, p_h0, r_desc, size, begin, end, H, C, K, V, BK, BV, STAGES,
                         GROUP, REVERSE, INIT, NORM, NEED_G, SHARED)),
             (gates, (vectors, barriers, inputs, known, p_begins, p_dg, size, begin, end, scale, H, C, STAGES, GROUP,
-                     REVERSE, GATED, BETA, NORM, INIT, NEED_G)),
+                     REVERSE, GATED, BETA, NORM, INIT, FINAL, NEED_G)),
             (copy, (tiles, barriers, descriptors, size, begin, end, C, STAGES, GROUP, REVERSE)),
             (add_up, (results, p_turns, size, begin, end, i_h % R, H, C, REVERSE, SHARED)),
         ],
         [8 if WIDE else 4, 1, 1, 1],
-        [192 if WIDE else 208, 32, 32, 32],
+        [192 if WIDE else 208, 40, 40, 40],
     )

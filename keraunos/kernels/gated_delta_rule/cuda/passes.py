@@ -128,7 +128,7 @@ def _adjoint_plan(call: Call, q: Spec, k: Spec, do: Spec, local: bool) -> Plan:
 
 
 @remember
-def _gradients_plan(call: Call, q: Spec, k: Spec, do: Spec) -> Plan:
+def _gradients_plan(call: Call, q: Spec, k: Spec, do: Spec, final: bool) -> Plan:
     (g, beta), H, K, R = call.specs[3:5], call.H, call.K, _adding(call)
     of_keys = (call.B, call.T, H // R, K), call.dtype
     outputs = dict(
@@ -139,7 +139,7 @@ def _gradients_plan(call: Call, q: Spec, k: Spec, do: Spec) -> Plan:
     numbers = token_strides(q=q, k=k, o=do, g=g, b=beta) | dict(scale=call.scale, T=call.T, N=call.N, L=call.part)
     constants = dict(H=H, **call.ratios(q=q, k=k, g=g, b=beta), **call.tiles, C=CHUNK, GROUP=call.group,
                      STAGES=min(STAGES, call.cfg.num_stages), REVERSE=call.reverse,
-                     PACKED=call.packed, R=R)
+                     PACKED=call.packed, R=R, FINAL=final)
     return Plan(gradients_kernel, (call.slots(call.part) * H,), numbers, outputs, constants)
 
 
@@ -198,7 +198,7 @@ def _gradients_of_scalars(call: Call, args: Args, residuals: Sequence[Any], do: 
     _, alike, of_keys, errors, rest, states, *_ = residuals
     q, k, _, g, beta, h0, cu_seqlens = args
     dv, dbeta, dlate, dh0, begins, turns = _walked_back(call, args, do, dfinal, residuals)
-    dq, dk, dg = _gradients_plan(call, *call.specs[:2], spec_of(do)).launch(
+    dq, dk, dg = _gradients_plan(call, *call.specs[:2], spec_of(do), dfinal is not None).launch(
         q=q, k=k, g=g, beta=beta, do=do, errors=errors, rest=rest, dv=dv, dk_given=dlate, alike=alike, norms=of_keys,
         states=states, begins=begins, h0=h0, turns=turns, cu_seqlens=cu_seqlens)[:3]
     return Args(dq, dk, dv, dg, dbeta, dh0)
