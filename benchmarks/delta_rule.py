@@ -103,8 +103,8 @@ def bytes_of(arrays: list[torch.Tensor], output: int, gradients: bool) -> int:
     return tokens + output + (2 * tokens + output if gradients else 0)
 
 
-def ready(name: str, shape: str, gradients: bool) -> Callable[[], Any]:
-    """A call that was right on few tokens and has run once; raises if it was wrong."""
+def ready(name: str, shape: str, gradients: bool) -> tuple[Callable[[], Any], dict[str, float]]:
+    """A call that has run once, and its errors on few tokens; raises if it was wrong."""
     B, T, H, HV, vector, ends = sizes(shape)
     call = contestant(name)
     off = errors(call, H, HV, vector, gradients)
@@ -115,7 +115,7 @@ def ready(name: str, shape: str, gradients: bool) -> Callable[[], Any]:
     whole = partial(call, cu_seqlens=ends)
     run = partial(both, whole, arrays, do) if gradients else partial(whole, *arrays)
     run()
-    return run
+    return run, off
 
 
 def _ready(question: tuple[str, str, bool]) -> None:
@@ -131,10 +131,10 @@ def floor_of(shape: str, gradients: bool, bandwidth: float) -> float:
 def one(report: Callable, shape: str, names: list[str], bandwidth: float, rounds: int) -> None:
     """Check and time a shape."""
     for stage, gradients in STAGES:
-        calls = {}
+        calls, errors_of = {}, {}
         for name in names:
             try:
-                calls[name] = ready(name, shape, gradients)
+                calls[name], errors_of[name] = ready(name, shape, gradients)
             except Exception as error:  # what a peer or a platform says
                 report(f"{shape}, {stage}, {name}", reason=harness.failure(error))
         torch.cuda.empty_cache()
@@ -147,13 +147,14 @@ def one(report: Callable, shape: str, names: list[str], bandwidth: float, rounds
             calls[name]()
             peak = torch.cuda.max_memory_allocated() - before
             report(f"{shape}, {stage}, {name}", milliseconds=median * 1e3, floor_milliseconds=floor * 1e3,
-                   times_floor=median / floor, peak_bytes_beside_inputs=peak)
+                   times_floor=median / floor, peak_bytes_beside_inputs=peak,
+                   errors={of: float(f"{x:.2g}") for of, x in errors_of[name].items()})
 
 
 def loaded(report: Callable, shape: str, name: str, bandwidth: float, rounds: int, load: float) -> None:
     """Time a shape at the end of seconds of load."""
     for stage, gradients in STAGES:
-        run, floor = ready(name, shape, gradients), floor_of(shape, gradients, bandwidth)
+        (run, _), floor = ready(name, shape, gradients), floor_of(shape, gradients, bandwidth)
         begin, found = time.monotonic(), []
         while time.monotonic() - begin < load or len(found) < rounds:
             found.append(seconds(run, 100))
